@@ -1,0 +1,69 @@
+// Exact attention on the CPU: raw pointers and strides, no runtime's header.
+//
+// out = softmax(scale * Q K^T + mask) V and its log-sum-exp, one row of scores never leaving the
+// cache.
+#pragma once
+
+#include <stdint.h>
+
+namespace elsa {
+
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool };
+
+// A tensor of four dimensions. Strides count elements and may be zero.
+struct View {
+  const void* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+  DType dtype = DType::kFloat32;
+};
+
+struct Attention {
+  View query;  // [batch, heads, queries, head_dim]
+  View key;    // [batch, kv_heads, keys, head_dim]
+  View value;  // [batch, kv_heads, keys, value_dim]
+  View mask;   // [batch, heads, queries, keys], data == nullptr for none; bool: true takes part
+  void* out = nullptr;   // [batch, queries, heads, value_dim], dense, the query's dtype
+  float* lse = nullptr;  // [batch, heads, queries], dense, natural logarithm
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t queries = 0;
+  int64_t keys = 0;
+  int64_t head_dim = 0;
+  int64_t value_dim = 0;
+  float scale = 1.0f;
+  bool causal = false;  // key j is visible to query i iff j <= i
+};
+
+// Runs body(begin, end, context) over [0, count) on the caller's threads.
+using Body = void (*)(int64_t begin, int64_t end, void* context);
+using ParallelFor = void (*)(int64_t count, Body body, void* context);
+
+enum class Status { kOk, kOutOfMemory, kUnknownIsa, kUnsupportedIsa };
+
+// The instruction set whose kernels run: the best one this machine has, or the one that the
+// environment variable ELSA_CPU_ISA names. Null when that name is unknown or the machine lacks it
+// (see isa_status).
+const char* isa_name();
+Status isa_status();
+
+// How a problem is cut, for those who want to know without running it. Keys are folded block by
+// block; within a block one maximum serves all keys and sums are trees of chains.
+struct Cut {
+  int64_t key_block;        // keys of a block (the last one may be shorter)
+  int64_t key_blocks;       // merged one after another
+  int64_t query_ranges;     // per head; an item is one range
+  int64_t workers;          // threads that take items
+  int64_t block_rows;       // query rows whose scores are in cache together
+  int64_t sum_chain;        // keys summed in one chain
+  int64_t workspace_bytes;  // of each worker, states included
+};
+
+// Reads shapes and `causal` alone; of the mask, whether there is one. The problem must not be
+// empty.
+Status cut(const Attention& problem, int threads, Cut* answer);
+
+// `threads` bounds the concurrency; small problems run on the calling thread alone.
+Status attention(const Attention& problem, int threads, ParallelFor parallel_for);
+
+}  // namespace elsa

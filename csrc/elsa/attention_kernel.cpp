@@ -1,0 +1,392 @@
+// The kernels of one instruction set. Compiled once per set with that set's flags and ELSA_KERNEL
+// naming the table it defines.
+#include "kernel.h"
+#include "pack.h"
+#include "simd.h"
+#include "tiles.h"
+
+#ifndef ELSA_KERNEL
+#error "define ELSA_KERNEL (the table) and ELSA_KERNEL_NAME (its name)"
+#endif
+
+namespace elsa {
+namespace {
+
+// Register tiles whose scores are in cache together.
+constexpr int64_t kBlockTiles = 48 / kTileRows;
+constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
+// Above this many query rows, reading values in place costs more than packing them first.
+constexpr int64_t kDirectRows = 64;
+
+int64_t sum_chunks(int64_t keys) { return (keys + kSumChunk - 1) / kSumChunk; }
+
+// Offsets of a thread's arrays in its workspace, in floats.
+struct Layout {
+  int64_t keys, values, query, scores, block_out, row_max, reference, rescale, bias, rows, out,
+      maximum, sum, total;
+};
+
+int64_t value_width(const Attention& a) { return round_up(a.value_dim, kLanes); }
+
+int64_t item_rows(const Attention& a, const Plan& plan) {
+  return (a.queries + plan.splits - 1) / plan.splits;
+}
+
+bool values_in_place(const Attention& a, const Plan& plan) {
+  return a.value.dtype == DType::kFloat32 && a.value.stride[3] == 1 && a.value_dim % kLanes == 0 &&
+         a.value.stride[2] == a.value_dim && plan.key_blocks == 1 &&
+         item_rows(a, plan) <= kDirectRows;
+}
+
+// One key block's panels, with room for a narrow one after the last.
+int64_t packed_key_stride(const Attention& a, const Plan& plan) {
+  return (plan.key_block + kPanel) * a.head_dim;
+}
+
+Layout layout(const Attention& a, const Plan& plan) {
+  const int64_t blocks = plan.keep_packed ? plan.key_blocks : 1;
+  const int64_t state = plan.key_blocks > 1 ? item_rows(a, plan) : kBlockRows;
+  int64_t top = 0;
+  const auto take = [&top](int64_t floats) {
+    const int64_t start = top;
+    top += round_up(floats, 16);
+    return start;
+  };
+  Layout l;
+  l.keys = take(blocks * packed_key_stride(a, plan));
+  l.values = take(values_in_place(a, plan) ? 0 : blocks * plan.key_block * value_width(a));
+  l.query = take(kBlockRows * kQueryStride);
+  l.scores = take(kBlockRows * kScoreStride);
+  l.block_out = take(kBlockRows * value_width(a));
+  l.row_max = take(round_up(kBlockRows, kLanes) * kLanes);
+  l.reference = take(kBlockRows + kLanes);
+  l.rescale = take(kBlockRows + kLanes);
+  l.bias = take(a.mask.data ? kBlockRows * kScoreStride : 0);
+  l.rows = take(kLanes * round_up(a.head_dim, kLanes));
+  l.out = take(state * value_width(a));
+  l.maximum = take(state + kLanes);  // these two are read in whole vectors
+  l.sum = take(state + kLanes);
+  l.total = top;
+  return l;
+}
+
+int64_t workspace(const Attention& a, const Plan& plan) { return layout(a, plan).total; }
+
+// One register tile of a row block, against the current key block.
+struct Tile {
+  int64_t local;  // first row, counted from the row block's
+  int64_t rows;
+  int64_t keys;  // keys of the block that some row of the tile sees; may be negative
+};
+
+// One item: a range of query rows of one head against all keys, in row blocks of a few register
+// tiles.
+class Item {
+ public:
+  Item(const Attention& a, const Plan& plan, int64_t item, int64_t upcoming, Workspace& workspace)
+      : a_(a), plan_(plan), workspace_(workspace), at_(layout(a, plan)), memory_(workspace.memory) {
+    const int64_t index = item / plan.splits;
+    const int64_t position = item - index * plan.splits;
+    // The last rows of a causal problem see the most keys: they go first.
+    const int64_t split = a.causal ? plan.splits - 1 - position : position;
+    batch_ = index / a.heads;
+    head_ = index - batch_ * a.heads;
+    kv_head_ = head_ / (a.heads / a.kv_heads);
+    first_row_ = split * a.queries / plan.splits;
+    rows_ = (split + 1) * a.queries / plan.splits - first_row_;
+    width_ = value_width(a);
+    scaled_ = a.mask.data != nullptr || !(a.scale > 0.0f);
+    values_in_place_ = values_in_place(a, plan);
+    query_ = matrix(a.query, batch_, head_);
+    key_ = matrix(a.key, batch_, kv_head_);
+    value_ = matrix(a.value, batch_, kv_head_);
+    if (upcoming >= 0 && plan.prefetch) {
+      const int64_t batch = upcoming / a.heads, head = upcoming - batch * a.heads;
+      const int64_t kv_head = head / (a.heads / a.kv_heads);
+      next_[0] = Prefetch(matrix(a.key, batch, kv_head), a.keys, a.head_dim);
+      next_[1] = Prefetch(matrix(a.value, batch, kv_head), a.keys, a.value_dim);
+      next_[2] = Prefetch(matrix(a.query, batch, head), a.queries, a.head_dim);
+      const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
+      const int64_t calls = tiles * (round_up(a.keys, kPanel) / kPanel +
+                                     round_up(width_, kPanel) / kPanel * sum_chunks(a.keys));
+      for (const Prefetch& p : next_) lines_per_call_ += (p.lines() + calls - 1) / calls;
+    }
+  }
+
+  void run() {
+    const int64_t blocks = blocks_for(first_row_ + rows_ - 1);
+    // Register tiles of nearly equal height: 197 rows are 10 x 12 + 7 x 11, not 16 x 12 + 5.
+    const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
+    for (block_ = 0; block_ < blocks; ++block_) {
+      first_key_ = block_ * plan_.key_block;
+      keys_ = smaller(plan_.key_block, a_.keys - first_key_);
+      pack();
+      int64_t row = 0;
+      for (int64_t tile = 0; tile < tiles; tile += kBlockTiles) {
+        row = row_block(row, tile, smaller(kBlockTiles, tiles - tile), tiles);
+      }
+    }
+    if (plan_.keep_packed && blocks == plan_.key_blocks) workspace_.packed_head = packed_index();
+  }
+
+ private:
+  int64_t packed_index() const { return batch_ * a_.kv_heads + kv_head_; }
+  // Key blocks that `row` sees at least a part of.
+  int64_t blocks_for(int64_t row) const {
+    return a_.causal ? smaller(plan_.key_blocks, row / plan_.key_block + 1) : plan_.key_blocks;
+  }
+  float* packed_keys() const {
+    return memory_ + at_.keys + (plan_.keep_packed ? block_ * packed_key_stride(a_, plan_) : 0);
+  }
+  float* packed_values() const {
+    return memory_ + at_.values + (plan_.keep_packed ? first_key_ * width_ : 0);
+  }
+
+  ELSA_NOINLINE void pack() {
+    if (workspace_.packed_head == packed_index()) return;
+    workspace_.packed_head = -1;
+    pack_keys(key_, first_key_, keys_, a_.head_dim, memory_ + at_.rows, packed_keys());
+    if (!values_in_place_) pack_values(value_, first_key_, keys_, a_.value_dim, packed_values());
+  }
+
+  // Folds the key block into rows [row, ...) of the item; returns the row after them.
+  int64_t row_block(int64_t row, int64_t tile, int64_t count, int64_t tiles) {
+    tile_count_ = count;
+    int64_t next = row;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t start = next;
+      next = (tile + i + 1) * rows_ / tiles;
+      tiles_[i].local = start - row;
+      tiles_[i].rows = next - start;
+      tiles_[i].keys = a_.causal ? smaller(keys_, first_row_ + next - first_key_) : keys_;
+    }
+    block_rows_ = next - row;
+    block_row_ = first_row_ + row;
+    most_keys_ = tiles_[count - 1].keys;
+    // State rows are kept for the whole item when several key blocks pass over it.
+    state_ = plan_.key_blocks > 1 ? row : 0;
+    if (most_keys_ <= 0) return next;
+    const bool last = block_ + 1 == blocks_for(block_row_ + block_rows_ - 1);
+    copy_queries();
+    scores();
+    softmax();
+    const bool any_empty = last && finish_rows();
+    const bool direct = last && block_ == 0 && !any_empty && a_.query.dtype == DType::kFloat32 &&
+                        width_ == a_.value_dim;
+    weigh_values(direct);
+    if (block_ > 0) merge();
+    if (last && !direct) write_out();
+    return next;
+  }
+
+  void prefetch() {
+    int64_t lines = lines_per_call_;
+    if (lines == 0) return;
+    for (Prefetch& p : next_) lines = p.step(lines);
+  }
+
+  void copy_queries() {
+    float* q = memory_ + at_.query;
+    const int64_t padded = round_up(a_.head_dim, 4);
+    for (int64_t i = 0; i < block_rows_; ++i, q += kQueryStride) {
+      copy_row(query_, block_row_ + i, 0, a_.head_dim, q);
+      for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
+    }
+  }
+
+  ELSA_NOINLINE void scores() {
+    float* row_max = memory_ + at_.row_max;
+    for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i)
+      store(row_max + i * kLanes, splat(-kInf));
+    ScoreTile t = {};
+    t.depth = a_.head_dim;
+    t.scaled = scaled_;
+    t.scale = a_.scale;
+    if (a_.mask.data) prepare_bias(t);
+    const float* bias = t.bias;
+    const int64_t wide = wide_keys(keys_);
+    for (int64_t panel = 0; panel < most_keys_;) {
+      const bool narrow = panel == wide;
+      t.panel = packed_keys() + round_up(panel, kPanel) * a_.head_dim;
+      for (int64_t i = 0; i < tile_count_; ++i) {
+        const Tile& tile = tiles_[i];
+        t.valid = (narrow ? tile.keys : smaller(tile.keys, wide)) - panel;
+        if (t.valid <= 0) continue;
+        t.visible = a_.causal ? block_row_ + tile.local + 1 - first_key_ - panel : kPanel;
+        t.query = memory_ + at_.query + tile.local * kQueryStride;
+        t.scores = memory_ + at_.scores + tile.local * kScoreStride + panel;
+        t.row_max = row_max + tile.local * kLanes;
+        if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
+        if (narrow) {
+          Tiles::narrow[tile.rows - 1](t);
+        } else {
+          Tiles::score[t.valid > kLanes][tile.rows - 1](t);
+        }
+        prefetch();
+      }
+      panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
+    }
+  }
+
+  // The mask itself where it is dense floats, else a converted copy of this block's part.
+  void prepare_bias(ScoreTile& t) {
+    const Matrix mask = matrix(a_.mask, batch_, head_);
+    if (mask.dense_floats()) {
+      const View& v = a_.mask;
+      t.bias = reinterpret_cast<const float*>(mask.at(block_row_, first_key_));
+      t.bias_stride = mask.row_stride;
+      t.bias_end = static_cast<const float*>(v.data) + (a_.batch - 1) * v.stride[0] +
+                   (a_.heads - 1) * v.stride[1] + (a_.queries - 1) * v.stride[2] + a_.keys;
+      return;
+    }
+    float* copy = memory_ + at_.bias;
+    const int64_t rows = mask.row_stride == 0 ? 1 : block_rows_;
+    for (int64_t i = 0; i < rows; ++i) {
+      copy_row(mask, block_row_ + i, first_key_, most_keys_, copy + i * kScoreStride);
+    }
+    t.bias = copy;
+    t.bias_stride = mask.row_stride == 0 ? 0 : kScoreStride;
+    t.bias_end = copy + kBlockRows * kScoreStride;
+  }
+
+  // Weights relative to the running maximum of each row; the older part of the state is rescaled to
+  // it.
+  ELSA_NOINLINE void softmax() {
+    const float to_log2 = scaled_ ? kLog2E : a_.scale * kLog2E;
+    float* const lanes = memory_ + at_.row_max;  // [rows][kLanes]: maxima, then sums
+    float* const reference = memory_ + at_.reference;
+    float* const rescale = memory_ + at_.rescale;
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      float* const maximum = memory_ + at_.maximum + state_ + i;
+      Floats m = row_maxima(lanes + i * kLanes);
+      const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
+      m = max(m, previous);
+      const Floats base = m == splat(-kInf) ? Floats{} : m;
+      store(reference + i, base);
+      store(rescale + i, exp2_nonpositive((previous - base) * to_log2));
+      store_first(maximum, m, block_rows_ - i);
+    }
+    for (int64_t t = 0; t < tile_count_; ++t) {
+      const Tile& tile = tiles_[t];
+      const int64_t count = round_up(tile.keys, kLanes);
+      for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
+        float* row = memory_ + at_.scores + i * kScoreStride;
+        store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
+      }
+    }
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      float* const sum = memory_ + at_.sum + state_ + i;
+      const Floats added = row_sums(lanes + i * kLanes);
+      store_first(sum, block_ == 0 ? added : load(sum) * load(rescale + i) + added,
+                  block_rows_ - i);
+    }
+  }
+
+  // lse of each row, and in place of its sum the factor that normalises it. Whether some row sees
+  // no key.
+  bool finish_rows() {
+    float* lse = a_.lse + (batch_ * a_.heads + head_) * a_.queries + block_row_;
+    const float unit = scaled_ ? 1.0f : a_.scale;
+    bool any_empty = false;
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      const Floats sum = load(memory_ + at_.sum + state_ + i);
+      const Floats maximum = load(memory_ + at_.maximum + state_ + i);
+      const Ints empty = sum == 0.0f;
+      store_first(lse + i, empty ? splat(-kInf) : maximum * unit + log_positive(sum),
+                  block_rows_ - i);
+      store_first(memory_ + at_.sum + state_ + i, empty ? Floats{} : 1.0f / sum, block_rows_ - i);
+      for (int64_t r = 0; r < smaller(kLanes, block_rows_ - i); ++r) any_empty |= empty[r] != 0;
+    }
+    return any_empty;
+  }
+
+  // scores * values, into the state, this block's own sums, or (normalised) the output itself.
+  ELSA_NOINLINE void weigh_values(bool direct) {
+    const int64_t chunks = sum_chunks(keys_);
+    ValueTile t = {};
+    float* out = direct ? static_cast<float*>(out_row(block_row_))
+                        : memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
+    t.out_stride = direct ? a_.heads * a_.value_dim : width_;
+    const float* panel =
+        values_in_place_ ? reinterpret_cast<const float*>(value_.data) : packed_values();
+    for (int64_t c = 0; c < width_; c += kPanel) {
+      const int64_t columns = smaller(kPanel, width_ - c);
+      t.value_stride = values_in_place_ ? value_.row_stride : columns;
+      for (int64_t chunk = 0, key = 0; chunk < chunks && key < most_keys_; ++chunk) {
+        const int64_t end = (chunk + 1) * keys_ / chunks;
+        t.values = panel + key * t.value_stride;
+        t.accumulate = key > 0;
+        for (int64_t i = 0; i < tile_count_; ++i) {
+          const Tile& tile = tiles_[i];
+          t.count = smaller(end, tile.keys) - key;
+          if (t.count <= 0) continue;
+          t.weights = memory_ + at_.scores + tile.local * kScoreStride + key;
+          t.out = out + tile.local * t.out_stride + c;
+          t.factor = direct && end >= tile.keys ? memory_ + at_.sum + state_ + tile.local : nullptr;
+          Tiles::value[columns > kLanes][tile.rows - 1](t);
+          prefetch();
+        }
+        key = end;
+      }
+      panel += values_in_place_ ? columns : keys_ * columns;
+    }
+  }
+
+  // The monoid's merge of the state so far with this block's, both relative to the new maximum.
+  ELSA_NOINLINE void merge() {
+    for (int64_t t = 0; t < tile_count_; ++t) {
+      const Tile& tile = tiles_[t];
+      if (tile.keys <= 0) continue;
+      for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
+        const float rescale = memory_[at_.rescale + i];
+        float* out = memory_ + at_.out + (state_ + i) * width_;
+        const float* added = memory_ + at_.block_out + i * width_;
+        for (int64_t d = 0; d < width_; d += kLanes) {
+          store(out + d, load(out + d) * rescale + load(added + d));
+        }
+      }
+    }
+  }
+
+  void* out_row(int64_t row) const {
+    const int64_t offset = ((batch_ * a_.queries + row) * a_.heads + head_) * a_.value_dim;
+    return static_cast<char*>(a_.out) + offset * element_size(a_.query.dtype);
+  }
+
+  ELSA_NOINLINE void write_out() {
+    for (int64_t i = 0; i < block_rows_; ++i) {
+      float* row = memory_ + at_.out + (state_ + i) * width_;
+      const float factor = memory_[at_.sum + state_ + i];
+      if (factor == 0.0f) {  // no key was seen: zeros, whatever the values hold
+        for (int64_t d = 0; d < width_; d += kLanes) store(row + d, Floats{});
+      }
+      store_row(row, factor, a_.value_dim, a_.query.dtype, out_row(block_row_ + i));
+    }
+  }
+
+  const Attention& a_;
+  const Plan& plan_;
+  Workspace& workspace_;
+  const Layout at_;
+  float* const memory_;
+  int64_t batch_, head_, kv_head_, first_row_, rows_, width_;
+  bool scaled_, values_in_place_;
+  Matrix query_, key_, value_;
+  Prefetch next_[3];  // the upcoming item's operands
+  int64_t lines_per_call_ = 0;
+  // The current key block and row block.
+  int64_t block_, first_key_, keys_;
+  int64_t block_row_, block_rows_, state_, most_keys_, tile_count_;
+  Tile tiles_[kBlockTiles];
+};
+
+void run(const Attention& a, const Plan& plan, int64_t item, int64_t upcoming,
+         Workspace& workspace) {
+  Item(a, plan, item, upcoming, workspace).run();
+}
+
+}  // namespace
+
+const Kernel ELSA_KERNEL = {ELSA_KERNEL_NAME, kTileRows, kBlockRows, kSumChunk, workspace, run};
+
+}  // namespace elsa

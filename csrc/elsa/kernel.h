@@ -1,0 +1,49 @@
+// What one instruction set's kernels offer to the driver. attention_kernel.cpp is compiled once per
+// set.
+#pragma once
+
+#include "attention.h"
+
+namespace elsa {
+
+// The most keys whose scores exist at a time, for each query row in flight.
+constexpr int64_t kMaxKeyBlock = 640;
+
+// How one problem is cut. Every field is a function of shapes and thread count alone.
+struct Plan {
+  int64_t key_block;  // keys whose scores exist at a time
+  int64_t key_blocks;
+  bool keep_packed;  // the packed keys and values of a whole head fit in the workspace
+  int64_t splits;    // query ranges per head
+  bool prefetch;     // operands come from beyond a core's own cache
+  int64_t items;     // batch * heads * splits
+};
+
+// Per-thread memory, carved out of one allocation.
+struct Workspace {
+  float* memory;
+  int64_t packed_head;  // batch * kv_heads index whose packed keys are in memory, or -1
+};
+
+struct Kernel {
+  const char* name;
+  int64_t row_tile;    // query rows of one register tile
+  int64_t block_rows;  // query rows whose scores are in cache together
+  int64_t sum_chain;   // keys summed in one chain of additions
+  int64_t (*workspace)(const Attention& problem, const Plan& plan);  // in floats
+  // `upcoming` is the item that this thread takes next, or -1: its operands are fetched meanwhile.
+  void (*run)(const Attention& problem, const Plan& plan, int64_t item, int64_t upcoming,
+              Workspace& workspace);
+};
+
+#if defined(__x86_64__) || defined(_M_X64)
+extern const Kernel kKernelBaseline;
+extern const Kernel kKernelAvx2;
+extern const Kernel kKernelAvx512;
+#elif defined(__aarch64__)
+extern const Kernel kKernelNeon;
+#else
+extern const Kernel kKernelBaseline;
+#endif
+
+}  // namespace elsa

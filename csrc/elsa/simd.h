@@ -1,0 +1,245 @@
+// One register of floats, written with the compilers' vector extensions so that one source serves
+// every instruction set. Everything here has internal linkage: a copy compiled for AVX-512 must
+// never be the one that the linker keeps for the others.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define ELSA_INLINE inline __attribute__((always_inline))
+#define ELSA_NOINLINE __attribute__((noinline))
+
+#if defined(__clang__)
+#define ELSA_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define ELSA_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace elsa {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+typedef float FloatsUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint16_t HalvesUnaligned __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+
+constexpr float kInf = __builtin_inff();
+constexpr float kLog2E = 1.44269504088896340736f;
+
+ELSA_INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsUnaligned*>(p); }
+ELSA_INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsUnaligned*>(p) = x; }
+ELSA_INLINE Floats splat(float x) { return x - Floats{}; }
+// The first `count` lanes.
+ELSA_INLINE void store_first(float* p, Floats x, int64_t count) {
+  if (count >= kLanes) {
+    store(p, x);
+  } else {
+    for (int i = 0; i < count; ++i) p[i] = x[i];
+  }
+}
+
+// Compares false on NaN, so that a NaN in `a` gives `b`: the same rule as x86's maxps.
+ELSA_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+template <int... I>
+struct Lanes {};
+template <int N, int... I>
+struct MakeLanes : MakeLanes<N - 1, N - 1, I...> {};
+template <int... I>
+struct MakeLanes<0, I...> {
+  using type = Lanes<I...>;
+};
+
+// Lane i of the result is lane Pattern::from(i) of the concatenation of a and b.
+template <class Pattern, int... I>
+ELSA_INLINE Floats shuffle(Floats a, Floats b, Lanes<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Pattern::from(I)...);
+#else
+  return __builtin_shuffle(a, b, Ints{Pattern::from(I)...});
+#endif
+}
+template <class Pattern>
+ELSA_INLINE Floats shuffle(Floats a, Floats b) {
+  return shuffle<Pattern>(a, b, typename MakeLanes<kLanes>::type{});
+}
+
+// Blocks of `Width` lanes, alternately from a and from b: the even ones of each, or the odd ones.
+template <int Width, int Odd>
+struct Exchange {
+  static constexpr int from(int i) {
+    return i / (2 * Width) * (2 * Width) + Odd * Width + i % Width + (i / Width % 2 ? kLanes : 0);
+  }
+};
+// Within each 128-bit lane: {a0, b0, a1, b1} or, with High, {a2, b2, a3, b3}.
+template <int High>
+struct Interleave {
+  static constexpr int from(int i) {
+    return i / 4 * 4 + 2 * High + i % 4 / 2 + (i % 2 ? kLanes : 0);
+  }
+};
+
+ELSA_INLINE Ints lane_index() {
+  Ints index;
+  for (int i = 0; i < kLanes; ++i) index[i] = i;
+  return index;
+}
+
+// x with the lanes from `count` on replaced by -inf.
+ELSA_INLINE Floats keep_first(Floats x, int64_t count) {
+  const int32_t limit = count > kLanes ? kLanes : static_cast<int32_t>(count);
+  return lane_index() < limit ? x : splat(-kInf);
+}
+
+// 2^x for x <= 0, within 1.25 ulp (1 with fused multiply-add) down to 2^-126 and zero from 2^-127
+// on; NaN stays NaN.
+// The polynomial is the minimax fit of relative error on [-1/2, 1/2] with value 1 at 0 (2.0e-9).
+ELSA_INLINE Floats exp2_nonpositive(Floats x) {
+  // Adding 1.5 * 2^23 + 127 rounds to an integer and leaves its float exponent in the low bits.
+  constexpr float kRound = 12582912.0f + 127.0f;
+  x = max(splat(-127.0f), x);
+  const Floats shifted = x + kRound;
+  const Floats f = x - (shifted - kRound);
+  Floats p = splat(0.00015353361959569156f);
+  p = p * f + 0.0013398873852565885f;
+  p = p * f + 0.00961843691766262f;
+  p = p * f + 0.055503323674201965f;
+  p = p * f + 0.24022647738456726f;
+  p = p * f + 0.6931471824645996f;
+  p = p * f + 1.0f;
+  const Ints exponent = reinterpret_cast<Ints>(shifted) << 23;
+  return p * reinterpret_cast<Floats>(exponent);
+}
+
+// Natural logarithm of a positive normal number, within 2 ulp; NaN stays NaN. The polynomial is
+// Cephes' logf.
+ELSA_INLINE Floats log_positive(Floats x) {
+  // Splits x = 2^e * m with m in [sqrt(1/2), sqrt(2)).
+  const Ints bits = reinterpret_cast<Ints>(x) - 0x3f3504f3;
+  const Floats e = __builtin_convertvector(bits >> 23, Floats);
+  const Floats m = reinterpret_cast<Floats>((bits & 0x007fffff) + 0x3f3504f3) - 1.0f;
+  const Floats square = m * m;
+  Floats p = splat(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  p = p * m * square - 2.12194440e-4f * e - 0.5f * square;
+  const Floats log = (m + p) + 0.693359375f * e;
+  return x == x ? log : x;
+}
+
+// In place: rows[i][j] <-> rows[j][i].
+ELSA_INLINE void transpose(Floats (&rows)[kLanes]) {
+  Floats t[kLanes];
+  ELSA_UNROLL
+  for (int g = 0; g < kLanes; g += 4) {
+    const Floats a = shuffle<Interleave<0>>(rows[g], rows[g + 1]);
+    const Floats b = shuffle<Interleave<1>>(rows[g], rows[g + 1]);
+    const Floats c = shuffle<Interleave<0>>(rows[g + 2], rows[g + 3]);
+    const Floats d = shuffle<Interleave<1>>(rows[g + 2], rows[g + 3]);
+    t[g + 0] = shuffle<Exchange<2, 0>>(a, c);
+    t[g + 1] = shuffle<Exchange<2, 1>>(a, c);
+    t[g + 2] = shuffle<Exchange<2, 0>>(b, d);
+    t[g + 3] = shuffle<Exchange<2, 1>>(b, d);
+  }
+  if constexpr (kLanes >= 8) {
+    ELSA_UNROLL
+    for (int g = 0; g < kLanes; g += 8) {
+      ELSA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        rows[g + i] = shuffle<Exchange<4, 0>>(t[g + i], t[g + 4 + i]);
+        rows[g + 4 + i] = shuffle<Exchange<4, 1>>(t[g + i], t[g + 4 + i]);
+      }
+    }
+  } else {
+    for (int i = 0; i < kLanes; ++i) rows[i] = t[i];
+  }
+  if constexpr (kLanes == 16) {
+    ELSA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const Floats low = rows[i], high = rows[8 + i];
+      rows[i] = shuffle<Exchange<8, 0>>(low, high);
+      rows[8 + i] = shuffle<Exchange<8, 1>>(low, high);
+    }
+  }
+}
+
+// IEEE half -> float. The multiplication rebiases the exponent and normalises subnormals exactly.
+ELSA_INLINE Floats from_half(Halves h) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(h)));
+#elif defined(__F16C__)
+  return reinterpret_cast<Floats>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(h)));
+#else
+  const Ints bits = __builtin_convertvector(h, Ints);
+  const Floats scaled = reinterpret_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f;
+  const Ints special = ((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+  return reinterpret_cast<Floats>(reinterpret_cast<Ints>(scaled) | special |
+                                  ((bits & 0x8000) << 16));
+#endif
+}
+ELSA_INLINE Floats from_bfloat(Halves h) {
+  return reinterpret_cast<Floats>(__builtin_convertvector(h, Ints) << 16);
+}
+
+// float -> IEEE half, to nearest even.
+ELSA_INLINE uint16_t to_half(float x) {
+#if defined(__F16C__)
+  return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (bits < 0x38800000u) {
+    // Adding 1/2 makes the float adder round at the half's subnormal spacing, 2^-24.
+    float magnitude;
+    __builtin_memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    __builtin_memcpy(&bits, &magnitude, 4);
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  }
+  const uint32_t odd = bits >> 13 & 1u;
+  return static_cast<uint16_t>(sign | ((bits + 0xfffu + odd - 0x38000000u) >> 13));
+#endif
+}
+// float -> bfloat16, to nearest even.
+ELSA_INLINE uint16_t to_bfloat(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Four floats at p, repeated over the register.
+ELSA_INLINE Floats load_repeated(const float* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(_mm512_broadcast_f32x4(_mm_loadu_ps(p)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)));
+#else
+  return load(p);
+#endif
+}
+
+}  // namespace
+}  // namespace elsa

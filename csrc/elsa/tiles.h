@@ -1,0 +1,302 @@
+// Register-blocked micro-kernels: a tile of query rows against a panel of keys, and against the
+// values.
+#pragma once
+
+#include "kernel.h"
+#include "simd.h"
+
+namespace elsa {
+namespace {
+
+// Rows and vectors of one register tile: the accumulators, one operand vector each and a broadcast
+// fill the register file (16 registers on SSE and AVX2, 32 on AVX-512 and NEON).
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTileRows = 12;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6;
+#else
+constexpr int kTileRows = 4;
+#endif
+constexpr int kTileVectors = 2;
+constexpr int kPanel = kTileVectors * kLanes;  // keys of one packed panel
+
+constexpr int kNarrow = kLanes / 4;  // keys of a narrow panel, see narrow_score_tile
+// Keys of a block that go into panels; the rest, if any, make one narrow panel.
+constexpr int64_t wide_keys(int64_t keys) {
+  return keys > kLanes && keys % kLanes <= kNarrow ? keys - keys % kLanes : keys;
+}
+
+constexpr int64_t kMaxDim = 256;
+constexpr int64_t kSumChunk = 100;  // keys summed in one accumulator chain; see values_tile
+// Constant strides let the compiler address every row of a tile from one register. An odd number of
+// cache lines spreads the rows over the sets.
+constexpr int64_t kQueryStride = kMaxDim + 16;
+constexpr int64_t kScoreStride = kMaxKeyBlock + 16;
+
+struct ScoreTile {
+  const float* query;  // [R][kQueryStride]
+  const float* panel;  // [depth][vectors * kLanes]
+  int64_t depth;
+  float* scores;    // [R][kScoreStride]
+  float* row_max;   // [R][kLanes], running
+  int64_t valid;    // keys that exist from the panel's start on
+  int64_t visible;  // keys that the first row may see from there on; one more with each row
+  bool scaled;      // scores are multiplied by scale here (and not in the softmax)
+  float scale;
+  const float* bias;  // [R][bias_stride], null for none
+  int64_t bias_stride;
+  const float* bias_end;  // no read at or beyond it
+};
+
+// The vector at p, or as much of it as lies before `end`.
+ELSA_INLINE Floats load_before(const float* p, const float* end) {
+  if (p + kLanes <= end) return load(p);
+  Floats x = {};
+  for (int i = 0; i < kLanes && p + i < end; ++i) x[i] = p[i];
+  return x;
+}
+
+template <int R, int V>
+void score_tile(const ScoreTile& t) {
+  Floats acc[R][V];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
+  }
+  if (t.bias) {
+    // The next panel's part of the mask: too many rows for the hardware to follow.
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float* ahead = t.bias + r * t.bias_stride + V * kLanes;
+      for (int i = 0; i < V * kLanes; i += 16) __builtin_prefetch(ahead + i);
+    }
+  }
+  const float* query = t.query;
+  const float* panel = t.panel;
+  for (int64_t d = 0; d < t.depth; ++d) {
+    Floats key[V];
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Floats q = splat(query[r * kQueryStride]);
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
+    }
+    panel += kPanel;
+    ++query;
+  }
+  // Copies, because the compiler must assume that the stores below change `t`.
+  const int64_t valid = t.valid, visible = t.visible;
+  const bool whole = valid >= V * kLanes && visible >= V * kLanes;
+  if (t.scaled) {
+    const float* const bias = t.bias;
+    const float scale = t.scale;
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) {
+        acc[r][v] = acc[r][v] * scale;
+        if (bias) {
+          const float* p = bias + r * t.bias_stride + v * kLanes;
+          acc[r][v] += whole ? load(p) : load_before(p, t.bias_end);
+        }
+      }
+    }
+  }
+  if (!whole) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const int64_t count = visible + r < valid ? visible + r : valid;
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = keep_first(acc[r][v], count - v * kLanes);
+    }
+  }
+  float* const scores = t.scores;
+  float* const row_max = t.row_max;
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    Floats m = load(row_max + r * kLanes);
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) {
+      store(scores + r * kScoreStride + v * kLanes, acc[r][v]);
+      m = max(acc[r][v], m);
+    }
+    store(row_max + r * kLanes, m);
+  }
+}
+
+// The same for the last keys of a row when they are few: kLanes / 4 of them share a register, four
+// head dimensions side by side. One class token beyond a multiple of 16 would otherwise cost a
+// whole panel.
+template <int R>
+void narrow_score_tile(const ScoreTile& t) {
+  constexpr int kGroups = (R + 3) / 4;
+  Floats acc[kGroups * 4];
+  ELSA_UNROLL
+  for (int r = 0; r < kGroups * 4; ++r) acc[r] = Floats{};
+  const float* query = t.query;
+  const float* panel = t.panel;
+  for (int64_t d = 0; d < t.depth; d += 4) {
+    const Floats key = load(panel);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) acc[r] = acc[r] + load_repeated(query + r * kQueryStride) * key;
+    panel += kLanes;
+    query += 4;
+  }
+  float sums[kGroups][kLanes];  // [key][row of the group]
+  ELSA_UNROLL
+  for (int g = 0; g < kGroups; ++g) {
+    const Floats* x = acc + 4 * g;
+    const Floats a = shuffle<Interleave<0>>(x[0], x[1]), b = shuffle<Interleave<1>>(x[0], x[1]);
+    const Floats c = shuffle<Interleave<0>>(x[2], x[3]), d = shuffle<Interleave<1>>(x[2], x[3]);
+    store(sums[g], (shuffle<Exchange<2, 0>>(a, c) + shuffle<Exchange<2, 1>>(a, c)) +
+                       (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d)));
+  }
+  for (int r = 0; r < R; ++r) {
+    const int64_t count = t.visible + r < t.valid ? t.visible + r : t.valid;
+    float* scores = t.scores + r * kScoreStride;
+    float most = t.row_max[r * kLanes];
+    store(scores, splat(-kInf));
+    for (int64_t j = 0; j < count; ++j) {
+      float s = sums[r / 4][j * 4 + r % 4];
+      if (t.scaled) s = s * t.scale + (t.bias ? t.bias[r * t.bias_stride + j] : 0.0f);
+      scores[j] = s;
+      most = s > most ? s : most;
+    }
+    t.row_max[r * kLanes] = most;
+  }
+}
+
+struct ValueTile {
+  const float* weights;  // [R][kScoreStride]
+  const float* values;   // [count][value_stride]
+  int64_t value_stride;
+  int64_t count;  // at most kSumChunk
+  float* out;     // [R][out_stride]
+  int64_t out_stride;
+  bool accumulate;
+  const float* factor;  // [R], multiplied on at the end; null for none
+};
+
+// One short chain per call: sums over many keys are trees of chunks, which keeps the rounding error
+// of long rows at that of short ones.
+template <int R, int V>
+void value_tile(const ValueTile& t) {
+  Floats acc[R][V];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
+  }
+  const float* values = t.values;
+  const float* weights = t.weights;
+  for (int64_t j = 0; j < t.count; ++j) {
+    Floats value[V];
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Floats w = splat(weights[r * kScoreStride]);
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
+    }
+    values += t.value_stride;
+    ++weights;
+  }
+  float* const out = t.out;
+  const int64_t out_stride = t.out_stride;
+  if (t.accumulate) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] += load(out + r * out_stride + v * kLanes);
+    }
+  }
+  if (const float* const factor = t.factor) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] *= factor[r];
+    }
+  }
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) store(out + r * out_stride + v * kLanes, acc[r][v]);
+  }
+}
+
+using ScoreFunction = void (*)(const ScoreTile&);
+using ValueFunction = void (*)(const ValueTile&);
+
+template <class Rows>
+struct TileTable;
+template <int... I>
+struct TileTable<Lanes<I...>> {
+  // Indexed by [vectors - 1][rows - 1].
+  static constexpr ScoreFunction score[2][kTileRows] = {{score_tile<I + 1, 1>...},
+                                                        {score_tile<I + 1, 2>...}};
+  static constexpr ScoreFunction narrow[kTileRows] = {narrow_score_tile<I + 1>...};
+  static constexpr ValueFunction value[2][kTileRows] = {{value_tile<I + 1, 1>...},
+                                                        {value_tile<I + 1, 2>...}};
+};
+using Tiles = TileTable<MakeLanes<kTileRows>::type>;
+
+// scores -> exp2((scores - maximum) * to_log2) in place; lane-wise partial sums. `count` is a
+// multiple of kLanes; surplus lanes hold -inf.
+ELSA_INLINE Floats exponentiate(float* scores, int64_t count, float maximum, float to_log2) {
+  Floats sum[4] = {};
+  int64_t j = 0;
+  for (; j + 4 * kLanes <= count; j += 4 * kLanes) {
+    ELSA_UNROLL
+    for (int u = 0; u < 4; ++u) {
+      float* p = scores + j + u * kLanes;
+      const Floats e = exp2_nonpositive((load(p) - maximum) * to_log2);
+      store(p, e);
+      sum[u] += e;
+    }
+  }
+  // At most three vectors are left. Each position keeps its accumulator, so that a row's sum does
+  // not depend on how many masked lanes follow it.
+  ELSA_UNROLL
+  for (int u = 0; u < 3; ++u) {
+    if (j + u * kLanes >= count) break;
+    float* p = scores + j + u * kLanes;
+    const Floats e = exp2_nonpositive((load(p) - maximum) * to_log2);
+    store(p, e);
+    sum[u] += e;
+  }
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Lane r of the result is the maximum, or the sum, of the lanes of rows[r]: kLanes reductions for
+// the price of one transposition.
+ELSA_INLINE Floats row_maxima(const float* rows) {
+  Floats x[kLanes];
+  ELSA_UNROLL
+  for (int r = 0; r < kLanes; ++r) x[r] = load(rows + r * kLanes);
+  transpose(x);
+  ELSA_UNROLL
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+    ELSA_UNROLL
+    for (int r = 0; r < n; ++r) x[r] = max(x[r], x[r + n]);
+  }
+  return x[0];
+}
+ELSA_INLINE Floats row_sums(const float* rows) {
+  Floats x[kLanes];
+  ELSA_UNROLL
+  for (int r = 0; r < kLanes; ++r) x[r] = load(rows + r * kLanes);
+  transpose(x);
+  ELSA_UNROLL
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+    ELSA_UNROLL
+    for (int r = 0; r < n; ++r) x[r] += x[r + n];
+  }
+  return x[0];
+}
+
+}  // namespace
+}  // namespace elsa

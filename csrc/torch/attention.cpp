@@ -1,0 +1,193 @@
+// elsa::attention on the CPU, through PyTorch's stable ABI: no Python, ATen or c10 symbol.
+#include "../elsa/attention.h"
+
+#include <stdlib.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+elsa::DType dtype_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return elsa::DType::kFloat32;
+    case ScalarType::Half:
+      return elsa::DType::kFloat16;
+    case ScalarType::BFloat16:
+      return elsa::DType::kBFloat16;
+    case ScalarType::Bool:
+      return elsa::DType::kBool;
+    default:
+      STD_TORCH_CHECK(false,
+                      "elsa::attention: the CPU kernel takes float32, float16 or bfloat16 tensors "
+                      "(and boolean masks)");
+  }
+}
+
+struct Operand {
+  elsa::View view;
+  std::array<int64_t, 4> size;
+};
+
+Operand operand(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 4, "elsa::attention: ", name, " must have 4 dimensions, has ",
+                  tensor.dim());
+  Operand o;
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (int i = 0; i < 4; ++i) {
+    o.size[i] = sizes[i];
+    o.view.stride[i] = sizes[i] == 1 ? 0 : strides[i];
+  }
+  o.view.data = tensor.const_data_ptr();
+  o.view.dtype = dtype_of(tensor.scalar_type());
+  return o;
+}
+
+void check_shapes(const Operand& q, const Operand& k, const Operand& v) {
+  STD_TORCH_CHECK(k.size[0] == q.size[0] && v.size[0] == q.size[0],
+                  "elsa::attention: batch sizes differ: query ", q.size[0], ", key ", k.size[0],
+                  ", value ", v.size[0]);
+  STD_TORCH_CHECK(k.size[1] == v.size[1], "elsa::attention: key has ", k.size[1],
+                  " heads and value ", v.size[1]);
+  STD_TORCH_CHECK(k.size[1] > 0 ? q.size[1] % k.size[1] == 0 : q.size[1] == 0,
+                  "elsa::attention: ", q.size[1], " query heads are no multiple of ", k.size[1],
+                  " key heads");
+  STD_TORCH_CHECK(k.size[2] == v.size[2], "elsa::attention: ", k.size[2], " keys and ", v.size[2],
+                  " values");
+  STD_TORCH_CHECK(k.size[3] == q.size[3], "elsa::attention: head_dim of query is ", q.size[3],
+                  " and of key ", k.size[3]);
+  STD_TORCH_CHECK(q.size[3] >= 1 && q.size[3] <= 256 && v.size[3] >= 1 && v.size[3] <= 256,
+                  "elsa::attention: head_dim must be 1 to 256, got ", q.size[3], " (query) and ",
+                  v.size[3], " (value)");
+  STD_TORCH_CHECK(q.view.dtype == k.view.dtype && q.view.dtype == v.view.dtype,
+                  "elsa::attention: query, key and value must have one dtype");
+  STD_TORCH_CHECK(q.view.dtype != elsa::DType::kBool,
+                  "elsa::attention: query must be float32, float16 or bfloat16");
+}
+
+elsa::View mask_view(const Tensor& tensor, const elsa::Attention& a) {
+  const Operand m = operand(tensor, "attn_mask");
+  const std::array<int64_t, 4> full = {a.batch, a.heads, a.queries, a.keys};
+  for (int i = 0; i < 4; ++i) {
+    STD_TORCH_CHECK(m.size[i] == full[i] || m.size[i] == 1, "elsa::attention: attn_mask has size ",
+                    m.size[i], " in dimension ", i, ", must be 1 or ", full[i]);
+  }
+  STD_TORCH_CHECK(m.view.dtype == elsa::DType::kBool || m.view.dtype == elsa::DType::kFloat32 ||
+                      m.view.dtype == a.query.dtype,
+                  "elsa::attention: attn_mask must be bool, float32 or the query's dtype");
+  return m.view;
+}
+
+Tensor empty(const std::array<int64_t, 4>& size, const std::array<int64_t, 4>& stride, int64_t dim,
+             int32_t dtype) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, size.data(), stride.data(), dtype,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+void parallel_for(int64_t count, elsa::Body body, void* context) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, body, context));
+}
+
+void check_status(elsa::Status status) {
+  if (status == elsa::Status::kOk) return;
+  const char* isa = getenv("ELSA_CPU_ISA");
+  STD_TORCH_CHECK(status != elsa::Status::kOutOfMemory,
+                  "elsa::attention: out of memory for the per-thread workspace");
+  STD_TORCH_CHECK(status != elsa::Status::kUnsupportedIsa, "elsa::attention: ELSA_CPU_ISA=", isa,
+                  ", but this CPU lacks it; unset the variable");
+  STD_TORCH_CHECK(false, "elsa::attention: ELSA_CPU_ISA=", isa,
+                  " is unknown on this architecture; unset the variable");
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const std::optional<Tensor>& attn_mask, bool is_causal,
+                                     double scale, std::string precision) {
+  const Operand q = operand(query, "query");
+  const Operand k = operand(key, "key");
+  const Operand v = operand(value, "value");
+  check_shapes(q, k, v);
+
+  elsa::Attention a;
+  a.query = q.view;
+  a.key = k.view;
+  a.value = v.view;
+  a.batch = q.size[0];
+  a.heads = q.size[1];
+  a.kv_heads = k.size[1];
+  a.queries = q.size[2];
+  a.keys = k.size[2];
+  a.head_dim = q.size[3];
+  a.value_dim = v.size[3];
+  a.scale = static_cast<float>(scale);
+  a.causal = is_causal;
+  if (attn_mask.has_value()) a.mask = mask_view(*attn_mask, a);
+
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
+  Tensor out =
+      empty({a.batch, a.heads, a.queries, a.value_dim},
+            {a.queries * a.heads * a.value_dim, a.value_dim, a.heads * a.value_dim, 1}, 4, dtype);
+  Tensor lse = empty({a.batch, a.heads, a.queries}, {a.heads * a.queries, a.queries, 1}, 3,
+                     aoti_torch_dtype_float32());
+  a.out = out.mutable_data_ptr();
+  a.lse = static_cast<float*>(lse.mutable_data_ptr());
+
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  check_status(elsa::attention(a, threads, parallel_for));
+  return {out, lse};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
+  // In Python the schema belongs to elsa_core/ops.py; alone (C++, TorchScript) the library brings
+  // its own.
+  if (getenv("ELSA_SCHEMA_DEFINED_BY_PYTHON") == nullptr) {
+    m.def(
+        "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
+        "float scale, str precision) -> (Tensor, Tensor)");
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }
+
+// For `elsa doctor`: the kernels that run here, or null where ELSA_CPU_ISA names what this CPU
+// lacks.
+extern "C" __attribute__((visibility("default"))) const char* elsa_cpu_isa() {
+  return elsa::isa_name();
+}
+
+// For `elsa bench --trace`: how a call would be cut. shape: batch, heads, kv_heads, queries, keys,
+// head_dim, value_dim. answer: the fields of elsa::Cut. Not 0 where no kernels run here.
+extern "C" __attribute__((visibility("default"))) int elsa_cpu_cut(const int64_t* shape, int causal,
+                                                                   int masked, int threads,
+                                                                   int64_t* answer) {
+  elsa::Attention problem = {};
+  problem.batch = shape[0];
+  problem.heads = shape[1];
+  problem.kv_heads = shape[2];
+  problem.queries = shape[3];
+  problem.keys = shape[4];
+  problem.head_dim = shape[5];
+  problem.value_dim = shape[6];
+  problem.causal = causal != 0;
+  problem.mask.data = masked ? shape : nullptr;  // never read
+  elsa::Cut cut = {};
+  const elsa::Status status = elsa::cut(problem, threads, &cut);
+  const int64_t fields[] = {cut.key_block,  cut.key_blocks, cut.query_ranges,   cut.workers,
+                            cut.block_rows, cut.sum_chain,  cut.workspace_bytes};
+  for (int i = 0; i < 7; ++i) answer[i] = fields[i];
+  return static_cast<int>(status);
+}
