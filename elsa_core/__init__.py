@@ -1,0 +1,58 @@
+"""elsa: exact linear-scan attention for vision transformers. The public API, nothing else."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from elsa_core.attention import Route, attention, explain
+from elsa_core.monoid import State, merge
+from elsa_core.version import __version__
+
+if TYPE_CHECKING:
+    from elsa_core.models.check import CheckReport, check
+    from elsa_core.models.load import load
+    from elsa_core.models.patch import PatchReport, patch, unpatch
+    from elsa_core.models.sites import AttentionSite, Inspection, inspect
+
+_HOMES = {
+    "load": "models.load",
+    "AttentionSite": "models.sites",
+    "Inspection": "models.sites",
+    "inspect": "models.sites",
+    "PatchReport": "models.patch",
+    "patch": "models.patch",
+    "unpatch": "models.patch",
+    "CheckReport": "models.check",
+    "check": "models.check",
+}
+
+__all__ = [
+    "AttentionSite",
+    "CheckReport",
+    "Inspection",
+    "PatchReport",
+    "Route",
+    "State",
+    "__version__",
+    "attention",
+    "check",
+    "explain",
+    "inspect",
+    "load",
+    "merge",
+    "patch",
+    "unpatch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what concerns models at its first use (PEP 562): kernels alone need none of it."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'elsa_core' has no attribute {name!r}")
+    return getattr(import_module(f"elsa_core.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,369 @@
+"""`attention`: exact softmax attention behind the signature of PyTorch's own operator."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import ops  # noqa: F401  (registers the operators)
+from elsa_core import precision as precisions
+from elsa_core.backends import eager
+from elsa_core.backends.support import Backend, Request, Support
+from elsa_core.errors import ArgumentError, UnavailableError
+
+BACKENDS = ("auto", "native", "triton", "eager")
+# Which backends `auto` asks, in order. A device type that is not listed is served by eager.
+_PREFERENCE = {"cpu": ("native", "eager"), "cuda": ("triton", "eager")}
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a call would be served, and why.
+
+    Attributes:
+        backend: "native", "triton" or "eager".
+        schedule: how keys and queries are cut, in words.
+        precision: the precision asked for.
+        arithmetic: what that precision means on this backend.
+        reasons: one line for each backend that was asked first and could not serve the call, and
+            for anything the caller should know (a gradient path, dropout).
+    """
+
+    backend: str
+    schedule: str
+    precision: str
+    arithmetic: str
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"reasons": list(self.reasons)}
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: str = "strict",
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention: `softmax(query key^T * scale + attn_mask) value`.
+
+    The signature, layout and meaning of `torch.nn.functional.scaled_dot_product_attention`. Inputs
+    may have any strides and are never made contiguous. Scores, softmax and sums are float32, or
+    float64 for float64 inputs. Differentiable once in query, key, value and an additive mask.
+
+    Args:
+        query: [..., Hq, Nq, D], floating; `...` is any number of batch dims.
+        key: [..., Hkv, Nk, D], the query's dtype and device.
+        value: [..., Hkv, Nk, Dv]; Dv may differ from D, Nk from Nq.
+        attn_mask: broadcastable to [..., Hq, Nq, Nk] and never expanded in memory. bool (True takes
+            part) or additive, float32 or the query's dtype.
+        dropout_p: probability of dropping an attention weight; above 0 the eager backend serves.
+        is_causal: query i sees keys 0..i (top-left aligned); excludes `attn_mask`.
+        scale: factor on the scores; default 1 / sqrt(D). A scale of 0.0 is a scale.
+        enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
+        precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
+        backend: "auto", "native" (CPU library), "triton" (GPU) or "eager" (plain PyTorch).
+        return_lse: also return the natural log of the softmax normaliser.
+
+    Returns:
+        out [..., Hq, Nq, Dv] in the query's dtype, whose memory is [..., Nq, Hq, Dv], so that
+        `out.transpose(-3, -2).flatten(-2)` is a view; with `return_lse` also lse [..., Hq,
+        Nq], float32 (float64 for float64 inputs). A row that sees no key gives zeros and lse -inf.
+
+    Raises:
+        ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Reference:
+        ELSA (arXiv 2604.23798), Eq. 4 and Theorem 1.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    chosen = _backend_name(
+        q.device.type, q.dtype, int(q.shape[-1]), int(v.shape[-1]), precision, backend
+    )
+    if dropout_p > 0.0:
+        _check_dropout(dropout_p, backend)
+        out, lse = eager.attention(q, k, v, mask, is_causal, scale, dropout_p=dropout_p)
+    elif chosen == "eager":
+        out, lse = torch.ops.elsa.attention_eager.default(
+            q, k, v, mask, is_causal, scale, precision
+        )
+    else:
+        out, lse = torch.ops.elsa.attention.default(q, k, v, mask, is_causal, scale, precision)
+    if query.dim() != 4:
+        leading = _leading_dims(query, key, value)
+        out = out.reshape(*leading, *out.shape[2:])
+        lse = lse.reshape(*leading, *lse.shape[2:])
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Route:
+    """Say which backend, schedule and arithmetic would serve `attention` with these arguments.
+
+    Takes the arguments of `attention` (tensors' shapes, strides, dtypes and devices matter, their
+    values do not) and raises what it would raise.
+    """
+    q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    request = Request(q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)
+    name, reasons = _select(request, backend)
+    if dropout_p > 0.0:
+        _check_dropout(dropout_p, backend)
+        reasons = (*reasons, f"{name}: dropout_p > 0 is served by eager")
+        name = "eager"
+    tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        reasons = (*reasons, "gradients: recomputed block by block in plain PyTorch from the lse")
+    implementation = _implementation(name)
+    return Route(
+        backend=name,
+        schedule=implementation.schedule(q, k, v, mask, is_causal, precision),
+        precision=precision,
+        arithmetic=_arithmetic(name, q.dtype, precision),
+        reasons=reasons,
+    )
+
+
+def supports(request: Request, backend: str) -> Support:
+    """Ask one backend by name whether it can serve a request, and why not."""
+    return _implementation(backend).support(request)
+
+
+def _arithmetic(name: str, dtype: torch.dtype, precision: str) -> str:
+    if dtype in (torch.float16, torch.bfloat16):
+        return f"{str(dtype).removeprefix('torch.')} products, float32 state and accumulation"
+    if name == "eager":
+        return f"PyTorch's {str(dtype).removeprefix('torch.')} matrix products"
+    if name == "native":
+        return "float32 FMA"
+    return precisions.PRECISIONS[precision].met_by
+
+
+def _implementation(name: str) -> Backend:
+    if name == "native":
+        from elsa_core.backends import native
+
+        return native
+    if name == "triton":
+        from elsa_core.backends import triton
+
+        return triton
+    return eager
+
+
+def _select(request: Request, backend: str) -> tuple[str, tuple[str, ...]]:
+    """The backend that serves `request`, with the reasons why those asked before it cannot."""
+    if backend not in BACKENDS:
+        raise ArgumentError(f"backend={backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
+    precisions.validate(request.precision, request.dtype)
+    if backend != "auto":
+        answer = _ask(request, backend)
+        if not answer.ok:
+            raise UnavailableError(f"backend={backend!r} cannot serve this call: {answer.reason}")
+        return backend, ()
+    reasons: list[str] = []
+    for name in _PREFERENCE.get(request.device_type, ("eager",)):
+        answer = _ask(request, name)
+        if answer.ok:
+            return name, tuple(reasons)
+        reasons.append(f"{name}: {answer.reason}")
+    raise UnavailableError("no backend can serve this call: " + "; ".join(reasons))
+
+
+def _ask(request: Request, name: str) -> Support:
+    home = {"native": "cpu", "triton": "cuda"}.get(name)
+    if home is not None and request.device_type != home:
+        return Support(False, f"serves {home} tensors, these are on {request.device_type}")
+    return supports(request, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_name(request: Request, backend: str) -> str:
+    return _select(request, backend)[0]
+
+
+def _backend_name(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    backend: str,
+) -> str:
+    return _cached_name(Request(device_type, dtype, head_dim, value_dim, precision), backend)
+
+
+# A constant for the compiler: asking a backend may build or load a library, which cannot be traced.
+# This is the mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
+_backend_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _check_dropout(dropout_p: float, backend: str) -> None:
+    if not dropout_p < 1.0:
+        raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1)")
+    if backend not in ("auto", "eager"):
+        raise UnavailableError(f"backend={backend!r} has no dropout: use backend='auto' or 'eager'")
+
+
+def _autocast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Cast as PyTorch's autocast does for its own attention operator."""
+    dtype = torch.get_autocast_dtype(query.device.type)
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.to(dtype)
+    return query.to(dtype), key.to(dtype), value.to(dtype), attn_mask
+
+
+def _operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Check the arguments and bring them to the operator's layout, by views where any exist."""
+    if not query.dtype.is_floating_point:
+        raise ArgumentError(f"query must be floating, not {query.dtype}")
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        raise ArgumentError(
+            "query, key and value must share one dtype, "
+            f"not {query.dtype}, {key.dtype} and {value.dtype}"
+        )
+    if query.device != key.device or query.device != value.device:
+        raise ArgumentError(
+            "query, key and value must be on one device, "
+            f"not {query.device}, {key.device} and {value.device}"
+        )
+    if query.dim() != key.dim() or query.dim() != value.dim() or query.dim() < 2:
+        raise ArgumentError(
+            "query, key and value must have the same rank, at least 2, "
+            f"not {query.dim()}, {key.dim()} and {value.dim()}"
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ArgumentError(
+            f"key has head_dim {key.shape[-1]}, query {query.shape[-1]}: they must be equal"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ArgumentError(
+            f"value has {value.shape[-2]} tokens, key {key.shape[-2]}: they must be equal"
+        )
+    if query.dim() != 4 or key.shape[:2] != query.shape[:2] or value.shape[:2] != query.shape[:2]:
+        query, key, value, attn_mask = _to_four_dims(query, key, value, attn_mask, enable_gqa)
+    if attn_mask is not None:
+        attn_mask = _checked_mask(attn_mask, query, key, is_causal)
+    return query, key, value, attn_mask
+
+
+def _checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+    if is_causal:
+        raise ArgumentError(
+            "attn_mask and is_causal exclude each other: put the triangle in the mask"
+        )
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise ArgumentError(
+            f"attn_mask must be bool, float32 or the query's {query.dtype}, not {attn_mask.dtype}"
+        )
+    if attn_mask.device != query.device:
+        raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
+    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if attn_mask.dim() < 4:
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    for size, wanted in zip(attn_mask.shape, full, strict=False):
+        if size not in (1, wanted):
+            raise ArgumentError(
+                f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {list(full)}"
+            )
+    return attn_mask
+
+
+def _to_four_dims(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Bring any rank, broadcast batch dims and grouped heads to [B, H, N, D]."""
+    rank = query.dim()
+    if rank < 4:
+        query, key, value = (
+            t.reshape((1,) * (4 - rank) + tuple(t.shape)) for t in (query, key, value)
+        )
+        if rank == 3:  # [B, N, D]: the leading dim is the batch's, and stays in front of one head
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+            if attn_mask is not None and attn_mask.dim() == 3:
+                attn_mask = attn_mask.unsqueeze(1)
+    query, key, value = _broadcast_batch(query, key, value, enable_gqa)
+    if rank == 5 and attn_mask is None and not _merges(query, key, value):
+        # [B, H, windows, N, D]: merging heads and windows is a view where batch and heads is none.
+        query, key, value = (t.flatten(1, 2) for t in (query, key, value))
+    elif rank > 4:
+        if attn_mask is not None and attn_mask.dim() > 3 and attn_mask.shape[:-3].numel() > 1:
+            attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+        query, key, value = (t.flatten(0, -4) for t in (query, key, value))
+    return query, key, value, attn_mask
+
+
+def _merges(*tensors: Tensor) -> bool:
+    """Whether the two leading dims of each 5-D tensor merge without a copy."""
+    return all(1 in t.shape[:2] or t.stride(0) == t.stride(1) * t.shape[1] for t in tensors)
+
+
+def _leading_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """The output's dims before [Nq, Dv]: the broadcast batch dims and the heads."""
+    if query.dim() < 4:
+        return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
+    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    return (*batch, max(query.shape[-3], key.shape[-3]))
+
+
+def _broadcast_batch(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    except RuntimeError:
+        raise ArgumentError(
+            "the batch dims of query, key and value do not broadcast: "
+            f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+        ) from None
+    heads, kv_heads = query.shape[-3], max(key.shape[-3], value.shape[-3])
+    if heads == 1 and kv_heads > 1:
+        heads = kv_heads
+    grouped = enable_gqa and kv_heads > 0 and heads % kv_heads == 0
+    if kv_heads not in (heads, 1) and not grouped:
+        raise ArgumentError(
+            f"key has {kv_heads} heads, query {heads}: they must be equal, or query's a multiple "
+            "of key's with enable_gqa=True"
+        )
+    if any(t.shape[-3] not in (1, kv_heads) for t in (key, value)):
+        raise ArgumentError(f"key has {key.shape[-3]} heads, value {value.shape[-3]}")
+    query = query.expand(*batch, heads, *query.shape[-2:])
+    key, value = (t.expand(*batch, kv_heads, *t.shape[-2:]) for t in (key, value))
+    return query, key, value

@@ -1,0 +1,1 @@
+"""Implementations of the attention operator. A backend never imports another one."""

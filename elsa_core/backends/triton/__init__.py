@@ -1,0 +1,108 @@
+"""The GPU backend: exact attention in Triton, for NVIDIA GPUs from sm_80 on (and AMD's matrix
+cores).
+
+Triton is imported by the first call that needs it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.support import Request, Support
+from elsa_core.backends.triton import launch
+
+LARGEST_DIM = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Support:
+    """Whether Triton and a GPU it serves are here."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return Support(False, f"Triton cannot be imported ({error}); install triton>=3.4")
+    if launch.INTERPRETED:
+        return Support(True)
+    if not torch.cuda.is_available():
+        return Support(False, "no CUDA device: PyTorch finds no GPU")
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return Support(False, "the GPU is older than sm_80 (Ampere)")
+    return Support(True)
+
+
+def support(request: Request) -> Support:
+    """Whether this backend serves calls of this kind; `reason` says why not."""
+    if request.device_type != "cuda" and not launch.INTERPRETED:
+        return Support(
+            False, f"query lies on {request.device_type!r}: the Triton kernels need a GPU"
+        )
+    if request.dtype not in DTYPES:
+        return Support(
+            False, f"dtype {request.dtype} has no Triton kernel (float32, float16, bfloat16)"
+        )
+    dim = max(request.head_dim, request.value_dim)
+    if dim > LARGEST_DIM:
+        return Support(
+            False, f"head dimension {dim} is above {LARGEST_DIM}, the Triton kernels' largest"
+        )
+    return _environment()
+
+
+def schedule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    precision: str,
+) -> str:
+    """The schedule that would serve the call, in words."""
+    return launch.planned(query, key, value, attn_mask, is_causal, 1.0, precision).words
+
+
+@lru_cache(maxsize=1)
+def _several() -> bool:
+    """Whether a call may be for another device than the current one."""
+    return torch.cuda.device_count() > 1
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention on the GPU, the CUDA kernel of `elsa::attention`.
+
+    Args:
+        query, key, value: [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], float32, float16 or
+        bfloat16, any
+            strides; Hq is a multiple of Hkv; D and Dv up to 256.
+        attn_mask: 4-D, each dimension full or 1; boolean (True takes part) or additive. is_causal:
+        top-left.
+        scale: the factor of the scores. precision: strict, ieee, turbo or lean, valid for the
+        dtype.
+
+    Returns:
+        out [B, Hq, Nq, Dv] in the query's dtype, in the memory of [B, Nq, Hq, Dv]; lse [B, Hq, Nq],
+        float32, natural logarithm. Rows that see no key: zeros and -inf. State and sums are
+        float32.
+
+    Split products (strict and turbo on float32) are guarded by a test on the data that the GPU
+    itself decides (see `pieces.py`): a head whose values spread too far for float16 pairs, or are
+    not finite, is folded with float32 FMA in the same launch. No finite input overflows.
+
+    Source: ELSA, Eq. 4 (the merge of partial states).
+    """
+    call = launch.planned(query, key, value, attn_mask, is_causal, scale, precision)
+    if _several() and query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):
+            return launch.execute(call, query, key, value, attn_mask)
+    return launch.execute(call, query, key, value, attn_mask)

@@ -1,0 +1,377 @@
+"""From tensors to launches: plans cached per layout, so that a warm call costs little."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.triton import tiling, usertable
+from elsa_core.backends.triton.tiling import Shape, Table
+
+LOG2E = 1.4426950408889634
+MODES = {"half": 0, "split": 1, "single": 2, "exact": 3}
+# above this many keys a chain of tensor-core additions costs half precision its own accuracy
+FRESH_KEYS = 65536
+# room for every layout a process meets; a loop over lengths without end must not grow memory
+CACHED_PLANS = 4096
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def mode_of(dtype: torch.dtype, precision: str) -> str:
+    """How products are computed: half, split, single or exact (see `forward.py`)."""
+    if dtype != torch.float32:
+        return "half"
+    return {"strict": "split", "lean": "split", "turbo": "single", "ieee": "exact"}[precision]
+
+
+@lru_cache(maxsize=64)
+def device_table(index: int) -> tuple[Table, int]:
+    """The tuning table of a device, and its multiprocessors. Index -1: no device (interpreter)."""
+    if index < 0:
+        table = tiling.load_table("h200")
+        return table, table.multiprocessors
+    properties = torch.cuda.get_device_properties(index)
+    name = "MI300" if torch.version.hip else properties.name
+    table = tiling.load_table(tiling.table_name(name, (properties.major, properties.minor)))
+    return usertable.joined(table, properties.name), properties.multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch may start while the one before it runs (programmatic dependent launch, sm_90
+    on).
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class Launch:
+    """One kernel with everything but its pointers bound.
+
+    The first call goes through Triton's JIT, which compiles or finds the kernel; later ones go
+    straight to the compiled kernel. That is right because a plan fixes all that Triton specialises
+    on: dtypes, constants and the 16-byte alignment of pointers; integers are never specialised and
+    have fixed types.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], options: dict[str, Any]
+    ):
+        self.kernel = kernel
+        self.grid = (*grid, 1, 1)[:3]
+        self.tail = tail
+        # Triton 3.10 stops fusing multiply and add by default
+        self.options = {"enable_fp_fusion": True, **options}
+        self.runner: Callable[..., None] | None = None
+        self.values: tuple[Any, ...] = ()
+        self.stream: Callable[[int], int] = int
+        self.device = 0
+
+    def __call__(self, *pointers: Tensor) -> None:
+        if self.runner is not None:
+            # addresses: for a tensor the launcher would ask the driver whose memory it is
+            addresses = [p.data_ptr() for p in pointers]
+            self.runner(*addresses, *self.values, stream=self.stream(self.device))
+            return
+        compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
+        if not INTERPRETED and hasattr(compiled, "__getitem__"):
+            # positional, in the kernel's own order: pointers come first
+            names = [p.name for p in self.kernel.params]
+            self.values = tuple(self.tail[name] for name in names[len(pointers) :])
+            from triton.runtime import driver
+
+            self.stream = driver.active.get_current_stream
+            self.device = pointers[0].get_device()
+            self.runner = compiled[self.grid]
+
+
+@dataclass
+class Call:
+    """A planned call: the shapes to allocate and the launches to make."""
+
+    out_shape: tuple[int, int, int, int]
+    lse_shape: tuple[int, int, int]
+    fold: Launch | None
+    ahead: Launch | None = None
+    merge: Launch | None = None
+    workspace: int = 0
+    partial_shape: tuple[int, ...] = ()
+    decode: bool = False
+    words: str = ""
+
+
+def _unit(tensors: tuple[Tensor, ...]) -> tuple[int, bool]:
+    """(UNIT, UNIT_D): 16 bytes in elements if all rows are 16-byte aligned, and whether rows are
+    contiguous.
+    """
+    rows = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
+    unit = 16 // tensors[0].element_size()
+    for t in tensors:
+        if t.data_ptr() % 16 or any(s % unit for s in t.stride()[:3]):
+            return 1, rows
+    return (unit if rows else 1), rows
+
+
+def _scale(scale: float, mode: str) -> dict[str, float | int | bool]:
+    """|scale| * log2(e) as significand and exponent (half: whole), and the sign or zero apart."""
+    size = abs(scale) * LOG2E if scale else 1.0
+    exponent = 0
+    if mode != "half":
+        significand, exponent = math.frexp(size)
+        size, exponent = significand * 2.0, exponent - 1
+    flip = math.copysign(1.0, scale) if scale else 0.0
+    return {"scale": size, "scale_exp": exponent, "flip": flip, "FLIP": flip != 1.0}
+
+
+def _strides(name: str, t: Tensor, unit: int) -> dict[str, int]:
+    b, h, n, d = t.stride()
+    return {f"{name}_b": b // unit, f"{name}_h": h // unit, f"{name}_n": n // unit, f"{name}_d": d}
+
+
+def _mask_strides(mask: Tensor | None) -> dict[str, int]:
+    names = ("mask_b", "mask_h", "mask_q", "mask_k")
+    if mask is None:
+        return dict.fromkeys(names, 0)
+    pairs = zip(names, mask.shape, mask.stride(), strict=True)
+    return {name: 0 if size == 1 else stride for name, size, stride in pairs}
+
+
+def _mask_kind(mask: Tensor | None) -> int:
+    if mask is None:
+        return 0
+    return 1 if mask.dtype == torch.bool else 2
+
+
+def _merge(shape: Shape, parts: int, overlap: bool) -> Launch:
+    from elsa_core.backends.triton.merge import merge_states
+
+    states = shape.batch * shape.heads * shape.queries
+    wide, deep = max(16, 1 << (shape.value_dim - 1).bit_length()), 1 << (parts - 1).bit_length()
+    # 4096 numbers a program, but a program a row while rows are few
+    rows = 1 if states < 1024 else max(1, 4096 // (wide * deep))
+    tail: dict[str, Any] = {
+        "parts": parts, "heads": shape.heads, "n_q": shape.queries, "states": states,
+        "ROWS": rows, "PARTS": deep, "DV": shape.value_dim, "VP": wide, "OVERLAP": overlap,
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": 4 if rows * deep >= 16 else 1}
+    if overlap:
+        options["launch_pdl"] = True
+    return Launch(merge_states, (-(-states // rows),), tail, options)
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, shape: Shape
+) -> Call:
+    """One query: stream the keys, split over programs."""
+    from elsa_core.backends.triton.decode import decode
+
+    table, multiprocessors = device_table(-1 if q.device.index is None else q.device.index)
+    knobs = table.decode
+    rows = shape.batch * shape.heads
+    parts, chunk = tiling.decode_partitions(rows, shape.keys, multiprocessors, knobs)
+    unit, unit_d = _unit((k, v))
+    if any(s % unit for s in q.stride()[:2]):
+        unit = 1
+    factors = _scale(scale, "exact")
+    factors.pop("FLIP")
+    q_strides = _strides("q", q, unit)
+    q_strides.pop("q_n")
+    m_strides = _mask_strides(mask)
+    m_strides.pop("mask_q")
+    tail: dict[str, Any] = {
+        "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_k": shape.keys,
+        "chunk": chunk, "shift": (shape.keys - 1).bit_length(),
+        "scale_exp": factors["scale_exp"], "scale": factors["scale"], "flip": factors["flip"],
+        **q_strides, **_strides("k", k, unit), **_strides("v", v, unit), **m_strides,
+        "batch": shape.batch,
+        "MASK": _mask_kind(mask), "PARTIAL": parts > 1, "UNIT": unit, "UNIT_D": unit_d,
+        "OVERLAP": parts > 1 and overlaps(q.device), "BN": _decode_block(knobs, shape, k),
+        "STAGES": knobs["stages"],
+        "D": shape.head_dim, "DP": max(16, 1 << (shape.head_dim - 1).bit_length()),
+        "DV": shape.value_dim, "VP": max(16, 1 << (shape.value_dim - 1).bit_length()),
+    }  # fmt: skip
+    call = Call(
+        (shape.batch, shape.heads, 1, shape.value_dim),
+        (shape.batch, shape.heads, 1),
+        Launch(decode, (rows, parts), tail, {"num_warps": knobs["warps"]}),
+        decode=True,
+        words=f"one query: keys streamed by {rows} x {parts} programs, float32 FMA",
+    )
+    if parts > 1:
+        call.merge = _merge(shape, parts, overlaps(q.device))
+        call.partial_shape = (parts, rows, shape.value_dim)
+    return call
+
+
+def _decode_block(knobs: dict[str, int], shape: Shape, k: Tensor) -> int:
+    """Keys a tile: about the same bytes for every dtype and head dimension."""
+    width = max(shape.head_dim, shape.value_dim) * k.element_size()
+    block = knobs["tile_bytes"] // (1 << (width - 1).bit_length())
+    return max(16, min(block, knobs["block_n"]))
+
+
+def plan_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, precision: str
+) -> Call:
+    """The launches of a call; everything here depends on layouts, never on data."""
+    b, heads, n_q, d = q.shape
+    if not (q.numel() and k.numel() and v.numel()):
+        nothing = "nothing to compute: zeros"
+        return Call((b, heads, n_q, v.shape[3]), (b, heads, n_q), None, words=nothing)
+    shape = Shape(b, heads, k.shape[1], n_q, k.shape[2], d, v.shape[3])
+    if causal and n_q == 1:
+        # one query sees the first key alone
+        shape, causal = shape._replace(keys=1), False
+    if n_q == 1:
+        return _decode(q, k, v, mask, scale, shape)
+    mode = mode_of(q.dtype, precision)
+    table, multiprocessors = device_table(-1 if q.device.index is None else q.device.index)
+    p = tiling.plan(
+        shape, mode, table, workspace=precision != "lean", multiprocessors=multiprocessors
+    )
+    return _fold_call(q, k, v, mask, causal, scale, shape, mode, p)
+
+
+def _fold_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
+    shape: Shape, mode: str, p: tiling.Plan,
+) -> Call:  # fmt: skip
+    from elsa_core.backends.triton.forward import forward
+
+    t = p.tile
+    d0, d1 = tiling.blocks(shape.head_dim, t.part)
+    v0, v1 = tiling.blocks(shape.value_dim, t.part)
+    if mode in ("split", "single") and not t.ahead:
+        # split inside the loop, blocks of under 128 bytes a row were seen miscompiled (Triton 3.6,
+        # sm_90)
+        d0, d1 = max(64, d0 if not d1 else 2 * d0), 0
+        v0, v1 = max(64, v0 if not v1 else 2 * v0), 0
+    unit, unit_d = _unit((q, k, v))
+    key_tiles = -(-shape.keys // t.block_n)
+    strides = _mask_strides(mask)
+    factors = _scale(scale, mode)
+    overlap = overlaps(q.device)
+    tail_stages = 1
+    if mode == "half" or t.ahead:
+        tail_stages = t.stages if t.one_loop else 2
+    tail: dict[str, Any] = {
+        "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
+        "n_k": shape.keys, "chunk": p.chunk, "tiles": key_tiles,
+        "shift": (shape.keys - 1).bit_length(), "scale_exp": factors["scale_exp"],
+        "scale": factors["scale"], "flip": factors["flip"],
+        **_strides("q", q, unit), **_strides("k", k, unit), **_strides("v", v, unit), **strides,
+        "batch": shape.batch,
+        "MODE": MODES[mode], "PRE": t.ahead, "ONE_LOOP": t.one_loop,
+        "FRESH": mode != "half" or shape.keys > FRESH_KEYS,
+        "MASK": _mask_kind(mask), "CAUSAL": causal, "PARTIAL": p.partitions > 1,
+        "FLIP": factors["FLIP"], "OVERLAP": overlap, "BX": t.block_n if mode == "exact" else 16,
+        "UNIT": unit, "UNIT_D": unit_d, "UNIT_K": strides["mask_k"] == 1,
+        "BM": t.block_m, "BN": t.block_n, "STAGES": t.stages, "TAIL_STAGES": tail_stages,
+        "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0,
+        "D": shape.head_dim, "D0": d0, "D1": d1, "DV": shape.value_dim, "V0": v0, "V1": v1,
+    }  # fmt: skip
+    rows = shape.batch * shape.heads
+    grid = (rows * -(-shape.queries // t.block_m), p.partitions)
+    options: dict[str, Any] = {"num_warps": t.warps, "num_stages": t.stages}
+    if t.registers:
+        options["maxnreg"] = t.registers
+    if overlap and t.ahead:
+        options["launch_pdl"] = True
+    call = Call(
+        (shape.batch, shape.heads, shape.queries, shape.value_dim),
+        (shape.batch, shape.heads, shape.queries),
+        Launch(forward, grid, tail, options),
+        words=p.words(),
+    )
+    if t.ahead:
+        low = mode == "split"
+        call.ahead = _ahead(k, v, shape, t, (d0 + d1, v0 + v1), (unit, unit_d), low, overlap)
+        count = shape.batch * shape.key_heads * key_tiles
+        halves = count * t.block_n * (d0 + d1 + v0 + v1) * (2 if low else 1)
+        call.workspace = -(-count // 8) * 64 + halves
+    if p.partitions > 1:
+        call.merge = _merge(shape, p.partitions, overlap)
+        call.partial_shape = (p.partitions, rows * shape.queries, shape.value_dim)
+    return call
+
+
+def _ahead(
+    k: Tensor, v: Tensor, shape: Shape, t: tiling.Tile, widths: tuple[int, int],
+    units: tuple[int, bool], low: bool, overlap: bool,
+) -> Launch:  # fmt: skip
+    """The launch that splits keys and values ahead."""
+    from elsa_core.backends.triton.split import split_ahead
+
+    key_tiles = -(-shape.keys // t.block_n)
+    tail: dict[str, Any] = {
+        "heads": shape.key_heads, "n_k": shape.keys, "tiles": key_tiles, "batch": shape.batch,
+        **_strides("k", k, units[0]), **_strides("v", v, units[0]),
+        "UNIT": units[0], "UNIT_D": units[1], "HAS_LOW": low, "LIMIT": 2.0**-5 if low else 2.0**-14,
+        "OVERLAP": overlap, "BN": t.block_n,
+        "D": shape.head_dim, "DW": widths[0], "DP": 1 << (widths[0] - 1).bit_length(),
+        "DV": shape.value_dim, "VW": widths[1], "VP": 1 << (widths[1] - 1).bit_length(),
+    }  # fmt: skip
+    grid = (shape.batch * shape.key_heads * key_tiles, 2)
+    return Launch(split_ahead, grid, tail, {"num_warps": 4})
+
+
+_CALLS: dict[Any, Call] = {}
+
+
+def planned(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, precision: str
+) -> Call:
+    """The plan of a call, cached by layout."""
+    extra = None
+    aligned = (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16)
+    if mask is not None:
+        extra = (mask.dtype, mask.shape, mask.stride(), mask.data_ptr() % 16)
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.get_device(),
+        aligned, extra, causal, scale, precision,
+    )  # fmt: skip
+    call = _CALLS.get(key)
+    if call is None:
+        if len(_CALLS) >= CACHED_PLANS:
+            _CALLS.clear()
+        call = _CALLS[key] = plan_call(q, k, v, mask, causal, scale, precision)
+    return call
+
+
+def execute(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Allocate the results and launch."""
+    _, h, n, d = call.out_shape
+    # [B, H, N, Dv] in the memory of [B, N, H, Dv]
+    out = torch.empty_strided(
+        call.out_shape, (n * h * d, d, h * d, 1), dtype=q.dtype, device=q.device
+    )
+    lse = q.new_empty(call.lse_shape, dtype=torch.float32)
+    if call.fold is None:
+        return out.zero_(), lse.fill_(-math.inf)
+    m = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    o, logs = out, lse
+    if call.merge is not None:
+        parts, states, width = call.partial_shape
+        o = q.new_empty((parts, states, width), dtype=torch.float32)
+        logs = q.new_empty((parts, states), dtype=torch.float32)
+    if call.decode:
+        call.fold(q, k, v, m, o, logs)
+    elif call.ahead is not None:
+        w = q.new_empty(call.workspace, dtype=torch.float16)
+        call.ahead(k, v, w)
+        call.fold(q, k, v, m, w, o, logs)
+    else:
+        call.fold(q, k, v, m, out, o, logs)
+    if call.merge is not None:
+        call.merge(o, logs, out, lse)
+    return out, lse

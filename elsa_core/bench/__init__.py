@@ -1,0 +1,1 @@
+"""What `elsa bench` measures: cases, peers, timing, results and their tables and plots."""

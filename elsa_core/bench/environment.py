@@ -1,0 +1,180 @@
+"""Where a measurement was made, and whether the machine was free for it. Nothing here fails."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_PACKAGES: Final = ("torch", "timm", "open_clip_torch", "onnxruntime", "triton", "numpy")
+BUSY_CPU: Final = 0.15
+"""Share of the processors in use by others above which nothing is published."""
+BUSY_GPU: Final = 8
+"""Utilisation in percent above which a GPU counts as busy."""
+
+
+def describe(device: torch.device | str) -> dict[str, Any]:
+    """Hardware, versions and date, as plain data. What cannot be found out is None.
+
+    The fields of every document of `elsa` (python, platform, machine, cpu, isa, threads, gpu,
+    packages), and: date (UTC), device, cpu_count, kernels (the native library's instruction set)
+    and gpu_details.
+    """
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device.type,
+        "python": platform.python_version(),
+        "platform": "-".join((platform.system(), platform.machine(), *platform.libc_ver())),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "kernels": None if cuda else _native_isa(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "gpu_details": _gpu(device) if cuda else None,
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def label(environment: dict[str, Any]) -> str:
+    """One line for a table's heading: hardware, threads, versions and date."""
+    packages = environment.get("packages", {})
+    if environment.get("gpu"):
+        where = f"{environment['gpu']}, CUDA {(environment.get('gpu_details') or {}).get('cuda')}"
+        names = ("torch", "triton")
+    else:
+        kernels = environment.get("kernels") or environment.get("isa")
+        where = f"{environment.get('cpu')}, {environment.get('threads')} threads, {kernels}"
+        names = ("torch", "onnxruntime")
+    named = [f"{name} {packages[name]}" for name in names if packages.get(name)]
+    return ", ".join([where, *named, str(environment.get("date", ""))[:10]])
+
+
+def busy(device: torch.device | str) -> str:
+    """Why this machine is too busy to publish from it; empty where it is free.
+
+    Looks at other programs only: their share of the processors in a moment of idling, and for a
+    GPU its other processes and its utilisation.
+    """
+    device = torch.device(device)
+    share = _others_share()
+    if share > BUSY_CPU:
+        return f"other programs use {share:.0%} of the processors (limit {BUSY_CPU:.0%})"
+    return _gpu_busy(device) if device.type == "cuda" else ""
+
+
+def available_bytes(device: torch.device | str) -> int:
+    """Memory that a measurement may take on the device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 * 2**30
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _native_isa() -> str | None:
+    native: Any = importlib.import_module("elsa_core.backends.native")
+    try:
+        return str(native.isa()) if native.load().ok else None
+    except Exception:  # a description of the machine must not end a measurement
+        return None
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    driver = _nvidia_smi("--query-gpu=driver_version")
+    return {
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "driver": driver[0] if driver else None,
+    }
+
+
+def _others_share(interval: float = 0.3) -> float:
+    """Share of all processors that other processes used during `interval` seconds."""
+    before = _processor_times()
+    if before is None:
+        return 0.0
+    time.sleep(interval)
+    after = _processor_times()
+    if after is None or after[1] <= before[1]:
+        return 0.0
+    return max(0.0, (after[0] - before[0]) / (after[1] - before[1]))
+
+
+def _processor_times() -> tuple[float, float] | None:
+    """(busy time of everyone but this process, total time) in ticks, or None where unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+        ticks = [int(number) for number in line.split()[1:9]]
+        own = os.times()
+        own_ticks = (own.user + own.system) * os.sysconf("SC_CLK_TCK")
+        idle = ticks[3] + ticks[4]
+        return sum(ticks) - idle - own_ticks, float(sum(ticks))
+    return None
+
+
+def _gpu_busy(device: torch.device) -> str:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    # CUDA_VISIBLE_DEVICES renumbers devices; the UUID names the same card for both.
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    which = f"--id=GPU-{uuid}" if uuid else f"--id={index}"
+    others = [
+        line
+        for line in _nvidia_smi("--query-compute-apps=pid", which)
+        if line.isdigit() and int(line) != os.getpid()
+    ]
+    if others:
+        return f"{len(others)} other process(es) use the GPU: {', '.join(others)}"
+    used = [
+        int(line) for line in _nvidia_smi("--query-gpu=utilization.gpu", which) if line.isdigit()
+    ]
+    if used and used[0] > BUSY_GPU:
+        return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)"
+    return ""
+
+
+def _nvidia_smi(*query: str) -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [program, *query, "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+        return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return []

@@ -1,0 +1,219 @@
+"""Who competes: elsa in each precision, and every other exact attention that takes the case."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from elsa_core.attention import attention, explain
+from elsa_core.bench import environment
+from elsa_core.bench.cases import Case
+from elsa_core.bench.timing import Contender
+from elsa_core.errors import ElsaError
+
+_SDPA: Final = {
+    "cpu": {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-math": SDPBackend.MATH},
+    "cuda": {
+        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "sdpa-math": SDPBackend.MATH,
+    },
+}
+# Score matrices that are alive at once: scores, their softmax, and a copy for a bias or a scale.
+_SCORE_COPIES: Final = 3
+
+
+class Inputs(NamedTuple):
+    """The tensors of a case, as `elsa_core.bench.cases.inputs` makes them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+class Field(NamedTuple):
+    """Who takes part, and why others do not: {name: reason}."""
+
+    contenders: list[Contender]
+    left_out: dict[str, str]
+
+
+def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool = False) -> Field:
+    """Everyone who can compute the case: elsa's precisions first, then the peers.
+
+    Each contender is called once here, which compiles and warms it. One that fails is left out
+    with the first line of its error.
+
+    Args:
+        case: what is measured.
+        tensors: its inputs; the device is theirs.
+        backend: the backend of elsa's contenders.
+        flex: also compile and measure FlexAttention (CUDA).
+    """
+    found = Field([], {})
+    for precision in case.precisions:
+        _try(found, f"elsa-{precision}", functools.partial(_elsa, tensors, precision, backend))
+    device = tensors.query.device
+    too_large = _too_large(case, device)
+    for name, choice in _SDPA[device.type].items():
+        if name == "sdpa-math" and too_large:
+            found.left_out[name] = too_large
+            continue
+        _try(found, name, functools.partial(_sdpa, name, choice, tensors))
+    if device.type == "cpu":
+        if too_large:
+            found.left_out["eager"] = too_large
+        else:
+            _try(found, "eager", lambda: _eager(tensors))
+        _try(found, "onnxruntime", lambda: _onnxruntime(tensors))
+    elif flex:
+        _try(found, "flex", lambda: _flex(tensors))
+    return found
+
+
+def _too_large(case: Case, device: torch.device) -> str:
+    needed, there = _SCORE_COPIES * case.score_bytes, environment.available_bytes(device) // 2
+    if needed <= there:
+        return ""
+    return f"its score matrices take {needed / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are there"
+
+
+def _try(found: Field, name: str, make: Callable[[], Contender]) -> None:
+    try:
+        with warnings.catch_warnings():
+            # A backend that declines a case warns why before it raises.
+            warnings.simplefilter("ignore")
+            contender = make()
+            contender.output()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # an asynchronous failure must show here
+    except (ElsaError, RuntimeError, ImportError, NotImplementedError) as error:
+        lines = str(error).strip().splitlines()
+        found.left_out[name] = lines[0][:200] if lines else type(error).__name__
+        return
+    found.contenders.append(contender)
+
+
+def _elsa(tensors: Inputs, precision: str, backend: str) -> Contender:
+    query, key, value, mask = tensors
+    chosen: dict[str, Any] = {"precision": precision, "backend": backend}
+    route = explain(query, key, value, mask, **chosen)
+    call = functools.partial(attention, query, key, value, mask, **chosen)
+    notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
+    return Contender(f"elsa-{precision}", call, precision=precision, notes=notes)
+
+
+def _sdpa(name: str, choice: SDPBackend, tensors: Inputs) -> Contender:
+    call = functools.partial(F.scaled_dot_product_attention, *tensors)
+    return Contender(name, call, functools.partial(sdpa_kernel, choice))
+
+
+def _eager(tensors: Inputs) -> Contender:
+    query, key, value, mask = tensors
+    scale = 1.0 / math.sqrt(query.shape[-1])
+    transposed = key.transpose(-1, -2)
+
+    def call() -> Tensor:
+        scores = (query * scale) @ transposed
+        if mask is not None:
+            scores = scores + mask
+        return scores.softmax(-1) @ value
+
+    return Contender("eager", call)
+
+
+def _flex(tensors: Inputs) -> Contender:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query, key, value, mask = tensors
+    if mask is not None:
+        bias = mask[0]
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + bias[h, i, j]
+    else:
+        score_mod = None  # type: ignore[assignment]
+    compiled = torch.compile(flex_attention, dynamic=False)
+    call = functools.partial(compiled, query, key, value, score_mod=score_mod)
+    return Contender("flex", call)
+
+
+def _onnxruntime(tensors: Inputs) -> Contender:
+    """com.microsoft.MultiHeadAttention on preallocated buffers, with PyTorch's thread count.
+
+    It takes tokens before heads: [batch, tokens, heads * head_dim].
+    """
+    for package in ("onnx", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"{package} is not installed")
+    query, key, value, mask = tensors
+    batch, heads, queries, head_dim = query.shape
+    if query.dtype != torch.float32:
+        raise NotImplementedError(f"its CPU kernel takes float32, not {query.dtype}")
+    feeds = {
+        name: t.transpose(1, 2).flatten(2).contiguous().numpy()
+        for name, t in (("query", query), ("key", key), ("value", value))
+    }
+    if mask is not None:
+        feeds["bias"] = mask.numpy()
+    session, binding = _onnx_session(heads, feeds, (batch, queries, heads * head_dim))
+
+    def read(_: object) -> Tensor:
+        flat = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
+        return flat.view(batch, queries, heads, head_dim).transpose(1, 2)
+
+    # The session reads the arrays in place: the contender has to keep them alive.
+    call = functools.partial(_run_bound, session, binding, feeds)
+    return Contender("onnxruntime", call, read=read, pools=True)
+
+
+def _run_bound(session: Any, binding: Any, _: dict[str, Any]) -> None:
+    session.run_with_iobinding(binding)
+
+
+def _onnx_session(heads: int, feeds: dict[str, Any], output: tuple[int, ...]) -> tuple[Any, Any]:
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    # Inputs by position: query, key, value, bias, key_padding_mask, attention_bias.
+    names = ["query", "key", "value", *(["", "", "bias"] if "bias" in feeds else [])]
+    node = helper.make_node(
+        "MultiHeadAttention", names, ["output"], domain="com.microsoft", num_heads=heads
+    )
+    described = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape)
+        for name, array in feeds.items()
+    ]
+    result = helper.make_tensor_value_info("output", TensorProto.FLOAT, output)
+    graph = helper.make_graph([node], "attention", described, [result])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    binding = session.io_binding()
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
+    shape = onnxruntime.OrtValue.ortvalue_from_shape_and_type(output, _float32())
+    binding.bind_ortvalue_output("output", shape)
+    return session, binding
+
+
+def _float32() -> Any:
+    import numpy as np
+
+    return np.float32

@@ -1,0 +1,249 @@
+"""README's tables, rendered from the result documents that a run wrote.
+
+A README marks where a table goes:
+
+    <!-- begin:bench:attention_cpu:vit -->
+    <!-- end:bench:attention_cpu:vit -->
+
+The middle names the document (`results/attention_cpu.json`), the last part a table of
+`elsa_core.bench.cases.TABLES`, `summary` (one line on where it was measured and what missed its
+goal) or `sweep` (ratios by tokens and head_dim). `python -m elsa_core.bench.tables README.md`
+rewrites what stands between them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from elsa_core.bench.environment import label
+from elsa_core.errors import ArgumentError
+
+RESULTS: Final = Path(__file__).parent / "results"
+_BLOCK: Final = re.compile(
+    r"(?P<begin><!-- begin:bench:(?P<document>[\w.-]+):(?P<table>[\w-]+) -->\n)"
+    r"(?P<body>.*?)"
+    r"(?P<end><!-- end:bench:(?P=document):(?P=table) -->)",
+    re.DOTALL,
+)
+_MARKER: Final = re.compile(r"<!-- (?:begin|end):bench:[^\n]*?-->")
+
+_NAMED: Final = 8  # cases that a summary names; the table has them all
+
+Document = dict[str, Any]
+
+
+def update(readme: Path, results: Path = RESULTS) -> bool:
+    """Rewrite the tables of `readme` from the documents in `results`; True if anything changed.
+
+    Raises:
+        ArgumentError: a marker without its partner, or one that names no document or table.
+    """
+    before = readme.read_text(encoding="utf-8")
+    after = rendered(before, results)
+    if after == before:
+        return False
+    readme.write_text(after, encoding="utf-8")
+    return True
+
+
+def rendered(text: str, results: Path = RESULTS) -> str:
+    """`text` with every marked table as the documents in `results` give it.
+
+    Raises:
+        ArgumentError: as `update`.
+    """
+    paired = sum(2 for _ in _BLOCK.finditer(text))
+    found = _MARKER.findall(text)
+    if len(found) != paired:
+        raise ArgumentError(
+            f"README: {len(found)} bench markers, but {paired} of them stand in begin/end pairs"
+        )
+
+    def replace(block: re.Match[str]) -> str:
+        document = load(results / f"{block['document']}.json")
+        return block["begin"] + render(document, block["table"]) + block["end"]
+
+    return _BLOCK.sub(replace, text)
+
+
+def load(path: Path) -> Document:
+    """Read a result document.
+
+    Raises:
+        ArgumentError: the file is missing, or is no document of `elsa bench attention`.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArgumentError(
+            f"{path}: no such result; `elsa bench attention -o` writes it"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{path}: not a result document: {error}") from error
+    if not isinstance(document, dict) or document.get("command") != "bench attention":
+        raise ArgumentError(f"{path}: not a result document of `elsa bench attention`")
+    return document
+
+
+def render(document: Document, table: str) -> str:
+    """The Markdown of one table (or `summary`) of a document, with a line break at its end.
+
+    Raises:
+        ArgumentError: the document has no such table.
+    """
+    if table == "summary":
+        return summary(document) + "\n"
+    cases = [case for case in document["results"]["cases"] if case["case"]["table"] == table]
+    if not cases:
+        known = ", ".join(dict.fromkeys(c["case"]["table"] for c in document["results"]["cases"]))
+        raise ArgumentError(f"table: the document has no {table!r}; it has {known}, summary")
+    if table == "sweep":
+        return _sweep(cases)
+    columns, rows = table_of(cases)
+    return markdown(columns, rows)
+
+
+def summary(document: Document) -> str:
+    """Where and when it was measured, how many cases won, and which ones missed their goal."""
+    cases = document["results"]["cases"]
+    judged = [
+        (case["case"]["name"], case["case"]["goal"], own["ratio"])
+        for case in cases
+        if (own := _own(case)) is not None
+        and own["ratio"] is not None
+        and own["contender"] not in case["wrong"]
+    ]
+    faster = sum(ratio >= 1 for _, _, ratio in judged)
+    text = f"Measured on {label(document['environment'])}. "
+    text += f"At least as fast as the best peer in {faster} of {len(judged)} cases."
+    missed = [(ratio / goal, name, ratio, goal) for name, goal, ratio in judged if goal]
+    missed = sorted(each for each in missed if each[0] < 1)
+    if missed:
+        named = [f"{name} ({ratio:.2f} of {goal:g})" for _, name, ratio, goal in missed[:_NAMED]]
+        more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
+        text += f" Under their goals: {', '.join(named)}{more}."
+    wrong = [f"{c['case']['name']}: {name}" for c in cases for name in c["wrong"]]
+    if wrong:
+        text += f" Wrong results: {', '.join(wrong)}."
+    if document["results"].get("busy"):
+        text += f" The machine was not free: {document['results']['busy']}."
+    return text
+
+
+def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of cases: times of elsa and of every peer, ratio, rate, errors, memory."""
+    precisions = list(dict.fromkeys(p for c in cases for p in c["case"]["precisions"]))
+    peers = list(
+        dict.fromkeys(
+            m["contender"] for c in cases for m in c["measurements"] if m["precision"] is None
+        )
+    )
+    names = [f"elsa-{precision}" for precision in precisions] + peers
+    decode = any(m["bytes_per_second"] for c in cases for m in c["measurements"])
+    rate = "TB/s" if decode else "TFLOP/s" if _fast(cases) else "GFLOP/s"
+    plain = [name.removesuffix("-strict") for name in names]
+    memory = any(m["workspace_bytes"] is not None for c in cases for m in c["measurements"])
+    host = any(m["host_seconds"] is not None for c in cases for m in c["measurements"])
+    columns = ["B,H,N,D", *(f">{name}, ms" for name in plain), ">ratio (10 to 90%)", f">{rate}"]
+    columns += [">error elsa / peer"]
+    columns += [">extra MB elsa / peer"] if memory else []
+    columns += [">host us elsa / peer"] if host else []
+    rows = []
+    for case in cases:
+        found = {m["contender"]: m for m in case["measurements"]}
+        own, best = _own(case), found.get(case["best_peer"])
+        row = [_shape(case["case"]), *(_time(found.get(n), case) for n in names)]
+        row += [_ratio(own), _rate(own, rate), _pair(own, best, "error", "{:.1e}", 1.0)]
+        row += [_pair(own, best, "workspace_bytes", "{:.1f}", 1e-6)] if memory else []
+        row += [_pair(own, best, "host_seconds", "{:.0f}", 1e6)] if host else []
+        rows.append(row)
+    return columns, rows
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; a column whose title starts with ">" is aligned to the right."""
+    lines = ["| " + " | ".join(title.lstrip(">") for title in columns) + " |"]
+    lines.append("|" + "|".join("---:" if c.startswith(">") else "---" for c in columns) + "|")
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _sweep(cases: Sequence[Document]) -> str:
+    """Ratios against the best peer: rows are tokens, columns head_dim with and without a mask."""
+    keys = sorted({(c["case"]["mask"] != "none", c["case"]["head_dim"]) for c in cases})
+    tokens = sorted({c["case"]["keys"] for c in cases})
+    cells = {
+        (c["case"]["keys"], c["case"]["mask"] != "none", c["case"]["head_dim"]): _own(c)
+        for c in cases
+    }
+    columns = ["N", *(f">D {dim}{', mask' if mask else ''}" for mask, dim in keys)]
+    rows = [
+        [str(n), *(_short_ratio(cells.get((n, mask, dim))) for mask, dim in keys)] for n in tokens
+    ]
+    return markdown(columns, rows)
+
+
+def _own(case: Document) -> Document | None:
+    """What elsa's first precision measured in a case."""
+    first = case["case"]["precisions"][0]
+    return next((m for m in case["measurements"] if m["precision"] == first), None)
+
+
+def _shape(case: Document) -> str:
+    tokens = (
+        case["keys"] if case["keys"] == case["queries"] else f"{case['queries']}:{case['keys']}"
+    )
+    mask = " + mask" if case["mask"] != "none" else ""
+    one_dtype = case["table"] not in ("decode", "lengths")
+    dtype = "" if one_dtype else f" {case['dtype']}"
+    return f"{case['batch']},{case['heads']},{tokens},{case['head_dim']}{dtype}{mask}"
+
+
+def _time(measured: Document | None, case: Document) -> str:
+    if measured is None:
+        return "-"
+    if measured["contender"] in case["wrong"]:
+        return "wrong"
+    text = f"{measured['seconds'] * 1e3:.3g}"
+    return f"**{text}**" if measured["contender"] == case["best_peer"] else text
+
+
+def _ratio(own: Document | None) -> str:
+    if own is None or own["ratio"] is None:
+        return "-"
+    return f"{own['ratio']:.2f} ({own['ratio_p10']:.2f} to {own['ratio_p90']:.2f})"
+
+
+def _short_ratio(own: Document | None) -> str:
+    return "-" if own is None or own["ratio"] is None else f"{own['ratio']:.2f}"
+
+
+def _rate(own: Document | None, unit: str) -> str:
+    if own is None:
+        return "-"
+    if unit == "TB/s":
+        return f"{own['bytes_per_second'] / 1e12:.2f}" if own["bytes_per_second"] else "-"
+    rate = f"{own['flops_per_second'] / (1e12 if unit == 'TFLOP/s' else 1e9):.3g}"
+    share = own["ceiling_share"]
+    return rate if share is None else f"{rate} ({share:.0%} of GEMM)"
+
+
+def _pair(own: Document | None, best: Document | None, key: str, form: str, factor: float) -> str:
+    cells = [
+        "-" if m is None or m[key] is None else form.format(m[key] * factor) for m in (own, best)
+    ]
+    return " / ".join(cells)
+
+
+def _fast(cases: Sequence[Document]) -> bool:
+    return any(m["flops_per_second"] >= 1e13 for c in cases for m in c["measurements"])
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:] or ["README.md"]:
+        update(Path(argument))

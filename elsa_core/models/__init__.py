@@ -1,0 +1,1 @@
+"""Finding, rewriting and proving attention in models."""

@@ -1,0 +1,63 @@
+"""The subclasses that a patched module takes: written ones (one file a family) and redirected ones.
+
+Each is importable and picklable, has no constructor, no parameters and no closures, and names the
+class that it replaces in `elsa_base`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+
+from torch import nn
+
+from elsa_core.backends.support import Support
+from elsa_core.models.adapters import redirect
+
+# Qualified name of a class -> where its adapter is. Families are imported when a model brings them.
+_WRITTEN = MappingProxyType(
+    {
+        "timm.layers.attention.Attention": ("timm_attention", "ElsaAttention"),
+        "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
+        "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
+    }
+)
+
+
+def base_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before it was patched; its class if it is not patched."""
+    base: type[nn.Module] | None = type(module).__dict__.get("elsa_base")
+    return type(module) if base is None else base
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether the module's class is one of elsa's."""
+    return "elsa_base" in type(module).__dict__
+
+
+def written(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The adapter written for exactly this class; a subclass is not taken for its base."""
+    place = _WRITTEN.get(f"{cls.__module__}.{cls.__qualname__}")
+    if place is None:
+        return None
+    adapter: type[nn.Module] = getattr(importlib.import_module(f"{__name__}.{place[0]}"), place[1])
+    return adapter if adapter.__dict__["elsa_base"] is cls else None
+
+
+def support(module: nn.Module) -> Support:
+    """Whether the module can be patched, and how or why not."""
+    cls = base_class(module)
+    if written(cls) is not None:
+        return Support(True, "an adapter is written for this class")
+    return redirect.support(cls, module)
+
+
+def replacement(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
+    """The class that a module of class `cls` takes; `support` has said yes before."""
+    return written(cls) or redirect.redirected(cls, precision, backend)
+
+
+def name_of(cls: type[nn.Module]) -> str:
+    """How reports name the adapter of a class that can be patched."""
+    adapter = written(cls)
+    return "sdpa-redirect" if adapter is None else adapter.__name__

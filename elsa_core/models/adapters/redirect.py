@@ -1,0 +1,162 @@
+"""The redirect: a class that calls `scaled_dot_product_attention` gets a subclass whose methods
+call `elsa_core.attention` in its place. Nothing outside the subclass changes.
+
+A method that refers to the function is rebuilt over a copy of its globals, in which the modules on
+the way to the function (`F`, or `torch`, `nn` and `functional`) are copies with that one entry
+replaced. Code, defaults and closure cells (`__class__`) are the original's own.
+
+The subclass is importable: `__getattr__` builds it again from its name, which spells out precision,
+backend, module and class; that is how pickle finds it in a fresh process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import re
+import threading
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from elsa_core.attention import BACKENDS, attention
+from elsa_core.backends.support import Support
+from elsa_core.models.bytecode import Method, methods, sdpa_calls
+from elsa_core.precision import PRECISIONS
+
+# Switches between the call and eager softmax. The subclass reads them as on; the instance's own
+# value stays in its __dict__.
+_FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
+_PREFIX = "Redirected"
+_ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
+_CLASSES: dict[tuple[type, str, str], type[nn.Module]] = {}
+_LOCK = threading.Lock()
+
+
+@functools.lru_cache(maxsize=512)
+def calls_sdpa(cls: type) -> Support:
+    """Whether every call of `scaled_dot_product_attention` in a class can be redirected."""
+    reached = [m for m in methods(cls) if sdpa_calls(m.function)]
+    if not reached:
+        return Support(False, "it does not call scaled_dot_product_attention")
+    for method in reached:
+        if not method.rebuildable:
+            return Support(
+                False,
+                f"its call of scaled_dot_product_attention is in {method.function.__qualname__}, "
+                "which is a helper, is decorated or is reached through super()",
+            )
+        if sdpa_calls(method.function).unresolved:
+            return Support(
+                False,
+                f"{method.function.__qualname__} does not reach scaled_dot_product_attention "
+                "through a global name",
+            )
+    return Support(True, "its scaled_dot_product_attention call is redirected")
+
+
+def refers_to_sdpa(cls: type) -> bool:
+    """Whether any function that the class's forward reaches calls the operator."""
+    return any(sdpa_calls(method.function) for method in methods(cls))
+
+
+def support(cls: type[nn.Module], module: nn.Module) -> Support:
+    """Whether this instance runs through `scaled_dot_product_attention` once redirected."""
+    answer = calls_sdpa(cls)  # type: ignore[arg-type]  # a class is hashable
+    if answer.ok and getattr(module, "scaled_cosine", False):  # open_clip: branches off before SDPA
+        return Support(False, "scaled cosine attention, computed in eager PyTorch: no adapter yet")
+    return answer
+
+
+def redirected(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
+    """The subclass of `cls` that calls `elsa_core.attention` with this precision and backend."""
+    key = (cls, precision, backend)
+    with _LOCK:  # pickle needs the one class that its name leads to
+        if key not in _CLASSES:
+            _CLASSES[key] = _build(cls, precision, backend)
+        return _CLASSES[key]
+
+
+def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
+    fields = _decoded(name)
+    if len(fields) != 5 or fields[0] != _PREFIX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _, precision, backend, module, qualname = fields
+    if precision not in PRECISIONS or backend not in BACKENDS:
+        raise AttributeError(f"{name!r}: this version has no precision or backend of that name")
+    cls = operator.attrgetter(qualname)(importlib.import_module(module))
+    return redirected(cls, precision, backend)
+
+
+def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
+    replaced = functools.partial(attention, precision=precision, backend=backend)
+    namespace: dict[str, Any] = {
+        "__module__": __name__,
+        "__qualname__": _encoded(_PREFIX, precision, backend, cls.__module__, cls.__qualname__),
+        "__doc__": f"{cls.__qualname__} whose scaled_dot_product_attention is elsa's.",
+        "elsa_base": cls,
+    }
+    for method in methods(cls):
+        if not sdpa_calls(method.function):
+            continue
+        namespace[method.name] = _rebuilt(method, replaced)
+        for switch in set(_FUSED_SWITCHES) & set(method.function.__code__.co_names):
+            namespace[switch] = _always_on(switch)
+    return type(f"Elsa{cls.__name__}", (cls,), namespace)
+
+
+def _rebuilt(method: Method, replaced: Any) -> FunctionType:
+    """The same function over globals in which the call leads to `replaced`."""
+    function = method.function
+    namespace = dict(function.__globals__)
+    # The compiler finds globals again by this name, and would find the original's.
+    namespace.pop("__name__", None)
+    for chain in sdpa_calls(function).chains:
+        namespace[chain[0]] = _with_replaced(namespace[chain[0]], chain[1:], replaced)
+    copy = FunctionType(
+        function.__code__,
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__ = function.__doc__
+    copy.__module__ = function.__module__
+    copy.__qualname__ = function.__qualname__
+    return copy
+
+
+def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
+    """A copy of the module `value` in which the attribute at `path` is `replaced`."""
+    if not path:
+        return replaced
+    copy = ModuleType(value.__name__, value.__doc__)
+    copy.__dict__.update(value.__dict__)
+    copy.__dict__[path[0]] = _with_replaced(value.__dict__[path[0]], path[1:], replaced)
+    return copy
+
+
+def _always_on(switch: str) -> property:
+    """A data descriptor: it wins over the instance's own value, which stays as it is."""
+
+    def read(self: nn.Module) -> bool:
+        return True
+
+    def write(self: nn.Module, value: bool) -> None:
+        self.__dict__[switch] = value
+
+    return property(read, write, doc="On: the other branch is softmax in eager PyTorch.")
+
+
+def _encoded(*fields: str) -> str:
+    """One identifier for several dotted names; `_decoded` is its inverse."""
+    return "_s".join(field.translate(_ESCAPES) for field in fields)
+
+
+def _decoded(name: str) -> list[str]:
+    marks = {"_": "_", "d": ".", "l": "<", "g": ">", "s": "\0"}
+    return re.sub("_(.)", lambda match: marks.get(match[1], match[0]), name).split("\0")

@@ -1,0 +1,244 @@
+"""Inputs for `check`: generated images, a caller's cases, and hard cases for one site."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from elsa_core.errors import ArgumentError
+
+ModelInput = Tensor | tuple[Any, ...]
+
+# exp overflows at 88.7 in float32 and at 11.1 in float16: logits of 100 need a running maximum.
+TARGET_LOGIT = 100.0
+MAX_GAIN = 64.0
+
+# Words in the names of a forward's arguments that are no tokens: scaling them would be no hard
+# case but another model.
+_NO_TOKENS = ("mask", "rope", "bias", "pos", "freq", "shape", "size", "index")
+
+
+def generated_inputs(
+    input_size: Sequence[int],
+    batch_size: int,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    text: tuple[int, int] | None = None,
+) -> dict[str, ModelInput]:
+    """Images that need no files, in normalised pixels: [batch, C, H, W] each.
+
+    `noise` is what a network sees of a busy photograph; `constant` gives equal tokens, so that
+    the weights are nearly uniform; `bright patch` has one token unlike all others; `large` has
+    eight times the usual amplitude. The global random state is neither used nor changed.
+
+    Args:
+        input_size: (C, H, W).
+        batch_size: Images in each case.
+        text: (context length, vocabulary) for a model that takes image and text (CLIP): each case
+            is then (images, token ids int64 [batch, context length]).
+
+    Raises:
+        ArgumentError: A size is not positive.
+    """
+    if len(input_size) != 3 or min(input_size) < 1 or batch_size < 1:
+        raise ArgumentError(
+            f"input_size={tuple(input_size)}, batch_size={batch_size}: expected (C, H, W) and a "
+            f"batch size, all positive"
+        )
+    channels, height, width = input_size
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch_size, channels, height, width)
+    noise = torch.randn(shape, generator=generator)
+    levels = torch.linspace(-1.0, 1.0, batch_size).view(batch_size, 1, 1, 1)
+    bright = 0.05 * torch.randn(shape, generator=generator)
+    rows, columns = max(1, height // 8), max(1, width // 8)
+    top, left = (height - rows) // 2, (width - columns) // 2
+    bright[:, :, top : top + rows, left : left + columns] += 10.0
+    images = {
+        "noise": noise,
+        "constant": levels.expand(shape).contiguous(),
+        "bright patch": bright,
+        "large": 8.0 * torch.randn(shape, generator=generator),
+    }
+    cases: dict[str, ModelInput] = {}
+    for name, values in images.items():
+        image = values.to(device=device, dtype=dtype)
+        tokens = _token_ids(batch_size, text, generator).to(device) if text else None
+        cases[name] = image if tokens is None else (image, tokens)
+    return cases
+
+
+def _token_ids(batch: int, text: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Captions as CLIP's tokeniser gives them: start, words, end (the largest id), zeros."""
+    length, vocabulary = text
+    ids = torch.randint(1, max(2, vocabulary - 2), (batch, length), generator=generator)
+    ids[:, 0] = vocabulary - 2
+    for row in range(batch):
+        end = length - 1 - (row * length // 3) % max(1, length - 1)
+        ids[row, end] = vocabulary - 1
+        ids[row, end + 1 :] = 0
+    return ids
+
+
+def text_shape(model: nn.Module) -> tuple[int, int] | None:
+    """(context length, vocabulary) of a model that takes image and text, else None."""
+    length, vocabulary = (getattr(model, name, None) for name in ("context_length", "vocab_size"))
+    if isinstance(length, int) and isinstance(vocabulary, int):
+        return length, vocabulary
+    return None
+
+
+def as_cases(inputs: ModelInput | Mapping[str, ModelInput]) -> dict[str, tuple[Any, ...]]:
+    """The caller's inputs as named tuples of model arguments."""
+    named = inputs if isinstance(inputs, Mapping) else {"input": inputs}
+    cases = {
+        str(name): value if isinstance(value, tuple) else (value,) for name, value in named.items()
+    }
+    for name, value in cases.items():
+        tensors = [item for item in value if isinstance(item, Tensor)]
+        if not tensors or min(item.numel() for item in tensors) == 0:
+            raise ArgumentError(
+                f"inputs[{name!r}]: expected a tensor or a tuple of tensors, none of them empty"
+            )
+        if not all(bool(item.isfinite().all()) for item in tensors):
+            raise ArgumentError(f"inputs[{name!r}]: holds NaN or infinite values")
+    if not cases:
+        raise ArgumentError("inputs: no case given; pass a tensor, a tuple or a mapping of them")
+    return cases
+
+
+def chunks(case: tuple[Any, ...], size: int) -> Iterator[tuple[Any, ...]]:
+    """A case cut along its batch (dim 0 of its first tensor); other values go with every chunk."""
+    batch = next(item.shape[0] for item in case if isinstance(item, Tensor) and item.ndim)
+    for start in range(0, batch, size):
+        yield tuple(
+            item[start : start + size]
+            if isinstance(item, Tensor) and item.ndim and item.shape[0] == batch
+            else item
+            for item in case
+        )
+
+
+def nearby(case: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+    """The case with its floating tensors moved by 1.6%: another sample of the same roundings."""
+
+    def move(tensor: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        rms = tensor.float().square().mean().sqrt().clamp_min(2.0**-6).to(tensor.dtype)
+        return tensor + 2.0**-6 * rms * noise
+
+    return tuple(
+        move(item) if isinstance(item, Tensor) and item.is_floating_point() else item
+        for item in case
+    )
+
+
+def nudged(value: Any, seed: int) -> Any:
+    """The same nested value, its floating tensors rounded once more at random.
+
+    Each number moves by one ulp with probability 1/12, which has the variance of a rounding to
+    nearest. What a model makes of it is another sample of the model's own rounding error.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        draw = torch.rand(leaf.shape, generator=generator).to(leaf.device)
+        sign = (draw < 1 / 24).double() - (draw > 23 / 24).double()
+        # A significand in [1, 2) times 1 + 0.75 eps rounds to its neighbour.
+        return (leaf.double() * (1.0 + 0.75 * torch.finfo(leaf.dtype).eps * sign)).to(leaf.dtype)
+
+    return pytree.tree_map(nudge, value)
+
+
+def hard_cases(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], largest_logit: float
+) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Hard cases for one attention site, made from arguments that it really received.
+
+    `large logits`: tokens scaled so that the largest logit, which grows with the square, becomes
+    100 (a site that normalises its queries and keys keeps its logits); `constant rows`: every
+    token is the mean token; `dominant token`: the first token scaled up, so that its key outweighs
+    every other for some queries and vanishes for the rest.
+
+    Args:
+        largest_logit: The largest |logit| that the arguments gave; 0 or inf where unknown.
+    """
+    known = 0.0 < largest_logit < math.inf
+    ratio = TARGET_LOGIT / largest_logit if known else MAX_GAIN
+    channels = _in_channels(module)
+    gains = {
+        "large logits": lambda x: x * min(max(math.sqrt(ratio), 1.0), MAX_GAIN),
+        "constant rows": lambda x: _constant_rows(x, channels),
+        "dominant token": lambda x: _dominant_token(x, channels, min(max(ratio, 4.0), MAX_GAIN)),
+    }
+    for name, change in gains.items():
+        yield (name, *_change_tokens(module, args, kwargs, change))
+
+
+def _change_tokens(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[Tensor], Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Changes the token tensors among the arguments; one tensor given twice stays one tensor."""
+    names = [
+        parameter.name
+        for parameter in inspect.signature(type(module).forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ][1:]
+    changed: dict[int, Tensor] = {}
+
+    def visit(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
+            return value
+        if any(word in name.lower() for word in _NO_TOKENS):
+            return value
+        if id(value) not in changed:
+            changed[id(value)] = change(value)
+        return changed[id(value)]
+
+    names += [""] * (len(args) - len(names))
+    return (
+        tuple(visit(name, value) for name, value in zip(names, args, strict=False)),
+        {name: visit(name, value) for name, value in kwargs.items()},
+    )
+
+
+def _in_channels(module: nn.Module) -> int | None:
+    """The channels a site takes: the inner size of its first matrix or convolution."""
+    for parameter in module.parameters():
+        if parameter.ndim in (2, 4):
+            return int(parameter.shape[1])
+    return None
+
+
+def _token_dims(x: Tensor, channels: int | None) -> list[int]:
+    """The dims that count tokens: all but the batch and the channels (last, or 1 as in NCHW)."""
+    at_one = x.ndim == 4 and x.shape[1] == channels != x.shape[-1]
+    return [2, 3] if at_one else list(range(1, x.ndim - 1))
+
+
+def _constant_rows(x: Tensor, channels: int | None) -> Tensor:
+    mean = x.float().mean(dim=_token_dims(x, channels), keepdim=True)
+    return mean.to(x.dtype).expand_as(x).contiguous()
+
+
+def _dominant_token(x: Tensor, channels: int | None, gain: float) -> Tensor:
+    x = x.clone()
+    first: list[Any] = [slice(None)] * x.ndim
+    for dim in _token_dims(x, channels):
+        first[dim] = 0
+    x[tuple(first)] *= gain
+    return x

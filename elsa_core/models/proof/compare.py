@@ -1,0 +1,249 @@
+"""The criterion of `check`: errors of two models against a float64 oracle, and the verdict.
+
+For every output, with e(x) = x - oracle, both in the Euclidean norm and in the maximum norm:
+
+    |e(patched)| <= factor * |e(original)| + band * |oracle|
+
+The band is two ulp, 2 eps = 4 u (u the unit roundoff of the output's dtype). An exact kernel
+cannot avoid four roundings after the softmax: of the weighted sum, of its division by S, of its
+store in the dtype, and of the projection. So an original that happens to be exact (uniform weights
+over 2^n keys) must not condemn a replacement that is correctly rounded; nothing wider is granted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+BAND_ULPS = 2.0
+
+# Significands of 11 bits are what turbo promises (TF32): its rounding, not float32's, sets the ulp.
+TURBO_EPS = 2.0**-10
+
+
+def plain(value: Any) -> Any:
+    """A report as JSON-ready data: dataclasses become dicts, non-finite floats become null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, (torch.dtype, Path)):
+        return str(value).removeprefix("torch.")
+    return plain(value.value) if isinstance(value, Enum) else value
+
+
+def floating_outputs(output: Any) -> dict[str, Tensor]:
+    """Every floating tensor of a model's or module's output, by its place in it."""
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    return {
+        f"output{pytree.keystr(path)}": leaf
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    }
+
+
+def map_floating(value: Any, dtype: torch.dtype) -> Any:
+    """The same nested value with its floating tensors cast; everything else is left alone."""
+
+    def cast(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floating else leaf
+
+    return pytree.tree_map(cast, value)
+
+
+@dataclass
+class Norms:
+    """Running Euclidean norm (as a sum of squares) and maximum norm."""
+
+    square: float = 0.0
+    maximum: float = 0.0
+
+    def add(self, values: Tensor) -> None:
+        if values.numel():
+            self.square += float(values.square().sum())
+            self.maximum = max(self.maximum, float(values.abs().max()))
+
+    @property
+    def l2(self) -> float:
+        return math.sqrt(self.square)
+
+
+@dataclass
+class Comparison:
+    """One output of original and patched against the oracle, accumulated over batches."""
+
+    factor: float
+    eps: float | None = None
+    values: int = 0
+    oracle: Norms = field(default_factory=Norms)
+    original: Norms = field(default_factory=Norms)
+    patched: Norms = field(default_factory=Norms)
+    difference: Norms = field(default_factory=Norms)
+    oracle_bad: int = 0
+    original_bad: int = 0
+    patched_bad: int = 0
+    mismatch: str = ""
+    runs: int = 1
+
+    def add(self, oracle: Tensor, original: Tensor, patched: Tensor) -> None:
+        """Takes tensors of one shape: oracle in float64, the other two in the model's dtype."""
+        if patched.shape != original.shape or patched.dtype != original.dtype:
+            self.mismatch = (
+                f"the patched output is {_describe(patched)}, the original's {_describe(original)}"
+            )
+            return
+        self.eps = max(self.eps or 0.0, torch.finfo(original.dtype).eps)
+        exact = oracle.to(original.device)
+        one, two = original.double(), patched.double()
+        self.values += exact.numel()
+        # An infinity that the oracle shares is an agreement; a NaN never is.
+        finite = exact.isfinite()
+        self.oracle_bad += int(exact.isnan().sum())
+        agreed = exact.isinf()
+        self.original_bad += int(((finite & ~one.isfinite()) | (agreed & (one != exact))).sum())
+        self.patched_bad += int(((finite & ~two.isfinite()) | (agreed & (two != exact))).sum())
+        usable = finite & one.isfinite() & two.isfinite()
+        if not bool(usable.all()):
+            exact, one, two = exact[usable], one[usable], two[usable]
+        self.oracle.add(exact)
+        self.original.add(one - exact)
+        self.patched.add(two - exact)
+        self.difference.add(two - one)
+
+    def widen(self, runs: list[Norms]) -> None:
+        """Takes more runs of the original that differ in rounding alone: its largest error counts.
+
+        Where attention is sharp (logits in the thousands) few rows between two keys carry the
+        whole error, and one run of the original says little about its own error.
+        """
+        self.runs += len(runs)
+        for run in runs:
+            self.original.square = max(self.original.square, run.square)
+            self.original.maximum = max(self.original.maximum, run.maximum)
+
+    @property
+    def band(self) -> float:
+        return BAND_ULPS * (self.eps or 0.0)
+
+    @property
+    def original_error(self) -> float:
+        """Relative Euclidean error of the original; inf where it is not finite."""
+        return math.inf if self.original_bad else _ratio(self.original.l2, self.oracle.l2)
+
+    @property
+    def patched_error(self) -> float:
+        """Relative Euclidean error of the patched; inf where it is not finite."""
+        bad = self.patched_bad or self.mismatch
+        return math.inf if bad else _ratio(self.patched.l2, self.oracle.l2)
+
+    @property
+    def relative_l2(self) -> float:
+        """||patched - original|| / ||oracle||."""
+        return _ratio(self.difference.l2, self.oracle.l2)
+
+    @property
+    def allowed(self) -> float:
+        """The relative Euclidean error that the patched model may have."""
+        return self.factor * _ratio(self.original.l2, self.oracle.l2) + self.band
+
+    @property
+    def excess(self) -> float:
+        """Error over what is allowed, in the worse of the two norms: above 1 fails."""
+        if self.oracle_bad or self.patched_bad or self.mismatch:
+            return math.inf
+        return max(
+            _ratio(self.patched.l2, self.factor * self.original.l2 + self.band * self.oracle.l2),
+            _ratio(
+                self.patched.maximum,
+                self.factor * self.original.maximum + self.band * self.oracle.maximum,
+            ),
+        )
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the patched error is finite and too large for one run of the original."""
+        return 1.0 < self.excess < math.inf
+
+    def reason(self) -> str:
+        """Why it fails, or an empty string."""
+        if self.mismatch:
+            return self.mismatch
+        if self.oracle_bad:
+            return f"NaN in the float64 oracle ({self.oracle_bad} of {self.values} values)"
+        if self.patched_bad:
+            also = " (the original is not finite either)" if self.original_bad else ""
+            return f"not finite where the oracle is: {self.patched_bad} of {self.values}{also}"
+        if self.excess <= 1.0:
+            return ""
+        if self.patched_error > self.allowed:
+            return (
+                f"error {self.patched_error:.2e} against float64, allowed {self.allowed:.2e} "
+                f"({self.factor:g} x the original's {self.original_error:.2e} + {self.band:.1e})"
+            )
+        allowed = self.factor * self.original.maximum + self.band * self.oracle.maximum
+        return (
+            f"largest error {self.patched.maximum:.2e} against float64, allowed {allowed:.2e} "
+            f"({self.factor:g} x the original's {self.original.maximum:.2e} + rounding)"
+        )
+
+
+@dataclass
+class Top1:
+    """Agreement of the predicted class, for outputs [rows, classes].
+
+    A row is a tie where the oracle's two best classes are closer than twice the original's largest
+    error: there the original's own rounding can flip the class. Ties are counted, never failed.
+    """
+
+    rows: int = 0
+    ties: int = 0
+    tie_flips: int = 0
+    flips: int = 0
+
+    def add(self, oracle: Tensor, original: Tensor, patched: Tensor) -> None:
+        exact = oracle.to(original.device)
+        error = (original.double() - exact).abs().amax(dim=1).max()
+        best, order = exact.topk(2, dim=1)
+        tie = ~(best[:, 0] - best[:, 1] > 2 * error)
+        flip = patched.argmax(dim=1) != order[:, 0]
+        self.rows += len(tie)
+        self.ties += int(tie.sum())
+        self.tie_flips += int((flip & tie).sum())
+        self.flips += int((flip & ~tie).sum())
+
+    def reason(self) -> str:
+        if not self.flips:
+            return ""
+        return f"top-1 differs from the oracle's in {self.flips} of {self.rows} rows without a tie"
+
+
+def is_classification(output: Any) -> bool:
+    """Whether an output is one tensor [rows, classes], where a top-1 means something."""
+    return (
+        isinstance(output, Tensor)
+        and output.ndim == 2
+        and output.shape[0] > 0
+        and output.shape[1] > 1
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0.0:
+        return 0.0
+    return part / whole if whole > 0.0 else math.inf
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

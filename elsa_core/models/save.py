@@ -1,0 +1,235 @@
+"""`save`: a patched model as a directory that loads again, written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.errors import ArgumentError, ModelError, UnavailableError
+from elsa_core.models.load import Loaded
+from elsa_core.models.sources.fromfile import CONFIG_METADATA
+from elsa_core.models.sources.plan import PLAN_NAME, plan_of
+
+if TYPE_CHECKING:
+    from elsa_core.models.patch import PatchReport
+
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+OPEN_CLIP_CONFIG_NAME = "open_clip_config.json"
+_OWN_NAMES = frozenset((WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME))
+
+
+def save(
+    loaded: Loaded,
+    report: PatchReport,
+    directory: str | os.PathLike[str],
+    *,
+    force: bool = False,
+) -> Path:
+    """Write model.safetensors, config.json and elsa_plan.json; `load` opens the directory again.
+
+    The files are written beside the target and renamed into place: after a failure or an
+    interrupt at any point the target is as it was before.
+
+    Args:
+        loaded: the model, patched.
+        report: what `patch` returned for it.
+        directory: the target; missing parents are made.
+        force: replace a directory that `save` wrote before.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ArgumentError: the target exists, or cannot be written.
+        UnavailableError: the disk is full.
+    """
+    given = Path(directory).expanduser()
+    try:
+        target = given.resolve()
+        _check_target(target, given, force)
+        with _staged(target) as staging:
+            _write(loaded, report, staging)
+    except OSError as error:
+        raise _explained(error, given) from error
+    return given
+
+
+def _write(loaded: Loaded, report: PatchReport, directory: Path) -> None:
+    config = _config(loaded)
+    metadata = {
+        "format": "pt",
+        "elsa_weights": loaded.weights,
+        CONFIG_METADATA: json.dumps(config),
+    }
+    _write_tensors(separate(loaded.model.state_dict()), directory / WEIGHTS_NAME, metadata)
+    _write_json(directory / CONFIG_NAME, config)
+    if loaded.recipe.library == "open_clip":
+        _write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
+    _write_json(directory / PLAN_NAME, plan_of(report).to_dict())
+
+
+def _config(loaded: Loaded) -> dict[str, Any]:
+    """Return config.json, with the names that timm needs to fit another classifier."""
+    config = loaded.recipe.to_config()
+    known = getattr(loaded.model, "pretrained_cfg", None)
+    if loaded.recipe.library == "timm" and isinstance(known, dict):
+        named = {key: known.get(key) for key in ("classifier", "first_conv")}
+        config["pretrained_cfg"].update(named)
+    return config
+
+
+def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name.
+
+    So the file loads strictly into any model that has those names, tied or not.
+    """
+    seen: set[int] = set()
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        plain = tensor.detach().cpu().contiguous()
+        address = plain.untyped_storage().data_ptr()
+        if plain.numel() and (address in seen or plain.untyped_storage().nbytes() != plain.nbytes):
+            plain = plain.clone()
+        seen.add(address)
+        result[name] = plain
+    return result
+
+
+def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    bad = next(
+        (
+            name
+            for name, t in tensors.items()
+            if t.is_floating_point() and not torch.isfinite(t).all()
+        ),
+        None,
+    )
+    if bad is not None:
+        raise ModelError(
+            f"tensor {bad!r} holds NaN or infinity: not saved, it would not load again"
+        )
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        text = str(error)
+        full = "os error 28" in text or "No space left" in text
+        raise OSError(errno.ENOSPC if full else errno.EIO, text.splitlines()[0][:200]) from error
+    _flush(path)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    """Have the bytes on the disk before the rename: a crash must not leave an empty file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_target(target: Path, given: Path, force: bool) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ArgumentError(f"{given} (-o) is a file: give a directory")
+    present = {entry.name for entry in target.iterdir()}
+    if not force and present:
+        raise ArgumentError(f"{given} (-o) exists: use --force to replace it, or another directory")
+    foreign = sorted(present - _OWN_NAMES)
+    if foreign or (present and PLAN_NAME not in present):
+        what = foreign[0] if foreign else "no elsa_plan.json"
+        raise ArgumentError(
+            f"{given} (-o) is not a directory that elsa wrote (it has {what}): not replaced"
+        )
+
+
+@contextmanager
+def _staged(target: Path) -> Iterator[Path]:
+    """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""
+    made = _make_parents(target.parent)
+    staging: Path | None = None
+    done = False
+    try:
+        staging = Path(
+            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        )
+        yield staging
+        # mkdtemp makes directories that only their owner may enter.
+        staging.chmod(0o777 & ~_umask())
+        _swap(staging, target)
+        done = True
+    finally:
+        if not done:
+            if staging is not None:
+                shutil.rmtree(staging, ignore_errors=True)
+            for parent in reversed(made):
+                _remove_if_empty(parent)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Rename `staging` to `target`; the old target comes back if that fails."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    old = staging.with_suffix(".old")
+    try:
+        target.rename(old)
+        staging.rename(target)
+    finally:
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        elif old.exists():
+            old.rename(target)
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    """Make missing parents; return those made, outermost first."""
+    missing = [path for path in (parent, *parent.parents) if not path.exists()][::-1]
+    made: list[Path] = []
+    try:
+        for path in missing:
+            path.mkdir()
+            made.append(path)
+    except BaseException:
+        for path in reversed(made):
+            _remove_if_empty(path)
+        raise
+    return made
+
+
+def _remove_if_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError:
+        return
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _explained(error: OSError, given: Path) -> ArgumentError | UnavailableError:
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1)):
+        return UnavailableError(f"{given} (-o) cannot be written: {reason}; free some space")
+    return ArgumentError(f"{given} (-o) cannot be written: {reason}")

@@ -1,0 +1,304 @@
+"""Weights from files, each file hostile until checked.
+
+A .safetensors header is validated here before the safetensors library is given the file; a
+PyTorch checkpoint is read by `torch.load(weights_only=True)` or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from elsa_core.errors import ModelError
+
+# The limit of the safetensors library itself.
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSION = 2**63 - 1
+MAX_RANK = 64
+
+_DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+# Wrappers that training adds around every name: DistributedDataParallel, torch.compile.
+_WRAPPERS = ("_orig_mod.", "module.")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a .safetensors file: dtype in its words, shape, byte span in the data part."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The validated header of a .safetensors file."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by name."""
+        return {name: entry.shape for name, entry in self.tensors.items()}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name (finite, on the CPU), the file's own metadata, and where they came from."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    path: Path
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+
+def read_header(path: Path) -> Header:
+    """Read and validate a .safetensors header; the tensors themselves are not touched.
+
+    Raises:
+        ModelError: the file is not a well-formed .safetensors file. The message names the file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = _header_length(path, prefix, size)
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    return _parse_header(path, raw, size - 8 - length)
+
+
+def read_safetensors(path: Path) -> Weights:
+    """Read every tensor of a .safetensors file after validating its header.
+
+    Raises:
+        ModelError: malformed file, no tensors, or a tensor that holds NaN or infinity.
+    """
+    header = read_header(path)
+    if not header.tensors:
+        raise ModelError(f"{path} holds no tensors")
+    import safetensors.torch
+
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except Exception as error:
+        raise ModelError(f"{path} cannot be read: {_line(error)}") from None
+    _check_finite(path, tensors)
+    return Weights({_bare(name): t for name, t in tensors.items()}, header.metadata, path)
+
+
+def read_checkpoint(path: Path) -> Weights:
+    """Read a PyTorch checkpoint without running any code of its pickle.
+
+    A training checkpoint is unwrapped (`state_dict_ema`, `model_ema`, `state_dict`, `model`); the
+    architecture that timm's training script records comes back as metadata `architecture`.
+
+    Raises:
+        ModelError: unreadable by `weights_only=True`, no state dict in it, or NaN or infinity.
+    """
+    if not path.stat().st_size:
+        raise ModelError(f"{path} is empty: not a PyTorch checkpoint")
+    try:
+        # timm's training script stores its arguments; a Namespace runs no code when rebuilt.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        _refuse_checkpoint(path, error)
+    state = _unwrap(content)
+    tensors = {_bare(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors or any(not isinstance(name, str) for name in state):
+        raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
+    _check_finite(path, tensors)
+    return Weights(tensors, _recorded_architecture(content), path)
+
+
+def _header_length(path: Path, prefix: bytes, size: int) -> int:
+    if size == 0:
+        raise ModelError(f"{path} is empty: not a safetensors file")
+    if len(prefix) < 8:
+        raise ModelError(f"{path} is {size} bytes long: too short for a safetensors file")
+    length = int.from_bytes(prefix, "little")
+    if 8 + length > size and all(32 <= byte < 127 or byte in b"\r\n\t" for byte in prefix):
+        raise ModelError(f"{path} is not a safetensors file: it looks like text")
+    if length > MAX_HEADER_BYTES:
+        raise ModelError(
+            f"{path} is not a safetensors file: its header claims {length} bytes"
+            f" (the format allows {MAX_HEADER_BYTES})"
+        )
+    if 8 + length > size:
+        raise ModelError(
+            f"{path} is truncated: its header claims {length} bytes and {size - 8} are there"
+        )
+    return length
+
+
+def _parse_header(path: Path, raw: bytes, data_bytes: int) -> Header:
+    try:
+        content = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=_no_constant
+        )
+    except UnicodeDecodeError:
+        raise ModelError(f"{path} has a header that is not UTF-8: not a safetensors file") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} has a header that is not JSON: {_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} has a header that is not a JSON object")
+    metadata = content.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
+        raise ModelError(f"{path} has __metadata__ that is not a map of text to text")
+    entries = {name: _parse_entry(path, name, entry) for name, entry in content.items()}
+    _check_coverage(path, entries, data_bytes)
+    return Header(entries, metadata)
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for json: an object in which a name occurs twice is refused."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice[:80]!r} occurs twice")
+    return result
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _parse_entry(path: Path, name: str, entry: Any) -> TensorEntry:
+    where = f"{path}: tensor {name[:120]!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ModelError(f"{where} must have dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+        raise ModelError(f"{where} has an unknown dtype {str(dtype)[:40]!r}")
+    if not _naturals(shape) or len(shape) > MAX_RANK:
+        raise ModelError(f"{where} has a shape that is not a list of sizes >= 0")
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ModelError(f"{where} has data_offsets that are not [start, end] with start <= end")
+    needed = _DTYPE_BYTES[dtype]
+    for extent in shape:
+        needed *= extent
+    if needed != offsets[1] - offsets[0]:
+        raise ModelError(
+            f"{where} of dtype {dtype} and shape {shape} needs {needed} bytes"
+            f" and its offsets span {offsets[1] - offsets[0]}"
+        )
+    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _naturals(values: Any) -> bool:
+    """True for a list of whole numbers >= 0 that fit 63 bits (True and False are no numbers)."""
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= MAX_DIMENSION for value in values
+    )
+
+
+def _check_coverage(path: Path, entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
+    """The tensors must tile the data: no overlap, no gap, nothing beyond the end."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.stop > data_bytes:
+            raise ModelError(
+                f"{path} is truncated or wrong: tensor {name[:120]!r} ends at byte {entry.stop}"
+                f" of {data_bytes} bytes of data"
+            )
+        if entry.start != position:
+            what = "overlaps the one before it" if entry.start < position else "leaves a gap"
+            raise ModelError(f"{path}: tensor {name[:120]!r} {what} at byte {entry.start}")
+        position = entry.stop
+    if position != data_bytes:
+        raise ModelError(f"{path} has {data_bytes - position} bytes that belong to no tensor")
+
+
+def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        wide = tensor.float() if tensor.element_size() == 1 else tensor
+        if not torch.isfinite(wide).all():
+            what = "NaN" if torch.isnan(wide).any() else "infinity"
+            raise ModelError(f"{path}: tensor {name!r} holds {what}; the weights are damaged")
+
+
+def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
+    """Raise the one-line reason why `torch.load(weights_only=True)` could not read `path`."""
+    with path.open("rb") as file:
+        start = file.read(16)
+    text = str(error)
+    if "TorchScript" in text or "torchscript" in text:
+        raise ModelError(
+            f"{path} is a TorchScript archive: save its state_dict as .safetensors instead"
+        ) from None
+    pickled = start[:1] == b"\x80" or zipfile.is_zipfile(path)
+    if not pickled:
+        raise ModelError(f"{path} is not a PyTorch checkpoint") from None
+    if isinstance(error, pickle.UnpicklingError) and "nsupported" in text:
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        what = f" ({found.group(1)})" if found else ""
+        raise ModelError(
+            f"{path} needs pickle{what}, which can run any code: refused;"
+            " save the state_dict as .safetensors"
+        ) from None
+    raise ModelError(
+        f"{path} cannot be read as a PyTorch checkpoint without pickle: {_line(error)}"
+    ) from None
+
+
+def _unwrap(content: Any) -> Mapping[Any, Any]:
+    """Return the state dict inside a training checkpoint, averaged weights first, as timm does."""
+    if not isinstance(content, Mapping):
+        return {}
+    for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
+        inner = content.get(key)
+        if isinstance(inner, Mapping) and inner:
+            return inner
+    return content
+
+
+def _bare(name: Any) -> str:
+    """Drop the wrappers of training from the start of a name."""
+    result = str(name)
+    while result.startswith(_WRAPPERS):
+        for wrapper in _WRAPPERS:
+            result = result.removeprefix(wrapper)
+    return result
+
+
+def _recorded_architecture(content: Any) -> dict[str, str]:
+    """Return timm's record of the architecture in a training checkpoint, if there is one."""
+    if not isinstance(content, Mapping):
+        return {}
+    name = getattr(content.get("args"), "model", None) or content.get("arch")
+    return {"architecture": name} if isinstance(name, str) else {}
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an exception's text, short enough for one line of a terminal."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200].replace(os.linesep, " ")

@@ -1,0 +1,300 @@
+"""The algebra of softmax attention: block summaries, and the one way to join two of them.
+
+A block of keys is summarised for a query by u = (m, S, W) in (R + {-inf}) x R>=0 x R^dv:
+
+    m = max_j s_j        S = sum_j exp(s_j - m)        W = sum_j exp(s_j - m) v_j
+
+`merge` joins the summaries of two disjoint blocks into that of their union. It is associative and
+commutative and has an identity, so every order and every tree gives softmax(s) @ v = W / S exactly
+in real arithmetic. Every schedule of every backend is this monoid evaluated along another tree.
+
+Plain PyTorch, any device, differentiable. A state is float32 or wider, whatever the inputs are:
+sums kept in a half precision lose keys beyond a few thousand.
+
+Reference: ELSA, Sec. 4, Eq. 4 (symmetric form) and Proposition 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elsa_core.errors import ArgumentError
+
+_WIDE = (torch.float32, torch.float64)
+_NEGATIVE_INFINITY = float("-inf")
+
+
+class State(NamedTuple):
+    """The summary of a set of keys for each query.
+
+    `m` and `S` have shape [...], `W` has shape [..., dv]; all are float32 or all are float64.
+    `m` is the largest score (-inf for the empty set), `S` the sum of exp(score - m) and `W` the
+    same sum weighted with the values.
+    """
+
+    m: Tensor
+    S: Tensor
+    W: Tensor
+
+    @classmethod
+    def identity(
+        cls,
+        shape: Sequence[int],
+        value_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> State:
+        """The summary of no key at all: (-inf, 0, 0).
+
+        Args:
+            shape: shape of `m` and `S`.
+            value_dim: length of one value vector, the last dimension of `W`.
+            dtype: a floating dtype; float16 and bfloat16 become float32.
+            device: where the state lives.
+
+        Raises:
+            ArgumentError: `dtype` is not floating point.
+        """
+        wide = state_dtype(dtype)
+        shape = tuple(shape)
+        return cls(
+            torch.full(shape, _NEGATIVE_INFINITY, dtype=wide, device=device),
+            torch.zeros(shape, dtype=wide, device=device),
+            torch.zeros((*shape, value_dim), dtype=wide, device=device),
+        )
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the state for inputs of `dtype`: float64 for float64, else float32.
+
+    Raises:
+        ArgumentError: `dtype` is not floating point.
+    """
+    if not dtype.is_floating_point:
+        raise ArgumentError(f"dtype: {dtype} is not floating point; use float32 or float64")
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def lift(scores: Tensor, value: Tensor) -> State:
+    """Summarise one block of keys.
+
+    Args:
+        scores: [..., n] scaled scores with every bias added; -inf takes a key out.
+        value: [..., n, dv]; leading dimensions broadcast against those of `scores`. Where the
+            dimension before n is 1, all queries share the values: one matrix product serves them
+            and nothing is expanded.
+
+    Returns:
+        State with `m` and `S` of shape [...] and `W` of shape [..., dv], in float64 if either input
+        is float64, else in float32. `m` carries no gradient: it cancels in the output and in lse.
+
+    Raises:
+        ArgumentError: a dtype is not floating point, or the two lengths n differ.
+
+    Reference: ELSA, Algorithm 1; the block form of Eq. 4.
+    """
+    if value.dim() < 2 or scores.dim() < 1 or scores.shape[-1] != value.shape[-2]:
+        raise ArgumentError(
+            f"value: shape {tuple(value.shape)} does not hold one vector for each of the scores "
+            f"of shape {tuple(scores.shape)}; expected [..., n, dv] for scores [..., n]"
+        )
+    wide = torch.promote_types(state_dtype(scores.dtype), state_dtype(value.dtype))
+    scores, value = scores.to(wide), value.to(wide)
+    shared = scores.dim() >= 2 and value.dim() >= 3 and value.shape[-3] == 1
+    if scores.shape[-1] == 0:
+        rows = (scores.sum(-1) + value.sum((-1, -2))).shape
+        return State.identity(rows, value.shape[-1], dtype=wide, device=scores.device)
+    m = scores.detach().amax(-1)
+    weights = torch.exp(scores - _finite_anchor(m).unsqueeze(-1))
+    if shared:
+        weighted = weights @ value.squeeze(-3)
+    else:
+        weighted = (weights.unsqueeze(-2) @ value).squeeze(-2)
+    rows = weighted.shape[:-1]
+    return State(m.expand(rows), weights.sum(-1).expand(rows), weighted)
+
+
+def merge(a: State, b: State) -> State:
+    """Join the summaries of two disjoint sets of keys (broadcasting their shapes).
+
+    m = max(m_a, m_b);  S = S_a e^(m_a - m) + S_b e^(m_b - m);  W likewise. Where both m are -inf
+    the factors are 1, so that no exp(-inf + inf) is evaluated, forward or backward.
+
+    Raises:
+        ArgumentError: a state is float16 or bfloat16.
+
+    Reference: ELSA, Eq. 4 in its symmetric form.
+    """
+    _require_wide(a)
+    _require_wide(b)
+    m = torch.maximum(a.m, b.m)
+    factor_a = _factor(a.m, m)
+    factor_b = _factor(b.m, m)
+    return State(
+        m,
+        a.S * factor_a + b.S * factor_b,
+        a.W * factor_a.unsqueeze(-1) + b.W * factor_b.unsqueeze(-1),
+    )
+
+
+def fold(states: State | Iterable[State]) -> State:
+    """Merge states from left to right: ((u_0 + u_1) + u_2) + ...
+
+    Args:
+        states: states to merge, or one `State` whose dimension 0 is folded away.
+
+    Raises:
+        ArgumentError: an iterable without any state (its shape would be unknown). A `State` with
+            dimension 0 of length 0 gives the identity.
+    """
+    if isinstance(states, State):
+        total = _identity_like(states)
+        for i in range(_length(states)):
+            total = merge(total, _at(states, i))
+        return total
+    remaining = iter(states)
+    first = next(remaining, None)
+    if first is None:
+        raise ArgumentError("states: no state to fold; pass at least one, or State.identity(...)")
+    total = first
+    for state in remaining:
+        total = merge(total, state)
+    return total
+
+
+def tree(states: State | Iterable[State]) -> State:
+    """Merge states pairwise, level by level: depth ceil(log2 n) instead of n - 1.
+
+    Args:
+        states: states to merge, or one `State` whose dimension 0 is reduced away. Any length.
+
+    Raises:
+        ArgumentError: as `fold`.
+    """
+    level = _stacked(states)
+    if _length(level) == 0:
+        return _identity_like(level)
+    while (n := _length(level)) > 1:
+        pairs = merge(_every_second(level, 0, n // 2), _every_second(level, 1, n // 2))
+        level = _concatenate(pairs, _slice(level, n - 1, n)) if n % 2 else pairs
+    return _at(level, 0)
+
+
+def scan(states: State | Iterable[State], *, exclusive: bool = False) -> State:
+    """All prefixes at once, by Blelloch's up-sweep and down-sweep (depth 2 ceil(log2 n)).
+
+    Args:
+        states: the blocks, stacked along dimension 0 (or an iterable of them). Any length; it need
+            not be a power of two.
+        exclusive: entry i covers blocks 0 to i - 1 (entry 0 is the identity) instead of 0 to i.
+
+    Returns:
+        State of the same shape as the stacked input.
+
+    Raises:
+        ArgumentError: as `fold`.
+
+    Reference: Blelloch, "Prefix sums and their applications" (1990); ELSA, Sec. 4, inter-block.
+    """
+    stacked = _stacked(states)
+    prefixes = _exclusive_scan(stacked)
+    return prefixes if exclusive else merge(prefixes, stacked)
+
+
+def finalize(state: State) -> tuple[Tensor, Tensor]:
+    """Leave the monoid: output = W / S [..., dv] and lse = m + ln S [...] (natural logarithm).
+
+    Where no key took part (S = 0) the output is zeros and lse is -inf. NaN stays NaN.
+    """
+    empty = state.S == 0
+    safe = torch.where(empty, torch.ones_like(state.S), state.S)
+    output = torch.where(
+        empty.unsqueeze(-1), torch.zeros_like(state.W), state.W / safe.unsqueeze(-1)
+    )
+    lse = torch.where(empty, torch.full_like(safe, _NEGATIVE_INFINITY), state.m + torch.log(safe))
+    return output, lse
+
+
+def _exclusive_scan(states: State) -> State:
+    """Blelloch's scan as a recursion: merge pairs (up), scan them, hand the prefixes down."""
+    n = _length(states)
+    if n <= 1:
+        return State(*(torch.full_like(t, i) for t, i in zip(states, _IDENTITY, strict=True)))
+    half = n // 2
+    left = _every_second(states, 0, half)
+    pairs = merge(left, _every_second(states, 1, half))
+    if n % 2:
+        pairs = _concatenate(pairs, _slice(states, n - 1, n))
+    before = _exclusive_scan(pairs)
+    before_left = _slice(before, 0, half)
+    woven = State(
+        *(
+            torch.stack(pair, dim=1).flatten(0, 1)
+            for pair in zip(before_left, merge(before_left, left), strict=True)
+        )
+    )
+    return _concatenate(woven, _slice(before, half, half + 1)) if n % 2 else woven
+
+
+_IDENTITY = (_NEGATIVE_INFINITY, 0.0, 0.0)
+
+
+def _finite_anchor(m: Tensor) -> Tensor:
+    """m with -inf replaced by 0: an anchor that can be subtracted from -inf."""
+    return torch.where(m == _NEGATIVE_INFINITY, torch.zeros_like(m), m)
+
+
+def _factor(m_own: Tensor, m: Tensor) -> Tensor:
+    """exp(m_own - m), and 1 where both are -inf."""
+    nothing = m == _NEGATIVE_INFINITY
+    # The subtrahend is made finite before the subtraction, so that the branch that `where` drops
+    # holds no NaN either: its gradient would be 0 * NaN.
+    delta = m_own - _finite_anchor(m)
+    return torch.exp(torch.where(nothing, torch.zeros_like(delta), delta))
+
+
+def _require_wide(state: State) -> None:
+    if state.S.dtype not in _WIDE or state.W.dtype not in _WIDE:
+        raise ArgumentError(
+            f"state: {state.S.dtype}/{state.W.dtype} sums lose keys; convert the state to float32"
+        )
+
+
+def _stacked(states: State | Iterable[State]) -> State:
+    if isinstance(states, State):
+        return states
+    listed = list(states)
+    if not listed:
+        raise ArgumentError("states: no state to merge; pass at least one, or State.identity(...)")
+    return State(*(torch.stack(parts) for parts in zip(*listed, strict=True)))
+
+
+def _identity_like(states: State) -> State:
+    return State.identity(
+        states.S.shape[1:], states.W.shape[-1], dtype=states.S.dtype, device=states.S.device
+    )
+
+
+def _length(states: State) -> int:
+    return states.S.shape[0]
+
+
+def _at(states: State, i: int) -> State:
+    return State(*(t[i] for t in states))
+
+
+def _slice(states: State, start: int, stop: int) -> State:
+    return State(*(t[start:stop] for t in states))
+
+
+def _every_second(states: State, offset: int, count: int) -> State:
+    return State(*(t[offset : 2 * count : 2] for t in states))
+
+
+def _concatenate(a: State, b: State) -> State:
+    return State(*(torch.cat(parts) for parts in zip(a, b, strict=True)))

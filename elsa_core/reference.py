@@ -1,0 +1,354 @@
+"""What is right, and how far something is from it: oracle, vectorised reference, drift, scenarios.
+
+`attention` is the float64 oracle that every kernel is judged against. `algorithm2` is the paper's
+vectorised reference in the precision of its inputs. `drift` measures the paper's six metrics.
+
+Reference: ELSA, Sec. C (Algorithm 2, Eq. 25, Table 9).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from elsa_core.errors import ArgumentError
+
+_NEGATIVE_INFINITY = float("-inf")
+_CHUNK_SCORES = 2**25  # 256 MiB of float64 scores at a time
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention in float64: the oracle. Differentiable; works through rows in chunks.
+
+    Args:
+        query: [..., Hq, Nq, D], any floating dtype.
+        key: [..., Hkv, Nk, D]; query head h uses key head h // (Hq // Hkv).
+        value: [..., Hkv, Nk, Dv].
+        attn_mask: broadcastable to [..., Hq, Nq, Nk]; boolean (True takes part) or additive.
+        is_causal: key j is visible to query i iff j <= i (may be combined with a mask).
+        scale: factor of the scores; 1 / sqrt(D) where None.
+
+    Returns:
+        Output [..., Hq, Nq, Dv] and natural-log lse [..., Hq, Nq], both float64. A row without any
+        key gives zeros and -inf. NaN and +inf scores give NaN.
+
+    Raises:
+        ArgumentError: the head counts do not divide.
+    """
+    query, key, value = _as_double(query, key, value)
+    rows = _rows_at_a_time(query, key)
+    outputs, sums = [], []
+    for start in range(0, max(query.shape[-2], 1), rows):
+        stop = min(start + rows, query.shape[-2])
+        scores = _scores(query, key, attn_mask, is_causal, scale, start, stop)
+        weights, total, lse = _softmax_parts(scores)
+        weighted = weights @ value
+        outputs.append(_divide_or_zero(weighted, total))
+        sums.append(lse)
+    return torch.cat(outputs, -2), torch.cat(sums, -1)
+
+
+def probabilities(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The oracle's attention matrix [..., Hq, Nq, Nk] in float64; rows without a key are zeros.
+
+    Arguments as in `attention`. The whole matrix is held in memory.
+    """
+    query, key = _as_double(query, key)
+    scores = _scores(query, key, attn_mask, is_causal, scale, 0, query.shape[-2])
+    weights, total, _ = _softmax_parts(scores)
+    return _divide_or_zero(weights, total)
+
+
+def algorithm2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The paper's vectorised reference, step by step, in the precision of its inputs.
+
+    S = QK^T / sqrt(d);  m = max_j S;  E = exp(S - m);  s = sum_j E;  P = E / s;  Y = (E V) / s.
+
+    Arguments as in `attention`; float16 and bfloat16 inputs are computed in float32.
+
+    Returns:
+        P [..., Hq, Nq, Nk] and Y [..., Hq, Nq, Dv], float32 or float64.
+
+    Reference: ELSA, Algorithm 2 and Eq. 25. Masks, GQA and empty rows are additions.
+    """
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    query, key, value = (t.to(wide) for t in _share_heads(query, key, value))
+    scores = _scores(query, key, attn_mask, is_causal, scale, 0, query.shape[-2])
+    weights, total, _ = _softmax_parts(scores)
+    return _divide_or_zero(weights, total), _divide_or_zero(weights @ value, total)
+
+
+def relative_l2(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected||_2 / ||expected||_2 over all elements, in float64 (0 / 0 is 0)."""
+    expected = expected.double()
+    error = float(torch.linalg.vector_norm(actual.double() - expected))
+    norm = float(torch.linalg.vector_norm(expected))
+    if norm == 0:
+        return 0.0 if error == 0 else math.inf if error > 0 else math.nan
+    return error / norm
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One drift metric: `value` over everything, and percentiles (nearest rank) over the rows."""
+
+    value: float
+    median: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The six drift metrics of Sec. C.2. Those of P are None where no P was given.
+
+    The rows are those of all batches, heads and queries. `value` is: the maximum for the two
+    absolute metrics, the ratio of whole norms for the two relative ones, the mean for the
+    Jensen-Shannon divergence (nats) and for the argmax disagreement.
+    """
+
+    p_max_abs: Spread | None
+    p_relative_l2: Spread | None
+    p_jensen_shannon: Spread | None
+    p_argmax_rate: Spread | None
+    y_max_abs: Spread
+    y_relative_l2: Spread
+
+    def to_dict(self) -> dict[str, dict[str, float | None] | None]:
+        """Plain data for JSON: {metric: {value, median, p95, p99}}; non-finite numbers are None."""
+        return {
+            name: spread
+            and {k: number if math.isfinite(number) else None for k, number in spread.items()}
+            for name, spread in asdict(self).items()
+        }
+
+
+def drift(p: Tensor | None, p_ref: Tensor | None, y: Tensor, y_ref: Tensor) -> Drift:
+    """Measure how far probabilities `p` and outputs `y` are from a reference.
+
+    Args:
+        p, p_ref: [..., Nq, Nk] attention matrices, or both None to measure the output alone.
+        y, y_ref: [..., Nq, Dv] outputs.
+
+    A row whose reference has several equal maxima disagrees only if `p` puts its maximum elsewhere.
+
+    Raises:
+        ArgumentError: shapes differ, or just one of `p` and `p_ref` is given.
+
+    Reference: ELSA, Sec. C.2.
+    """
+    if (p is None) != (p_ref is None):
+        raise ArgumentError("p: give both p and p_ref, or neither")
+    y, y_ref = _pair("y", y, y_ref)
+    y_difference = y - y_ref
+    y_max = y_difference.abs().amax(-1)
+    y_l2 = _relative_rows(y_difference, y_ref)
+    outputs = (_spread(y_max, _maximum(y_max)), _spread(y_l2, relative_l2(y, y_ref)))
+    if p is None or p_ref is None:
+        return Drift(None, None, None, None, *outputs)
+    p, p_ref = _pair("p", p, p_ref)
+    difference = p - p_ref
+    p_max = difference.abs().amax(-1)
+    divergence = _jensen_shannon(p, p_ref)
+    at_argmax = p_ref.gather(-1, p.argmax(-1, keepdim=True)).squeeze(-1)
+    disagrees = (at_argmax < p_ref.amax(-1)).double()
+    return Drift(
+        _spread(p_max, _maximum(p_max)),
+        _spread(_relative_rows(difference, p_ref), relative_l2(p, p_ref)),
+        _spread(divergence, _mean(divergence)),
+        _spread(disagrees, _mean(disagrees)),
+        *outputs,
+    )
+
+
+SCENARIOS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
+    {
+        "regular": (197, "unit normal queries, keys and values at a ViT's length"),
+        "long": (2048, "the same at a length where accumulation shows"),
+        "stress": (
+            577,
+            "sharp logits, an outlier channel, one dominant key, rows that attend to all alike, "
+            "values of very different size",
+        ),
+    }
+)
+"""The three scenarios by name: default number of tokens, and what they hold."""
+
+
+def scenario(
+    name: str,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    tokens: int | None = None,
+    head_dim: int = 64,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value [batch, heads, tokens, head_dim] of one of `SCENARIOS`.
+
+    The numbers are drawn on the CPU, so that every device gets the same ones.
+
+    Raises:
+        ArgumentError: unknown name.
+    """
+    if name not in SCENARIOS:
+        raise ArgumentError(f"name: scenario {name!r} is unknown; use one of {list(SCENARIOS)}")
+    shape = (batch, heads, tokens or SCENARIOS[name][0], head_dim)
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    if name == "stress":
+        query *= 4.0
+        query[..., 0] *= 8.0
+        key[..., 0] *= 2.0
+        query[..., 3::17, :] = 0.0
+        key[..., shape[2] // 3, :] = (
+            3.0 * query[..., 0, :] / query[..., 0, :].norm(dim=-1, keepdim=True)
+        )
+        value *= torch.logspace(-1, 1, head_dim, dtype=torch.float64)
+    query, key, value = (t.to(device=device, dtype=dtype) for t in (query, key, value))
+    return query, key, value
+
+
+def _as_double(query: Tensor, key: Tensor, *value: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.double() for t in _share_heads(query, key, *value))
+
+
+def _share_heads(query: Tensor, *key_value: Tensor) -> tuple[Tensor, ...]:
+    """Repeat the heads of key and value for grouped-query attention."""
+    if query.dim() < 3 or query.shape[-3] == key_value[0].shape[-3]:
+        return (query, *key_value)
+    heads, key_heads = query.shape[-3], key_value[0].shape[-3]
+    if key_heads == 0 or heads % key_heads:
+        raise ArgumentError(
+            f"query: {heads} heads cannot share {key_heads} key heads; use a multiple of them"
+        )
+    return (query, *(t.repeat_interleave(heads // key_heads, dim=-3) for t in key_value))
+
+
+def _rows_at_a_time(query: Tensor, key: Tensor) -> int:
+    per_row = max(1, query[..., 0].numel() // max(1, query.shape[-2]) * key.shape[-2])
+    return max(1, min(query.shape[-2], _CHUNK_SCORES // per_row))
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    start: int,
+    stop: int,
+) -> Tensor:
+    """Scores of rows start to stop with every mask applied, in the dtype of `query`."""
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[-1])
+    scores = (query[..., start:stop, :] @ key.transpose(-1, -2)) * scale
+    if attn_mask is not None:
+        whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+        mask = attn_mask if whole else attn_mask[..., start:stop, :]
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, _NEGATIVE_INFINITY)
+        else:
+            scores = scores + mask.to(scores.dtype)
+    if is_causal:
+        i = torch.arange(start, stop, device=query.device).unsqueeze(-1)
+        j = torch.arange(key.shape[-2], device=query.device)
+        scores = scores.masked_fill(j > i, _NEGATIVE_INFINITY)
+    return scores
+
+
+def _softmax_parts(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scores - max), its row sums, and lse; a row without a key has sum 0 and lse -inf."""
+    if scores.shape[-1] == 0:
+        total = scores.sum(-1)
+        return scores, total, torch.full_like(total, _NEGATIVE_INFINITY)
+    top = scores.detach().amax(-1)
+    anchor = torch.where(top == _NEGATIVE_INFINITY, torch.zeros_like(top), top)
+    weights = torch.exp(scores - anchor.unsqueeze(-1))
+    total = weights.sum(-1)
+    safe = torch.where(total == 0, torch.ones_like(total), total)
+    empty = torch.full_like(total, _NEGATIVE_INFINITY)
+    return weights, total, torch.where(total == 0, empty, anchor + torch.log(safe))
+
+
+def _divide_or_zero(numerator: Tensor, total: Tensor) -> Tensor:
+    total = total.unsqueeze(-1)
+    safe = torch.where(total == 0, torch.ones_like(total), total)
+    return torch.where(total == 0, torch.zeros_like(numerator), numerator / safe)
+
+
+def _pair(name: str, actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    if actual.shape != expected.shape:
+        raise ArgumentError(
+            f"{name}: shape {tuple(actual.shape)} differs from the reference's "
+            f"{tuple(expected.shape)}"
+        )
+    return actual.double(), expected.double()
+
+
+def _relative_rows(difference: Tensor, reference: Tensor) -> Tensor:
+    error = torch.linalg.vector_norm(difference, dim=-1)
+    norm = torch.linalg.vector_norm(reference, dim=-1)
+    return torch.where(error == 0, torch.zeros_like(error), error / norm)
+
+
+def _jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    """Divergence of each row in nats, without cancellation between nearly equal rows.
+
+    With mean r = (p + q) / 2 and d = (p - q) / (p + q) each element gives
+    r/2 ((1+d) ln(1+d) + (1-d) ln(1-d)) = r/2 (2 d atanh(d) + ln(1 - d^2)), which is r d^2 / 2 for
+    small d.
+    """
+    both = p + q
+    d = torch.where(both == 0, torch.zeros_like(both), (p - q) / both)
+    inside = torch.where(d.abs() < 1, d, torch.zeros_like(d))
+    term = 2 * inside * torch.atanh(inside) + torch.log1p(-inside * inside)
+    term = torch.where(d.abs() < 1, term, torch.full_like(term, 2 * math.log(2.0)))
+    return (0.25 * both * term).sum(-1)
+
+
+def _spread(rows: Tensor, value: float) -> Spread:
+    ordered = rows.flatten().sort().values
+    n = ordered.numel()
+    if n == 0:
+        return Spread(value, 0.0, 0.0, 0.0)
+    ranks = (max(0, math.ceil(q * n) - 1) for q in (0.50, 0.95, 0.99))
+    return Spread(value, *(float(ordered[rank]) for rank in ranks))
+
+
+def _maximum(rows: Tensor) -> float:
+    return float(rows.max()) if rows.numel() else 0.0
+
+
+def _mean(rows: Tensor) -> float:
+    return float(rows.mean()) if rows.numel() else 0.0
