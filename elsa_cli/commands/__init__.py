@@ -1,0 +1,1 @@
+"""One command a file; each module offers `command` and imports torch only when it runs."""

@@ -1,0 +1,262 @@
+"""`elsa bench`: measure elsa against its peers on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elsa_cli import bench_trace, bench_tune
+from elsa_cli.console import Session
+from elsa_cli.errors import VerdictError
+from elsa_cli.options import (
+    BACKENDS,
+    DTYPES,
+    PRECISIONS,
+    Command,
+    DeviceName,
+    output_options,
+    pass_session,
+    resolve_device,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from elsa_core.bench.cases import Case
+    from elsa_core.bench.results import CaseResult, Report
+
+
+@click.command("bench", cls=Command)
+@click.argument("subject", type=click.Choice(["attention"]), metavar="attention")
+@click.option(
+    "--device", type=DeviceName(), default="auto", show_default=True,
+    help="auto, cpu, cuda or cuda:N.",
+)  # fmt: skip
+@click.option("--quick", is_flag=True, help="A few representative cases only.")
+@click.option("--dry-run", is_flag=True, help="List the cases; measure nothing.")
+@click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged.")
+@click.option("--tune", is_flag=True, help="Choose GPU tiles for these calls; writes your table.")
+@click.option("--table", "tables", multiple=True, metavar="NAME", help="Only these tables.")
+@click.option(
+    "--case", "patterns", multiple=True, metavar="GLOB",
+    help="Only cases whose name matches (repeatable), like 'vit/1x12x*'.",
+)  # fmt: skip
+@click.option(
+    "--shape", "shapes", multiple=True, metavar="B,H,N,D",
+    help="A call of your own instead (repeatable); B,H,NQ:NK,D for NQ queries.",
+)  # fmt: skip
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of --shape (fp32), or cases of it only.")
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), help="Instead of the cases' own precisions."
+)
+@click.option(
+    "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True,
+    help="Samples of each contender.",
+)  # fmt: skip
+@click.option(
+    "--budget", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True,
+    metavar="SECONDS", help="Limit of one case; it takes fewer rounds then.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@click.option("--flex", is_flag=True, help="Compile and measure FlexAttention too (CUDA).")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Write the results (JSON); refused on a busy machine.",
+)  # fmt: skip
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Draw time and memory against tokens (.png or .svg).",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace existing files.")
+@click.option("--allow-busy", is_flag=True, help="Write results although others use the machine.")
+@output_options
+@pass_session
+def command(session: Session, /, subject: str, **given: Any) -> None:
+    """Time exact attention against every peer that takes the same case, side by side.
+
+    Peers are PyTorch's attention backends, an eager softmax, ONNX Runtime (CPU) and FlexAttention
+    (--flex). Rounds are interleaved; errors are against float64; a ratio above 1 means that elsa
+    is faster than the best peer. Exit code 1 if elsa's result is wrong anywhere.
+
+    --trace measures nothing: it shows a call's partitions, what becomes of its states and how deep
+    its merges are, and replays them; a GPU's schedule needs no GPU. --tune times tiles on a GPU.
+    """
+    from torch import device as torch_device
+    from torch.cuda import is_available
+
+    from elsa_core.bench import attention, results
+
+    _check_modes(given)
+    # Listing and planning the calls of a GPU needs none.
+    absent = given["device"].startswith("cuda") and not is_available()
+    listed = given["dry_run"] and given["device"] != "auto"
+    listed = listed or (absent and (given["trace"] or given["tune"]))
+    device = torch_device(given["device"] if listed else resolve_device(given["device"]))
+    chosen = _chosen(device, given)
+    settings = results.Settings(
+        rounds=given["rounds"], budget_seconds=given["budget"], seed=given["seed"],
+        backend=given["backend"], flex=given["flex"],
+    )  # fmt: skip
+    if given["tune"]:
+        bench_tune.run(
+            session, chosen, device, settings,
+            dry_run=given["dry_run"], allow_busy=given["allow_busy"],
+        )  # fmt: skip
+        return
+    if given["dry_run"]:
+        _list(session, chosen, device)
+        return
+    if given["trace"]:
+        bench_trace.run(session, chosen, device, backend=given["backend"], seed=given["seed"])
+        return
+    _check_targets(device, given)
+    with session.stage("measuring") as update:
+        report = attention.run(chosen, device=device, settings=settings, progress=update)
+    _show(session, report)
+    wrong = [f"{r.case.name}: {name}" for r in report.cases for name in r.own_wrong]
+    if wrong:
+        raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
+    _write(session, report, given)
+
+
+def _check_modes(given: dict[str, Any]) -> None:
+    """Flags that contradict one another end the command at once."""
+    if given["trace"] and given["tune"]:
+        raise click.UsageError("--trace and --tune exclude each other")
+    for mode in ("trace", "tune"):
+        for name in ("output", "plot"):
+            if given[mode] and given[name] is not None:
+                raise click.UsageError(f"--{name} keeps measurements; --{mode} makes none of them")
+    selects = {"--table": given["tables"], "--case": given["patterns"], "--quick": given["quick"]}
+    for flag, value in selects.items():
+        if given["shapes"] and value:
+            raise click.UsageError(f"--shape and {flag} exclude each other")
+
+
+def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
+    """The calls that the options name. --trace and --tune take few where none is named."""
+    from elsa_core.bench import cases
+
+    if given["tune"]:
+        from elsa_core.bench import tune
+
+        tune.check_device(device)
+    precision, dtype = given["precision"], given["dtype"]
+    if given["shapes"]:
+        made = [
+            cases.from_shape(text, dtype=dtype or "fp32", precision=precision or "strict")
+            for text in given["shapes"]
+        ]
+        return tuple(dict.fromkeys(made))
+    few = (given["trace"] or given["tune"]) and not (given["tables"] or given["patterns"])
+    found = cases.select(
+        device.type, tables=given["tables"], patterns=given["patterns"],
+        quick=given["quick"] or few, dtype=dtype,
+    )  # fmt: skip
+    if precision is None:
+        return found
+    return tuple(cases.with_precision(case, precision) for case in found)
+
+
+def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> None:
+    from torch.cuda import is_available
+
+    from elsa_core.bench import environment
+
+    there = device.type == "cpu" or is_available()
+    results = {"dry_run": True, "cases": [case.to_dict() for case in chosen]}
+    described = environment.describe(device if there else "cpu")
+    session.document("bench attention", described, results)
+    rows = [
+        [
+            case.name, " ".join(case.precisions), "-" if case.goal is None else f"{case.goal:g}",
+            f"{case.flops / 1e9:.3g}", f"{case.score_bytes / 2**20:.3g}",
+        ]
+        for case in chosen
+    ]  # fmt: skip
+    session.table(("case", "precisions", ">goal", ">GFLOP", ">scores MiB"), rows)
+    session.line(f"{len(chosen)} cases on {device}; nothing was measured", even_quiet=True)
+
+
+def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
+    """Whatever would keep the results from being written ends the command before it measures."""
+    from elsa_core.bench import environment, plots
+    from elsa_core.errors import ArgumentError, UnavailableError
+
+    target: Path | None = given["output"]
+    for path in (target, given["plot"]):
+        if path is not None and not path.parent.is_dir():
+            raise ArgumentError(f"{path}: its folder does not exist; create it first")
+    if given["plot"] is not None:
+        plots.check(given["plot"], force=given["force"])
+    if target is None:
+        return
+    if target.exists() and not given["force"]:
+        raise ArgumentError(f"{target} exists; use --force to replace it")
+    why = environment.busy(device)
+    if why and not given["allow_busy"]:
+        raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
+
+
+def _show(session: Session, report: Report) -> None:
+    from elsa_core.bench import environment, results, tables
+
+    session.document("bench attention", report.environment, report.to_dict())
+    session.line(environment.label(report.environment), "bold")
+    columns = (">ms", "best peer", ">ms", ">ratio", ">GFLOP/s", ">error", ">peer's")
+    for table in dict.fromkeys(result.case.table for result in report.cases):
+        session.line()
+        members = [result for result in report.cases if result.case.table == table]
+        # A dtype that all have in common is said once.
+        dtypes = {result.case.dtype for result in members}
+        common = f"-{dtypes.pop()}" if len(dtypes) == 1 else ""
+        rows = [row for result in members for row in _rows(result, common)]
+        session.table((table + common.replace("-", " "), *columns), rows)
+    for case in report.cases if session.verbose else ():
+        for name, reason in case.left_out.items():
+            session.log(f"{case.case.name}: without {name}: {reason}")
+    if report.busy:
+        session.warn(f"the machine was not free: {report.busy}")
+    # The first sentence names the machine, which the heading has done.
+    text = tables.summary(results.document(report))
+    session.line(text.partition("At least")[1] + text.partition("At least")[2], even_quiet=True)
+
+
+def _rows(result: CaseResult, common: str) -> list[list[str]]:
+    best = next((m for m in result.measurements if m.contender == result.best_peer), None)
+    own = [m for m in result.measurements if m.precision is not None]
+    peer = [best.contender, f"{best.seconds * 1e3:.3g}"] if best else ["none", "-"]
+    name = result.case.name.partition("/")[2].replace(common, "", 1)
+    if not own:
+        reason = next(iter(result.left_out.values()), "not measured")
+        return [[name, "-", f"no: {reason}", *["-"] * 5]]
+    return [
+        [
+            name if m.precision == "strict" else f"{name} {m.precision}",
+            f"{m.seconds * 1e3:.3g}", *peer, "-" if m.ratio is None else f"{m.ratio:.2f}",
+            f"{m.flops_per_second / 1e9:.4g}",
+            ("FAIL " if m.contender in result.wrong else "") + f"{m.error:.1e}",
+            f"{best.error:.1e}" if best else "-",
+        ]
+        for m in own
+    ]  # fmt: skip
+
+
+def _write(session: Session, report: Report, given: dict[str, Any]) -> None:
+    from elsa_core.bench import plots, results
+
+    if given["plot"] is not None:
+        session.written.append(
+            plots.plot(results.document(report), given["plot"], force=given["force"])
+        )
+        session.line(f"plot: {given['plot']}")
+    if given["output"] is not None:
+        session.written.append(
+            results.publish(
+                report, given["output"], force=given["force"], allow_busy=given["allow_busy"]
+            )
+        )
+        session.line(f"results: {given['output']}")

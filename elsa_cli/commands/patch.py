@@ -1,0 +1,132 @@
+"""`elsa patch`: replace a model's attention, check it, save it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elsa_cli.commands.check import failure
+from elsa_cli.console import Session
+from elsa_cli.errors import TargetError, VerdictError
+from elsa_cli.options import (
+    Command,
+    Options,
+    input_options,
+    kernel_options,
+    model_options,
+    output_options,
+    pass_session,
+    site_options,
+)
+
+if TYPE_CHECKING:
+    from elsa_core.models.patch import PatchReport
+    from elsa_core.models.proof.report import CheckReport
+
+
+@click.command("patch", cls=Command)
+@model_options
+@click.option("--check", is_flag=True, help="Prove that the outputs agree; exit 1 if not.")
+@input_options
+@site_options
+@click.option("--all-sites", is_flag=True, help="Fail when any attention site cannot be patched.")
+@kernel_options
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Save weights and plan in this new directory; it loads again as MODEL.",
+)
+@click.option("--force", is_flag=True, help="Replace DIR if it exists.")
+@click.option("--dry-run", is_flag=True, help="Show what would be patched; write nothing.")
+@output_options
+@pass_session
+def command(
+    session: Session,
+    /,
+    model: str,
+    check: bool,
+    all_sites: bool,
+    output: Path | None,
+    force: bool,
+    dry_run: bool,
+    **given: Any,
+) -> None:
+    """Replace the attention of MODEL by ELSA kernels, which compute the same numbers.
+
+    MODEL is a timm name or the beginning of one (the shortest match is taken and shown),
+    open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file, or a directory
+    that `elsa patch -o` wrote.
+    """
+    from elsa_cli import pipeline, render
+    from elsa_cli.probes import environment
+
+    options = Options.of(given)
+    # Images are read by the check alone: whoever names some wants one.
+    check = check or options.images is not None
+    _check_target(output, force)
+    loaded = pipeline.open_model(session, model, options)
+    report = pipeline.patch_model(session, loaded, options, strict=all_sites)
+    routes = pipeline.routes(session, loaded, report)
+    outcome = pipeline.check_model(session, loaded, options) if check else None
+    good = outcome is None or outcome.ok
+    saved = None
+    if output is not None and good and not dry_run:
+        with session.stage(f"writing {output}"):
+            from elsa_core.models.save import save
+
+            saved = save(loaded, report, output, force=force)
+            session.written.append(saved)
+    results = {
+        "model": render.described(loaded, options),
+        "dry_run": dry_run,
+        "patch": report.to_dict(),
+        "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
+        "check": None if outcome is None else outcome.to_dict(),
+        "output": None if saved is None else str(saved),
+    }
+    session.document("patch", environment(), results)
+    render.header(
+        session,
+        loaded,
+        options,
+        render.kernels(routes) + (f" · batch {options.batch_size}" if check else ""),
+    )
+    render.patched(session, report)
+    if outcome is not None:
+        render.checked(session, outcome)
+    session.line(_verdict(report, outcome, dry_run), "bold" if good else "bold red",
+                 even_quiet=True)  # fmt: skip
+    if outcome is not None and not outcome.ok:
+        nothing = "; nothing was written" if output is not None else ""
+        raise VerdictError(f"check failed: {failure(outcome.failures)}{nothing}")
+    session.line(_next(session, output, saved, check), "dim")
+
+
+def _check_target(output: Path | None, force: bool) -> None:
+    """Refuse an existing target before seconds go into loading; `save` checks again."""
+    if output is None:
+        return
+    if output.exists() and not force:
+        raise TargetError(f"{output} exists; give another -o DIR, or --force to replace it")
+    if output.exists() and not output.is_dir():
+        raise TargetError(f"{output} is not a directory; --force replaces directories only")
+
+
+def _verdict(report: PatchReport, outcome: CheckReport | None, dry_run: bool) -> str:
+    from elsa_cli import render
+
+    done, total = len(report.patched), len(report.patched) + len(report.kept)
+    line = f"{done} of {total} sites {'would be ' if dry_run else ''}patched"
+    return f"{line} · {render.verdict(outcome)}" if outcome is not None else line
+
+
+def _next(session: Session, output: Path | None, saved: Path | None, check: bool) -> str:
+    if saved is not None:
+        return f"Written: {saved}. Next: elsa check {saved}, or elsa_core.load({str(saved)!r})"
+    nothing = "Nothing was written. " if output is not None else ""
+    added = ("--check",) if not check else () if output is not None else ("-o", "DIR")
+    return f"{nothing}Next: {session.again('patch', *added, without=('--dry-run',))}"

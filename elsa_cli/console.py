@@ -1,0 +1,304 @@
+"""What a command says and where: the result on stdout, everything else on stderr.
+
+Nothing here imports Rich until something is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import shlex
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from elsa_cli import signals
+from elsa_cli.errors import INTERRUPTED, OutputError, one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA_VERSION = 1
+Update = Callable[[str, int, int], None]
+
+# For terminals and files whose encoding lacks a character that elsa's own texts use.
+_ASCII = {"·": "-", "→": "->", "…": "...", "✓": "ok", "✗": "no", "≤": "<=", "—": "-"}
+
+# Keeps a mark and what follows on one line; no white space to Rich, which breaks at all others.
+_GLUE = "\u2800"
+
+
+class Session:
+    """One run of the command: its output flags, its consoles, and what it has written so far."""
+
+    def __init__(self) -> None:
+        self.debug = False
+        self.json = False
+        self.quiet = False
+        self.verbose = False
+        self.arguments: list[str] = []
+        self.written: list[Path] = []
+        self.warned: list[str] = []
+        self._stdout: TextIO = sys.stdout
+        self._stderr: TextIO = sys.stderr
+        self._sunk: TextIO | None = None
+
+    def __enter__(self) -> Session:
+        for stream in (self._stdout, self._stderr):
+            # A path that the encoding cannot show must not end the command.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sunk is not None:
+            self._sunk.close()
+
+    # The result, on stdout
+
+    def document(self, command: str, environment: dict[str, Any], results: Any) -> None:
+        """Print the one JSON document of `command`; only with --json."""
+        if self.json:
+            from elsa_cli.version import version
+
+            document = {
+                "schema_version": SCHEMA_VERSION,
+                "elsa_version": version(),
+                "command": command,
+                "environment": environment,
+                "results": results,
+            }
+            self._write(json.dumps(jsonable(document), indent=2, allow_nan=False) + "\n")
+
+    def text(self, text: str) -> None:
+        """Print `text` as it is, whatever the output flags say (a completion script)."""
+        self._write(text if text.endswith("\n") else text + "\n")
+
+    def line(self, text: str = "", style: str = "", *, even_quiet: bool = False) -> None:
+        """Print one line of the human result (nothing with --json; with --quiet only verdicts)."""
+        if self.json or (self.quiet and not even_quiet):
+            return
+        from rich.text import Text
+
+        console = self._console()
+        # A file or a pipe gets the line whole, so that it can be searched.
+        self._draw(console, Text(self.fit(text), style=style), whole=not console.is_terminal)
+
+    def again(self, command: str, *added: str, without: tuple[str, ...] = ()) -> str:
+        """A next step: this command line as `command`, with words added and flags left out."""
+        words = [word for word in self.arguments[1:] if word not in without]
+        return shlex.join(["elsa", command, *words, *(a for a in added if a not in words)])
+
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, wrap: int = 0
+    ) -> None:
+        """Print a table. A column whose title starts with ">" is aligned to the right; column
+        number `wrap` alone is folded where the terminal is too narrow."""
+        if self.json or self.quiet or not rows:
+            return
+        from rich import box
+        from rich.table import Table
+
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            header_style="bold",
+            show_edge=False,
+        )
+        for index, title in enumerate(columns):
+            table.add_column(
+                self.fit(title.lstrip(">")),
+                justify="right" if title.startswith(">") else "left",
+                overflow="fold",
+                no_wrap=index != wrap,
+            )
+        for row in rows:
+            table.add_row(*(self._cell(cell) for cell in row))
+        self._draw(self._console(), table)
+
+    def _cell(self, text: str) -> Any:
+        from rich.text import Text
+
+        shown = self.fit(text)
+        if text[:1] in "✓✗" and text:
+            return Text(shown.replace(" ", _GLUE, 1), style="green" if text[0] == "✓" else "red")
+        return Text(shown, style="red" if text.startswith(("FAIL", "no:")) else "")
+
+    def fit(self, text: str) -> str:
+        """`text` with elsa's own symbols in ASCII where stdout cannot show them."""
+        try:
+            text.encode(self._stdout.encoding or "ascii")
+        except UnicodeEncodeError:
+            return "".join(_ASCII.get(character, character) for character in text)
+        return text
+
+    def _console(self) -> Console:
+        from rich.console import Console
+
+        return Console(file=self._stdout, highlight=False, markup=False, emoji=False)
+
+    def _draw(self, console: Console, thing: Any, *, whole: bool = False) -> None:
+        with console.capture() as capture:
+            console.print(thing, soft_wrap=whole)
+        lines = (line.rstrip(" ") for line in capture.get().replace(_GLUE, " ").splitlines())
+        self._write("\n".join(lines) + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stdout.write(text)
+            self._stdout.flush()
+        except BrokenPipeError:
+            # The reader has seen enough (`| head`); the command's verdict still stands.
+            self._sink()
+        except OSError as error:
+            self._sink()
+            raise OutputError(f"cannot write the result: {error.strerror}") from error
+
+    def _sink(self) -> None:
+        self._sunk = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+        # At exit Python flushes stdout once more and would complain.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(self._sunk.fileno(), self._stdout.fileno())
+        self._stdout = self._sunk
+
+    # Everything else, on stderr
+
+    @contextlib.contextmanager
+    def stage(self, text: str, *, drawn: bool = True) -> Iterator[Update]:
+        """Show that `text` is going on, while it is; yields `update(label, done, total)`.
+
+        Not `drawn` where a library draws progress of its own (a download).
+        """
+        signals.check()
+        start = time.perf_counter()
+        if self.quiet or not drawn or not self._interactive():
+            yield lambda label, done, total: None
+        else:
+            with self._bar(text) as update:
+                yield update
+        signals.check()
+        if self.verbose:
+            self.log(f"{text}: {time.perf_counter() - start:.1f} s")
+
+    @contextlib.contextmanager
+    def _bar(self, text: str) -> Iterator[Update]:
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(file=self._stderr, highlight=False, markup=False, emoji=False)
+        utf = (self._stderr.encoding or "").lower().startswith("utf")
+        bar = progress.Progress(
+            progress.SpinnerColumn("dots" if utf else "line"),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=20),
+            progress.TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with bar:
+            task = bar.add_task(text, total=None)
+
+            def update(label: str, done: int, total: int) -> None:
+                described = f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
+                bar.update(task, description=described, completed=done, total=total or None)
+
+            yield update
+
+    def log(self, text: str) -> None:
+        """Print one line on stderr."""
+        with contextlib.suppress(OSError):
+            self._stderr.write(one_line(text) + "\n")
+            self._stderr.flush()
+
+    def warn(self, text: str) -> None:
+        """Print a warning on stderr, unless --quiet."""
+        self.warned.append(text)
+        if not self.quiet:
+            self.log(f"{self._coloured('warning:', '33')} {one_line(text)}")
+
+    def fail(self, code: int, line: str, error: BaseException) -> None:
+        """Say on stderr why the command ends; the traceback only with --debug."""
+        if self.debug and line and code != INTERRUPTED:
+            traceback.print_exception(error, file=self._stderr)
+        if code == INTERRUPTED:
+            kept = ", ".join(str(path) for path in self.written)
+            self.log(f"interrupted; {kept} is complete" if kept else f"{line}; nothing was written")
+        elif line:
+            self.log(f"{self._coloured('error:', '1;31')} {line}")
+
+    def _interactive(self) -> bool:
+        return self._stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def _coloured(self, text: str, code: str) -> str:
+        plain = os.environ.get("NO_COLOR") or not self._interactive()
+        return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """While it lasts, whatever a library prints, warns or logs cannot reach stdout.
+
+        Warnings and log lines of other packages show with --verbose alone.
+        """
+        root = logging.getLogger()
+        handler = _Relay(self)
+        if not self._interactive():
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        root.addHandler(handler)
+        try:
+            with contextlib.redirect_stdout(self._stderr), warnings.catch_warnings():
+                warnings.showwarning = self._show_warning
+                yield
+        finally:
+            root.removeHandler(handler)
+
+    def _show_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if self.verbose or "elsa_" in filename:
+            self.warn(str(message))
+
+
+class _Relay(logging.Handler):
+    """Log records as lines on stderr: elsa's from WARNING on, everyone's with --verbose."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._session.verbose:
+            self._session.warned.append(record.getMessage())
+            self._session.log(f"{record.name}: {record.getMessage()}")
+        elif record.name.startswith("elsa") and record.levelno >= logging.WARNING:
+            self._session.warn(record.getMessage())
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as plain JSON data: paths and other objects as text, non-finite floats as null,
+    because JSON has no such numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    return str(value)

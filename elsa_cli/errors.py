@@ -1,0 +1,133 @@
+"""What ends a command: exit codes, and one line for every exception.
+
+| exit | meaning |
+|---|---|
+| 0 | done |
+| 1 | a check failed or nothing was patched; also an error inside elsa itself |
+| 2 | usage: a flag, a variable, a config file |
+| 3 | environment: a backend, device, extra, memory, disk or the network is missing |
+| 4 | the model or file cannot be read, or is not supported |
+| 5 | an export failed or does not reproduce the model |
+| 130 | interrupted |
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+import click
+
+OK = 0
+FAILED = 1
+USAGE = 2
+ENVIRONMENT = 3
+MODEL = 4
+EXPORT = 5
+INTERRUPTED = 130
+
+_BY_CLASS = {
+    "NothingPatchedError": FAILED,
+    "ArgumentError": USAGE,
+    "UnavailableError": ENVIRONMENT,
+    "ModelError": MODEL,
+    "ExportError": EXPORT,
+}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
+_MEMORY_HINT = "try a smaller --img or --batch-size, or --dtype bf16"
+
+
+class CommandError(Exception):
+    """An end that the command line itself decides; the message is the line."""
+
+    exit_code = FAILED
+
+
+class VerdictError(CommandError):
+    """The command did its work and the verdict is bad: the result is on stdout, exit code 1."""
+
+
+class TargetError(CommandError):
+    """What --output names cannot be written there."""
+
+    exit_code = USAGE
+
+
+class OutputError(CommandError):
+    """stdout cannot take the result: a full disk, a closed device."""
+
+    exit_code = ENVIRONMENT
+
+
+def one_line(text: object) -> str:
+    """`text` with every run of white space, line breaks included, made one space."""
+    return " ".join(str(text).split())
+
+
+def describe(error: BaseException) -> tuple[int, str]:
+    """The exit code and the one line for `error`. An empty line means that nothing is said."""
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code, ""
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, click.UsageError):
+        return USAGE, _usage(error)
+    if isinstance(error, CommandError):
+        return error.exit_code, one_line(error)
+    return _core(error) or _system(error) or _internal(error)
+
+
+def _usage(error: click.UsageError) -> str:
+    message = one_line(error.format_message()).rstrip(".")
+    source = _source(error)
+    hint = f" (see {error.ctx.command_path} --help)" if error.ctx and not source else ""
+    return f"{message}{source}{hint}"
+
+
+def _source(error: click.UsageError) -> str:
+    """Where a bad value came from, when it was not typed on the command line."""
+    param, ctx = getattr(error, "param", None), error.ctx
+    if param is None or ctx is None or param.name is None:
+        return ""
+    origin = ctx.get_parameter_source(param.name)
+    if origin is click.core.ParameterSource.ENVIRONMENT:
+        return f" (from the variable {ctx.auto_envvar_prefix}_{param.name.upper()})"
+    if origin is click.core.ParameterSource.DEFAULT_MAP:
+        return f" (from {ctx.meta.get('elsa.config', 'the config file')})"
+    return ""
+
+
+def _core(error: BaseException) -> tuple[int, str] | None:
+    for cls in type(error).__mro__:
+        if cls.__module__ == "elsa_core.errors" and cls.__name__ in _BY_CLASS:
+            return _BY_CLASS[cls.__name__], one_line(error)
+    return None
+
+
+def _system(error: BaseException) -> tuple[int, str] | None:
+    if _out_of_memory(error):
+        detail = one_line(error).split(". ")[0][:160]
+        return ENVIRONMENT, f"out of memory: {_MEMORY_HINT}" + (f" ({detail})" if detail else "")
+    if isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
+        hint = "install or repair it; `elsa doctor` shows what is there"
+        return ENVIRONMENT, f"{error.name or 'a package'} cannot be imported: {error}; {hint}"
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        where = f" {error.filename}" if error.filename else ""
+        return ENVIRONMENT, f"cannot use{where or ' the file system'}: {error.strerror}"
+    return None
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    # Only a process that has imported torch can have run out of its memory.
+    torch = sys.modules.get("torch")
+    gpu = getattr(torch, "OutOfMemoryError", None)
+    if gpu is not None and isinstance(error, gpu):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _internal(error: BaseException) -> tuple[int, str]:
+    what = f"{type(error).__name__}: {one_line(error)[:300]}"
+    return FAILED, f"internal error: {what} (run with --debug for the traceback)"

@@ -1,0 +1,140 @@
+"""The entry point: a command group that imports a command only when it runs.
+
+`elsa --help` and `elsa --version` import Click alone, so that they answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from elsa_cli import signals
+from elsa_cli.console import Session
+from elsa_cli.errors import describe
+
+# The order is the order of the help page. The text stands here so that help imports no command.
+COMMANDS = {
+    "inspect": "List every attention site of a model, and what can be patched.",
+    "patch": "Replace a model's attention by exact ELSA kernels.",
+    "check": "Prove that the patched model computes what the original does.",
+    "bench": "Measure ELSA against its peers on this machine.",
+    "doctor": "Show what this machine offers and why a backend is off.",
+    "build": "Compile the native library ahead of its first use.",
+    "completion": "Print the completion script of a shell.",
+}
+_EXAMPLES = """\b
+Start here:
+  elsa inspect vit_base_patch16_224
+  elsa patch vit_base_patch16_224 --check
+  elsa patch vit_base_patch16_224 -o DIR   (saves a model that loads again)"""
+
+
+class LazyGroup(click.Group):
+    """Commands by name; each is imported from `elsa_cli.commands.<name>` when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"elsa_cli.commands.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            ctx.fail(f"no such command '{name}'{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def all_commands() -> dict[str, click.Command]:
+    """Every command, imported: what a config file is judged against."""
+    return {name: importlib.import_module(f"elsa_cli.commands.{name}").command for name in COMMANDS}
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from elsa_cli.version import version
+
+        click.echo(f"elsa {version()}")
+        ctx.exit()
+
+
+@click.group(
+    "elsa",
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_EXAMPLES,
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show the version and exit.",
+)
+def cli() -> None:
+    """Exact linear-scan attention for vision models: patch a model, prove that its outputs
+    agree, see what was gained."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Prints; never exits."""
+    session = Session()
+    session.arguments = list(arguments)
+    session.debug = "--debug" in arguments
+    try:
+        with (
+            session,
+            cli.make_context("elsa", list(arguments) or ["--help"], obj=session) as context,
+        ):
+            cli.invoke(context)
+            signals.check()
+        return 0
+    except BaseException as caught:
+        error = signals.cause(caught)
+        if isinstance(error, SystemExit):
+            raise error from None
+        code, line = describe(error)
+        session.fail(code, line, error)
+        return code
+
+
+def _complete() -> None:
+    """Answer the shell when it asks for completions (it sets a variable), then leave."""
+    instruction = os.environ.get("_ELSA_COMPLETE")
+    if instruction:
+        from click.shell_completion import shell_complete
+
+        from elsa_cli import completion
+
+        completion.register()
+        sys.exit(shell_complete(cli, {}, "elsa", "_ELSA_COMPLETE", instruction))
+
+
+def main() -> NoReturn:
+    """The `elsa` command."""
+    signals.install()
+    _complete()
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The options that commands share, the class of every command, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from elsa_cli import completion
+from elsa_cli.console import Session
+
+if TYPE_CHECKING:
+    import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DTYPES = ("fp32", "fp16", "bf16")
+PRECISIONS = ("strict", "ieee", "turbo", "lean")
+BACKENDS = ("auto", "native", "triton", "eager")
+# Far above any image a model meets, far below where arithmetic on sizes overflows.
+LARGEST_SIDE = 32768
+LARGEST_BATCH = 65536
+
+pass_session = click.make_pass_decorator(Session, ensure=True)
+
+
+class Command(click.Command):
+    """A command whose defaults may come from a config file and from `ELSA_<OPTION>` variables."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        settings = {"auto_envvar_prefix": "ELSA", "help_option_names": ["-h", "--help"]}
+        attributes["context_settings"] = settings | attributes.get("context_settings", {})
+        super().__init__(*args, **attributes)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Asking for help must work whatever the config file holds.
+        asks = {"-h", "--help"}.intersection(args)
+        if not asks and not ctx.resilient_parsing:
+            self._read_config(ctx)
+        return super().parse_args(ctx, args)
+
+    def _read_config(self, ctx: click.Context) -> None:
+        from elsa_cli import config
+        from elsa_cli.main import all_commands
+
+        try:
+            found = config.find(Path.cwd())
+            if found is None:
+                return
+            path, table = found
+            ctx.meta["elsa.config"] = str(path)
+            ctx.default_map = config.defaults(path, table, self, all_commands())
+        except (config.ConfigError, OSError) as error:
+            # `doctor` reports the file instead of failing because of it.
+            if self.name != "doctor":
+                raise
+            ctx.meta["elsa.config.error"] = str(error)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        session = ctx.find_object(Session) or ctx.ensure_object(Session)
+        with session.guarded():
+            return super().invoke(ctx)
+
+
+class ImageSize(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
+    """`384`, or `HEIGHTxWIDTH`."""
+
+    name = "size"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "PIXELS|HxW"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        """The size as (height, width); a usage error for anything else."""
+        text = str(value).strip().lower()
+        if not re.fullmatch(r"[+-]?\d+(x[+-]?\d+)?", text):
+            self.fail(f"{value!r} is not a size in pixels (like 224 or 224x320)", param, ctx)
+        sides = [int(side) for side in text.split("x")]
+        if not all(1 <= side <= LARGEST_SIDE for side in sides):
+            self.fail(f"{value} is outside 1 to {LARGEST_SIDE} pixels", param, ctx)
+        return sides[0], sides[-1]
+
+
+class DeviceName(click.ParamType):  # type: ignore[type-arg]
+    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`: the form alone; whether it exists needs torch."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name in lower case; a usage error where it cannot be a device."""
+        text = str(value).strip().lower()
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
+            self.fail(f"{value!r} is no device; use auto, cpu, cuda, cuda:N or mps", param, ctx)
+        return text
+
+
+@dataclass(frozen=True)
+class Options:
+    """The shared options as one value; a command without one of them sees its default."""
+
+    img_size: tuple[int, int] | None = None
+    batch_size: int = 1
+    seed: int = 0
+    dtype: str = "fp32"
+    device: str = "auto"
+    pretrained: bool = False
+    arch: str | None = None
+    precision: str = "strict"
+    backend: str = "auto"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    images: Path | None = None
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Options:
+        """Take this class's fields out of `values` (a command's keyword arguments)."""
+        return cls(
+            **{each.name: values.pop(each.name) for each in fields(cls) if each.name in values}
+        )
+
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype that --dtype names."""
+        import torch
+
+        return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+
+
+def resolve_device(name: str) -> str:
+    """The device that --device names, `auto` settled (CUDA where there is one, else the CPU).
+
+    Raises: UnavailableError where the machine has no such device.
+    """
+    import torch
+
+    from elsa_core.errors import UnavailableError
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = int(name.partition(":")[2] or 0)
+        if count == 0:
+            build = "sees no GPU" if torch.version.cuda else "was built without CUDA"
+            raise UnavailableError(
+                f"--device {name}: torch {torch.__version__} {build}; use --device cpu, "
+                "or see `elsa doctor`"
+            )
+        if index >= count:
+            raise UnavailableError(f"--device {name}: there are only cuda:0 to cuda:{count - 1}")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UnavailableError("--device mps: this machine has none; use --device cpu")
+    return name
+
+
+def _flag(name: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+    def callback(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            setattr(ctx.find_object(Session) or ctx.ensure_object(Session), name, True)
+
+    return callback
+
+
+def _session_flag(*names: str, field: str, text: str) -> Callable[[Function], Function]:
+    return click.option(
+        *names, is_flag=True, expose_value=False, callback=_flag(field), help=text, is_eager=True
+    )
+
+
+def _apply(options: list[Callable[[Function], Function]]) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        # The option that is applied last comes first on the help page.
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def output_options(function: Function) -> Function:
+    """--json, --quiet, --verbose, --debug: every command has them."""
+    options: list[Callable[[Function], Function]] = [
+        _session_flag("--json", field="json", text="Print one JSON document instead of a table."),
+        _session_flag("--quiet", "-q", field="quiet", text="Print the verdict only; no progress."),
+        _session_flag("--verbose", "-v", field="verbose", text="Log each step and all warnings."),
+        _session_flag("--debug", field="debug", text="Show the traceback of an error."),
+    ]
+    return _apply(options)(function)
+
+
+def model_options(function: Function) -> Function:
+    """MODEL and how it is built: size, weights, dtype, device."""
+    options: list[Callable[[Function], Function]] = [
+        click.argument("model", shell_complete=completion.models),
+        click.option(
+            "--img-size", "--img", type=ImageSize(), help="Input size, when not the model's own."
+        ),
+        click.option("--pretrained", is_flag=True, help="Load trained weights (cache or network)."),
+        click.option(
+            "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
+            help="Seed of random weights and generated inputs.",
+        ),
+        click.option(
+            "--arch", metavar="NAME", shell_complete=completion.models,
+            help="timm architecture of a weights file that does not say it.",
+        ),
+        click.option(
+            "--dtype", type=click.Choice(DTYPES), default="fp32", show_default=True,
+            help="Type of weights and inputs.",
+        ),
+        click.option(
+            "--device", type=DeviceName(), default="auto", show_default=True,
+            help="auto, cpu, cuda, cuda:N or mps.",
+        ),
+    ]  # fmt: skip
+    return _apply(options)(function)
+
+
+def site_options(function: Function) -> Function:
+    """--include and --exclude."""
+    options: list[Callable[[Function], Function]] = [
+        click.option(
+            "--include", multiple=True, metavar="GLOB",
+            help="Only sites whose path matches (repeatable), like 'blocks.*'.",
+        ),
+        click.option(
+            "--exclude", multiple=True, metavar="GLOB",
+            help="Leave sites whose path matches as they are (repeatable).",
+        ),
+    ]  # fmt: skip
+    return _apply(options)(function)
+
+
+def kernel_options(function: Function) -> Function:
+    """--precision and --backend."""
+    options: list[Callable[[Function], Function]] = [
+        click.option(
+            "--precision", type=click.Choice(PRECISIONS), default="strict", show_default=True,
+            help="What the kernels promise about rounding.",
+        ),
+        click.option(
+            "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
+            help="Kernels to use.",
+        ),
+    ]  # fmt: skip
+    return _apply(options)(function)
+
+
+def input_options(function: Function) -> Function:
+    """--batch-size and --images."""
+    options: list[Callable[[Function], Function]] = [
+        click.option(
+            "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=1,
+            show_default=True, help="Images a batch.",
+        ),
+        click.option(
+            "--images", type=click.Path(path_type=Path), metavar="DIR",
+            help="Check on the images of this folder too (implies --check).",
+        ),
+    ]  # fmt: skip
+    return _apply(options)(function)

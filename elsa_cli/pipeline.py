@@ -1,0 +1,141 @@
+"""The steps that inspect, patch and check share: load, build inputs, check; with progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elsa_cli.console import Session
+from elsa_cli.options import Options, resolve_device
+
+if TYPE_CHECKING:
+    from elsa_core.attention import Route
+    from elsa_core.models.load import Loaded
+    from elsa_core.models.patch import PatchReport
+    from elsa_core.models.proof.report import CheckReport
+
+_CHOICES = ("precision", "backend", "include", "exclude")
+
+
+def open_model(session: Session, text: str, options: Options) -> Loaded:
+    """Load the model that MODEL and the options name, in evaluation mode on its device.
+
+    Raises: ModelError, UnavailableError, ArgumentError with one line each.
+    """
+    with session.stage("importing torch"):
+        import torch  # noqa: F401
+
+        # The device is asked for first: a missing one is known before seconds go into loading.
+        device = resolve_device(options.device)
+    with session.stage(f"looking up {text}"):
+        from elsa_core.models.load import load_model
+        from elsa_core.models.spec import parse
+
+        spec = parse(text)
+    with session.stage(f"loading {spec.name}", drawn=not options.pretrained):
+        return load_model(
+            spec,
+            image_size=options.img_size,
+            pretrained=options.pretrained,
+            device=device,
+            dtype=options.torch_dtype(),
+            seed=options.seed,
+            arch=options.arch,
+        )
+
+
+def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool) -> PatchReport:
+    """Patch the loaded model in place. A directory that was saved patched keeps its plan, unless
+    an option about sites or kernels was given.
+
+    Raises: NothingPatchedError, ArgumentError, UnavailableError.
+    """
+    if loaded.report is not None and not strict and not _given(_CHOICES):
+        return loaded.report
+    with session.stage("patching"):
+        from elsa_core.models.patch import patch, unpatch
+
+        # The options describe the whole result, not what is added to an earlier plan.
+        unpatch(loaded.model)
+        return patch(
+            loaded.model,
+            precision=options.precision,
+            backend=options.backend,
+            include=list(options.include) or None,
+            exclude=list(options.exclude) or None,
+            strict=strict,
+        )
+
+
+def _given(names: tuple[str, ...]) -> bool:
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    return any(context.get_parameter_source(name) not in (None, default) for name in names)
+
+
+def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, Route]:
+    """Which backend serves the patched sites, by their head dimensions.
+
+    Asking compiles the native library at its first use. A site whose head dimension is not known
+    before a run counts as one of 64.
+
+    Raises: UnavailableError where the backend asked for by name cannot serve a site.
+    """
+    with session.stage("preparing the kernels (compiled at their first use)"):
+        import torch
+
+        from elsa_core.attention import explain
+
+        dims = sorted({site.head_dim or 64 for site in report.patched})
+        place = next(loaded.model.parameters())
+        found = {}
+        for dim in dims:
+            one = torch.zeros(1, 1, 1, dim, device=place.device, dtype=place.dtype)
+            found[dim] = explain(one, one, one, precision=report.precision, backend=report.backend)
+    slow = [dim for dim, route in found.items() if route.backend == "eager"]
+    reasons = "; ".join(found[slow[0]].reasons) if slow else ""
+    # What the native backend logged when it failed to load is not said twice.
+    said = any(text.rpartition(": ")[2] in reasons for text in session.warned)
+    if slow and report.backend == "auto" and not said:
+        dims_text = ", ".join(map(str, slow))
+        session.warn(f"head_dim {dims_text} runs on plain PyTorch, which is slower: {reasons}")
+    return found
+
+
+def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
+    """Check the patched model on generated inputs, and on the images of --images."""
+    from elsa_core.models.check import check, generated_inputs, text_shape
+
+    with session.stage("preparing inputs"):
+        device = next(loaded.model.parameters()).device
+        inputs: dict[str, Any] = generated_inputs(
+            loaded.input_size,
+            options.batch_size,
+            seed=options.seed,
+            dtype=options.torch_dtype(),
+            device=device,
+            text=text_shape(loaded.model),
+        )
+        if options.images is not None:
+            inputs = {"images": _images(session, loaded, options.images), **inputs}
+    with session.stage("checking") as update:
+        return check(loaded.model, inputs, batch_size=options.batch_size, progress=update)
+
+
+def _images(session: Session, loaded: Loaded, folder: Path) -> Any:
+    from elsa_core.models.proof.images import read_folder
+
+    batch = read_folder(
+        folder,
+        loaded.input_size,
+        loaded.mean,
+        loaded.std,
+        crop_pct=loaded.crop_pct,
+        interpolation=loaded.interpolation,
+    )
+    if batch.left_out:
+        session.warn(f"{folder}: the first {len(batch.files)} images are used, "
+                     f"{batch.left_out} are left out")  # fmt: skip
+    return batch.images

@@ -1,0 +1,300 @@
+"""What this machine offers, for `elsa doctor` and for the `environment` of every JSON document.
+
+Only the standard library is imported here, and every probe is guarded: a broken torch, a missing
+compiler or an unreadable cache becomes a line of the report, never an exception.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Distribution, module, what elsa needs it for.
+PACKAGES = (
+    ("torch", "torch", "everything"),
+    ("triton", "triton", "GPU kernels"),
+    ("timm", "timm", "its models"),
+    ("open_clip_torch", "open_clip", "open_clip: models"),
+    ("torchvision", "torchvision", "torchvision: models"),
+    ("safetensors", "safetensors", "weights"),
+    ("onnx", "onnx", "ONNX export"),
+    ("onnxruntime", "onnxruntime", "a peer in `elsa bench`"),
+)
+VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CXX", "HF_HOME", "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE", "TORCH_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "NO_COLOR",
+)  # fmt: skip
+# A cache of weights can hold 10^5 files: its size is then a lower bound.
+SIZE_BUDGET_S = 0.5
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One line of the report. `ok` is None where nothing can be wrong or missing."""
+
+    group: str
+    name: str
+    ok: bool | None
+    value: str
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(progress: Callable[[str], None] = lambda text: None) -> list[Probe]:
+    """Every probe's answer, in the order of the report. Never raises an Exception."""
+    sections: tuple[tuple[str, Callable[[], Iterator[Probe]]], ...] = (
+        ("system", _system),
+        ("packages", _packages),
+        ("gpu", _gpu),
+        ("native library", _native),
+        ("backends", _backends),
+        ("caches", _caches),
+        ("variables", _variables),
+    )
+    found: list[Probe] = []
+    for group, section in sections:
+        progress(group)
+        try:
+            # One by one: what a section found before it broke is kept.
+            found.extend(section())
+        except Exception as error:
+            found.append(Probe(group, group, False, "", _why(error)))
+    return found
+
+
+def environment() -> dict[str, Any]:
+    """The facts that a result depends on: versions, processor, GPU, threads."""
+    torch = sys.modules.get("torch")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _guard(cpu_model),
+        "isa": _guard(lambda: torch.backends.cpu.get_cpu_capability() if torch else None),
+        "threads": _guard(lambda: torch.get_num_threads() if torch else os.cpu_count()),
+        "gpu": _guard(lambda: gpu_name() if torch else None),
+        "packages": {name: _version(name) for name, _, _ in PACKAGES},
+    }
+
+
+def cpu_model() -> str:
+    """The processor's marketing name, or the architecture where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.lower().startswith(("model name", "hardware")):
+                return line.partition(":")[2].strip()
+    if sys.platform == "darwin":
+        return _output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"])
+    return platform.processor() or platform.machine()
+
+
+def gpu_name() -> str | None:
+    """The first GPU that torch sees, None where there is none."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def size_of(folder: Path) -> tuple[int, bool]:
+    """Bytes of all files below `folder`, and whether all were counted in time."""
+    total, deadline = 0, time.monotonic() + SIZE_BUDGET_S
+    for here, _, files in os.walk(folder, onerror=None):
+        for name in files:
+            try:
+                total += (Path(here) / name).lstat().st_size
+            except OSError:
+                continue
+        if time.monotonic() > deadline:
+            return total, False
+    return total, True
+
+
+def human(size: float) -> str:
+    """A size in bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _system() -> Iterator[Probe]:
+    yield Probe("system", "python", None, f"{platform.python_version()} ({sys.executable})")
+    yield Probe("system", "platform", None, platform.platform())
+    yield Probe("system", "cpu", None, f"{_guard(cpu_model)}, {os.cpu_count()} logical cores")
+    available = getattr(os, "sched_getaffinity", None)
+    if available is not None:
+        yield Probe("system", "usable cores", None, str(len(available(0))))
+    yield Probe("system", "isa", None, " ".join(_isa()) or "unknown")
+
+
+def _isa() -> list[str]:
+    """The vector extensions that matter here, as the kernel lists them."""
+    wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return [platform.machine()]
+    for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.lower().startswith(("flags", "features")):
+            flags = set(line.partition(":")[2].split())
+            return [flag for flag in wanted if flag in flags]
+    return []
+
+
+def _packages() -> Iterator[Probe]:
+    for distribution, module, use in PACKAGES:
+        version = _version(distribution)
+        if version is None and importlib.util.find_spec(module) is None:
+            required = distribution == "torch"
+            reason = f"not installed; {use} need{'s' if required else ''} it"
+            yield Probe("packages", distribution, False, "", reason)
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            yield Probe("packages", distribution, False, str(version), _why(error))
+        else:
+            yield Probe("packages", distribution, True, str(version or "version unknown"))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        yield Probe("packages", "torch threads", None, str(torch.get_num_threads()))
+        yield Probe("packages", "torch CUDA", None, torch.version.cuda or "built without CUDA")
+
+
+def _gpu() -> Iterator[Probe]:
+    import torch
+
+    if not torch.cuda.is_available():
+        why = "torch sees no GPU" if torch.version.cuda else "torch was built without CUDA"
+        yield Probe("gpu", "cuda", False, "", why)
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        value = f"{facts.name}, sm_{facts.major}{facts.minor}, {human(facts.total_memory)}"
+        yield Probe("gpu", f"cuda:{index}", True, value)
+
+
+def _native() -> Iterator[Probe]:
+    from elsa_core.backends import native
+
+    group, status = "native library", native.status()
+    compiler = f"{status.get('compiler', '')} ({status.get('compiler_version', '')})"
+    missing = "compiler" not in status
+    reason = str(status.get("reason", ""))
+    yield Probe(group, "compiler", not missing, "" if missing else compiler, reason)
+    if not status["built"]:
+        yield Probe(group, "library", None, "not built yet: `elsa build`, or its first use, does")
+        return
+    answer = native.load()
+    yield Probe(group, "library", answer.ok, str(status["path"]), answer.reason)
+    if answer.ok:
+        yield Probe(group, "kernels", None, native.isa())
+
+
+def _backends() -> Iterator[Probe]:
+    import torch
+
+    from elsa_core.attention import supports
+    from elsa_core.backends.support import Request
+
+    devices = {"native": "cpu", "triton": "cuda", "eager": "cpu"}
+    for name, device in devices.items():
+        # Asking the native backend would compile it; its state is known from its own section.
+        if name == "native" and not _native_built():
+            yield Probe("backends", name, False, "", "not built yet (see native library)")
+            continue
+        try:
+            answer = supports(Request(device, torch.float32, 64, 64, "strict"), name)
+        except Exception as error:
+            yield Probe("backends", name, False, "", _why(error))
+        else:
+            yield Probe(
+                "backends", name, answer.ok, f"{device}, fp32" if answer.ok else "", answer.reason
+            )
+
+
+def _native_built() -> bool:
+    from elsa_core.backends import native
+
+    # Without a compiler there is no path either: asking then says so, and builds nothing.
+    status = native.status()
+    return bool(status["built"]) or "compiler" not in status
+
+
+def _caches() -> Iterator[Probe]:
+    for name, folder in cache_folders().items():
+        if not folder.is_dir():
+            yield Probe("caches", name, None, f"{folder} (empty)")
+            continue
+        size, whole = size_of(folder)
+        text = f"{folder} ({'' if whole else 'more than '}{human(size)})"
+        writable = os.access(folder, os.W_OK)
+        yield Probe("caches", name, None if writable else False, text,
+                    "" if writable else "not writable")  # fmt: skip
+
+
+def cache_folders() -> dict[str, Path]:
+    """Where elsa and the packages it drives keep files, by name."""
+    home = Path.home()
+    general = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    hugging = Path(os.environ.get("HF_HOME") or general / "huggingface")
+    return {
+        "elsa": elsa_cache(),
+        "hugging face": Path(hub) if hub else hugging / "hub",
+        "torch hub": Path(os.environ.get("TORCH_HOME") or general / "torch"),
+        "triton": Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"),
+    }
+
+
+def elsa_cache() -> Path:
+    """The folder of the native library: ELSA_CACHE_DIR, or the user's cache."""
+    own = os.environ.get("ELSA_CACHE_DIR")
+    if own:
+        return Path(own)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("elsa"))
+
+
+def _variables() -> Iterator[Probe]:
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("ELSA_") or name in VARIABLES:
+            yield Probe("variables", name, None, value)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except Exception:  # not installed, or its metadata is broken
+        return None
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return done.stdout.strip()
+
+
+def _guard(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except Exception:
+        return None
+
+
+def _why(error: BaseException) -> str:
+    lines = " ".join(str(error).split())
+    return f"{type(error).__name__}: {lines[:200]}" if lines else type(error).__name__

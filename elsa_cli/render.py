@@ -1,0 +1,188 @@
+"""Reports as tables and lines for people, in 80 columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from elsa_cli.console import Session
+from elsa_cli.options import Options
+from elsa_cli.sites import group, group_by
+
+if TYPE_CHECKING:
+    from elsa_core.attention import Route
+    from elsa_core.models.load import Loaded
+    from elsa_core.models.patch import PatchReport
+    from elsa_core.models.proof.report import CheckReport
+    from elsa_core.models.sites import AttentionSite, Inspection
+
+
+def header(session: Session, loaded: Loaded, options: Options, extra: str = "") -> None:
+    """What is looked at: name, weights, size, device, dtype."""
+    typed = f"{loaded.spec.given} → " if loaded.spec.alias else ""
+    session.line(f"{typed}{loaded.name} · weights: {loaded.weights}", "bold")
+    session.line(f"{_size(loaded.input_size)} · {_place(loaded, options)}{extra}")
+    for note in loaded.notes:
+        if note == loaded.spec.alias:
+            continue
+        session.line(note, "dim")
+    session.line()
+
+
+def described(loaded: Loaded, options: Options) -> dict[str, Any]:
+    """The model of a JSON document: what the header says."""
+    device = next(loaded.model.parameters()).device
+    return {
+        "given": loaded.spec.given,
+        "name": loaded.name,
+        "source": loaded.spec.source,
+        "weights": loaded.weights,
+        "input_size": list(loaded.input_size),
+        "device": str(device),
+        "dtype": options.dtype,
+        "notes": list(loaded.notes),
+    }
+
+
+def inspection(session: Session, found: Inspection) -> None:
+    """Every site of a model and what can be patched."""
+    rows = []
+    for label, members in group(found.sites, _alike):
+        one = members[0]
+        share = sum(site.flops_share or 0.0 for site in members)
+        mark = "✓" if one.patchable else "✗"
+        rows.append([f"{mark} {label}", f"{len(members)}x", _class(one), one.kind, _heads(one),
+                     _tokens(one), f"{share:.1%}" if share else ""])  # fmt: skip
+    session.table(["  site", ">", "class", "kind", ">heads", ">tokens", ">FLOPs"], rows)
+    session.line()
+    for extra, members in group_by(found.sites, lambda site: ", ".join(site.extra)):
+        if extra:
+            session.line(f"with {extra}: {_count(members)}")
+    stay = [site for site in found.sites if not site.patchable]
+    for reason, members in group_by(stay, lambda site: site.reason):
+        classes = "/".join(dict.fromkeys(map(_class, members)))
+        session.line(f"not patchable: {_count(members)} of {classes}: {reason}", "yellow")
+    if found.note:
+        session.line(found.note, "yellow")
+
+
+def kernels(routes: dict[int, Route]) -> str:
+    """The header's words for what serves the patched sites."""
+    names = dict.fromkeys(route.backend for route in routes.values())
+    precision = next(iter(routes.values())).precision
+    return f" · {'/'.join(names)} kernels, {precision}"
+
+
+def patched(session: Session, report: PatchReport) -> None:
+    """What was patched, and what was kept and why."""
+    rows = [
+        [f"✓ {label}", f"{len(members)}x", _class(members[0]), members[0].kind,
+         _heads(members[0]), ", ".join(members[0].extra)]
+        for label, members in group(report.patched, _alike)
+    ]  # fmt: skip
+    session.table(["  patched", ">", "class", "kind", ">heads", "extra"], rows)
+    session.line()
+    for reason, members in group_by(report.kept, lambda site: site.reason):
+        labels = ", ".join(label for label, _ in group(members, lambda site: site.reason))
+        session.line(f"kept {labels} ({_class(members[0])}): {reason}", "yellow")
+    if report.kept:
+        session.line()
+
+
+def checked(session: Session, report: CheckReport) -> None:
+    """The errors of each group of sites, and of the model on each input."""
+    rows = []
+    for label, members in group(report.sites, lambda site: site.ok):
+        worst = max(members, key=lambda site: _severity(site.excess))
+        rows.append(
+            [f"{_mark(worst)} {label}", f"{len(members)}x", *_errors(worst), worst.worst_case]
+        )
+    for case in report.cases:
+        agree = (
+            f"top-1 {case.top1_rows - case.top1_flips}/{case.top1_rows}" if case.top1_rows else ""
+        )
+        rows.append([f"{_mark(case)} model: {case.case}", "", *_errors(case), agree])
+    titles = ["  relative error", ">", ">elsa", ">original", ">allowed", "worst input"]
+    session.table(titles, rows)
+    session.line()
+    if report.fault_injection:
+        session.line(f"ELSA_FAULT_INJECTION is on: {report.fault_injection}", "yellow")
+
+
+def verdict(report: CheckReport) -> str:
+    """The check in one phrase, with the model's errors on its worst input."""
+    worst = max(report.cases, key=lambda case: _severity(case.excess), default=None)
+    numbers = ""
+    if worst is not None:
+        numbers = f" (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
+    if not report.ok:
+        return f"outputs do NOT agree{numbers}"
+    times = f"{_milliseconds(report.seconds_original)} → {_milliseconds(report.seconds_patched)}"
+    return f"outputs agree{numbers} · {times}"
+
+
+def _mark(result: Any) -> str:
+    return "✓" if result.ok else "✗"
+
+
+def _errors(result: Any) -> list[str]:
+    return [_error(result.patched_error), _error(result.original_error), _error(result.allowed)]
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _severity(excess: float | None) -> float:
+    # NaN compares false with everything: nothing is worse.
+    return math.inf if excess is None or math.isnan(excess) else excess
+
+
+def _alike(site: AttentionSite) -> tuple[Any, ...]:
+    return (site.module_class, site.kind, site.num_heads, site.head_dim, site.query_tokens,
+            site.key_tokens, site.extra, site.patchable, site.reason, site.patched)  # fmt: skip
+
+
+def _class(site: AttentionSite) -> str:
+    return site.module_class.rpartition(".")[2]
+
+
+def _heads(site: AttentionSite) -> str:
+    if site.num_heads is None:
+        return "?"
+    return f"{site.num_heads}" if site.head_dim is None else f"{site.num_heads}x{site.head_dim}"
+
+
+def _tokens(site: AttentionSite) -> str:
+    if site.query_tokens is None:
+        return "?"
+    same = site.query_tokens == site.key_tokens
+    return f"{site.query_tokens}" if same else f"{site.query_tokens}:{site.key_tokens}"
+
+
+def _size(size: tuple[int, int, int]) -> str:
+    return "x".join(map(str, size))
+
+
+def _place(loaded: Loaded, options: Options) -> str:
+    device = next(loaded.model.parameters()).device
+    place = str(device)
+    if device.type == "cpu":
+        import torch
+
+        count = torch.get_num_threads()
+        place = f"cpu ({count} thread{'s' if count != 1 else ''})"
+    elif device.type == "cuda":
+        from elsa_cli.probes import gpu_name
+
+        place = f"{device} ({gpu_name()})"
+    return f"{options.dtype} · {place}"
+
+
+def _count(members: Sequence[object]) -> str:
+    return f"{len(members)} site{'s' if len(members) != 1 else ''}"
