@@ -1,0 +1,351 @@
+"""The Triton kernels on a real GPU: every precision, by twice the peer's own error."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+MODES = [
+    (torch.float32, "strict"), (torch.float32, "lean"), (torch.float32, "ieee"),
+    (torch.float32, "turbo"),
+    (torch.float16, "strict"), (torch.bfloat16, "strict"), (torch.float16, "lean"),
+]  # fmt: skip
+# a rounding band of a few units in the last place; turbo promises 11 bits
+BAND = {torch.float32: 2.5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+TURBO = 1e-3
+
+
+def attention(q, k, v, mask=None, causal=False, scale=None, precision="strict"):
+    from elsa_core.backends.triton import attention as kernel
+
+    return kernel(q, k, v, mask, causal, q.shape[-1] ** -0.5 if scale is None else scale, precision)
+
+
+def poison():
+    """Fill what the allocator will hand out next with NaN: an element never written shows."""
+    torch.full((1 << 26,), math.nan, device="cuda")
+
+
+def reference(q, k, v, mask=None, causal=False, scale=None):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(group, 1),
+        v.double().repeat_interleave(group, 1),
+    )
+    s = q @ k.mT * scale
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.double()
+    if causal:
+        s = s.masked_fill(
+            ~torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(), -math.inf
+        )
+    lse = torch.logsumexp(s, -1)
+    return torch.where(lse.isinf()[..., None], 0.0, torch.softmax(s, -1).nan_to_num() @ v), lse
+
+
+def distance(out, ref):
+    return ((out.double() - ref).norm() / ref.norm().clamp_min(1e-300)).item()
+
+
+def agree(q, k, v, mask=None, causal=False, scale=None, precision="strict"):
+    poison()
+    out, lse = attention(q, k, v, mask, causal, scale, precision)
+    ref, ref_lse = reference(q, k, v, mask, causal, scale)
+    visible = ref_lse.isfinite()
+    assert out.shape == ref.shape and out.dtype == q.dtype
+    assert out.transpose(1, 2).is_contiguous()
+    assert torch.isfinite(out).all()
+    assert (lse.isinf() == ~visible).all()
+    ours = distance(out, ref)
+    group = q.shape[1] // k.shape[1]
+    bias = (
+        mask if mask is None else mask.expand(*mask.shape[:2], q.shape[2], k.shape[2]).contiguous()
+    )
+    if causal:
+        tri = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device="cuda").tril()
+        bias = tri if mask is None else mask & tri
+    peer = F.scaled_dot_product_attention(
+        q.contiguous(),
+        k.repeat_interleave(group, 1).contiguous(),
+        v.repeat_interleave(group, 1).contiguous(),
+        bias,
+        scale=scale,
+    )
+    theirs = distance(torch.where(visible[..., None], peer, 0), ref)
+    limit = TURBO if precision == "turbo" else 2 * theirs + BAND[q.dtype]
+    assert ours <= limit, f"{ours:.2e} against the peer's {theirs:.2e}"
+    worst = (lse.double() - ref_lse)[visible].abs()
+    if worst.numel():
+        size = ref_lse[visible].abs().max().item()
+        assert worst.max() <= (2e-3 if precision == "turbo" else 2e-6) * (1 + size) * (
+            1 if q.dtype == torch.float32 else 4
+        )  # fmt: skip
+
+
+def tensors(b, h, hk, n, m, d, dv, dtype, seed=0):
+    g = torch.Generator("cuda").manual_seed(seed)
+    return (
+        torch.randn(b, h, n, d, device="cuda", generator=g).to(dtype),
+        torch.randn(b, hk, m, d, device="cuda", generator=g).to(dtype),
+        torch.randn(b, hk, m, dv, device="cuda", generator=g).to(dtype),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize("n", [1, 7, 49, 63, 100, 197, 577, 785, 1025, 4097])
+def test_lengths(dtype, precision, n):
+    agree(*tensors(2, 3, 3, n, n, 64, 64, dtype), precision=precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize("d", [16, 32, 40, 72, 80, 88, 96, 128, 160, 256])
+def test_head_dims(dtype, precision, d):
+    agree(*tensors(1, 2, 2, 197, 300, d, d, dtype), precision=precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize(
+    "dims", [(64, 32), (64, 16), (64, 24), (64, 128), (80, 64), (32, 88), (128, 32), (16, 128)]
+)
+def test_value_dim_differs(dtype, precision, dims):
+    agree(*tensors(1, 2, 2, 130, 333, *dims, dtype), precision=precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize(
+    "shape", [(8, 2, 1, 700), (8, 1, 100, 333), (6, 3, 577, 65), (4, 4, 65, 577)]
+)
+def test_groups_and_cross(dtype, precision, shape):
+    h, hk, n, m = shape
+    agree(*tensors(2, h, hk, n, m, 64, 64, dtype), precision=precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize("n", [1, 100, 577, 1025])
+def test_causal(dtype, precision, n):
+    agree(*tensors(1, 2, 2, n, n, 64, 64, dtype), causal=True, precision=precision)
+    agree(*tensors(1, 2, 2, n, 2 * n + 1, 64, 64, dtype), causal=True, precision=precision)
+    agree(*tensors(1, 2, 2, 2 * n + 1, n, 64, 64, dtype), causal=True, precision=precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize("kind", ["bool", "float", "same"])
+@pytest.mark.parametrize(
+    "full", [(1, 1, 1, 1), (1, 1, 0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 1, 0)]
+)
+def test_masks(dtype, precision, kind, full):
+    for n, m in ((100, 197), (1, 777), (197, 577)):
+        q, k, v = tensors(2, 3, 3, n, m, 64, 64, dtype)
+        size = [s if f else 1 for s, f in zip((2, 3, n, m), full, strict=True)]
+        mask = torch.rand(size, device="cuda") > 0.3
+        if kind != "bool":
+            x = torch.randn(size, device="cuda")
+            mask = x.masked_fill(~mask, -math.inf) if full[3] else x
+            mask = mask.to(dtype) if kind == "same" else mask
+        if full[2] and full[3] and n > 4:
+            mask[..., 3, :] = False if kind == "bool" else -math.inf
+        if kind == "same" or kind == "bool" or dtype == torch.float32:
+            agree(q, k, v, mask, precision=precision)
+        else:
+            poison()
+            out, _ = attention(q, k, v, mask, precision=precision)
+            assert distance(out, reference(q, k, v, mask)[0]) < 2 * BAND[dtype]
+
+
+def test_mask_with_causal():
+    q, k, v = tensors(1, 2, 2, 197, 197, 64, 64, torch.float32)
+    agree(q, k, v, torch.rand(1, 1, 197, 197, device="cuda") > 0.3, causal=True)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+def test_strides(dtype, precision):
+    b, n, h, d = 2, 197, 3, 64
+    packed = torch.randn(b, n, 3, h, d, device="cuda").to(dtype)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    agree(q, k, v, precision=precision)
+    odd = torch.randn(b, n, 3, h, d + 1, device="cuda").to(dtype)[..., 1:]
+    agree(*odd.permute(2, 0, 3, 1, 4), precision=precision)
+    columns = torch.randn(3, b, h, d, n, device="cuda").to(dtype).mT
+    agree(*columns, precision=precision)
+    q, k, v = tensors(1, 1, 1, n, 333, d, d, dtype)
+    agree(q.expand(b, h, n, d), k.expand(b, h, 333, d), v.expand(b, h, 333, d), precision=precision)
+    agree(q[:, :, :1], k[..., ::2, :], v[..., ::2, :], precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["strict", "lean", "ieee", "turbo"])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e-30])
+def test_scales(precision, scale):
+    agree(*tensors(1, 2, 2, 100, 300, 64, 64, torch.float32), scale=scale, precision=precision)
+    agree(*tensors(1, 2, 2, 1, 300, 64, 64, torch.float32), scale=scale, precision=precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize("scenario", ["regular", "long", "stress", "constant", "dominant"])
+def test_scenarios(dtype, precision, scenario):
+    n = {"regular": 785, "long": 16000}.get(scenario, 500)
+    q, k, v = tensors(1, 2, 2, n, n, 64, 64, dtype)
+    if scenario == "stress":
+        q = q * 8
+    elif scenario == "constant":
+        k[:] = k[:, :, :1]
+    elif scenario == "dominant":
+        k[:, :, 17] = q[:, :, 3] * 3
+    agree(q, k, v, precision=precision)
+
+
+@pytest.mark.parametrize("n", [130, 400])
+@pytest.mark.parametrize("precision", ["strict", "lean"])
+@pytest.mark.parametrize(
+    "case", ["huge", "top", "outlier", "token", "denormal", "zero", "tiny", "balance", "values"]
+)
+def test_no_finite_input_overflows(case, precision, n):
+    q, k, v = tensors(1, 2, 2, n, n, 64, 64, torch.float32)
+    if case == "huge":
+        q, k = q * 1e15, k * 1e15
+    elif case == "top":
+        q, k, v = q * 5e37, k * 5e37, v * 5e37
+    elif case == "outlier":
+        k[..., 5], q[..., 9], v[..., 3] = k[..., 5] * 2**20, q[..., 9] * 2**20, v[..., 3] * 2**20
+    elif case == "token":
+        k[..., 7, :], v[..., 7, :] = k[..., 7, :] * 2**24, v[..., 7, :] * 2**30
+    elif case == "denormal":
+        q, k, v = q * 1e-39, k * 1e-40, v * 1e-41
+    elif case == "zero":
+        q, k, v = q * 0, k * 0, v * 0
+    elif case == "tiny":
+        v = v * 1e-35
+        k = k * 1e-20
+    elif case == "balance":
+        q[..., 5], k[..., 5] = q[..., 5] * 2**-24, k[..., 5] * 2**24
+    elif case == "values":
+        v = v * torch.logspace(-30, 30, 64, device="cuda")
+    for queries in (q, q[:, :, :1]):
+        poison()
+        out, lse = attention(queries, k, v, precision=precision)
+        ref, _ = reference(queries, k, v)
+        assert torch.isfinite(out).all()
+        if case == "top":
+            continue
+        assert torch.isfinite(lse).all()
+        peer = F.scaled_dot_product_attention(queries, k, v)
+        assert distance(out, ref) <= 2 * distance(peer, ref) + BAND[torch.float32] + (
+            1e-3 if case == "denormal" else 0
+        )  # fmt: skip
+        if case == "values" and queries is q:
+            columns = ((out.double() - ref).norm(dim=-2) / ref.norm(dim=-2)).max()
+            assert columns < 2e-5
+
+
+def test_nan_and_infinity():
+    for n in (100, 400):
+        for m in (100, 1):
+            q, k, v = tensors(1, 1, 1, n, n, 64, 64, torch.float32)
+            q = q[:, :, :m].clone()
+            clean = attention(q, k, v)[0]
+            k[0, 0, 5, 3] = math.nan
+            assert attention(q, k, v)[0].isnan().all()
+            k[0, 0, 5] = q[0, 0, 0] * -math.inf
+            k[0, 0, 5] = torch.nan_to_num(k[0, 0, 5], neginf=0, posinf=0)
+            q[0, 0, 0, 0] = math.inf
+            out = attention(q, k, v)[0]
+            assert out[0, 0, 0].isnan().all()
+            if m > 1:
+                assert out[0, 0, 1:].isfinite().all()
+            assert clean.isfinite().all()
+
+
+def test_empty():
+    for dtype in (torch.float32, torch.float16):
+        q, k, v = tensors(1, 2, 2, 7, 9, 64, 64, dtype)
+        out, lse = attention(q, k[:, :, :0], v[:, :, :0])
+        assert (out == 0).all() and out.shape == (1, 2, 7, 64) and (lse == -math.inf).all()
+        assert attention(q[:, :, :0], k, v)[0].shape == (1, 2, 0, 64)
+        assert attention(q[:0], k[:0], v[:0])[0].shape == (0, 2, 7, 64)
+
+
+def test_many_heads():
+    agree(*tensors(70001, 1, 1, 5, 6, 16, 16, torch.float16))
+    agree(*tensors(66000, 1, 1, 1, 6, 16, 16, torch.float32))
+
+
+def test_split_keys_agree():
+    """Few queries against many keys: partitions and their merge."""
+    for dtype in (torch.float32, torch.float16):
+        for n, m in ((5, 5000), (64, 20000), (1, 30001)):
+            q, k, v = tensors(1, 2, 2, n, m, 64, 64, dtype)
+            agree(q, k, v)
+            agree(q, k, v, torch.rand(1, 1, 1, m, device="cuda") > 0.99)
+            agree(q, k, v, causal=True)
+
+
+def test_more_than_2_to_31_elements():
+    n = (1 << 25) + 77
+    k = torch.randn(1, 1, n, 64, device="cuda", dtype=torch.float16)
+    q = torch.randn(1, 1, 3, 64, device="cuda", dtype=torch.float16)
+    for rows in (3, 1):
+        out, lse = attention(q[:, :, :rows], k, k)
+        total, acc = [], []
+        for part in k.split(1 << 22, 2):
+            o, part_lse = reference(q[:, :, :rows].float(), part.float(), part.float())
+            total.append(part_lse)
+            acc.append(o)
+        lses = torch.stack(total)
+        ref = (torch.softmax(lses, 0)[..., None] * torch.stack(acc)).sum(0)
+        assert (lse - torch.logsumexp(lses, 0)).abs().max() < 1e-4
+        assert (out.double() - ref).abs().max() < 5e-4
+
+
+def test_lengths_do_not_recompile():
+    from elsa_core.backends.triton.forward import forward
+
+    def count():
+        return sum(len(c[0]) for c in forward.device_caches.values())
+
+    agree(*tensors(1, 4, 4, 600, 600, 64, 64, torch.float16))
+    before = count()
+    for n in range(601, 641):
+        attention(*tensors(1, 4, 4, n, n, 64, 64, torch.float16))
+    assert count() - before <= 2
+
+
+def test_cuda_graph():
+    q, k, v = tensors(1, 4, 4, 577, 577, 64, 64, torch.float32)
+    expected = attention(q, k, v)[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attention(q, k, v)
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_host_cost():
+    """A warm call costs the host at most 25 us, or 2.5 times SDPA on a slower host."""
+
+    def cost(call):
+        call()
+        best = math.inf
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):
+                call()
+            best = min(best, (time.perf_counter() - start) / 50)
+        return best
+
+    for dtype in (torch.float16, torch.float32):
+        q, k, v = tensors(1, 3, 3, 197, 197, 64, 64, dtype)
+        ours = cost(lambda: attention(q, k, v))  # noqa: B023
+        peer = cost(lambda: F.scaled_dot_product_attention(q, k, v))  # noqa: B023
+        print(f"host cost {dtype}: {ours * 1e6:.1f} us, SDPA {peer * 1e6:.1f} us")
+        assert ours <= max(25e-6, 2.5 * peer)

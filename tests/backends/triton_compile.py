@@ -1,0 +1,52 @@
+"""Compiles a planned launch for a GPU that is not here: no driver is needed, only Triton's
+compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elsa_core.backends.triton.launch import Call, Launch, plan_call
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+POINTERS = {"W": "fp16", "LSE": "fp32", "PO": "fp32", "PL": "fp32"}
+
+
+def compile_launch(
+    launch: Launch, dtype: torch.dtype, backend: str, arch: int | str, **options: Any
+) -> Any:
+    """The compiled kernel of one launch; `.asm` holds its code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            constants[(position,)] = launch.tail[name]
+        elif parameter.annotation_type:
+            signature[name] = parameter.annotation_type
+        else:
+            kind = "fp32" if name == "Out" and launch.tail.get("PARTIAL") else NAMES[dtype]
+            signature[name] = "*" + POINTERS.get(name, kind)
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
+    return triton.compile(source, target=target, options={**launch.options, **options})
+
+
+def planned_call(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, precision: str, *, causal: bool = False,
+    mask: torch.Tensor | None = None, keys: int | None = None,
+) -> Call:  # fmt: skip
+    """The launches of a self-attention of [B, H, N, D] on a machine without a GPU (the H200's
+    table).
+    """
+    b, h, n, d = shape
+    q = torch.empty(shape, dtype=dtype, device="meta")
+    k = torch.empty((b, h, keys or n, d), dtype=dtype, device="meta")
+    return plan_call(q, k, k, mask, causal, d**-0.5, precision)

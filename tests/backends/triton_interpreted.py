@@ -1,0 +1,110 @@
+"""Runs the Triton kernels by Triton's interpreter; prints one JSON line of errors per case.
+
+A program of its own, because TRITON_INTERPRET must be set before Triton is imported and must not
+reach other tests. The interpreter has no bfloat16 products, and no float32 rounding of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+
+from elsa_core.backends.triton import attention, launch, tiling  # noqa: E402
+
+F32, F16 = torch.float32, torch.float16
+# name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, precision, options
+CASES = {
+    "half": ((1, 2, 2, 70, 150, 64, 64), F16, "strict", {}),
+    "half two blocks, groups": ((1, 2, 1, 20, 100, 80, 72), F16, "strict", {}),
+    "half lean": ((1, 1, 1, 20, 70, 32, 32), F16, "lean", {}),
+    "strict short": ((1, 2, 2, 70, 100, 64, 64), F32, "strict", {}),
+    "strict two blocks": ((1, 2, 2, 20, 300, 80, 72), F32, "strict", {}),
+    "strict causal": ((1, 2, 2, 150, 150, 32, 32), F32, "strict", {"causal": True}),
+    "strict boolean mask": ((1, 2, 2, 20, 300, 32, 32), F32, "strict", {"mask": "bool"}),
+    "strict additive mask": ((1, 2, 2, 20, 300, 32, 32), F32, "strict", {"mask": "float"}),
+    "strict negative scale": ((1, 1, 1, 20, 100, 64, 64), F32, "strict", {"scale": -0.3}),
+    "strict zero scale": ((1, 1, 1, 20, 100, 64, 64), F32, "strict", {"scale": 0.0}),
+    "strict strides": ((2, 3, 3, 20, 70, 32, 32), F32, "strict", {"packed": True}),
+    "lean": ((1, 2, 2, 20, 150, 64, 32), F32, "lean", {}),
+    "turbo": ((1, 2, 2, 20, 150, 64, 64), F32, "turbo", {}),
+    "ieee": ((1, 2, 2, 20, 150, 64, 64), F32, "ieee", {}),
+    "ieee partitions": ((1, 1, 1, 20, 600, 32, 32), F32, "ieee", {}),
+    "split keys": ((1, 1, 1, 9, 900, 32, 32), F32, "strict", {}),
+    "split keys half": ((1, 2, 2, 9, 900, 32, 48), F16, "strict", {}),
+    "one query": ((1, 4, 2, 1, 1500, 64, 64), F32, "strict", {}),
+    "one query half": ((1, 4, 2, 1, 700, 64, 48), F16, "strict", {}),
+    "one query masked": ((1, 2, 2, 1, 300, 64, 64), F32, "strict", {"mask": "bool"}),
+    "huge logits": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (1e15, 1e15, 1)}),
+    "overflow": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (5e37, 5e37, 5e37)}),
+    "denormals": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (1e-39, 1e-40, 1e-41)}),
+    "zeros": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (0, 0, 0)}),
+    "outlier channels": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"outlier": True}),
+    "outlier channels lean": ((1, 1, 1, 20, 150, 64, 64), F32, "lean", {"outlier": True}),
+}  # fmt: skip
+
+
+def reference(q, k, v, mask, causal, scale):
+    group = q.shape[1] // k.shape[1]
+    q = q.double()
+    k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
+    s = q @ k.mT * scale
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask.double()
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    return torch.softmax(s, -1).nan_to_num() @ v, torch.logsumexp(s, -1)
+
+
+def run(shape, dtype, precision, options):
+    b, hq, hk, n, m, d, dv = shape
+    generator = torch.Generator().manual_seed(n + m)
+    factors = options.get("times", (1, 1, 1))
+    q, k, v = (
+        (torch.randn(size, generator=generator) * factor).to(dtype)
+        for size, factor in zip(
+            ((b, hq, n, d), (b, hk, m, d), (b, hk, m, dv)), factors, strict=True
+        )
+    )
+    if options.get("packed"):
+        k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
+    if options.get("outlier"):
+        k[..., 5], v[..., 3], q[..., 9] = k[..., 5] * 2**20, v[..., 3] * 2**20, q[..., 9] * 2**20
+    mask = None
+    if "mask" in options:
+        mask = torch.rand(1, hq, n, m, generator=generator) > 0.3
+        mask[:, :, 0] = False
+        if options["mask"] == "float":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
+    out, lse = attention(q, k, v, mask, causal, scale, precision)
+    expected, expected_lse = reference(q, k, v, mask, causal, scale)
+    visible = expected_lse.isfinite()
+    difference = (lse.double() - expected_lse)[visible].abs() / (1 + expected_lse[visible].abs())
+    return {
+        "error": ((out.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item(),
+        "lse": difference.max().item() if difference.numel() else 0.0,
+        "finite": bool(out.isfinite().all()),
+        "hidden": bool((lse.isinf() == ~visible).all() and (out[~visible] == 0).all()),
+        "memory": out.transpose(1, 2).is_contiguous(),
+        "words": launch.planned(q, k, v, mask, causal, scale, precision).words,
+    }
+
+
+def main() -> None:
+    assert tiling.load_table("h200").measured
+    torch.manual_seed(0)
+    for name, case in CASES.items():
+        sys.stdout.write(json.dumps({"name": name, **run(*case)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

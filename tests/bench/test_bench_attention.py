@@ -1,0 +1,228 @@
+"""Measuring: who takes part, how rounds interleave, what a result holds, when it is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from elsa_core import reference
+from elsa_core.bench import attention, environment, peers, results, timing
+from elsa_core.bench.cases import Case, inputs
+from elsa_core.bench.results import Measurement, Report, Settings
+from elsa_core.bench.timing import Contender
+from elsa_core.errors import ArgumentError, UnavailableError
+
+CASE = Case("vit", 1, 2, 33, 33, 16, goal=1e-6)
+MASKED = Case("sweep", 1, 2, 21, 21, 16, mask="additive")
+QUICK = Settings(rounds=3, budget_seconds=0.05)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    seen: list[tuple[str, int, int]] = []
+    found = attention.run([CASE, MASKED], settings=QUICK, progress=lambda *args: seen.append(args))
+    assert seen == [(CASE.name, 0, 2), (MASKED.name, 1, 2)]
+    return found
+
+
+def test_everyone_takes_part_and_is_right(report: Report) -> None:
+    expected = {"elsa-strict", "sdpa-flash", "sdpa-math", "eager"}
+    if importlib.util.find_spec("onnxruntime"):
+        expected.add("onnxruntime")
+    for result in report.cases:
+        assert {m.contender for m in result.measurements} == expected, result.left_out
+        for m in result.measurements:
+            assert m.error < 1e-6
+            assert len(m.samples) == 3 and 0 < m.seconds_p10 <= m.seconds <= m.seconds_p90
+            assert m.flops_per_second == pytest.approx(result.case.flops / m.seconds, rel=1e-5)
+            assert m.ceiling_share is not None and (m.ratio is None) == (m.precision is None)
+        own = result.measurements[0]
+        best = min((m for m in result.measurements if m.precision is None), key=lambda m: m.seconds)
+        assert result.best_peer == best.contender
+        assert own.ratio == pytest.approx(best.seconds / own.seconds, rel=1e-4)
+        assert own.notes["backend"] and own.host_seconds is None
+    assert report.cases[0].reached is True and report.cases[1].reached is None
+
+
+def test_the_document_is_plain_json(report: Report) -> None:
+    document = json.loads(json.dumps(results.document(report), allow_nan=False))
+    assert document["schema_version"] == 1 and document["command"] == "bench attention"
+    described = document["environment"]
+    assert {"cpu", "threads", "isa", "gpu", "packages", "date"} <= set(described)
+    assert described["packages"]["torch"] and described["threads"] == torch.get_num_threads()
+    assert document["results"]["cases"][0]["case"]["name"] == CASE.name
+    assert document["results"]["ceilings"]["gemm_fp32"] > 1e8
+
+
+def test_a_contender_that_fails_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: object) -> Contender:
+        raise RuntimeError("no such kernel\nand a long story")
+
+    monkeypatch.setattr(peers, "_eager", broken)
+    half = replace(CASE, dtype="fp16", precisions=("turbo", "strict"))
+    result = attention.run([half], settings=replace(QUICK, memory=False)).cases[0]
+    assert result.left_out["eager"] == "no such kernel"
+    assert "turbo" in result.left_out["elsa-turbo"] and "float16" in result.left_out["elsa-turbo"]
+    assert "float32" in result.left_out.get("onnxruntime", "takes float32")
+    assert result.reached is None  # the first precision was not measured
+    assert all(m.workspace_bytes is None for m in result.measurements)
+
+
+def test_a_case_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "field_of", lambda *_, **__: peers.Field([], {"all": "no"}))
+    result = attention.run([CASE], settings=QUICK).cases[0]
+    assert result.measurements == () and result.best_peer is None and result.reached is None
+
+
+def test_score_matrices_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "available_bytes", lambda _: 1000)
+    field = peers.field_of(CASE, peers.Inputs(*inputs(CASE, "cpu")))
+    assert {"sdpa-math", "eager"} <= set(field.left_out)
+    assert "GiB are there" in field.left_out["eager"]
+
+
+def test_matmul_precision_is_restored() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(ZeroDivisionError):
+            attention.run([CASE], settings=QUICK, progress=lambda *_: 1 // 0)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError, match="sees no CUDA GPU"):
+        attention.run([CASE], device="cuda", settings=QUICK)
+
+
+def measurement(
+    name: str, seconds: float, samples: tuple[float, ...], error: float = 1e-7
+) -> Measurement:
+    precision = name.removeprefix("elsa-") if name.startswith("elsa") else None
+    return Measurement(
+        name, precision, seconds, min(samples), max(samples), samples,
+        1e9, None, None, error, None, None,
+    )  # fmt: skip
+
+
+def test_ratios_are_against_the_fastest_peer() -> None:
+    found = [
+        measurement("elsa-strict", 2.0, (1.0, 2.0, 4.0)),
+        measurement("slow", 9.0, (9.0, 9.0, 9.0)),
+        measurement("fast", 3.0, (3.0, 3.0, 2.0)),
+    ]
+    result = results.compare(replace(CASE, goal=1.6), found, {})
+    own = result.measurements[0]
+    assert result.best_peer == "fast" and own.ratio == 1.5 and result.reached is False
+    assert (own.ratio_p10, own.ratio_p90) == (0.5, 3.0)
+    alone = results.compare(CASE, found[:1], {})
+    assert alone.best_peer is None and alone.reached is None
+
+
+@pytest.mark.parametrize("error", [1.0, 3e-6, math.nan])
+def test_a_wrong_result_is_never_a_fast_one(error: float) -> None:
+    def field(own: float, peer: float) -> list[Measurement]:
+        found = {"elsa-strict": own, "elsa-turbo": 1e-3, "fast": peer, "right": 2e-7}
+        return [measurement(name, 1.0, (1.0,), e) for name, e in found.items()]
+
+    result = results.compare(CASE, field(error, 1e-7), {})
+    assert result.wrong == result.own_wrong == ("elsa-strict",) and result.reached is False
+    result = results.compare(CASE, field(3e-7, error), {})
+    assert result.wrong == ("fast",) and result.own_wrong == () and result.best_peer == "right"
+    assert result.reached is True
+
+
+def test_errors_of_long_cases_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("vit", 2, 3, 40, 50, 8, mask="additive")
+    tensors = peers.Inputs(*inputs(case, "cpu"))
+    whole, _ = reference.attention(*tensors)
+    monkeypatch.setitem(attention._ORACLE_SCORES, "cpu", 1500)
+    expected, pick = attention._oracle(case, tensors)
+    assert expected.shape == (1, 2, 14, 8)
+    torch.testing.assert_close(pick(whole), expected)
+
+
+def test_rounds_are_interleaved() -> None:
+    order: list[str] = []
+    contenders = [
+        Contender(name, lambda n=name: order.append(n))  # type: ignore[misc]
+        for name in ("a", "b", "c")
+    ]
+    samples = timing.time_cpu(contenders, rounds=3, batch_seconds=0.0, budget_seconds=5)
+    assert {name: len(times) for name, times in samples.items()} == dict.fromkeys("abc", 3)
+    # After the calls that gauge each one, a round has one warm and one timed call of everybody.
+    rounds = "".join(order[9:])
+    assert rounds == "aabbcc" + "bbccaa" + "ccaabb"
+
+
+def test_memory_of_a_score_matrix_is_seen() -> None:
+    case = Case("vit", 1, 4, 1024, 1024, 16)
+    tensors = peers.Inputs(*inputs(case, "cpu"))
+    output = 4 * 1024 * 16 * 4
+    eager = timing.workspace_cpu(peers._eager(tensors), output)
+    if eager is None:
+        pytest.skip("the peak of resident memory cannot be reset on this system")
+    assert eager > 0.9 * case.score_bytes
+    nothing = timing.workspace_cpu(Contender("none", lambda: None), 0)
+    assert nothing is not None and nothing < 2**20
+
+
+def test_publishing_is_refused_on_a_busy_machine(report: Report, tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    busy = replace(report, busy="other programs use 50% of the processors")
+    with pytest.raises(UnavailableError, match="not written: other programs use 50%"):
+        results.publish(busy, target)
+    assert list(tmp_path.iterdir()) == []
+    results.publish(busy, target, allow_busy=True)
+    assert json.loads(target.read_text())["results"]["busy"].startswith("other programs")
+    with pytest.raises(ArgumentError, match="use --force"):
+        results.publish(replace(report, busy=""), target)
+    results.publish(replace(report, busy=""), target, force=True)
+    assert json.loads(target.read_text())["results"]["busy"] == ""
+
+
+def test_nothing_half_written_stays(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        results.publish(replace(report, busy=""), tmp_path / "result.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_busy_counts_other_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.time, "sleep", lambda _: None)
+    ticks = iter([(100.0, 1000.0), (150.0, 1100.0), (100.0, 1000.0), (105.0, 1100.0)])
+    monkeypatch.setattr(environment, "_processor_times", lambda: next(ticks))
+    assert "use 50% of the processors" in environment.busy("cpu")
+    assert environment.busy("cpu") == ""
+    monkeypatch.setattr(environment, "_processor_times", lambda: None)
+    assert environment.busy("cpu") == ""
+
+
+def test_a_machine_is_described_in_one_line(report: Report) -> None:
+    line = environment.label(report.environment)
+    assert "threads" in line and "torch" in line and "\n" not in line
+    gpu = {"gpu": "NVIDIA H200", "gpu_details": {"cuda": "13.0"}, "packages": {"torch": "2.11.0"}}
+    assert environment.label(gpu).startswith("NVIDIA H200, CUDA 13.0, torch 2.11.0")
+
+
+def test_percentiles_are_nearest_rank() -> None:
+    assert results.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert results.percentile([1.0], 0.9) == 1.0
+    assert results.percentile(range(1, 101), 0.9) == 90
+    assert results._finite({"a": math.nan, "b": 1.0}) == {"a": None, "b": 1.0}

@@ -1,0 +1,186 @@
+"""From a result document to Markdown and plots; README's tables are those of its documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elsa_core.bench import plots, tables
+from elsa_core.errors import ArgumentError, UnavailableError
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(name: str, seconds: float, **more: Any) -> dict[str, Any]:
+    own = name.startswith("elsa")
+    return {
+        "contender": name, "precision": name[5:] if own else None, "seconds": seconds,
+        "seconds_p10": 0.9 * seconds, "seconds_p90": 1.1 * seconds, "samples": [seconds],
+        "flops_per_second": 1e11, "ceiling_share": 0.5, "bytes_per_second": None,
+        "error": 3e-7, "workspace_bytes": 2_000_000, "host_seconds": None,
+        "ratio": 0.002 / seconds if own else None, "ratio_p10": 1.0, "ratio_p90": 2.0, "notes": {},
+    } | more  # fmt: skip
+
+
+def result(
+    table: str, tokens: int, seconds: float, goal: float | None, **more: Any
+) -> dict[str, Any]:
+    case = {
+        "name": f"{table}/1x12x{tokens}x64-fp32", "table": table, "batch": 1, "heads": 12,
+        "queries": tokens, "keys": tokens, "head_dim": 64, "dtype": "fp32", "mask": "none",
+        "precisions": ["strict"], "goal": goal, "quick": False,
+    } | more  # fmt: skip
+    found = [measured("elsa-strict", seconds), measured("sdpa-flash", 0.002)]
+    return {
+        "case": case, "measurements": found, "best_peer": "sdpa-flash", "left_out": {}, "wrong": [],
+        "reached": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "elsa_version": "0",
+        "command": "bench attention",
+        "environment": {
+            "cpu": "A CPU", "threads": 2, "isa": "AVX2", "date": "2026-01-02T03:04:05",
+            "packages": {"torch": "2.15.0"},
+        },
+        "results": {
+            "busy": "",
+            "cases": [
+                result("vit", 197, 0.001, 1.4),
+                result("vit", 577, 0.004, 1.2),
+                result("sweep", 16, 0.002, 0.97),
+                result("sweep", 49, 0.001, 0.97, mask="additive"),
+                result("sweep", 49, 0.001, 0.97, head_dim=32),
+            ],
+        },
+    }  # fmt: skip
+
+
+def test_a_table_shows_everyone_and_marks_the_best_peer(document: dict[str, Any]) -> None:
+    lines = tables.render(document, "vit").splitlines()
+    assert lines[0].startswith("| B,H,N,D | elsa, ms | sdpa-flash, ms | ratio (10 to 90%) |")
+    assert lines[1].startswith("|---|---:|")
+    assert lines[2].startswith(
+        "| 1,12,197,64 | 1 | **2** | 2.00 (1.00 to 2.00) | 100 (50% of GEMM)"
+    )
+    assert "| 3.0e-07 / 3.0e-07 | 2.0 / 2.0 |" in lines[2]
+    assert lines[3].startswith("| 1,12,577,64 | 4 | **2** | 0.50 ")
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_a_sweep_shows_ratios(document: dict[str, Any]) -> None:
+    assert tables.render(document, "sweep").splitlines() == [
+        "| N | D 32 | D 64 | D 64, mask |",
+        "|---|---:|---:|---:|",
+        "| 16 | - | 1.00 | - |",
+        "| 49 | 2.00 | - | 2.00 |",
+    ]
+
+
+def test_decode_shows_bandwidth(document: dict[str, Any]) -> None:
+    case = result("decode", 4096, 0.001, None, queries=1, dtype="fp16")
+    case["measurements"][0]["bytes_per_second"] = 3e12
+    case["measurements"][0]["host_seconds"] = 2e-5
+    document["results"]["cases"] = [case]
+    lines = tables.render(document, "decode").splitlines()
+    assert "TB/s" in lines[0] and "host us elsa / peer" in lines[0]
+    assert lines[2].startswith("| 1,12,1:4096,64 fp16 | 1 |") and "| 3.00 |" in lines[2]
+    assert "| 20 / - |" in lines[2]
+
+
+def test_the_summary_names_what_missed(document: dict[str, Any]) -> None:
+    text = tables.summary(document)
+    assert text == (
+        "Measured on A CPU, 2 threads, AVX2, torch 2.15.0, 2026-01-02. "
+        "At least as fast as the best peer in 4 of 5 cases. "
+        "Under their goals: vit/1x12x577x64-fp32 (0.50 of 1.2)."
+    )
+    document["results"]["cases"][0]["wrong"] = ["elsa-strict"]
+    text = tables.summary(document)
+    assert "in 3 of 4 cases" in text and "Wrong results: vit/1x12x197x64-fp32: elsa-s" in text
+    assert "| wrong |" in tables.render(document, "vit")
+    document["results"]["busy"] = "others"
+    assert "not free: others" in tables.summary(document)
+
+
+def test_markers_are_filled_and_the_rest_is_kept(document: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "cpu.json").write_text(json.dumps(document))
+    readme = tmp_path / "README.md"
+    begin, end = "<!-- begin:bench:cpu:vit -->\n", "<!-- end:bench:cpu:vit -->"
+    readme.write_text(f"before\n{begin}old\n{end}\nafter\n")
+    assert tables.update(readme, tmp_path) is True
+    assert readme.read_text() == f"before\n{begin}{tables.render(document, 'vit')}{end}\nafter\n"
+    assert tables.update(readme, tmp_path) is False
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!-- begin:bench:cpu:vit -->\n", "1 bench markers, but 0"),
+        ("<!-- begin:bench:cpu:vit -->\n<!-- end:bench:cpu:sweep -->", "2 bench markers, but 0"),
+        ("<!-- begin:bench:gone:vit -->\n<!-- end:bench:gone:vit -->", "no such result"),
+        ("<!-- begin:bench:cpu:no -->\n<!-- end:bench:cpu:no -->", "it has vit, sweep, summary"),
+        ("<!-- begin:bench:bad:vit -->\n<!-- end:bench:bad:vit -->", "not a result document"),
+    ],
+)
+def test_wrong_markers_are_errors(
+    document: dict[str, Any], tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "cpu.json").write_text(json.dumps(document))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ArgumentError, match=words):
+        tables.rendered(text, tmp_path)
+
+
+def test_readme_holds_what_its_documents_give() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert tables.rendered(text) == text, "run: python -m elsa_core.bench.tables README.md"
+
+
+@pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda p: p.stem)
+def test_published_results_are_whole(path: Path) -> None:
+    """Every published document renders, was measured on a free machine, and hides no case."""
+    document = tables.load(path)
+    assert document["results"]["busy"] == ""
+    names = {case["case"]["table"] for case in document["results"]["cases"]}
+    for name in names:
+        assert tables.render(document, name)
+    for case in document["results"]["cases"]:
+        assert case["measurements"] or case["left_out"]
+        assert not [name for name in case["wrong"] if name.startswith("elsa")]
+
+
+def test_the_longest_family_is_drawn(document: dict[str, Any]) -> None:
+    title, times, memory = plots.family(document)
+    assert title == "fp32 attention, batch 1, 12 heads, head_dim 64"
+    assert [tokens for tokens, _ in times["elsa-strict"]] == [16, 197, 577]
+    assert memory["sdpa-flash"][0] == (16, 2_000_000)
+    document["results"]["cases"] = document["results"]["cases"][:1]
+    with pytest.raises(ArgumentError, match="no two of these cases differ"):
+        plots.family(document)
+
+
+@pytest.mark.parametrize("suffix", plots.FORMATS)
+def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = plots.plot(document, tmp_path / f"plot{suffix}")
+    head = path.read_bytes()[:200]
+    assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in head
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(ArgumentError, match="use --force"):
+        plots.plot(document, path)
+
+
+def test_plots_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"\.png or \.svg"):
+        plots.check(tmp_path / "plot.pdf")
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UnavailableError, match=r"elsa-attention\[plot\]"):
+        plots.check(tmp_path / "plot.png")

@@ -1,0 +1,180 @@
+"""The structural proof: partitions come from the backends, replays are exact, lies are caught."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+
+from elsa_cli.main import run
+from elsa_core import explain, monoid
+from elsa_core.backends import native
+from elsa_core.backends.support import Request
+from elsa_core.backends.triton import launch, tiling
+from elsa_core.bench import partition, trace
+from elsa_core.bench.cases import Case, inputs
+from elsa_core.bench.partition import Partition, RoundTrip
+from elsa_core.bench.peers import Inputs
+from elsa_core.errors import ArgumentError, UnavailableError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NATIVE = native.support(Request("cpu", torch.float32, 64, 64, "strict")).ok
+needs_native = pytest.mark.skipif(not NATIVE, reason="the native library does not build here")
+HERE = RoundTrip("registers", "m, S, W in float32", 0, 0, 0, 0)
+
+
+def made(keys: int, key_tile: int, splits: int, split_keys: int) -> Partition:
+    tiles = -(-keys // key_tile)
+    return Partition(
+        "triton", "words", "GPU", 5, keys, 64, 1, key_tile, tiles, splits, split_keys, 1, 0, HERE
+    )
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("t", 2, 3, 33, 33, 16),
+        Case("t", 1, 2, 40, 1301, 64),
+        Case("t", 1, 2, 9, 700, 80, "bf16", mask="additive"),
+        Case("t", 1, 1, 1, 3000, 32, "fp16"),
+        Case("t", 1, 1, 7, 1, 16),
+        Case("t", 1, 2, 20, 2100, 24, "fp64"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_every_claim_holds_on_the_cpu(case: Case) -> None:
+    found = trace.trace(case, CPU, "strict")
+    assert [c.name for c in found.claims] == ["cover", "exact", "stable", "theorem 1", "kernel"]
+    assert all(claim.ok for claim in found.claims), found.claims
+    part = found.partition
+    assert part.backend == ("eager" if case.dtype == "fp64" else "native")
+    assert part.schedule == explain(*inputs(case, "cpu")).schedule
+    assert part.key_tiles == len(part.leaves()) and part.spans()[-1][1] == case.keys
+
+
+@needs_native
+def test_the_native_plan_is_the_librarys_own() -> None:
+    short, long = (torch.empty(1, 12, n, 64) for n in (197, 4097))
+    one, many = (native.cut(q, q, q, None, False) for q in (short, long))
+    assert one.key_blocks == 1 and many.key_blocks > 1 and many.key_block <= 640
+    assert many.key_block * (many.key_blocks - 1) < 4097 <= many.key_block * many.key_blocks
+    assert many.workers <= torch.get_num_threads() and many.query_ranges >= 4097 / 512
+    masked = native.cut(long, long, long, torch.empty(1, 1, 4097, 4097, device="meta"), False)
+    assert masked._replace(workspace_bytes=0) == many._replace(workspace_bytes=0)
+    assert masked.workspace_bytes > many.workspace_bytes
+    case = Case("t", 1, 12, 4097, 4097, 64)
+    part = partition.partition_of(case, Inputs(long, long, long, None), "strict")
+    assert (part.key_tile, part.key_tiles) == (many.key_block, many.key_blocks)
+    trips = 12 * 4097 * (many.key_blocks - 1)
+    assert part.states.where == "worker memory" and part.states.states == trips
+    assert part.states.written_bytes == part.states.read_bytes == trips * 66 * 4
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("precision", ["strict", "turbo", "lean", "ieee"])
+def test_a_gpus_schedule_is_planned_and_replayed_without_one(precision: str) -> None:
+    pytest.importorskip("triton")
+    case = Case("t", 1, 2, 300, 2050, 64)
+    found = trace.trace(case, CUDA, precision)
+    part = found.partition
+    assert found.ok and found.claims[-1].ok is None and "no CUDA GPU" in found.claims[-1].note
+    q, k = torch.empty(1, 2, 300, 64, device="meta"), torch.empty(1, 2, 2050, 64, device="meta")
+    assert part.schedule == launch.plan_call(q, k, k, None, False, 0.125, precision).words
+    table = tiling.load_table("h200")
+    shape = tiling.Shape(1, 2, 2, 300, 2050, 64, 64)
+    mode = launch.mode_of(torch.float32, precision)
+    plan = tiling.plan(
+        shape, mode, table, workspace=precision != "lean", multiprocessors=table.multiprocessors
+    )
+    assert (part.splits, part.key_tile) == (plan.partitions, plan.tile.block_n)
+    if precision == "lean":
+        assert part.splits == 1 and part.states.states == part.ahead_bytes == 0
+    elif plan.partitions > 1:
+        size = plan.partitions * 2 * 300 * 65 * 4
+        assert part.states.written_bytes == part.states.read_bytes == size
+        assert part.tree_levels == (plan.partitions - 1).bit_length()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_one_query_and_what_the_gpu_does_not_take() -> None:
+    pytest.importorskip("triton")
+    part = trace.trace(Case("t", 1, 2, 1, 4096, 64, "fp16"), CUDA, "strict").partition
+    assert part.query_tile == part.query_tiles == 1 and "one query" in part.schedule
+    with pytest.raises(UnavailableError, match="eager serves it there"):
+        trace.trace(Case("t", 1, 1, 4, 4, 16, "fp64"), CUDA, "strict")
+    with pytest.raises(ArgumentError, match="turbo"):
+        trace.run([Case("t", 1, 1, 4, 4, 16, "fp16")], device="cuda", precision="turbo")
+
+
+def test_depth_counts_leaves_chain_and_tree() -> None:
+    part = made(4096, 64, 4, 1024)
+    assert (part.leaf_levels, part.chain_merges, part.tree_levels) == (6, 15, 2)
+    assert part.depth == 6 + 15 + 2 + 3 and part.scan_depth == 6 + 2 * 6 + 3
+    assert part.bound == 26 * 2.0**-24 and part.scan_bound == 21 * 2.0**-24
+    assert part.spans() == ((0, 1024), (1024, 2048), (2048, 3072), (3072, 4096))
+    single = made(50, 128, 1, 128)
+    assert single.leaves() == ((0, 50),) and single.depth == single.scan_depth == 9
+
+
+def test_a_replay_follows_any_partition() -> None:
+    scores = torch.randn(2, 5, 100, dtype=torch.float64)
+    scores[:, 1] = -torch.inf  # a row that sees nothing
+    scores[:, 2, 30:] = -torch.inf  # splits that see nothing
+    value = torch.randn(2, 100, 8, dtype=torch.float64)
+    expected, _ = monoid.finalize(monoid.lift(scores, value[:, None]))
+    for key_tile, splits, split_keys in ((100, 1, 100), (16, 1, 112), (8, 5, 24), (7, 3, 35)):
+        part = made(100, key_tile, splits, split_keys)
+        output = trace.replay(part, scores, value, torch.float64)
+        torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-14)
+        assert trace._cover(part).ok
+
+
+def test_a_lie_is_caught() -> None:
+    lost = made(100, 16, 2, 48)  # four keys in no leaf
+    claim = trace._cover(lost)
+    assert claim.ok is False and claim.found == 4 + 1  # and one leaf fewer than there should be
+    assert trace._cover(replace(made(100, 16, 1, 112), key_tiles=6)).ok is False
+    case = Case("t", 1, 2, 9, 100, 16)
+    tensors = Inputs(*inputs(case, "cpu"))
+    sample = trace.sample_of(case, tensors)
+    wrong = sample.pick(torch.nn.functional.scaled_dot_product_attention(*tensors[:3])) + 1e-4
+    claims = {c.name: c for c in trace._replayed(lost, sample, "strict", wrong)}
+    assert claims["exact"].ok is claims["stable"].ok is claims["kernel"].ok is False
+    assert not trace.Trace(case, "strict", lost, (0,), (0,), (claim,)).ok
+    honest = {c.name: c for c in trace._replayed(made(100, 16, 1, 112), sample, "strict", wrong)}
+    assert honest["exact"].ok and honest["kernel"].ok is False
+
+
+def test_the_command_shows_and_proves(
+    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
+) -> None:
+    arguments = ["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,2,40:1301,32"]
+    assert run(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "merge depth" in out and "round trip" in out and "✓" in out
+    assert "1 call traced: every tried claim holds" in out and max(map(len, out.split("\n"))) <= 90
+    assert run([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    schema.validate(document)
+    found = document["results"]["traces"][0]
+    assert found["ok"] and found["case"]["name"] == "shape/1x2x40:1301x32-fp32"
+    assert found["partition"]["tree"]["scan_depth"] >= 11
+
+
+def test_a_false_claim_ends_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = trace.attention
+    monkeypatch.setattr(trace, "attention", lambda *a, **named: right(*a, **named) + 1e-3)
+    assert run(["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,1,9,16"]) == 1
+    out, err = capsys.readouterr()
+    assert "✗ no" in out and "a structural claim does not hold: shape/1x1x9x16-fp32" in err

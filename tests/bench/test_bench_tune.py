@@ -1,0 +1,272 @@
+"""Tiles: candidates are pure; a user's table stands before the shipped one, never in its way."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from elsa_cli.main import run
+from elsa_core.backends.triton import launch, tiling, usertable
+from elsa_core.backends.triton.tiling import Shape, Tile
+from elsa_core.bench import environment, timing, tune
+from elsa_core.bench.cases import Case
+from elsa_core.bench.tune import Timed
+from elsa_core.errors import ArgumentError, UnavailableError
+
+CASE = Case("t", 8, 12, 197, 197, 64)
+TABLE = tiling.load_table("h200")
+
+
+def listed(case: Case = CASE, precision: str = "strict", **more: Any) -> list[tiling.Plan]:
+    found = tune.candidates(case, precision, TABLE, multiprocessors=132, **more)
+    assert [shipped for _, shipped in found] == [True] + [False] * (len(found) - 1)
+    return [plan for plan, _ in found]
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ELSA_TUNING", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("precision", ["strict", "turbo", "ieee"])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+def test_candidates(precision: str, head_dim: int) -> None:
+    case = replace(CASE, head_dim=head_dim)
+    plans = listed(case, precision)
+    mode = launch.mode_of(torch.float32, precision)
+    shipped = tiling.plan(tune.shape_of(case), mode, TABLE, workspace=True, multiprocessors=132)
+    assert plans[0] == shipped and 1 < len(plans) < 150
+    assert {plan.tile.mode for plan in plans} == {mode}
+    assert len({tune._key(plan) for plan in plans}) == len(plans)
+    for plan in plans:
+        assert plan.chunk % plan.tile.block_n == 0
+        assert (plan.partitions - 1) * plan.chunk < 197 <= plan.partitions * plan.chunk
+
+
+def test_a_smaller_gpu_has_fewer_candidates() -> None:
+    assert len(listed(shared=64 * 1024)) < len(listed())
+
+
+def test_calls_without_tiles_are_refused() -> None:
+    for case in (replace(CASE, queries=1), replace(CASE, dtype="fp64")):
+        with pytest.raises(ArgumentError, match="nothing to tune"):
+            listed(case)
+    with pytest.raises(ArgumentError, match="lean shares its tiles with strict"):
+        listed(precision="lean")
+    several = replace(CASE, precisions=("strict", "turbo", "lean"))
+    assert tune.tasks_of([several]) == [(several, "strict"), (several, "turbo")]
+    with pytest.raises(ArgumentError, match="cpu has no tile table"):
+        tune.run([CASE], device="cpu")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_tuning_needs_a_gpu() -> None:
+    with pytest.raises(UnavailableError, match="--dry-run lists the candidates"):
+        tune.run([CASE], device="cuda")
+
+
+def test_the_fastest_is_chosen_where_it_is_worth_it() -> None:
+    tiles = [plan.tile for plan in listed()[:3]]
+
+    def timed(seconds: tuple[float, ...]) -> list[Timed]:
+        return [
+            Timed(tile, 1, i == 0, s, 1e-7)
+            for i, (tile, s) in enumerate(zip(tiles, seconds, strict=True))
+        ]
+
+    wrong = Timed(tiles[1], 2, False, None, 1.0, "wrong: error 1.0e+00")
+    found = tune.conclude(CASE, "strict", "split", timed((3.0, 2.0, 4.0)), [wrong])
+    assert found.chosen == tiles[1] and found.gain == 1.5
+    assert [each.seconds for each in found.candidates] == [2.0, 3.0, 4.0, None]
+    assert tune.conclude(CASE, "strict", "split", timed((3.0, 2.99, 4.0)), []).chosen is None
+    assert tune.conclude(CASE, "strict", "split", timed((1.0, 2.0, 4.0)), []).gain == 1.0
+    assert tune.conclude(CASE, "strict", "split", [], [wrong]).chosen is None
+    # The shipped tile does not run on this GPU: any that does is worth it.
+    only = tune.conclude(CASE, "strict", "split", timed((3.0, 2.0, 4.0))[1:], [])
+    assert only.chosen == tiles[1] and only.gain is None
+
+
+def test_a_run_judges_times_and_concludes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("t", 1, 2, 70, 70, 16)
+    launched: list[tiling.Plan] = []
+
+    def fold_call(*given: Any) -> tiling.Plan:
+        plan: tiling.Plan = given[-1]
+        if plan.tile.stages == 3 and plan.tile.block_n == 64:
+            raise RuntimeError("out of resource: shared memory\nmore")
+        launched.append(plan)
+        return plan
+
+    def execute(plan: tiling.Plan, *tensors: Any) -> Any:
+        out = torch.nn.functional.scaled_dot_product_attention(*tensors[:3])
+        return out + (plan.tile.warps == 8), None
+
+    def clock(contenders: list[timing.Contender], **_: Any) -> Any:
+        return {c.name: [1.0 / (1 + int(c.name))] * 3 for c in contenders}, {}
+
+    monkeypatch.setattr(launch, "_fold_call", fold_call)
+    monkeypatch.setattr(launch, "execute", execute)
+    monkeypatch.setattr(timing, "time_cuda", clock)
+    monkeypatch.setattr(tune, "shipped_table", lambda _: (TABLE, 132, TABLE.shared_memory))
+    found = tune._tune(case, "strict", torch.device("cpu"), tune.Settings(rounds=3))
+    reasons = {each.reason for each in found.candidates}
+    assert "out of resource: shared memory" in reasons
+    assert any(reason.startswith("wrong: error") for reason in reasons)
+    ran = [each for each in found.candidates if each.seconds is not None]
+    assert ran and all(each.tile.warps == 4 and each.error < 1e-6 for each in ran)
+    assert found.chosen is not None and found.gain is not None and found.gain > 1
+
+
+SHAPE = Shape(8, 12, 12, 197, 197, 64, 64)
+
+
+def row(**more: Any) -> usertable.UserTile:
+    tile = Tile("split", 256, None, None, 128, 64, 8, 3, True)
+    return replace(usertable.measured_for(tile, SHAPE), **more)
+
+
+def test_a_measured_tile_serves_calls_like_the_measured_one() -> None:
+    tile = row()
+    assert tile.serves("split", 64, SHAPE)
+    assert tile.serves("split", 64, SHAPE._replace(keys=256, batch=6))
+    for other in (
+        SHAPE._replace(keys=577), SHAPE._replace(keys=100), SHAPE._replace(batch=1),
+        SHAPE._replace(batch=64),
+    ):  # fmt: skip
+        assert not tile.serves("split", 64, other)
+    assert not tile.serves("half", 64, SHAPE)
+    assert not tile.serves("split", 32, SHAPE) and not tile.serves("split", 96, SHAPE)
+
+
+def test_the_users_rows_stand_first() -> None:
+    gpu = "NVIDIA H200"
+    assert usertable.joined(TABLE, gpu) is TABLE
+    path = usertable.write(usertable.path(gpu), (row(),), {"gpu": gpu})
+    assert path.name == "nvidia-h200.json" and path.parent.name == "tuning"
+    table = usertable.joined(TABLE, gpu)
+    assert table.tiles == (row(), *TABLE.tiles)
+    plan = tiling.plan(SHAPE, "split", table, workspace=True, multiprocessors=132)
+    assert plan.tile == row() and "128 queries x 64 keys" in plan.words()
+    away = SHAPE._replace(keys=4097, queries=4097)
+    plans = [
+        tiling.plan(away, "split", t, workspace=True, multiprocessors=132) for t in (table, TABLE)
+    ]
+    assert plans[0] == plans[1]
+    # `lean` may not split ahead: the user's tile does not serve it.
+    lean = tiling.plan(SHAPE, "split", table, workspace=False, multiprocessors=132)
+    assert not lean.tile.ahead
+
+
+def test_new_rows_replace_those_for_the_same_calls() -> None:
+    path = usertable.path("NVIDIA H200")
+    other = row(least_keys=1000, keys=2000)
+    usertable.write(path, (row(), other), {})
+    usertable.write(path, (row(stages=2),), {})
+    assert usertable.read(path) == (row(stages=2), other)
+    usertable.write(path, (), {}, retired=(row(block_m=64),))
+    assert usertable.read(path) == (other,)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"schema": 9}, "schema 9"),
+        ({"elsa_version": "0.0"}, "measured with elsa 0.0"),
+        ({"tiles": [{"mode": "split"}]}, "not a tuning table"),
+        ({"tiles": 3}, "not a tuning table"),
+        ({"block_m": 48}, "block_m 48"),
+        ({"block_n": 8}, "too few rows"),
+        ({"stages": "many"}, "stages 'many'"),
+        ({"mode": "fast"}, "mode 'fast'"),
+        (None, "Expecting"),
+    ],
+)
+def test_a_broken_table_is_left_aside_with_one_warning(
+    change: dict[str, Any] | None, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = usertable.write(usertable.path("GPU"), (row(),), {})
+    data = json.loads(path.read_text())
+    for key, value in (change or {}).items():
+        (data if key in data else data["tiles"][0])[key] = value
+    path.write_text("{" if change is None else json.dumps(data))
+    with caplog.at_level(logging.WARNING, logger="elsa"):
+        assert usertable.joined(TABLE, "GPU") is TABLE
+    assert len(caplog.records) == 1 and word in caplog.text
+    usertable.write(path, (row(),), {})
+    assert usertable.joined(TABLE, "GPU").tiles[0] == row()
+
+
+def test_tables_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    usertable.write(usertable.path("GPU"), (row(),), {})
+    monkeypatch.setenv("ELSA_TUNING", "0")
+    assert usertable.joined(TABLE, "GPU") is TABLE
+
+
+def test_every_field_of_a_tile_travels() -> None:
+    tile = Tile("split", 256, None, None, 128, 64, 8, 3, True, part=128, registers=96)
+    kept = usertable.measured_for(tile, SHAPE)
+    aside = {"dim", "keys", "programs"}
+    for each in fields(Tile):
+        assert each.name in aside or getattr(kept, each.name) == getattr(tile, each.name)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_command_lists_candidates_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
+) -> None:
+    arguments = ["bench", "attention", "--tune", "--device", "cuda", "--shape", "8,12,197,64"]
+    assert run([*arguments, "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "shipped" in out and "nothing was measured" in out
+    assert run([*arguments, "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    schema.validate(document)
+    assert document["results"]["tune"][0]["candidates"][0]["shipped"] is True
+    assert run(arguments) == 3
+    assert "--dry-run lists the candidates" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_users_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    schema: jsonschema.Draft202012Validator,
+) -> None:  # fmt: skip
+    described = environment.describe("cpu") | {"gpu": "NVIDIA H200"}
+    best = Timed(listed()[1].tile, 1, False, 1e-3, 1e-7)
+    shipped = Timed(listed()[0].tile, 1, True, 2e-3, 1e-7)
+    found = tune.conclude(CASE, "strict", "split", [shipped, best], [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(environment, "busy", lambda _: "")
+    monkeypatch.setattr(environment, "describe", lambda _: described)
+    monkeypatch.setattr(tune, "run", lambda *_, **__: (found,))
+    arguments = ["bench", "attention", "--tune", "--device", "cuda", "--shape", "8,12,197,64"]
+    assert run([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    schema.validate(document)
+    assert document["results"]["tuned"][0]["gain"] == 2.0
+    path = Path(document["results"]["table"])
+    assert usertable.read(path)[0].block_m == best.tile.block_m
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 calls get another tile; written to" in out and "2.00x" in out
+    again = tune.conclude(CASE, "strict", "split", [replace(shipped, seconds=1e-4), best], [])
+    monkeypatch.setattr(tune, "run", lambda *_, **__: (again,))
+    assert run(arguments) == 0 and usertable.read(path) == ()
+    capsys.readouterr()
+    monkeypatch.setattr(environment, "busy", lambda _: "the GPU is 50% busy")
+    assert run(arguments) == 3 and "--allow-busy" in capsys.readouterr().err

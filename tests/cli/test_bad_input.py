@@ -1,0 +1,241 @@
+"""Whatever is wrong ends with one line, the right exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from .conftest import TINY, Elsa, environment
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(tmp_path: Path) -> Iterator[None]:
+    """Files that the test made may be there afterwards, and no others."""
+    yield
+    names = {path.name for path in tmp_path.rglob("*")}
+    assert not [name for name in names if "elsa" in name or "tmp" in name], names
+
+
+def header(text: str | bytes, data: bytes = b"") -> bytes:
+    """A safetensors file with this header."""
+    raw = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+GOOD = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})
+OVERLAP = json.dumps({
+    "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+    "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.safetensors", b"", ("empty",)),
+        ("short.safetensors", b"abc", ("short",)),
+        ("truncated.safetensors", header(GOOD, b"\0" * 8), ()),
+        ("huge.safetensors", struct.pack("<Q", 2**60) + b"{}", ()),
+        ("overlap.safetensors", header(OVERLAP, b"\0" * 24), ()),
+        ("text.safetensors", b"The quick brown fox jumps over the lazy dog.\n", ("text",)),
+        ("json.safetensors", header("[1, 2]"), ()),
+        ("notes.txt", b"hello", ("not a model file",)),
+        ("junk.pth", b"junk", ()),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "patch"])
+def test_a_file_that_is_no_model(
+    elsa: Elsa, command: str, name: str, content: bytes, words: tuple[str, ...]
+) -> None:
+    Path(name).write_bytes(content)
+    elsa(command, name).fails(4, name, *words)
+
+
+def test_a_pickle_that_runs_code(elsa: Elsa) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, ("pwned",))
+
+    Path("evil.pth").write_bytes(pickle.dumps(Evil()))
+    elsa("patch", "evil.pth").fails(4, "evil.pth")
+    assert not Path("pwned").exists()
+
+
+def test_a_directory_without_a_model(elsa: Elsa) -> None:
+    Path("empty").mkdir()
+    elsa("patch", "./empty").fails(4, "empty", "config.json")
+
+
+def test_a_missing_file(elsa: Elsa) -> None:
+    elsa("patch", "./none.safetensors").fails(4, "none.safetensors")
+
+
+@pytest.mark.parametrize("command", ["inspect", "patch", "check"])
+def test_an_unknown_model_names_close_ones(elsa: Elsa, command: str) -> None:
+    elsa(command, "vit_bas_patch16_224").fails(4, "vit_bas_patch16_224", "vit_base_patch16_224")
+
+
+def test_an_empty_name(elsa: Elsa) -> None:
+    elsa("inspect", "").fails(4, "empty")
+
+
+def test_a_model_without_attention(elsa: Elsa) -> None:
+    elsa("patch", "resnet18").fails(1, "attention")
+    answer = elsa("inspect", "resnet18")
+    assert answer.code == 0
+    assert "no attention found in resnet18" in answer.out
+
+
+def test_all_sites_excluded(elsa: Elsa) -> None:
+    elsa("patch", *TINY, "--exclude", "*").fails(1, "exclude")
+    elsa("patch", *TINY, "--include", "nothing.*").fails(1, "include")
+
+
+@pytest.mark.parametrize(
+    "size", ["0", "-5", "1000000000", "abc", "64x", "0x64", "1e3", "", "32769"]
+)
+@pytest.mark.parametrize("flag", ["--img", "--img-size"])
+def test_an_image_size_that_is_none(elsa: Elsa, flag: str, size: str) -> None:
+    elsa("patch", "vit_tiny_patch16_224", f"{flag}={size}").fails(2, "--img-size")
+
+
+def test_an_image_size_that_the_patch_does_not_divide(elsa: Elsa) -> None:
+    elsa("patch", "vit_tiny_patch16_224", "--img", "65").fails(2, "65", "16")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--batch-size", "0"), ("--batch-size", "-1"), ("--batch-size", "many"), ("--seed", "-1"),
+        ("--dtype", "fp8"), ("--device", "gpu"), ("--device", "cuda:x"), ("--precision", "exact"),
+        ("--backend", "cudnn"), ("--nonsense",), ("--seed",),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_bad_option(elsa: Elsa, arguments: tuple[str, ...]) -> None:
+    elsa("check", *TINY, *arguments).fails(2, arguments[0])
+
+
+def test_a_precision_that_the_dtype_does_not_take(elsa: Elsa) -> None:
+    elsa("patch", *TINY, "--dtype", "bf16", "--precision", "turbo").fails(2, "turbo", "bfloat16")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(elsa: Elsa) -> None:
+    elsa("patch", *TINY, "--device", "cuda").fails(3, "--device cuda", "--device cpu")
+    elsa("patch", *TINY, "--backend", "triton").fails(3, "triton")
+
+
+def test_pretrained_without_a_network(process: Elsa, tmp_path: Path) -> None:
+    answer = process(
+        "patch", "vit_tiny_patch16_224", "--pretrained",
+        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")},
+    )  # fmt: skip
+    answer.fails(3, "vit_tiny_patch16_224")
+
+
+def test_a_broken_image(elsa: Elsa) -> None:
+    image = pytest.importorskip("PIL.Image")
+    Path("pictures").mkdir()
+    image.new("RGB", (80, 80)).save("pictures/good.png")
+    Path("pictures/broken.png").write_bytes(Path("pictures/good.png").read_bytes()[:60])
+    elsa("check", *TINY, "--images", "pictures").fails(4, "broken.png")
+
+
+def test_image_folders_that_hold_none(elsa: Elsa) -> None:
+    Path("pictures").mkdir()
+    Path("pictures/notes.txt").write_text("hello")
+    assert elsa("check", *TINY, "--images", "pictures").code in {2, 4}
+    assert elsa("check", *TINY, "--images", "nowhere").code in {2, 4}
+
+
+def test_nan_weights(elsa: Elsa) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["blocks.5.attn.qkv.weight"][3, 4] = float("nan")
+    save_file(state, "nan.safetensors")
+    answer = elsa("check", "nan.safetensors", "--arch", "vit_tiny_patch16_224")
+    assert answer.code in {1, 4}
+    assert "blocks.5.attn.qkv.weight" in answer.err
+    assert len(answer.err.splitlines()) == 1
+
+
+def test_a_target_that_exists(elsa: Elsa) -> None:
+    Path("there").mkdir()
+    Path("there/mine").write_text("precious")
+    elsa("patch", *TINY, "-o", "there").fails(2, "there exists", "--force")
+    # Even with --force nothing that elsa did not write is removed.
+    elsa("patch", *TINY, "-o", "there", "--force").fails(2, "there")
+    assert Path("there/mine").read_text() == "precious"
+    Path("file").write_text("precious")
+    elsa("patch", *TINY, "-o", "file").fails(2, "file")
+    elsa("patch", *TINY, "-o", "file", "--force").fails(2, "file")
+    assert Path("file").read_text() == "precious"
+
+
+def test_a_target_that_cannot_be_written(elsa: Elsa) -> None:
+    Path("file").write_text("x")
+    answer = elsa("patch", *TINY, "-o", "file/inside")
+    answer.fails(2, "file/inside")
+    elsa("patch", *TINY, "-o", "/proc/nothing/here").fails(2, "/proc/nothing/here")
+
+
+def test_ctrl_c_in_the_middle_of_writing(tmp_path: Path) -> None:
+    """The process is held while the weights are half written, and is interrupted there."""
+    program = (
+        "import sys, time, pathlib, safetensors.torch as st\n"
+        "def slow(tensors, filename, metadata=None):\n"
+        "    pathlib.Path(filename).write_bytes(b'half')\n"
+        "    print('writing', file=sys.stderr, flush=True)\n"
+        "    time.sleep(60)\n"
+        "st.save_file = slow\n"
+        f"sys.argv = ['elsa', 'patch', *{TINY!r}, '-o', 'target']\n"
+        "from elsa_cli.main import main\n"
+        "main()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment(),
+    )  # fmt: skip
+    assert child.stderr is not None
+    for line in child.stderr:
+        if line == "writing\n":
+            break
+    assert list(tmp_path.iterdir()), "the weights are written beside the target"
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (130, "")
+    assert err == "interrupted; nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_checking(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "check", *TINY, "-b", "64", "--verbose"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    assert child.stderr is not None
+    seen = []
+    for line in child.stderr:
+        seen.append(line)
+        if line.startswith("preparing inputs"):
+            break
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (130, ""), (seen, err)
+    assert err.splitlines()[-1] == "interrupted; nothing was written"

@@ -1,0 +1,211 @@
+"""inspect, patch and check on a tiny model: results, documents, files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+import elsa_core
+from elsa_cli import pipeline
+from elsa_core.models.patch import patched_sites
+from elsa_core.models.proof.report import CheckReport, ModelCheck, SiteCheck
+
+from .conftest import TINY, Answer, Elsa
+
+# A check costs per site: two are enough wherever their number is not the point.
+FEW = (*TINY, "--include", "blocks.[23].*")
+
+SCHEMA = json.loads(
+    resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text(encoding="utf-8")
+)
+
+
+def document(answer: Answer, code: int = 0) -> dict[str, Any]:
+    """The one document on stdout, held against the schema."""
+    assert answer.code == code, answer.err
+    found: dict[str, Any] = json.loads(answer.out)
+    jsonschema.validate(found, SCHEMA, cls=jsonschema.Draft202012Validator)
+    assert found["schema_version"] == 1
+    assert found["elsa_version"] == elsa_core.__version__
+    return found
+
+
+def test_the_schema_is_one_and_refuses_what_is_missing() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    broken = {"schema_version": 1, "elsa_version": "0", "command": "build", "environment": {}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken | {"results": {}}, SCHEMA)
+
+
+def test_inspect(elsa: Elsa) -> None:
+    answer = elsa("inspect", *TINY)
+    assert (answer.code, answer.err) == (0, "")
+    lines = answer.out.splitlines()
+    assert lines[0] == "vit_tiny_patch16_224 · weights: random (seed 0)"
+    assert "3x64x64 · fp32 · " in lines[1]
+    assert any("blocks.0-11.attn" in line and "12x" in line for line in lines)
+    assert any(line.startswith("12 of 12 sites can be patched") for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_inspect_json(elsa: Elsa) -> None:
+    found = document(elsa("inspect", *TINY, "--json"))["results"]["inspection"]
+    assert [site["path"] for site in found["sites"]] == [f"blocks.{i}.attn" for i in range(12)]
+    assert {(site["query_tokens"], site["head_dim"]) for site in found["sites"]} == {(17, 64)}
+
+
+def test_an_alias_is_shown(elsa: Elsa) -> None:
+    answer = elsa("inspect", "vit_tiny", "--img", "64")
+    assert answer.out.startswith("vit_tiny → vit_tiny_patch16_224 · ")
+
+
+def test_patch(elsa: Elsa) -> None:
+    answer = elsa("patch", *TINY)
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert "12 of 12 sites patched" in lines
+    assert lines[-1] == "Next: elsa patch vit_tiny_patch16_224 --img 64 --check"
+    assert max(map(len, lines)) <= 80
+
+
+def test_patch_check(elsa: Elsa) -> None:
+    answer = elsa("patch", *TINY, "--check")
+    assert answer.code == 0
+    verdict = next(line for line in answer.out.splitlines() if " sites patched" in line)
+    assert verdict.startswith("12 of 12 sites patched · outputs agree (error ")
+    assert verdict.count(" ms") == 2
+
+
+def test_quiet_says_the_verdict_alone(elsa: Elsa) -> None:
+    answer = elsa("patch", *TINY, "-q")
+    assert (answer.out, answer.err) == ("12 of 12 sites patched\n", "")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_check_json(elsa: Elsa, dtype: str) -> None:
+    found = document(elsa("check", *FEW, "--json", "--dtype", dtype, "--batch-size", "2"))
+    results = found["results"]
+    assert results["check"]["ok"]
+    assert len(results["check"]["sites"]) == len(results["patch"]["patched"]) == 2
+    assert results["model"]["dtype"] == dtype
+    assert results["check"]["cases"][0]["inputs"] == 2
+
+
+def test_a_wrong_kernel_fails_and_is_named(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.3.attn:1e-3")
+    answer = elsa("patch", *FEW, "--check", "-o", "kept")
+    assert answer.code == 1
+    assert "outputs do NOT agree" in answer.out
+    lines = [line for line in answer.err.splitlines() if not line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: check failed: blocks.3.attn: ")
+    assert lines[0].endswith("nothing was written")
+    assert list(Path().iterdir()) == []
+
+
+def filled(cls: Any, **known: Any) -> Any:
+    """A report with these values, and zeros for whatever else it has no default for."""
+    needed = [each.name for each in fields(cls) if each.default is MISSING]
+    return cls(**dict.fromkeys(needed, 0) | known)
+
+
+def test_a_failed_check_prints_its_document(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is a result also when it is bad: the document on stdout, the line on stderr."""
+    nan = float("nan")
+    bad = {"max_abs": nan, "patched_error": nan, "original_error": 1e-7, "excess": nan, "ok": False}
+    site = filled(SiteCheck, path="blocks.3.attn", worst_case="large", drift=None, reason="no",
+                  **bad)  # fmt: skip
+    case = filled(ModelCheck, case="large", output="output", reason="no", top1_rows=1, **bad)
+    failures = ("blocks.3.attn: large: not finite", "another")
+    report = filled(CheckReport, sites=(site,), cases=(case,), ok=False, dtype="float32",
+                    device="cpu", stress=True, failures=failures)  # fmt: skip
+    monkeypatch.setattr(pipeline, "check_model", lambda *given: report)
+    answer = elsa("check", *FEW, "--json")
+    found = document(answer, code=1)["results"]["check"]
+    assert found["sites"][0]["max_abs"] is None
+    line = "error: check failed: blocks.3.attn: large: not finite (and 1 more)\n"
+    assert answer.err == line
+    answer = elsa("check", *FEW)
+    assert "✗ blocks.3.attn" in answer.out
+    assert "outputs do NOT agree (error nan, original 1.0e-07)" in answer.out
+    assert (answer.code, answer.err) == (1, line)
+
+
+def test_include_and_exclude(elsa: Elsa) -> None:
+    answer = elsa(
+        "patch", *TINY, "--include", "blocks.[0-5].*", "--exclude", "blocks.2.*", "--json"
+    )
+    report = document(answer)["results"]["patch"]
+    assert [site["path"] for site in report["patched"]] == [
+        f"blocks.{i}.attn" for i in (0, 1, 3, 4, 5)
+    ]
+    assert len(report["kept"]) == 7
+
+
+def test_all_sites_refuses_a_remainder(elsa: Elsa) -> None:
+    assert elsa("patch", *TINY, "--all-sites", "--dry-run").code == 0
+    # Its 12 blocks attend over channels, its two last layers over tokens.
+    elsa("patch", "xcit_nano_12_p16_224", "--all-sites").fails(1, "12 of 14 sites cannot be")
+
+
+def test_dry_run_writes_nothing(elsa: Elsa) -> None:
+    answer = elsa("patch", *TINY, "--dry-run", "-o", "out")
+    assert answer.code == 0
+    assert "12 of 12 sites would be patched" in answer.out
+    assert "Nothing was written" in answer.out
+    assert list(Path().iterdir()) == []
+    assert document(elsa("patch", *TINY, "--dry-run", "--json"))["results"]["dry_run"] is True
+
+
+def test_a_saved_model_loads_again(elsa: Elsa) -> None:
+    arguments = ("--include", "blocks.[0-3].*", "--seed", "3", "-o", "out")
+    answer = elsa("patch", *TINY, *arguments)
+    assert answer.code == 0
+    assert "Written: out." in answer.out
+    assert [path.name for path in Path().iterdir()] == ["out"]
+    model = elsa_core.load("out")
+    assert len(patched_sites(model)) == 4
+    with torch.no_grad():
+        assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+    assert elsa("patch", "out", "-q").out == "4 of 12 sites patched\n"
+    assert elsa("patch", "out", "-q", "--include", "blocks.7.*").out == "1 of 12 sites patched\n"
+    # It exists now; replacing it has to be asked for.
+    elsa("patch", *TINY, "-o", "out").fails(2, "out exists", "--force")
+    assert elsa("patch", *TINY, "-o", "out", "--force").code == 0
+    assert len(patched_sites(elsa_core.load("out"))) == 12
+
+
+def test_images_are_checked_too(elsa: Elsa) -> None:
+    image = pytest.importorskip("PIL.Image")
+    Path("pictures").mkdir()
+    for index in range(3):
+        image.new("RGB", (80, 70), (index * 80, 40, 200)).save(f"pictures/{index}.png")
+    answer = elsa("patch", *FEW, "--images", "pictures", "--json", "-b", "2")
+    cases = document(answer)["results"]["check"]["cases"]
+    assert [case["inputs"] for case in cases if case["case"] == "images"] == [3]
+
+
+def test_two_towers(elsa: Elsa) -> None:
+    pytest.importorskip("open_clip")
+    answer = elsa("inspect", "open_clip:ViT-S-32-alt", "--json")
+    assert document(answer)["results"]["model"]["source"] == "open_clip"
+
+
+def test_verbose_logs_the_steps_on_stderr(elsa: Elsa) -> None:
+    answer = elsa("inspect", *TINY, "--verbose")
+    assert answer.code == 0
+    assert "loading vit_tiny_patch16_224: " in answer.err
+
+
+def test_stdout_is_one_document_in_a_process_of_its_own(process: Elsa) -> None:
+    """With every library's own output in play, and stderr clean without a terminal."""
+    answer = process("patch", *FEW, "--check", "--json")
+    document(answer)
+    assert answer.err == ""

@@ -1,0 +1,83 @@
+"""Completion: the scripts are valid, and names come without an import of timm."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from .conftest import Elsa, environment
+
+
+def complete(words: str, count: int) -> list[str]:
+    """What bash would be offered for `words`, `count` being the word under the cursor."""
+    variables = {"_ELSA_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    done = subprocess.run(
+        [sys.executable, "-m", "elsa_cli"], capture_output=True, text=True, timeout=60,
+        check=False, env=environment(**variables),
+    )  # fmt: skip
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("elsa pa", "patch"),
+        ("elsa patch vit_base_patch16_2", "vit_base_patch16_224"),
+        ("elsa patch vit_base_patch16_224.aug", "vit_base_patch16_224.augreg_in21k"),
+        ("elsa patch open_cl", "open_clip:"),
+        ("elsa patch open_clip:ViT-B", "open_clip:ViT-B-32"),
+        ("elsa patch torchvision:vit_b", "torchvision:vit_b_16"),
+        ("elsa patch timm:eva02_ti", "timm:eva02_tiny_patch14_224"),
+        ("elsa patch x --dev", "--device"),
+        ("elsa patch x --dtype b", "bf16"),
+        ("elsa patch x --arch deit3_s", "deit3_small_patch16_224"),
+        ("elsa completion z", "zsh"),
+    ],
+)
+def test_offers(words: str, expected: str) -> None:
+    if expected.startswith("torchvision"):
+        pytest.importorskip("torchvision")
+    assert expected in complete(words, len(words.split(" ")) - 1)
+
+
+def test_offers_files_for_paths() -> None:
+    assert complete("elsa patch ./mod", 2) == ["./mod"]
+
+
+def test_is_fast_enough_for_a_key_press() -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        complete("elsa patch vit", 2)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.6, times
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_valid(elsa: Elsa, shell: str) -> None:
+    answer = elsa("completion", shell)
+    assert answer.code == 0
+    assert "_ELSA_COMPLETE" in answer.out
+    if shutil.which(shell):
+        check = [shell, "--no-execute"] if shell == "fish" else [shell, "-n"]
+        done = subprocess.run(
+            check, input=answer.out, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_bash_keeps_colons_in_one_word(elsa: Elsa) -> None:
+    assert "COMP_WORDBREAKS" in elsa("completion", "bash").out
+
+
+def test_the_shell_of_the_user(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/usr/bin/zsh")
+    assert elsa("completion").out == elsa("completion", "zsh").out
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    elsa("completion").fails(2, "bash, zsh, fish", "tcsh")
+    elsa("completion", "tcsh").fails(2, "tcsh")

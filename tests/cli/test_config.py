@@ -1,0 +1,117 @@
+"""Flag, variable, file, default: in this order; and a bad file is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from elsa_cli.commands import inspect, patch
+from elsa_cli.options import Options
+
+from .conftest import Elsa
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `elsa inspect` and `elsa patch` were called with, instead of their work."""
+    values: dict[str, Any] = {}
+    for command in (inspect.command, patch.command):
+        monkeypatch.setattr(command, "callback", lambda **given: values.update(given))
+    return values
+
+
+def test_defaults(elsa: Elsa, seen: dict[str, Any]) -> None:
+    assert elsa("patch", "vit").code == 0
+    options = Options.of(dict(seen))
+    assert options == Options()
+
+
+def test_precedence(elsa: Elsa, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("elsa.toml").write_text('dtype = "bf16"\nseed = 5\nimg-size = 96\n')
+    monkeypatch.setenv("ELSA_DTYPE", "fp16")
+    monkeypatch.setenv("ELSA_SEED", "6")
+    elsa("patch", "vit", "--seed", "7")
+    assert (seen["seed"], seen["dtype"], seen["img_size"]) == (7, "fp16", (96, 96))
+
+
+def test_a_commands_own_table_wins(elsa: Elsa, seen: dict[str, Any]) -> None:
+    Path("pyproject.toml").write_text(
+        '[tool.elsa]\nseed = 1\nimg = "64x96"\nbatch_size = 2\n'
+        '[tool.elsa.patch]\nseed = 2\ncheck = true\ninclude = ["a.*", "b.*"]\nexclude = "c.*"\n'
+    )
+    elsa("patch", "vit")
+    assert (seen["seed"], seen["check"], seen["batch_size"]) == (2, True, 2)
+    assert (seen["include"], seen["exclude"]) == (("a.*", "b.*"), ("c.*",))
+    elsa("inspect", "vit")
+    assert (seen["seed"], seen["img_size"]) == (1, (64, 96))
+
+
+def test_the_nearest_file_upwards(
+    elsa: Elsa, seen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsa.toml").write_text('seed = 3\nimages = "pictures"\n')
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (inner / "pyproject.toml").write_text("[tool.other]\nseed = 4\n")
+    monkeypatch.chdir(inner)
+    elsa("patch", "vit")
+    assert seen["seed"] == 3
+    assert seen["images"] == tmp_path / "pictures"
+
+
+def test_output_flags_from_the_environment(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELSA_QUIET", "1")
+    answer = elsa("doctor")
+    assert (answer.code, len(answer.out.splitlines())) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = 1\nseed = x", ("elsa.toml", "TOML", "line 2")),
+        ("dtyp = 'bf16'", ("elsa.toml", "'dtyp'", "did you mean 'dtype'?")),
+        ("[pach]\nseed = 1", ("elsa.toml", "[pach]", "did you mean 'patch'?")),
+        ("[doctor]\nseed = 1", ("elsa.toml", "'seed' in [doctor]")),
+        ("dtype = 'fp8'", ("elsa.toml", "--dtype", "'fp8'")),
+        ("seed = -1", ("elsa.toml", "--seed", "-1")),
+        ("seed = true", ("elsa.toml", "'seed'", "True")),
+        ("check = 'maybe'", ("elsa.toml", "'check'", "true or false")),
+        ("include = [1, [2]]", ("elsa.toml", "'include'")),
+        ("img-size = 0", ("elsa.toml", "--img-size", "0")),
+    ],
+)
+def test_a_bad_file_is_one_line(elsa: Elsa, text: str, words: tuple[str, ...]) -> None:
+    Path("elsa.toml").write_text(text)
+    elsa("patch", "vit").fails(2, *words)
+
+
+def test_tool_elsa_that_is_no_table(elsa: Elsa) -> None:
+    Path("pyproject.toml").write_text("[tool]\nelsa = 3\n")
+    elsa("patch", "vit").fails(2, "pyproject.toml", "[tool.elsa]")
+
+
+def test_a_file_that_is_no_text(elsa: Elsa) -> None:
+    Path("elsa.toml").write_bytes(b"\xff\xfe\x00")
+    elsa("patch", "vit").fails(2, "elsa.toml")
+
+
+def test_help_and_doctor_work_with_a_bad_file(elsa: Elsa) -> None:
+    Path("elsa.toml").write_text("seed = ")
+    assert elsa("patch", "--help").code == 0
+    answer = elsa("doctor")
+    assert answer.code == 0
+    assert "elsa.toml" in answer.out
+
+
+def test_a_bad_variable_is_named(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELSA_DTYPE", "fp8")
+    elsa("patch", "vit").fails(2, "ELSA_DTYPE", "'fp8'")
+
+
+def test_every_option_can_be_set_by_a_variable() -> None:
+    for option in patch.command.params:
+        if isinstance(option, click.Option):
+            assert option.allow_from_autoenv

@@ -1,0 +1,182 @@
+"""stdout and stderr: what goes where, in every terminal, pipe and encoding."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import pty
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from elsa_cli.console import Session, jsonable
+from elsa_cli.main import run
+
+from .conftest import Elsa, environment
+
+
+class Sink(io.TextIOWrapper):
+    """A text file in memory with an encoding."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+
+    def text(self) -> str:
+        buffer = self.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode(self.encoding)
+
+
+def session(monkeypatch: pytest.MonkeyPatch, encoding: str = "utf-8") -> tuple[Session, Sink, Sink]:
+    out, err = Sink(encoding), Sink(encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    return Session(), out, err
+
+
+def test_ascii_where_the_encoding_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, _ = session(monkeypatch, "ascii")
+    with one:
+        one.line("12 of 12 · 21.3 ms → 19.8 ms ✓ größer")
+        one.table(["a", ">b"], [["✓", "·"]])
+    assert "12 of 12 - 21.3 ms -> 19.8 ms ok gr\\xf6\\xdfer\n" in out.text()
+    assert "ok" in out.text()
+    assert out.text().isascii()
+
+
+def test_unicode_where_it_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, _ = session(monkeypatch)
+    one.line("a · b")
+    assert out.text() == "a · b\n"
+
+
+def test_no_colour_and_no_markup_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, _ = session(monkeypatch)
+    one.line("[bold]blocks[0][/bold]", "bold red")
+    one.table(["t"], [["[red]x"], ["✗ a"]])
+    assert "\x1b" not in out.text()
+    assert "[bold]blocks[0][/bold]\n" in out.text()
+    assert "[red]x" in out.text()
+
+
+def test_a_table_fits_in_80_columns_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, _ = session(monkeypatch)
+    long = "stages.0-3.blocks.0-17.attention.very_long_name_of_a_module." * 3
+    one.table(["site", ">error"], [[f"✓ {long}", "3.1e-07"]])
+    lines = out.text().splitlines()
+    assert max(map(len, lines)) <= 80
+    folded = "".join(line.split("3.1e-07")[0].strip() for line in lines[2:])
+    assert folded == f"✓ {long}"
+
+
+def test_a_long_line_stays_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, _ = session(monkeypatch)
+    one.line("word " * 50)
+    assert len(out.text().splitlines()) == 1
+
+
+def test_quiet_and_json_silence_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, err = session(monkeypatch)
+    one.quiet = True
+    one.line("no")
+    one.table(["a"], [["no"]])
+    one.line("verdict", even_quiet=True)
+    one.warn("no")
+    assert (out.text(), err.text()) == ("verdict\n", "")
+    one.json = True
+    one.line("no", even_quiet=True)
+    assert out.text() == "verdict\n"
+
+
+def test_json_has_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, _ = session(monkeypatch)
+    one.json = True
+    one.document("x", {}, {"a": math.nan, "b": [math.inf, Path("p")], 3: (True, None)})
+    results = json.loads(out.text())["results"]
+    assert results == {"a": None, "b": [None, "p"], "3": [True, None]}
+    assert jsonable({1: {2.5}}) == {"1": [2.5]}
+
+
+def test_libraries_cannot_reach_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, err = session(monkeypatch)
+    with one.guarded():
+        print("a library prints")
+        logging.getLogger("timm").warning("chatter")
+        logging.getLogger("elsa_core.x").warning("real")
+        warnings.warn("chatter of a library", stacklevel=1)
+    assert out.text() == ""
+    assert err.text().splitlines() == ["a library prints", "warning: real"]
+
+
+def test_verbose_shows_what_libraries_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _, err = session(monkeypatch)
+    one.verbose = True
+    with one.guarded(), one.stage("step"):
+        logging.getLogger("timm").warning("chatter")
+        warnings.warn("caution", stacklevel=1)
+    assert "timm: chatter" in err.text()
+    assert "warning: caution" in err.text()
+    assert "step: " in err.text()
+
+
+def test_progress_is_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, err = session(monkeypatch)
+    with one.stage("loading") as update:
+        update("blocks.0", 1, 2)
+    assert (out.text(), err.text()) == ("", "")
+
+
+def test_progress_on_a_terminal_leaves_nothing_behind(process: Elsa) -> None:
+    """stderr is a terminal: the bar is drawn there and wiped; stdout stays the result."""
+    leader, follower = pty.openpty()
+    program = (
+        "import time; from elsa_cli.console import Session; s = Session()\n"
+        "with s.stage('loading') as update:\n"
+        "    update('blocks.0', 1, 2); time.sleep(0.3)\n"
+        "print('result')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=follower,
+        env=environment(TERM="xterm"), timeout=60, check=False,
+    )  # fmt: skip
+    os.close(follower)
+    drawn = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert done.stdout == b"result\n"
+    assert "loading 1/2 blocks.0" in drawn
+    assert drawn.rstrip().endswith("\x1b[2K")
+
+
+def test_a_reader_who_leaves_early_is_no_error() -> None:
+    shell = f"{sys.executable} -m elsa_cli completion bash | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False,
+        env=environment(),
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_broken_pipe_for_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`| true` may win or lose the race; a pipe closed beforehand cannot."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", out)
+        assert run(["completion", "bash"]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "elsa_cli", "completion", "bash"], stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=environment(),
+        )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == "error: cannot write the result: No space left on device\n"

@@ -1,0 +1,89 @@
+"""Every exception becomes one line and the right exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+import torch
+
+from elsa_cli.commands import inspect
+from elsa_cli.errors import VerdictError, describe
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
+
+from .conftest import Elsa, environment
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (NothingPatchedError("nothing"), 1, "nothing"),
+        (VerdictError("check failed: a"), 1, "check failed: a"),
+        (ArgumentError("image_size=0:\n  must be positive"), 2, "image_size=0: must be positive"),
+        (click.UsageError("bad."), 2, "bad"),
+        (UnavailableError("no gpu"), 3, "no gpu"),
+        (MemoryError(), 3, "out of memory: try a smaller --img"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 3, "out of memory"),
+        (RuntimeError("[enforce] DefaultCPUAllocator: can't allocate"), 3, "out of memory"),
+        (OSError(errno.ENOSPC, "No space left", "/x/y"), 3, "cannot use /x/y: No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 3, "cannot use /x"),
+        (ModuleNotFoundError("No module named 'timm'", name="timm"), 3, "timm cannot be imported"),
+        (ModelError("unreadable"), 4, "unreadable"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (click.Abort(), 130, "interrupted"),
+        (ZeroDivisionError("x\ny"), 1, "internal error: ZeroDivisionError: x y (run with --debug"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_describe(error: BaseException, code: int, words: str) -> None:
+    got, line = describe(error)
+    assert got == code
+    assert words in line
+    assert "\n" not in line
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_an_internal_error_shows_its_traceback_only_with_debug(
+    elsa: Elsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect.command, "callback", lambda **given: _raise(KeyError("lost")))
+    answer = elsa("inspect", "vit")
+    assert (answer.code, answer.out) == (1, "")
+    assert answer.err == (
+        "error: internal error: KeyError: 'lost' (run with --debug for the traceback)\n"
+    )
+    answer = elsa("inspect", "vit", "--debug")
+    assert "Traceback" in answer.err
+    assert answer.err.splitlines()[-1].startswith("error: internal error")
+    monkeypatch.setenv("ELSA_DEBUG", "1")
+    assert "Traceback" in elsa("inspect", "vit").err
+
+
+def test_interrupted(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect.command, "callback", lambda **given: _raise(KeyboardInterrupt()))
+    answer = elsa("inspect", "vit")
+    assert (answer.code, answer.out) == (130, "")
+    assert answer.err == "interrupted; nothing was written\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_command_at_once(number: int, code: int) -> None:
+    """While torch is imported, the longest that one step of Python takes."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "inspect", "vit_tiny_patch16_224"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    time.sleep(0.8)
+    os.kill(child.pid, number)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (code, "")
+    assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")

@@ -1,0 +1,190 @@
+"""doctor and build: what the machine has, and what happens when it lacks something."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elsa_cli import probes
+
+from .conftest import TINY, Elsa, environment
+from .test_commands import document
+
+GROUPS = [
+    "system",
+    "packages",
+    "gpu",
+    "native library",
+    "backends",
+    "caches",
+    "variables",
+    "config",
+]
+
+
+def test_doctor(elsa: Elsa) -> None:
+    answer = elsa("doctor")
+    assert answer.code == 0
+    for word in ("python", "torch", "compiler", "native", "triton", "eager", "hugging face"):
+        assert word in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_doctor_json(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELSA_IMG_SIZE", "64")
+    found = document(elsa("doctor", "--json"))["results"]["probes"]
+    assert list(dict.fromkeys(probe["group"] for probe in found)) == GROUPS
+    assert {probe["name"]: probe["value"] for probe in found}["ELSA_IMG_SIZE"] == "64"
+    # Whatever is off says why.
+    assert all(probe["reason"] for probe in found if probe["ok"] is False)
+
+
+def test_doctor_survives_every_probe_that_breaks(
+    elsa: Elsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **named: object) -> None:
+        raise OSError("no such luck")
+
+    for name in ("cpu_model", "size_of", "_isa", "cache_folders", "_native_built"):
+        monkeypatch.setattr(probes, name, broken)
+    answer = elsa("doctor")
+    assert answer.code == 0
+    assert answer.out.count("OSError: no such luck") >= 3
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names!r}:
+            raise ImportError(f"{{name}} is broken here")
+sys.meta_path.insert(0, Block())
+sys.argv = ["elsa", *{arguments!r}]
+from elsa_cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("names", [["torch"], ["timm", "open_clip", "triton", "torchvision"]])
+def test_doctor_without_packages(names: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK.format(names=names, arguments=["doctor", "--json"])],
+        capture_output=True, text=True, timeout=120, check=False, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["results"]["probes"]
+    reasons = {probe["name"]: probe["reason"] for probe in found if probe["group"] == "packages"}
+    distributions = {name: dist for dist, name, _ in probes.PACKAGES}
+    assert all("is broken here" in reasons[distributions[name]] for name in names)
+
+
+def test_a_missing_torch_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK.format(names=["torch"], arguments=["inspect", "vit"])],
+        capture_output=True, text=True, timeout=60, check=False, env=environment(),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "torch is broken here" in done.stderr
+
+
+def test_sizes_for_people() -> None:
+    assert [probes.human(n) for n in (0, 999, 1000, 987_654, 5e12)] == [
+        "0 B", "999 B", "1.0 kB", "987.7 kB", "5.0 TB",
+    ]  # fmt: skip
+
+
+def test_build_twice_at_once_then_again(tmp_path: Path) -> None:
+    """One process compiles, the other waits and takes its library; a third finds it."""
+    command = [sys.executable, "-m", "elsa_cli", "build", "--json"]
+    env = environment(ELSA_CACHE_DIR=str(tmp_path / "cache"))
+    children = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
+        for _ in range(2)
+    ]
+    answers = [child.communicate(timeout=300) for child in children]
+    assert [child.returncode for child in children] == [0, 0], answers
+    results = [json.loads(out)["results"] for out, _ in answers]
+    assert results[0]["path"] == results[1]["path"]
+    assert all(result["loads"] for result in results)
+    assert list((tmp_path / "cache").rglob("*.so")) == [Path(results[0]["path"])]
+    assert not list((tmp_path / "cache").rglob(".build-*"))
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+    assert json.loads(again.stdout)["results"]["compiled"] is False
+
+
+def compiler(text: str) -> str:
+    """A compiler that answers --version and then does what `text` says."""
+    path = Path("compiler").absolute()
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "cc 1.0" && exit 0\n{text}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_compiler_that_fails(elsa: Elsa, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler("echo 'x.cpp:1: error: no luck' >&2; exit 1"))
+    elsa("build").fails(3, "compiler", "no luck")
+    assert not list(cache.rglob("*.so"))
+    assert not list(cache.rglob(".build-*"))
+
+
+def test_no_compiler(elsa: Elsa, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    elsa("build").fails(3, "no-such-compiler", "CXX")
+    assert not cache.exists()
+
+
+def test_patch_goes_on_without_a_compiler(process: Elsa, tmp_path: Path) -> None:
+    """The eager backend takes over and says so; asked for by name, native is an error."""
+    env = {"CXX": "no-such-compiler", "ELSA_CACHE_DIR": str(tmp_path / "cache")}
+    answer = process("patch", *TINY, "-v", env=env)
+    assert answer.code == 0
+    assert "eager kernels" in answer.out
+    warnings = [line for line in answer.err.splitlines() if "no-such-compiler" in line]
+    assert len(warnings) == 1
+    process("patch", *TINY, "--backend", "native", "-q", env=env).fails(3, "no-such-compiler")
+
+
+def test_a_cache_that_cannot_be_written(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("file").write_text("")
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(Path("file/cache").absolute()))
+    elsa("build").fails(3, "file/cache", "ELSA_CACHE_DIR")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_cache(elsa: Elsa, cache: Path) -> None:
+    cache.mkdir(mode=0o555)
+    elsa("build").fails(3, str(cache), "ELSA_CACHE_DIR")
+
+
+def test_ctrl_c_while_compiling(cache: Path) -> None:
+    slow = compiler("touch started; sleep 60")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "build"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=environment(CXX=slow),
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not Path("started").exists():
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "interrupted; nothing was written\n")
+    assert not list(cache.rglob("*.so"))
+    assert not list(cache.rglob(".build-*"))

@@ -1,0 +1,85 @@
+"""What must be instant is instant, and says nothing of torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elsa_cli.main import COMMANDS
+
+from .conftest import Elsa, environment
+
+HEAVY = ("torch", "timm", "open_clip", "triton", "numpy", "rich", "onnx", "elsa_core")
+WATCH = """
+import atexit, json, sys
+sys.argv = ["elsa", *{arguments!r}]
+atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
+from elsa_cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-h"], ["--version"], [], ["patch", "--help"], ["nonsense"], ["patch"]],
+    ids=str,
+)
+def test_imports_nothing_heavy(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH.format(arguments=arguments)],
+        capture_output=True, text=True, timeout=60, check=False, env=environment(),
+    )  # fmt: skip
+    modules = json.loads(done.stderr.splitlines()[-1])
+    assert "elsa_cli.main" in modules
+    assert not [name for name in modules if name.split(".")[0] in HEAVY]
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_answers_within_0_4_seconds(process: Elsa, argument: str) -> None:
+    process(argument)  # writes the byte code
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert process(argument).code == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.4, times
+
+
+def test_help_lists_every_command_and_fits_in_80_columns(elsa: Elsa) -> None:
+    answer = elsa("--help")
+    assert answer.code == 0
+    assert answer.err == ""
+    assert all(name in answer.out for name in COMMANDS)
+    assert max(map(len, answer.out.splitlines())) <= 80
+    assert elsa().out == answer.out
+
+
+def test_version(process: Elsa) -> None:
+    from elsa_core.version import __version__
+
+    assert process("--version").out == f"elsa {__version__}\n"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help(elsa: Elsa, name: str) -> None:
+    answer = elsa(name, "--help")
+    assert answer.code == 0
+    assert answer.err == ""
+    assert answer.out.startswith(f"Usage: elsa {name}")
+    assert max(map(len, answer.out.splitlines())) <= 100
+
+
+def test_unknown_command_names_the_close_one(elsa: Elsa) -> None:
+    elsa("pach").fails(2, "'pach'", "did you mean 'patch'?")
+
+
+def test_unknown_option_names_the_close_one(elsa: Elsa) -> None:
+    elsa("patch", "vit", "--chek").fails(2, "--chek", "--check", "elsa patch --help")
+
+
+def test_missing_model(elsa: Elsa) -> None:
+    elsa("patch").fails(2, "MODEL")

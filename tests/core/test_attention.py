@@ -1,0 +1,419 @@
+"""`elsa.attention` on the CPU: every backend against float64, and as an operator of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elsa_core as elsa
+from elsa_core import attention as elsa_attention
+from elsa_core.backends import native
+from elsa_core.errors import ArgumentError, UnavailableError
+
+BACKENDS = ["eager", "native"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        answer = native.load()
+        assert answer.ok, answer.reason  # a machine that tests elsa has a compiler
+    return request.param
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def oracle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kw) -> Tensor:
+    """PyTorch's own operator in float64, with zeros where a row sees no key."""
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    out = F.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), attn_mask=mask, **kw
+    )
+    return out.nan_to_num(0.0) if mask is not None else out
+
+
+def relative(x: Tensor, reference: Tensor) -> float:
+    return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+
+
+def assert_as_exact_as_sdpa(out: Tensor, query, key, value, mask=None, **kw) -> None:
+    reference = oracle(query, key, value, mask, **kw)
+    peer = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **kw).nan_to_num(0.0)
+    assert out.shape == reference.shape
+    assert out.dtype == query.dtype
+    assert torch.isfinite(out).all()
+    # Twice the peer's error, plus two roundings of the output for cases where the peer is exact.
+    allowed = 2 * relative(peer, reference) + 2 * torch.finfo(query.dtype).eps
+    assert relative(out, reference) <= allowed
+
+
+CASES = {
+    "vit": ((2, 3, 197, 64), (2, 3, 197, 64), 64),
+    "odd": ((1, 2, 49, 7), (1, 2, 63, 7), 5),
+    "one query": ((2, 4, 1, 32), (2, 4, 300, 32), 32),
+    "one key": ((2, 4, 5, 8), (2, 4, 1, 8), 8),
+    "head_dim 1": ((1, 2, 17, 1), (1, 2, 19, 1), 1),
+    "head_dim 256": ((1, 1, 33, 256), (1, 1, 65, 256), 256),
+    "several key blocks": ((1, 1, 70, 16), (1, 1, 2500, 16), 24),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_float64(case: str, dtype: torch.dtype, backend: str) -> None:
+    query_shape, key_shape, value_dim = CASES[case]
+    q = make(*query_shape, dtype=dtype)
+    k = make(*key_shape, dtype=dtype, seed=1)
+    v = make(*key_shape[:-1], value_dim, dtype=dtype, seed=2)
+    assert_as_exact_as_sdpa(elsa.attention(q, k, v, backend=backend), q, k, v)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 40), (2, 1, 1, 40), (1, 3, 33, 40), (33, 40), (40,)])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_broadcast(shape: tuple[int, ...], kind: str, backend: str) -> None:
+    q, k, v = make(2, 3, 33, 16), make(2, 3, 40, 16, seed=1), make(2, 3, 40, 16, seed=2)
+    mask = make(*shape, seed=3) * 3
+    if kind == "bool":
+        mask = mask > -2
+    out = elsa.attention(q, k, v, mask, backend=backend)
+    assert_as_exact_as_sdpa(out, q, k, v, mask.expand(2, 3, 33, 40))
+
+
+def test_fully_masked_rows_give_zeros_and_minus_infinity(backend: str) -> None:
+    q, k, v = make(1, 2, 6, 8), make(1, 2, 9, 8, seed=1), make(1, 2, 9, 8, seed=2)
+    for mask in (torch.ones(6, 9, dtype=torch.bool), torch.zeros(6, 9)):
+        mask[3] = False if mask.dtype == torch.bool else -math.inf
+        out, lse = elsa.attention(q, k, v, mask, backend=backend, return_lse=True)
+        assert (out[:, :, 3] == 0).all()
+        assert lse[:, :, 3].isneginf().all()
+        assert torch.isfinite(out).all()
+        assert torch.isfinite(lse[:, :, :3]).all()
+
+
+@pytest.mark.parametrize("lengths", [(50, 50), (30, 70), (70, 30)])
+def test_causal_is_aligned_top_left(lengths: tuple[int, int], backend: str) -> None:
+    q = make(1, 2, lengths[0], 16)
+    k, v = make(1, 2, lengths[1], 16, seed=1), make(1, 2, lengths[1], 16, seed=2)
+    out = elsa.attention(q, k, v, is_causal=True, backend=backend)
+    assert_as_exact_as_sdpa(out, q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_query_attention(kv_heads: int, backend: str) -> None:
+    q, k, v = make(2, 4, 21, 8), make(2, kv_heads, 30, 8, seed=1), make(2, kv_heads, 30, 8, seed=2)
+    out = elsa.attention(q, k, v, enable_gqa=True, backend=backend)
+    assert_as_exact_as_sdpa(out, q, k, v, enable_gqa=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 2.0])
+def test_a_scale_of_zero_is_a_scale(scale: float, backend: str) -> None:
+    q, k, v = make(1, 2, 9, 8), make(1, 2, 11, 8, seed=1), make(1, 2, 11, 8, seed=2)
+    out = elsa.attention(q, k, v, scale=scale, backend=backend)
+    assert_as_exact_as_sdpa(out, q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("shape", [(20, 8), (3, 20, 8), (2, 3, 4, 20, 8), (2, 1, 3, 2, 20, 8)])
+def test_any_rank(shape: tuple[int, ...], backend: str) -> None:
+    q, k, v = make(*shape), make(*shape, seed=1), make(*shape, seed=2)
+    out, lse = elsa.attention(q, k, v, backend=backend, return_lse=True)
+    assert_as_exact_as_sdpa(out, q, k, v)
+    assert lse.shape == shape[:-1]
+    if len(shape) > 3:
+        mask = make(20, 20, seed=3)
+        out = elsa.attention(q, k, v, mask, backend=backend)
+        assert_as_exact_as_sdpa(out, q, k, v, mask)
+
+
+def test_batch_dims_broadcast(backend: str) -> None:
+    q, k, v = make(1, 4, 7, 8), make(3, 1, 20, 8, seed=1), make(3, 4, 20, 8, seed=2)
+    out = elsa.attention(q, k, v, backend=backend)
+    assert_as_exact_as_sdpa(out, q.expand(3, -1, -1, -1), k.expand(-1, 4, -1, -1), v)
+
+
+def test_windows_inside_heads_are_merged_without_a_copy(backend: str) -> None:
+    packed = make(2, 4, 16, 3, 2, 8)  # [B, windows, N, 3, H, D]
+    q, k, v = packed.permute(3, 0, 4, 1, 2, 5).unbind(0)  # [B, H, windows, N, D]
+    assert_as_exact_as_sdpa(elsa.attention(q, k, v, backend=backend), q, k, v)
+
+
+def test_strides_are_read_as_they_are(backend: str) -> None:
+    packed = make(2, 33, 3, 4, 16)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    assert_as_exact_as_sdpa(elsa.attention(q, k, v, backend=backend), q, k, v)
+    wide = make(1, 1, 33, 16).expand(2, 4, 33, 16)
+    assert_as_exact_as_sdpa(elsa.attention(q, wide, wide, backend=backend), q, wide, wide)
+    columns = make(2, 4, 16, 33, seed=5).mT
+    assert_as_exact_as_sdpa(elsa.attention(columns, k, v, backend=backend), columns, k, v)
+
+
+def test_the_callers_transpose_is_a_view(backend: str) -> None:
+    q = make(2, 3, 11, 8)
+    out = elsa.attention(q, q, q, backend=backend)
+    rows = out.transpose(1, 2).reshape(2, 11, 24)
+    assert rows.data_ptr() == out.data_ptr()
+    assert rows.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((0, 2, 5, 8), (0, 2, 5, 8)),
+        ((2, 2, 0, 8), (2, 2, 5, 8)),
+        ((2, 2, 5, 8), (2, 2, 0, 8)),
+        ((2, 0, 5, 8), (2, 0, 5, 8)),
+    ],
+)
+def test_empty_inputs(shapes, backend: str) -> None:
+    q, k = make(*shapes[0]), make(*shapes[1])
+    out, lse = elsa.attention(q, k, k, backend=backend, return_lse=True)
+    assert out.shape == q.shape
+    assert (out == 0).all()
+    assert lse.isneginf().all()
+
+
+def test_lse_is_the_natural_log_of_the_normaliser(backend: str) -> None:
+    q, k, v = make(2, 3, 40, 16), make(2, 3, 50, 16, seed=1), make(2, 3, 50, 16, seed=2)
+    _, lse = elsa.attention(q, k, v, backend=backend, return_lse=True)
+    expected = (q.double() @ k.double().mT / 4).logsumexp(-1)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e15])
+def test_extreme_logits(factor: float, backend: str) -> None:
+    q, k, v = make(1, 2, 30, 16) * factor, make(1, 2, 40, 16, seed=1) * factor, make(1, 2, 40, 16)
+    out = elsa.attention(q, k, v, backend=backend)
+    assert_as_exact_as_sdpa(out, q, k, v)
+
+
+def test_nan_comes_out_where_it_goes_in(backend: str) -> None:
+    q, k, v = make(1, 1, 5, 8), make(1, 1, 9, 8, seed=1), make(1, 1, 9, 8, seed=2)
+    q[0, 0, 2, 3] = math.nan
+    out = elsa.attention(q, k, v, backend=backend)
+    assert out[0, 0, 2].isnan().all()
+    assert torch.isfinite(out[0, 0, [0, 1, 3, 4]]).all()
+
+
+def test_float64_is_served_by_eager() -> None:
+    q = make(1, 2, 9, 8, dtype=torch.float64)
+    route = elsa.explain(q, q, q)
+    assert route.backend == "eager"
+    assert any(reason.startswith("native:") for reason in route.reasons)
+    out = elsa.attention(q, q, q)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, q, q))
+
+
+# As an operator of PyTorch
+
+
+OPERANDS = [
+    pytest.param(lambda: (make(2, 4, 9, 8), make(2, 4, 9, 8, seed=1), None), id="plain"),
+    pytest.param(lambda: (make(2, 4, 9, 8), make(2, 2, 12, 8, seed=1), None), id="grouped"),
+    pytest.param(lambda: (make(2, 4, 9, 8), make(2, 4, 9, 8, seed=1), make(1, 4, 9, 9)), id="mask"),
+]
+
+
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(operands, is_causal: bool, requires_grad: bool, backend: str) -> None:
+    q, k, mask = operands()
+    v = k.clone() * 2
+    for t in (q, k, v):
+        t.requires_grad_(requires_grad)
+    name = "attention_eager" if backend == "eager" else "attention"
+    op = getattr(torch.ops.elsa, name).default
+    torch.library.opcheck(op, (q, k, v, mask, is_causal, 0.25, "strict"))
+
+
+GRADIENT_CASES = {
+    "plain": ((1, 2, 4, 3), (1, 2, 5, 3), None, False),
+    "causal": ((1, 2, 4, 3), (1, 2, 5, 3), None, True),
+    "grouped": ((2, 4, 3, 2), (2, 2, 4, 2), None, False),
+    "mask of every row": ((2, 2, 3, 2), (2, 2, 4, 2), (2, 2, 3, 4), False),
+    "mask that broadcasts": ((2, 2, 3, 2), (2, 2, 4, 2), (1, 2, 1, 4), False),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES)
+def test_gradients_are_exact(case: str) -> None:
+    query_shape, key_shape, mask_shape, is_causal = GRADIENT_CASES[case]
+    shapes = [query_shape, key_shape, key_shape] + ([mask_shape] if mask_shape else [])
+    inputs = [make(*s, seed=i).double().requires_grad_() for i, s in enumerate(shapes)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return elsa.attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True, return_lse=True)
+
+    assert torch.autograd.gradcheck(call, inputs)
+
+
+def test_gradients_follow_pytorch_in_float32(backend: str) -> None:
+    inputs = [make(2, 4, 70, 16, seed=s) for s in range(3)] + [make(4, 70, 70, seed=3)]
+    weight = make(2, 4, 70, 16, seed=9)
+
+    def gradients(attention, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        (attention(*leaves) * weight.to(dtype)).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    exact = gradients(F.scaled_dot_product_attention, torch.float64)
+    peer = gradients(F.scaled_dot_product_attention, torch.float32)
+    ours = gradients(lambda *a: elsa.attention(*a, backend=backend), torch.float32)
+    for mine, theirs, reference in zip(ours, peer, exact, strict=True):
+        assert relative(mine, reference) <= 2 * relative(theirs, reference) + 2e-7
+
+
+def test_dropout_keeps_the_normaliser_and_is_differentiable() -> None:
+    q = make(1, 2, 64, 8).requires_grad_()
+    ones = torch.ones(1, 2, 64, 1)
+    torch.manual_seed(0)
+    out = elsa.attention(q, q, ones, dropout_p=0.5)
+    assert 0.8 < out.mean().item() < 1.2
+    assert out.std().item() > 0.05
+    out.sum().backward()
+    assert torch.isfinite(q.grad).all()
+    with pytest.raises(ArgumentError, match="dropout_p"):
+        elsa.attention(q, q, ones, dropout_p=1.5)
+    with pytest.raises(UnavailableError, match="dropout"):
+        elsa.attention(q, q, ones, dropout_p=0.5, backend="native")
+
+
+class Block(nn.Module):
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return elsa.attention(q, k, v, backend=self.backend).transpose(1, 2).reshape(x.shape)
+
+
+def test_compiles_as_one_graph_for_any_batch_and_length(backend: str) -> None:
+    torch._dynamo.reset()
+    block = Block(backend).eval()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, length in [(2, 5), (3, 9), (5, 33), (2, 64), (7, 100)]:
+            x = make(batch, length, 16)
+            torch.testing.assert_close(compiled(x), block(x))
+
+
+def test_compiled_training_step(backend: str) -> None:
+    torch._dynamo.reset()
+    block = Block(backend)
+    twin = copy.deepcopy(block)
+    x = make(2, 9, 16)
+    torch.compile(block, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    torch.testing.assert_close(block.qkv.weight.grad, twin.qkv.weight.grad)
+
+
+def test_exports_with_dynamic_batch_and_length(backend: str) -> None:
+    block = Block(backend).eval()
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2)}
+    program = torch.export.export(block, (make(2, 5, 16),), dynamic_shapes=(dims,))
+    assert any("elsa.attention" in str(node.target) for node in program.graph.nodes)
+    x = make(4, 37, 16)
+    torch.testing.assert_close(program.module()(x), block(x))
+
+
+def test_autocast_casts_as_pytorch_does(backend: str) -> None:
+    q, k, v = make(1, 2, 9, 8), make(1, 2, 9, 8, seed=1).bfloat16(), make(1, 2, 9, 8, seed=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert elsa.attention(q, k, v, backend=backend).dtype == torch.bfloat16
+
+
+# What is refused, and in which words
+
+
+Q = torch.zeros(1, 2, 4, 8)
+REFUSED = {
+    "an integer query": (lambda: elsa.attention(Q.int(), Q.int(), Q.int()), "query"),
+    "mixed dtypes": (lambda: elsa.attention(Q, Q.half(), Q), "dtype"),
+    "mixed devices": (lambda: elsa.attention(Q, Q.to("meta"), Q), "device"),
+    "mixed ranks": (lambda: elsa.attention(Q, Q[0], Q), "rank"),
+    "rank 1": (lambda: elsa.attention(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]), "rank"),
+    "head dims differ": (lambda: elsa.attention(Q, Q[..., :4], Q), "head_dim"),
+    "token counts differ": (lambda: elsa.attention(Q, Q, Q[:, :, :3]), "tokens"),
+    "batches differ": (
+        lambda: elsa.attention(Q.expand(2, -1, -1, -1), Q.expand(3, -1, -1, -1), Q),
+        "batch",
+    ),
+    "heads differ": (
+        lambda: elsa.attention(Q.expand(1, 2, 4, 8).repeat(1, 2, 1, 1), Q, Q),
+        "enable_gqa",
+    ),
+    "heads do not divide": (
+        lambda: elsa.attention(Q.repeat(1, 2, 1, 1)[:, :3], Q, Q, enable_gqa=True),
+        "heads",
+    ),
+    "a mask that does not broadcast": (
+        lambda: elsa.attention(Q, Q, Q, torch.zeros(3, 4)),
+        "attn_mask",
+    ),
+    "an integer mask": (
+        lambda: elsa.attention(Q, Q, Q, torch.zeros(4, 4, dtype=torch.int32)),
+        "attn_mask",
+    ),
+    "a mask elsewhere": (
+        lambda: elsa.attention(Q, Q, Q, torch.zeros(4, 4, device="meta")),
+        "attn_mask",
+    ),
+    "mask and causal": (
+        lambda: elsa.attention(Q, Q, Q, torch.zeros(4, 4), is_causal=True),
+        "is_causal",
+    ),
+    "an unknown precision": (lambda: elsa.attention(Q, Q, Q, precision="exact"), "precision"),
+    "a precision that does not fit": (
+        lambda: elsa.attention(Q.half(), Q.half(), Q.half(), precision="turbo"),
+        "precision",
+    ),
+    "an unknown backend": (lambda: elsa.attention(Q, Q, Q, backend="cuda"), "backend"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_with_the_arguments_name(what: str) -> None:
+    call, word = REFUSED[what]
+    with pytest.raises(ArgumentError, match=word) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_backend_that_cannot_serve_says_why() -> None:
+    with pytest.raises(UnavailableError, match="triton"):
+        elsa.attention(Q, Q, Q, backend="triton")
+    wide = torch.zeros(1, 1, 4, 300)
+    with pytest.raises(UnavailableError, match="head_dim"):
+        elsa.attention(wide, wide, wide, backend="native")
+    assert elsa.explain(wide, wide, wide).backend == "eager"
+
+
+def test_explain_names_backend_schedule_and_gradient_path() -> None:
+    q = make(1, 12, 197, 64).requires_grad_()
+    route = elsa.explain(q, q, q)
+    assert route.backend == "native"
+    assert route.schedule
+    assert any("gradients" in reason for reason in route.reasons)
+    assert elsa.explain(q, q, q, dropout_p=0.1).backend == "eager"
+
+
+def test_eager_forward_needs_memory_linear_in_tokens() -> None:
+    length = 8192
+    q = make(1, 1, length, 8)
+    elsa_attention  # noqa: B018  (the public name is the function, not its module)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        elsa.attention(q, q, q, backend="eager")
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert largest < length * length * 4 / 3

@@ -1,0 +1,79 @@
+"""What importing costs, and that no optional package is needed for the rest to work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# A blocked package looks as if it were not installed: no finder finds it.
+_BLOCK = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            return None
+        return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+
+_ATTENTION = """
+import torch, elsa_core as elsa
+torch.manual_seed(0)
+q = torch.randn(1, 2, 9, 8)
+sdpa = torch.nn.functional.scaled_dot_product_attention
+exact = sdpa(q.double(), q.double(), q.double())
+error = lambda out: (out - exact).norm() / exact.norm()
+assert error(elsa.attention(q, q, q)) <= 2 * error(sdpa(q, q, q)) + 2.4e-7  # two ulp
+print("attention works")
+"""
+
+_PATCH = """
+import torch, timm, elsa_core as elsa
+model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
+assert len(elsa.patch(model).patched) == 1
+assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 1000)
+print("patch works")
+"""
+
+
+def run(program: str, blocked: set[str]) -> str:
+    code = _BLOCK.format(blocked=blocked) + program
+    done = subprocess.run(  # noqa: PLW1510
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "blocked",
+    [{"triton"}, {"timm", "torchvision", "open_clip", "onnx", "onnxruntime", "matplotlib"}],
+    ids=lambda names: " ".join(sorted(names)),
+)
+def test_attention_needs_torch_alone(blocked: set[str]) -> None:
+    assert "attention works" in run(_ATTENTION, blocked)
+
+
+def test_patch_needs_none_of_the_optional_packages() -> None:
+    assert "patch works" in run(
+        _PATCH, {"triton", "open_clip", "onnx", "onnxruntime", "matplotlib"}
+    )
+
+
+def test_importing_elsa_imports_no_model_library_and_builds_nothing() -> None:
+    program = """
+import sys, elsa_core
+heavy = {"timm", "open_clip", "torchvision", "triton", "onnx", "onnxruntime", "matplotlib", "rich"}
+print(sorted(heavy & set(sys.modules)))
+print("elsa_core.backends.native" in sys.modules, "subprocess builds:", "filelock" in sys.modules)
+"""
+    baseline = run("import sys, torch\nprint(sorted(sys.modules))", set())
+    lines = run(program, set()).splitlines()
+    assert all(repr(name) in baseline for name in eval(lines[0])), lines[0]
+    assert lines[1].startswith("False")

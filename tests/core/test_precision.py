@@ -1,0 +1,107 @@
+"""The table of precisions, the depth of the scan, and Theorem 1 measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elsa_core.errors import ArgumentError
+from elsa_core.monoid import State, finalize, fold, lift, scan, tree
+from elsa_core.precision import (
+    PRECISIONS,
+    depth,
+    theorem1_bound,
+    unit_roundoff,
+    validate,
+)
+from elsa_core.reference import relative_l2
+
+ACCEPTED = {
+    "strict": {torch.float32, torch.float64, torch.float16, torch.bfloat16},
+    "ieee": {torch.float32, torch.float64},
+    "turbo": {torch.float32},
+    "lean": {torch.float32, torch.float16, torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_each_precision_takes_its_dtypes(name: str, dtype: torch.dtype) -> None:
+    if dtype in ACCEPTED[name]:
+        assert validate(name, dtype) == name
+    else:
+        with pytest.raises(ArgumentError, match=rf"^precision: '{name}' takes .*; use "):
+            validate(name, dtype)
+
+
+def test_the_table_is_complete() -> None:
+    assert set(PRECISIONS) == set(ACCEPTED)
+    assert next(iter(PRECISIONS)) == "strict"
+    for name, precision in PRECISIONS.items():
+        assert precision.name == name and precision.promise and precision.met_by
+        assert set(precision.dtypes) == ACCEPTED[name]
+
+
+def test_wrong_names_and_dtypes_are_one_clear_error() -> None:
+    with pytest.raises(ArgumentError, match="precision: 'exact' is unknown; use one of strict, "):
+        validate("exact", torch.float32)
+    with pytest.raises(ArgumentError, match="no precision takes int64"):
+        validate("strict", torch.int64)
+
+
+@given(st.integers(1, 2**24), st.integers(1, 4096))
+def test_depth_is_the_papers_formula(n: int, block: int) -> None:
+    length = depth(n, block)
+    assert 3 <= length <= 2 * math.ceil(math.log2(n)) + 3
+    if block <= n:
+        exact = math.ceil(math.log2(block)) + 2 * math.ceil(math.log2(n / block)) + 3
+        assert length == exact
+
+
+def test_depth_of_known_sizes() -> None:
+    assert depth(1) == 3
+    assert depth(128) == 10
+    assert depth(16384) == 24
+    assert depth(2**20) == 36
+    assert depth(2**20, 1) == 43
+    assert theorem1_bound(16384) == pytest.approx(24 * 2.0**-24, rel=1e-15)
+    assert unit_roundoff(torch.bfloat16) == 2.0**-8
+    for n, block in ((0, 128), (5, 0), (-1, 1)):
+        with pytest.raises(ArgumentError, match="use a positive number"):
+            depth(n, block)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("exponent", [10, 13, 17, 20])
+def test_measured_merge_error_is_inside_theorem_1(exponent: int, block: int) -> None:
+    """States of single keys, exact in float32, folded in float32 by the two-level scan."""
+    n = 2**exponent
+    generator = torch.Generator().manual_seed(exponent)
+    scores = 3 * torch.randn(n, generator=generator)
+    value = torch.randn(n, 4, generator=generator)
+    expected, _ = finalize(lift(scores.double(), value.double()))
+    keys = State(
+        scores.view(n // block, block).T,
+        torch.ones(block, n // block),
+        value.view(n // block, block, -1).transpose(0, 1),
+    )
+    blocks = tree(keys)
+    prefixes = scan(blocks)
+    for total in (tree(blocks), State(*(t[-1] for t in prefixes))):
+        output, _ = finalize(total)
+        assert relative_l2(output, expected) <= theorem1_bound(n, block)
+
+
+def test_a_long_chain_is_worse_than_the_tree() -> None:
+    """What the shallow tree buys: the same keys, merged one after another in float32."""
+    n = 2**14
+    value = torch.rand(n, 64, generator=torch.Generator().manual_seed(0))
+    keys = State(torch.zeros(n), torch.ones(n), value)
+    expected = value.double().mean(0)
+    errors = [relative_l2(finalize(reduce(keys))[0], expected) for reduce in (tree, fold)]
+    assert errors[0] <= theorem1_bound(n)
+    assert errors[1] > 4 * errors[0]
