@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from elsa_core.attention import Route, attention, explain
 from elsa_core.monoid import State, merge
 from elsa_core.version import __version__
+from elsa_core.window import window_attention
 
 if TYPE_CHECKING:
     from elsa_core.models.check import CheckReport, check
@@ -43,6 +44,7 @@ __all__ = [
     "merge",
     "patch",
     "unpatch",
+    "window_attention",
 ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends import eager
+from elsa_core.backends import eager, eager_window
 
 _ARGUMENTS = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
@@ -23,6 +23,14 @@ _BACKWARD_ARGUMENTS = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
     "bool mask_needs_grad) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_WINDOW_TERMS = (
+    "Tensor? bias, Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, "
+    "int[] window_size, int[] shift_size, float scale, float mask_value, str layout, bool grid"
+)
+_WINDOW_ARGUMENTS = f"(Tensor qkv, {_WINDOW_TERMS}, str precision) -> Tensor"
+_WINDOW_BACKWARD_ARGUMENTS = (
+    f"(Tensor grad_out, Tensor qkv, {_WINDOW_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 
@@ -91,6 +99,56 @@ def _attention_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     return result
 
 
+def _window_fake(
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
+
+
+def _window_backward_fake(
+    grad_out: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = [qkv.new_empty(0) if t is None else torch.empty_like(t) for t in (bias, pad_qkv)]
+    grad_scale = qkv.new_empty(0) if logit_scale is None else torch.empty_like(logit_scale)
+    return torch.empty_like(qkv), grads[0], grads[1], grad_scale
+
+
+def _window_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.terms = inputs[5:12]
+
+
+def _window_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, bias, bias_index, pad_qkv, logit_scale = ctx.saved_tensors
+    grads = torch.ops.elsa.window_attention_backward(
+        grad_out, qkv, bias, bias_index, pad_qkv, logit_scale, *ctx.terms
+    )
+    present = (bias is not None, pad_qkv is not None, logit_scale is not None)
+    grad_bias, grad_pad, grad_scale = (
+        grad if there else None for grad, there in zip(grads[1:], present, strict=True)
+    )
+    return grads[0], grad_bias, None, grad_pad, grad_scale, *(None,) * 8
+
+
+def _window_attention_cuda(*args: Any) -> Tensor:
+    """The CUDA kernel of `elsa::window_attention`: Triton is imported at the first call."""
+    from elsa_core.backends.triton import window
+
+    result: Tensor = window.window_attention(*args)
+    return result
+
+
 def _register() -> None:
     for name, kernel in (("attention", None), ("attention_eager", eager.attention)):
         _define(name, _ARGUMENTS)
@@ -106,4 +164,21 @@ def _register() -> None:
     torch.library.register_fake("elsa::attention_backward", _backward_fake, lib=_LIBRARY)
 
 
+def _register_window() -> None:
+    for name in ("window_attention", "window_attention_eager"):
+        _define(name, _WINDOW_ARGUMENTS)
+        torch.library.register_fake(f"elsa::{name}", _window_fake, lib=_LIBRARY)
+        torch.library.register_autograd(
+            f"elsa::{name}", _window_backward, setup_context=_window_setup_context, lib=_LIBRARY
+        )
+    _LIBRARY.impl("window_attention_eager", eager_window.attention, "CompositeExplicitAutograd")
+    _LIBRARY.impl("window_attention", _window_attention_cuda, "CUDA")
+    _define("window_attention_backward", _WINDOW_BACKWARD_ARGUMENTS)
+    _LIBRARY.impl("window_attention_backward", eager_window.backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "elsa::window_attention_backward", _window_backward_fake, lib=_LIBRARY
+    )
+
+
 _register()
+_register_window()

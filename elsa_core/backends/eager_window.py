@@ -1,0 +1,291 @@
+"""Window attention in plain PyTorch: the geometry of windows, and the operator in chunks of windows.
+
+It serves every device and dtype, and the backward of every backend. The three steps are apart so
+that the backward can take them one by one: `partition` (roll, pad, cut), attention within the
+windows, `reverse` (join, crop, un-roll). Axes are always three; a 2-D image has depth 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
+_SCORES_ALIVE = 1 << 22
+_NORM_EPS = 1e-12  # of torch.nn.functional.normalize, which cosine attention is defined with
+
+
+class Windows(NamedTuple):
+    """How an image [B, size..., C] is cut.
+
+    `size` is the image's depth, height and width; `window` and `shift` are per axis. `grid` cuts
+    the grid of MaxViT: the tokens of a window lie size / window apart instead of side by side.
+    """
+
+    size: tuple[int, int, int]
+    window: tuple[int, int, int]
+    shift: tuple[int, int, int]
+    grid: bool
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Windows along each axis, the last one padded where the axis is no multiple."""
+        d, h, w = (-(-size // window) for size, window in zip(self.size, self.window, strict=True))
+        return d, h, w
+
+    @property
+    def padding(self) -> tuple[int, int, int]:
+        """Tokens added at the end of each axis, in rolled coordinates."""
+        d, h, w = (
+            count * window - size
+            for count, window, size in zip(self.counts, self.window, self.size, strict=True)
+        )
+        return d, h, w
+
+
+def partition(x: Tensor, cut: Windows, pad: Tensor | None = None) -> Tensor:
+    """[B, D, H, W, C] -> [B * windows, T, C]: roll by -shift, pad with `pad` [C] or zeros, cut."""
+    if any(cut.shift):
+        x = x.roll([-s for s in cut.shift], (1, 2, 3))
+    if any(cut.padding):
+        x = _padded(x, cut, pad)
+    count = x.shape[0] * math.prod(cut.counts)
+    windows = _split(x, cut).permute(0, 1, 3, 5, 2, 4, 6, 7)
+    return windows.reshape(count, math.prod(cut.window), x.shape[-1])
+
+
+def reverse(windows: Tensor, cut: Windows, batch: int) -> Tensor:
+    """[B * windows, T, C] -> [B, D, H, W, C]: join, crop the padding, roll back."""
+    (nd, nh, nw), (wd, wh, ww) = cut.counts, cut.window
+    channels = windows.shape[-1]
+    x = windows.view(batch, nd, nh, nw, wd, wh, ww, channels)
+    order = (0, 4, 1, 5, 2, 6, 3, 7) if cut.grid else (0, 1, 4, 2, 5, 3, 6, 7)
+    x = x.permute(*order).reshape(batch, nd * wd, nh * wh, nw * ww, channels)
+    depth, height, width = cut.size
+    x = x[:, :depth, :height, :width]
+    if any(cut.shift):
+        x = x.roll(list(cut.shift), (1, 2, 3))
+    return x.contiguous()
+
+
+def region_mask(cut: Windows, mask_value: float, like: Tensor) -> Tensor | None:
+    """What the shift adds to scores, [windows, T, T]: 0 within a region, `mask_value` across.
+
+    None where nothing is shifted. The roll brings tokens side by side that were far apart; on each
+    shifted axis of padded size P the regions are [0, P - window), [P - window, P - shift) and
+    [P - shift, P).
+    """
+    if not any(cut.shift):
+        return None
+    padded = [n * w for n, w in zip(cut.counts, cut.window, strict=True)]
+    region = torch.zeros(padded, device=like.device, dtype=torch.int64)
+    for axis, (size, window, shift) in enumerate(zip(padded, cut.window, cut.shift, strict=True)):
+        if shift:
+            position = torch.arange(size, device=like.device)
+            label = (position >= size - window).long() + (position >= size - shift).long()
+            shape = [1, 1, 1]
+            shape[axis] = size
+            region = region * 3 + label.view(shape)
+    flat = partition(region[None, ..., None], Windows((*padded,), cut.window, (0, 0, 0), cut.grid))
+    label = flat.squeeze(-1)
+    return torch.where(
+        label[:, :, None] == label[:, None, :],
+        torch.zeros((), dtype=like.dtype, device=like.device),
+        torch.full((), mask_value, dtype=like.dtype, device=like.device),
+    )
+
+
+def attention(
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int],
+    scale: float,
+    mask_value: float,
+    layout: str,
+    grid: bool,
+    precision: str = "strict",
+) -> Tensor:
+    """The operator `elsa::window_attention`, see `elsa_core.window`.
+
+    Scores and sums are float32, or float64 for float64 inputs; scores exist for a chunk of windows
+    at a time.
+    """
+    with torch.autocast(qkv.device.type, enabled=False):
+        cut = _cut(qkv, window_size, shift_size, grid)
+        windows = partition(qkv, cut, pad_qkv)
+        terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)
+        out = torch.empty(
+            (windows.shape[0], windows.shape[1], qkv.shape[-1] // 3),
+            dtype=qkv.dtype,
+            device=qkv.device,
+        )
+        for chunk in _chunks(windows, num_heads):
+            out[chunk] = _attend(windows[chunk], terms, chunk, num_heads, scale, layout)
+        return reverse(out, cut, qkv.shape[0])
+
+
+def backward(
+    grad_out: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int],
+    scale: float,
+    mask_value: float,
+    layout: str,
+    grid: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of qkv, bias, pad_qkv and logit_scale (empty where there is no such input).
+
+    Each chunk of windows is computed again and differentiated alone, so that the scores of no more
+    than one chunk are alive.
+    """
+    with torch.autocast(qkv.device.type, enabled=False), torch.enable_grad():
+        cut = _cut(qkv, window_size, shift_size, grid)
+        image = qkv.detach().requires_grad_()
+        pad = None if pad_qkv is None else pad_qkv.detach().requires_grad_()
+        windows = partition(image, cut, pad)
+        learnt = [None if t is None else t.detach().requires_grad_() for t in (bias, logit_scale)]
+        terms = _Terms.of(qkv, learnt[0], bias_index, learnt[1], cut, mask_value)
+        grad_windows = torch.empty_like(windows)
+        wanted = [t for t in (terms.bias, terms.logit_scale) if t is not None]
+        sums = [torch.zeros_like(t) for t in wanted]
+        grad_rows = partition(grad_out, cut)
+        for chunk in _chunks(windows, num_heads):
+            part = windows[chunk].detach().requires_grad_()
+            out = _attend(part, terms, chunk, num_heads, scale, layout)
+            grads = torch.autograd.grad(out, [part, *wanted], grad_rows[chunk], retain_graph=True)
+            grad_windows[chunk] = grads[0]
+            for total, grad in zip(sums, grads[1:], strict=True):
+                total += grad
+        return _to_inputs(image, pad, windows, grad_windows, learnt, wanted, sums)
+
+
+def _to_inputs(
+    image: Tensor,
+    pad: Tensor | None,
+    windows: Tensor,
+    grad_windows: Tensor,
+    learnt: list[Tensor | None],
+    wanted: list[Tensor],
+    sums: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Carry the gradients of windows and terms back to the operator's inputs."""
+    empty = image.new_zeros(0)
+    ends = [image] if pad is None else [image, pad]
+    grads = torch.autograd.grad(windows, ends, grad_windows, allow_unused=True)
+    grad_pad = empty
+    if pad is not None:
+        grad_pad = torch.zeros_like(pad) if grads[1] is None else grads[1]
+    back = iter(zip(wanted, sums, strict=True))
+    found = []
+    for leaf in learnt:
+        if leaf is None:
+            found.append(empty)
+        else:
+            term, total = next(back)
+            found.append(torch.autograd.grad(term, leaf, total)[0])
+    return grads[0], found[0], grad_pad, found[1]
+
+
+class _Terms(NamedTuple):
+    """What is added to scores or multiplies them, in the computing dtype."""
+
+    bias: Tensor | None  # [heads, T, T]
+    logit_scale: Tensor | None  # [heads, 1, 1]
+    mask: Tensor | None  # [windows, T, T]
+
+    @classmethod
+    def of(
+        cls,
+        qkv: Tensor,
+        bias: Tensor | None,
+        bias_index: Tensor | None,
+        logit_scale: Tensor | None,
+        cut: Windows,
+        mask_value: float,
+    ) -> _Terms:
+        compute = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+        if bias is not None:
+            bias = (dense_bias(bias, bias_index)).to(compute, copy=True)
+        if logit_scale is not None:
+            logit_scale = logit_scale.to(compute, copy=True).view(-1, 1, 1)
+        mask = region_mask(cut, mask_value, qkv.new_empty(0, dtype=compute))
+        return cls(bias, logit_scale, mask)
+
+
+def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
+    """The bias as [heads, T, T]: itself, or a table [L, heads] read at `bias_index` [T, T]."""
+    return bias if bias_index is None else bias[bias_index].permute(2, 0, 1)
+
+
+def _attend(
+    windows: Tensor, terms: _Terms, chunk: slice, num_heads: int, scale: float, layout: str
+) -> Tensor:
+    """Attention within windows [n, T, 3C] -> [n, T, C]; `chunk` says which windows they are."""
+    compute = torch.float64 if windows.dtype == torch.float64 else torch.float32
+    shape = (3, num_heads, -1) if layout == "qkv" else (num_heads, 3, -1)
+    packed = windows.to(compute).unflatten(-1, shape)
+    q, k, v = packed.unbind(2 if layout == "qkv" else 3)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [n, heads, T, head_dim]
+    if terms.logit_scale is None:
+        scores = (q @ k.mT) * scale
+    else:
+        q, k = (F.normalize(t, dim=-1, eps=_NORM_EPS) for t in (q, k))
+        scores = (q @ k.mT) * terms.logit_scale
+    if terms.bias is not None:
+        scores = scores + terms.bias
+    if terms.mask is not None:
+        number = torch.arange(chunk.start, chunk.stop, device=windows.device)
+        scores = scores + terms.mask[number % terms.mask.shape[0]].unsqueeze(1)
+    out = scores.softmax(-1) @ v
+    joined: Tensor = out.transpose(1, 2).flatten(2).to(windows.dtype)
+    return joined
+
+
+def _chunks(windows: Tensor, num_heads: int) -> Iterator[slice]:
+    count, tokens = windows.shape[0], windows.shape[1]
+    size = max(1, _SCORES_ALIVE // max(1, num_heads * tokens * tokens))
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _cut(qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool) -> Windows:
+    depth, height, width = qkv.shape[1:4]
+    wd, wh, ww = window_size
+    sd, sh, sw = shift_size
+    return Windows((depth, height, width), (wd, wh, ww), (sd, sh, sw), grid)
+
+
+def _split(x: Tensor, cut: Windows) -> Tensor:
+    """[B, D, H, W, C] -> [B, nd, wd, nh, wh, nw, ww, C], the counts before the windows."""
+    (nd, nh, nw), (wd, wh, ww) = cut.counts, cut.window
+    batch, channels = x.shape[0], x.shape[-1]
+    if cut.grid:
+        x = x.reshape(batch, wd, nd, wh, nh, ww, nw, channels)
+        return x.permute(0, 2, 1, 4, 3, 6, 5, 7)
+    return x.reshape(batch, nd, wd, nh, wh, nw, ww, channels)
+
+
+def _padded(x: Tensor, cut: Windows, pad: Tensor | None) -> Tensor:
+    for axis, extra in enumerate(cut.padding, start=1):
+        if extra:
+            shape = [*x.shape]
+            shape[axis] = extra
+            fill = x.new_zeros(()) if pad is None else pad.to(x.dtype)
+            x = torch.cat([x, fill.expand(shape)], dim=axis)
+    return x

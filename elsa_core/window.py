@@ -1,0 +1,192 @@
+"""`window_attention`: attention within (shifted) windows of an image, from roll to un-roll."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elsa_core.attention import _backend_name
+from elsa_core.errors import ArgumentError
+
+LAYOUTS = ("qkv", "head")
+_Triple = tuple[int, int, int]
+
+
+def window_attention(
+    qkv: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int] = (0, 0),
+    scale: float | None = None,
+    bias_index: Tensor | None = None,
+    pad_qkv: Tensor | None = None,
+    logit_scale: Tensor | None = None,
+    mask_value: float = -100.0,
+    layout: str = "qkv",
+    grid: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Tensor:
+    """Exact softmax attention within windows, read from the projection's output as it lies.
+
+    The image is rolled by -shift_size, padded at the end of each axis to a multiple of the window,
+    cut into windows of T tokens, attended within each, cropped and rolled back. All of this is
+    index arithmetic inside the kernels; nothing of size windows x T x T exists in memory.
+
+    On each shifted axis of padded size P (in rolled coordinates) the regions are [0, P - window),
+    [P - window, P - shift) and [P - shift, P); `mask_value` is added to the scores of tokens of
+    different regions.
+
+    Args:
+        qkv: [B, H, W, 3 * C] for 2-D windows, [B, D, H, W, 3 * C] for 3-D ones, floating, the last
+            dim dense; C = num_heads * head_dim.
+        bias: added to the scores of every window: [num_heads, T, T], or with `bias_index` a table
+            [L, num_heads]; float32 or qkv's dtype.
+        num_heads: heads; must divide C.
+        window_size: (height, width) or (depth, height, width), in tokens.
+        shift_size: as many numbers, each at least 0 and smaller than the window.
+        scale: factor on the scores; default 1 / sqrt(head_dim). Unused with `logit_scale`.
+        bias_index: [T, T] int64, entries of the table (Swin's relative_position_index).
+        pad_qkv: [3 * C], what the projection makes of a padded token (its bias); default zeros.
+            Padded tokens take part as keys, as they do in Swin.
+        logit_scale: [num_heads], cosine attention (Swin-V2): queries and keys are L2-normalised
+            and the scores multiplied with this instead of `scale`.
+        mask_value: what the shift adds across regions: -100 in Swin, or -inf.
+        layout: order of the 3 * C channels: "qkv" (3, heads, head_dim) or "head" (heads, 3,
+            head_dim).
+        grid: cut the grid of MaxViT instead: tokens of a window lie size / window apart. The sizes
+            must be multiples of the window and nothing is shifted.
+        precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
+        backend: "auto", "native" (CPU library), "triton" (GPU) or "eager" (plain PyTorch).
+
+    Returns:
+        [B, (D,) H, W, C], dense, in qkv's dtype. Differentiable once in qkv, bias, pad_qkv and
+        logit_scale.
+
+    Raises:
+        ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Reference:
+        W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
+    """
+    window, shift = _geometry(qkv, window_size, shift_size, grid)
+    head_dim = _head_dim(qkv, num_heads, layout)
+    _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
+    if math.isnan(mask_value) or mask_value > 0:
+        raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
+    name = _backend_name(qkv.device.type, qkv.dtype, head_dim, head_dim, precision, backend)
+    run = torch.ops.elsa.window_attention_eager.default
+    if name != "eager" and _has_kernel(qkv.device.type):
+        run = torch.ops.elsa.window_attention.default
+    image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
+    if image.stride(-1) != 1:
+        image = image.contiguous()
+    out: Tensor = run(
+        image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
+        head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
+    )  # fmt: skip
+    return out if qkv.dim() == 5 else out.squeeze(1)
+
+
+def _has_kernel(device_type: str) -> bool:
+    """Whether the loaded libraries bring the operator for a device."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type, "CompositeExplicitAutograd")
+    return torch._C._dispatch_has_kernel_for_dispatch_key("elsa::window_attention", key)
+
+
+class _Terms(NamedTuple):
+    bias: Tensor | None
+    bias_index: Tensor | None
+    pad_qkv: Tensor | None
+    logit_scale: Tensor | None
+
+
+def _geometry(
+    qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool
+) -> tuple[_Triple, _Triple]:
+    """Window and shift on three axes; a 2-D image has depth 1."""
+    if not qkv.dtype.is_floating_point:
+        raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
+    axes = len(window_size)
+    if axes not in (2, 3) or qkv.dim() != axes + 2:
+        raise ArgumentError(
+            f"qkv of shape {list(qkv.shape)} and window_size {tuple(window_size)}: expected "
+            "[B, H, W, 3 * C] with (height, width) or [B, D, H, W, 3 * C] with (depth, height, width)"
+        )
+    if len(shift_size) != axes and any(shift_size):
+        raise ArgumentError(
+            f"shift_size {tuple(shift_size)} must have {axes} numbers, like window_size"
+        )
+    window = (1,) * (3 - axes) + tuple(int(w) for w in window_size)
+    given = tuple(int(s) for s in shift_size) if len(shift_size) == axes else (0,) * axes
+    shift = (0,) * (3 - axes) + given
+    for size, moved in zip(window, shift, strict=True):
+        if size < 1:
+            raise ArgumentError(f"window_size {tuple(window_size)} must be positive")
+        if not 0 <= moved < size:
+            raise ArgumentError(
+                f"shift_size {tuple(shift_size)} must be at least 0 and smaller than "
+                f"window_size {tuple(window_size)}"
+            )
+    if grid and (any(shift) or any(n % w for n, w in zip(_sizes(qkv), window, strict=True))):
+        raise ArgumentError(
+            f"grid=True needs an image of a multiple of window_size {tuple(window_size)} and no "
+            f"shift, not {list(qkv.shape[1:-1])} shifted by {tuple(shift_size)}"
+        )
+    return window, shift  # type: ignore[return-value]  # three entries each, by the padding above
+
+
+def _sizes(qkv: Tensor) -> tuple[int, ...]:
+    return (1,) * (5 - qkv.dim()) + tuple(qkv.shape[1:-1])
+
+
+def _head_dim(qkv: Tensor, num_heads: int, layout: str) -> int:
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
+    channels = qkv.shape[-1]
+    if num_heads < 1 or channels == 0 or channels % (3 * num_heads):
+        raise ArgumentError(
+            f"num_heads={num_heads} does not divide C: qkv has {channels} channels, which must be "
+            "3 * num_heads * head_dim"
+        )
+    return int(channels // (3 * num_heads))
+
+
+def _check_terms(qkv: Tensor, terms: _Terms, num_heads: int, tokens: int) -> None:
+    index = terms.bias_index
+    if index is not None:
+        if terms.bias is None:
+            raise ArgumentError("bias_index needs bias: the table [L, num_heads] that it reads")
+        if index.dtype != torch.int64:
+            raise ArgumentError(f"bias_index must be int64, not {index.dtype}")
+        _check(qkv, "bias_index", index, (tokens, tokens), any_dtype=True)
+        if terms.bias.dim() != 2 or terms.bias.shape[1] != num_heads or not terms.bias.shape[0]:
+            raise ArgumentError(
+                f"bias of shape {list(terms.bias.shape)} is no table [L, {num_heads}], which "
+                "bias_index asks for"
+            )
+        _check(qkv, "bias", terms.bias, tuple(terms.bias.shape))
+    elif terms.bias is not None:
+        _check(qkv, "bias", terms.bias, (num_heads, tokens, tokens))
+    if terms.pad_qkv is not None:
+        _check(qkv, "pad_qkv", terms.pad_qkv, (qkv.shape[-1],))
+    if terms.logit_scale is not None:
+        _check(qkv, "logit_scale", terms.logit_scale, (num_heads,))
+
+
+def _check(
+    qkv: Tensor, name: str, given: Tensor, shape: tuple[int, ...], *, any_dtype: bool = False
+) -> None:
+    if tuple(given.shape) != shape:
+        raise ArgumentError(f"{name} of shape {list(given.shape)} must be {list(shape)}")
+    if given.device != qkv.device:
+        raise ArgumentError(f"{name} is on {given.device}, qkv on {qkv.device}")
+    if not any_dtype and given.dtype not in (torch.float32, qkv.dtype):
+        raise ArgumentError(f"{name} must be float32 or qkv's {qkv.dtype}, not {given.dtype}")
