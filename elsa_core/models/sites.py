@@ -22,7 +22,6 @@ from elsa_core.models.adapters import known, redirect
 from elsa_core.models.probe import Observation, Probe, ProbeError, probe, resolved_input_size
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
-_MULTIHEAD = "torch.nn.MultiheadAttention has no adapter yet"
 _FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
 _NOT_OVER_TOKENS = ("linear", "channel", "other")
 _BIAS_NAMES = (
@@ -210,10 +209,8 @@ def _support(module: nn.Module, cls: type[nn.Module]) -> Support:
     if entry is not None and entry.reason:
         return Support(False, entry.reason)
     answer = adapters.support(module)
-    if answer.ok or redirect.refers_to_sdpa(cls):
+    if answer.ok or adapters.written(cls) is not None or redirect.refers_to_sdpa(cls):
         return answer
-    if isinstance(module, nn.MultiheadAttention):
-        return Support(False, _MULTIHEAD)
     if bytecode.calls_multi_head_attention_forward(bytecode.methods(cls)):
         return Support(False, _FUNCTIONAL)
     return Support(False, _EAGER)

@@ -223,8 +223,8 @@ def test_multihead_attention_is_found_with_its_flops() -> None:
     assert site.module_class == "torch.nn.modules.activation.MultiheadAttention"
     assert (site.num_heads, site.head_dim, site.query_tokens) == (4, 8, 30)
     assert site.flops == 4 * 30 * 30 * 32
-    assert not site.patchable
-    assert "MultiheadAttention" in site.reason
+    assert site.patchable
+    assert site.adapter == "ElsaMultiheadAttention"
 
 
 def test_unknown_classes_are_found_by_their_code() -> None:
@@ -262,8 +262,8 @@ def test_open_clip_towers() -> None:
     found = inspect(model)
     assert found.input_size == (3, 64, 64)
     assert [(s.path, s.query_tokens, s.patchable) for s in found.sites] == [
-        ("visual.transformer.resblocks.0.attn", 17, False),
-        ("transformer.resblocks.0.attn", 77, False),
+        ("visual.transformer.resblocks.0.attn", 17, True),
+        ("transformer.resblocks.0.attn", 77, True),
     ]
     assert "mask" in found.sites[1].extra
 

@@ -20,6 +20,10 @@ _WRITTEN = MappingProxyType(
         "timm.layers.attention.Attention": ("timm_attention", "ElsaAttention"),
         "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
         "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
+        "torch.nn.modules.activation.MultiheadAttention": (
+            "torch_multihead",
+            "ElsaMultiheadAttention",
+        ),
     }
 )
 
@@ -47,8 +51,11 @@ def written(cls: type[nn.Module]) -> type[nn.Module] | None:
 def support(module: nn.Module) -> Support:
     """Whether the module can be patched, and how or why not."""
     cls = base_class(module)
-    if written(cls) is not None:
-        return Support(True, "an adapter is written for this class")
+    adapter = written(cls)
+    if adapter is not None:
+        refusal = getattr(adapter, "elsa_why_not", None)
+        reason = "" if refusal is None else refusal(module)
+        return Support(not reason, reason or "an adapter is written for this class")
     return redirect.support(cls, module)
 
 

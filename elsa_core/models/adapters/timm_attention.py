@@ -17,7 +17,7 @@ from timm.layers import apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from torch import Tensor
 
-from elsa_core.attention import attention
+from elsa_core.models.adapters.common import attend, join_heads, split_heads, split_packed
 
 
 class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
@@ -33,7 +33,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         gate = gate_of(self, x)
         q, k, v = split_packed(self.qkv(x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
-        return attend(self, q, k, v, attn_mask, is_causal, gate)
+        return attended(self, q, k, v, attn_mask, is_causal, gate)
 
 
 class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
@@ -61,7 +61,7 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(self, q, rope, v), rotate(self, k, rope, v)
-        return attend(self, q, k, v, attn_mask, is_causal, gate)
+        return attended(self, q, k, v, attn_mask, is_causal, gate)
 
 
 # The helpers take the module as Any: timm is untyped, and its attributes differ between versions.
@@ -76,19 +76,6 @@ def gate_of(module: Any, x: Tensor) -> Tensor | None:
     return opening
 
 
-def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q, k, v [B, H, N, D] of a packed projection [B, N, 3 * H * D]."""
-    packed = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
-    q, k, v = packed.unbind(0)
-    return q, k, v
-
-
-def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """A view [B, H, N, D] of a projection [B, N, H * D]."""
-    heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    return heads
-
-
 def rotate(module: Any, x: Tensor, rope: Tensor, like: Tensor) -> Tensor:
     """Rotate the tokens after the prefix (class and register tokens), in `like`'s dtype."""
     prefix = module.num_prefix_tokens
@@ -98,7 +85,7 @@ def rotate(module: Any, x: Tensor, rope: Tensor, like: Tensor) -> Tensor:
     return turned
 
 
-def attend(
+def attended(
     module: Any,
     q: Tensor,
     k: Tensor,
@@ -108,20 +95,18 @@ def attend(
     gate: Tensor | None,
 ) -> Tensor:
     """The operator and what timm does after it: join heads, norm, gate, projection, dropout."""
-    out: Any = attention(
+    out = attend(
+        module,
         q,
         k,
         v,
-        attn_mask=attn_mask,
-        dropout_p=module.attn_drop.p if module.training else 0.0,
-        is_causal=is_causal,
+        attn_mask,
         # Like the branch that timm would take: its fused one leaves the scale to the operator.
         scale=None if module.fused_attn else module.scale,
-        enable_gqa=True,
-        precision=module.elsa_precision,
-        backend=module.elsa_backend,
+        dropout_p=module.attn_drop.p,
+        is_causal=is_causal,
     )
-    x = module.norm(out.transpose(1, 2).flatten(2))
+    x = module.norm(join_heads(out))
     if gate is not None:
         x = x * gate
     joined: Tensor = module.proj_drop(module.proj(x))

@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from timm.models.eva import EvaAttention
 from torch import Tensor
 
-from elsa_core.models.adapters.timm_attention import (
-    attend,
-    gate_of,
-    rotate,
-    split_heads,
-    split_packed,
-)
+from elsa_core.models.adapters.common import split_heads, split_packed
+from elsa_core.models.adapters.timm_attention import attended, gate_of, rotate
 
 
 class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
@@ -43,7 +38,7 @@ class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(self, q, rope, v), rotate(self, k, rope, v)
-        return attend(self, q, k, v, attn_mask, is_causal, gate)
+        return attended(self, q, k, v, attn_mask, is_causal, gate)
 
     def _elsa_packed(self, x: Tensor) -> Tensor:
         """The packed projection [B, N, 3 * H * D] with the biases of queries and values."""

@@ -1,0 +1,61 @@
+"""What adapters share: views of projections, and the one call of the operator.
+
+Helpers take the module as Any: model libraries are untyped, and attributes differ between versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from elsa_core.attention import attention
+
+
+def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q, k, v [B, H, N, D] of a packed projection [B, N, 3 * H * D]."""
+    packed = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = packed.unbind(0)
+    return q, k, v
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """A view [B, H, N, D] of a projection [B, N, H * D]."""
+    heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return heads
+
+
+def join_heads(out: Tensor) -> Tensor:
+    """[B, N, H * D] of the operator's result [B, H, N, D], whose memory it already is."""
+    return out.transpose(1, 2).flatten(2)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """The operator as the patched module asks for it: [B, H, N, D] -> [B, H, N, Dv].
+
+    `dropout_p` counts in training mode alone; `scale` is 1 / sqrt(D) if None.
+    """
+    out: Any = attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout_p if module.training else 0.0,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=True,
+        precision=module.elsa_precision,
+        backend=module.elsa_backend,
+    )
+    result: Tensor = out
+    return result
