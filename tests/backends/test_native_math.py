@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elsa_core.backends import native
+from elsa_core.backends import compile, native
 
 PROGRAM = r"""
 #include <cstdint>
@@ -64,7 +64,7 @@ class Math:
 
 
 def names() -> list[str]:
-    return list(native._kernels())
+    return list(compile.kernels())
 
 
 @pytest.fixture(scope="module", params=names())
@@ -79,8 +79,8 @@ def math(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     library = directory / f"{request.param}.so"
     subprocess.run(
         [
-            *native._compiler(), *native._FLAGS, "-fvisibility=default",
-            *native._kernels()[request.param], f"-I{native._source_directory()}",
+            *compile.compiler(), *compile.FLAGS, "-fvisibility=default",
+            *compile.kernels()[request.param], f"-I{compile.source_directory()}",
             "-shared", str(directory / "math.cpp"), "-o", str(library),
         ],
         check=True,
