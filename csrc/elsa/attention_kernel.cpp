@@ -145,8 +145,9 @@ class Item {
   ELSA_NOINLINE void pack() {
     if (workspace_.packed_head == packed_index()) return;
     workspace_.packed_head = -1;
-    pack_keys(key_, first_key_, keys_, a_.head_dim, memory_ + at_.rows, packed_keys());
-    if (!values_in_place_) pack_values(value_, first_key_, keys_, a_.value_dim, packed_values());
+    pack_keys(MatrixRows{key_}, first_key_, keys_, a_.head_dim, memory_ + at_.rows, packed_keys());
+    if (values_in_place_) return;
+    pack_values(MatrixRows{value_}, first_key_, keys_, a_.value_dim, packed_values());
   }
 
   // Folds the key block into rows [row, ...) of the item; returns the row after them.

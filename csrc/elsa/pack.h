@@ -73,35 +73,43 @@ ELSA_INLINE void copy_row(const Matrix& m, int64_t row, int64_t column, int64_t 
   for (; j < count; ++j) out[j] = p[j];
 }
 
+// Rows of a matrix, as the packing below asks for them.
+struct MatrixRows {
+  const Matrix& m;
+
+  bool dense_floats() const { return m.dense_floats(); }
+  const float* floats(int64_t row, int64_t column) const {
+    return reinterpret_cast<const float*>(m.at(row, column));
+  }
+  void copy(int64_t row, int64_t column, int64_t count, float* out) const {
+    copy_row(m, row, column, count, out);
+  }
+};
+
 // Keys [first, first + count) -> panels [wide_keys / kPanel][dim][kPanel]; a last partial panel
 // repeats its last key, and the score tile masks it. Then the narrow panel, if any: [ceil(dim /
 // 4)][kNarrow][4].
-void pack_keys(const Matrix& keys, int64_t first, int64_t count, int64_t dim, float* rows,
+template <class Rows>
+void pack_keys(const Rows& keys, int64_t first, int64_t count, int64_t dim, float* rows,
                float* out) {
   const int64_t padded = round_up(dim, kLanes);
   const int64_t wide = wide_keys(count);
   const bool direct = keys.dense_floats() && dim >= kLanes;
   for (int64_t base = 0; base < wide; base += kLanes) {
     const int64_t present = smaller(kLanes, wide - base);
-    const float* source;
-    int64_t stride;
-    if (direct) {
-      source = reinterpret_cast<const float*>(keys.at(first + base, 0));
-      stride = keys.row_stride;
-    } else {
-      for (int64_t i = 0; i < present; ++i)
-        copy_row(keys, first + base + i, 0, dim, rows + i * padded);
-      source = rows;
-      stride = padded;
+    const float* source[kLanes];
+    for (int64_t i = 0; i < present; ++i) {
+      source[i] = direct ? keys.floats(first + base + i, 0) : rows + i * padded;
+      if (!direct) keys.copy(first + base + i, 0, dim, rows + i * padded);
     }
+    for (int64_t i = present; i < kLanes; ++i) source[i] = source[present - 1];
     float* panel = out + base / kPanel * kPanel * dim + base % kPanel;
     for (int64_t d = 0; d < dim; d += kLanes) {
       // The last block overlaps the one before it rather than reading past the row.
       const int64_t start = direct ? smaller(d, dim - kLanes) : d;
       Floats block[kLanes];
       ELSA_UNROLL
-      for (int i = 0; i < kLanes; ++i)
-        block[i] = load(source + smaller(i, present - 1) * stride + start);
+      for (int i = 0; i < kLanes; ++i) block[i] = load(source[i] + start);
       transpose(block);
       ELSA_UNROLL
       for (int i = 0; i < kLanes; ++i) {
@@ -113,20 +121,21 @@ void pack_keys(const Matrix& keys, int64_t first, int64_t count, int64_t dim, fl
   float* narrow = out + round_up(wide, kPanel) * dim;
   for (int64_t d = 0; d < dim; d += 4) store(narrow + d / 4 * kLanes, Floats{});
   for (int64_t j = 0; j < count - wide; ++j) {
-    copy_row(keys, first + wide + j, 0, dim, rows);
+    keys.copy(first + wide + j, 0, dim, rows);
     for (int64_t d = 0; d < dim; ++d) narrow[d / 4 * kLanes + j * 4 + d % 4] = rows[d];
   }
 }
 
 // Values [first, first + count) -> column panels [ceil(dim / kPanel)][count][kPanel or the rest],
 // zero padded.
-void pack_values(const Matrix& values, int64_t first, int64_t count, int64_t dim, float* out) {
+template <class Rows>
+void pack_values(const Rows& values, int64_t first, int64_t count, int64_t dim, float* out) {
   for (int64_t c = 0; c < dim; c += kPanel) {
     const int64_t columns = smaller(kPanel, dim - c);
     const int64_t width = round_up(columns, kLanes);
     if (columns == kPanel && values.dense_floats()) {
-      const float* p = reinterpret_cast<const float*>(values.at(first, c));
-      for (int64_t j = 0; j < count; ++j, out += kPanel, p += values.row_stride) {
+      for (int64_t j = 0; j < count; ++j, out += kPanel) {
+        const float* p = values.floats(first + j, c);
         ELSA_UNROLL
         for (int v = 0; v < kTileVectors; ++v) store(out + v * kLanes, load(p + v * kLanes));
       }
@@ -134,7 +143,7 @@ void pack_values(const Matrix& values, int64_t first, int64_t count, int64_t dim
     }
     for (int64_t j = 0; j < count; ++j, out += width) {
       if (columns < width) store(out + width - kLanes, Floats{});
-      copy_row(values, first + j, c, columns, out);
+      values.copy(first + j, c, columns, out);
     }
   }
 }

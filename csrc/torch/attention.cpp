@@ -1,37 +1,18 @@
 // elsa::attention on the CPU, through PyTorch's stable ABI: no Python, ATen or c10 symbol.
 #include "../elsa/attention.h"
 
-#include <stdlib.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
 #include <optional>
 #include <string>
 #include <tuple>
 
+#include "common.h"
+
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using elsa_torch::Tensor;
 
-elsa::DType dtype_of(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return elsa::DType::kFloat32;
-    case ScalarType::Half:
-      return elsa::DType::kFloat16;
-    case ScalarType::BFloat16:
-      return elsa::DType::kBFloat16;
-    case ScalarType::Bool:
-      return elsa::DType::kBool;
-    default:
-      STD_TORCH_CHECK(false,
-                      "elsa::attention: the CPU kernel takes float32, float16 or bfloat16 tensors "
-                      "(and boolean masks)");
-  }
-}
+constexpr const char* kName = "elsa::attention";
 
 struct Operand {
   elsa::View view;
@@ -49,7 +30,7 @@ Operand operand(const Tensor& tensor, const char* name) {
     o.view.stride[i] = sizes[i] == 1 ? 0 : strides[i];
   }
   o.view.data = tensor.const_data_ptr();
-  o.view.dtype = dtype_of(tensor.scalar_type());
+  o.view.dtype = elsa_torch::dtype_of(tensor.scalar_type(), kName);
   return o;
 }
 
@@ -88,29 +69,6 @@ elsa::View mask_view(const Tensor& tensor, const elsa::Attention& a) {
   return m.view;
 }
 
-Tensor empty(const std::array<int64_t, 4>& size, const std::array<int64_t, 4>& stride, int64_t dim,
-             int32_t dtype) {
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, size.data(), stride.data(), dtype,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
-void parallel_for(int64_t count, elsa::Body body, void* context) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, body, context));
-}
-
-void check_status(elsa::Status status) {
-  if (status == elsa::Status::kOk) return;
-  const char* isa = getenv("ELSA_CPU_ISA");
-  STD_TORCH_CHECK(status != elsa::Status::kOutOfMemory,
-                  "elsa::attention: out of memory for the per-thread workspace");
-  STD_TORCH_CHECK(status != elsa::Status::kUnsupportedIsa, "elsa::attention: ELSA_CPU_ISA=", isa,
-                  ", but this CPU lacks it; unset the variable");
-  STD_TORCH_CHECK(false, "elsa::attention: ELSA_CPU_ISA=", isa,
-                  " is unknown on this architecture; unset the variable");
-}
-
 std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                      const std::optional<Tensor>& attn_mask, bool is_causal,
                                      double scale, std::string precision) {
@@ -136,16 +94,17 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
 
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
-  Tensor out =
-      empty({a.batch, a.heads, a.queries, a.value_dim},
-            {a.queries * a.heads * a.value_dim, a.value_dim, a.heads * a.value_dim, 1}, 4, dtype);
-  Tensor lse = empty({a.batch, a.heads, a.queries}, {a.heads * a.queries, a.queries, 1}, 3,
-                     aoti_torch_dtype_float32());
+  Tensor out = elsa_torch::empty<4>(
+      {a.batch, a.heads, a.queries, a.value_dim},
+      {a.queries * a.heads * a.value_dim, a.value_dim, a.heads * a.value_dim, 1}, dtype);
+  Tensor lse =
+      elsa_torch::empty<3>({a.batch, a.heads, a.queries}, {a.heads * a.queries, a.queries, 1},
+                           aoti_torch_dtype_float32());
   a.out = out.mutable_data_ptr();
   a.lse = static_cast<float*>(lse.mutable_data_ptr());
 
   const int threads = static_cast<int>(torch::stable::get_num_threads());
-  check_status(elsa::attention(a, threads, parallel_for));
+  elsa_torch::check_status(elsa::attention(a, threads, elsa_torch::parallel_for), kName);
   return {out, lse};
 }
 

@@ -234,13 +234,14 @@ def _units(recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
     """Each translation unit: its name and the command that compiles it."""
     root = source_directory()
     common = [*compiler(), *FLAGS, "-c"]
-    yield "driver", [*common, str(root / "elsa" / "attention.cpp")]
     for name, file, flags in recipe.units:
         yield name, [*common, *flags, str(root / recipe.folder / file)]
-    kernel = str(root / "elsa" / "attention_kernel.cpp")
-    for name, flags in kernels().items():
-        names = [f"-DELSA_KERNEL=kKernel{name}", f'-DELSA_KERNEL_NAME="{name.lower()}"']
-        yield name, [*common, *flags, *names, kernel]
+    for operator, table in (("attention", "kKernel"), ("window", "kWindowKernel")):
+        yield f"{operator}-driver", [*common, str(root / "elsa" / f"{operator}.cpp")]
+        kernel = str(root / "elsa" / f"{operator}_kernel.cpp")
+        for name, flags in kernels().items():
+            names = [f"-DELSA_KERNEL={table}{name}", f'-DELSA_KERNEL_NAME="{name.lower()}"']
+            yield f"{operator}-{name}", [*common, *flags, *names, kernel]
 
 
 def _run_all(commands: list[tuple[str, list[str]]]) -> None:

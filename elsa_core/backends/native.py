@@ -160,7 +160,10 @@ def _recipe() -> compile.Recipe:
         stem="libelsa",
         title="native library",
         folder="torch",
-        units=(("torch", "attention.cpp", (*_TORCH_FLAGS, include)),),
+        units=tuple(
+            (f"torch-{operator}", f"{operator}.cpp", (*_TORCH_FLAGS, include))
+            for operator in ("attention", "window")
+        ),
         link_flags=(f"-L{torch_directory / 'lib'}", "-ltorch_cpu", "-lc10"),
         facts=(".".join(torch.__version__.split(".")[:2]),),
     )

@@ -1,0 +1,169 @@
+// How a window problem is cut into items, and who works on them.
+#include "window.h"
+
+#include <string.h>
+
+#include "kernel.h"
+#include "pack.h"
+#include "window_kernel.h"
+#include "work.h"
+
+namespace elsa {
+namespace {
+
+constexpr int64_t kKeyGranule = 32;  // a multiple of every kernel's panel
+constexpr int64_t kMaxStateRows = 512;
+constexpr int64_t kPackingRows = 8;    // packing a window costs about as much as this many rows
+constexpr double kSerialWork = 2.5e5;  // multiply-adds below which waking threads does not pay
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The kernels of the instruction set that attention.cpp has chosen.
+const WindowKernel* chosen_kernel() {
+#if defined(__x86_64__) || defined(_M_X64)
+  static const WindowKernel* const all[] = {&kWindowKernelAvx512, &kWindowKernelAvx2,
+                                            &kWindowKernelBaseline};
+#elif defined(__aarch64__)
+  static const WindowKernel* const all[] = {&kWindowKernelNeon};
+#else
+  static const WindowKernel* const all[] = {&kWindowKernelBaseline};
+#endif
+  const char* name = isa_name();
+  for (const WindowKernel* kernel : all) {
+    if (name && strcmp(name, kernel->name) == 0) return kernel;
+  }
+  return nullptr;
+}
+
+// The number of query ranges per window and head that finishes first on `threads` threads.
+int64_t choose_splits(const WindowPlan& plan, int64_t heads, int64_t least, int64_t row_tile,
+                      int64_t threads) {
+  const int64_t most = ceil_div(plan.tokens, row_tile);
+  int64_t best = least, best_cost = INT64_MAX;
+  for (int64_t splits = least; splits <= most && splits <= least + 4 * threads; ++splits) {
+    const int64_t rows = round_up(ceil_div(plan.tokens, splits), row_tile) + kPackingRows;
+    const int64_t cost = ceil_div(heads * splits, threads) * rows;
+    if (cost < best_cost) {
+      best = splits;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64_t threads) {
+  WindowPlan plan = {};
+  const int64_t extent[3] = {a.depth, a.height, a.width};
+  int64_t heads = a.batch * a.heads;
+  plan.tokens = 1;
+  for (int i = 0; i < 3; ++i) {
+    plan.extent[i] = extent[i];
+    plan.windows[i] = ceil_div(extent[i], a.window[i]);
+    plan.tokens *= a.window[i];
+    heads *= plan.windows[i];
+  }
+  plan.key_blocks = ceil_div(plan.tokens, kMaxKeyBlock);
+  plan.key_block = round_up(ceil_div(plan.tokens, plan.key_blocks), kKeyGranule);
+  plan.key_blocks = ceil_div(plan.tokens, plan.key_block);
+  const int64_t least = plan.key_blocks > 1 ? ceil_div(plan.tokens, kMaxStateRows) : 1;
+  plan.splits = choose_splits(plan, heads, least, kernel.row_tile, threads);
+  plan.items = heads * plan.splits;
+  return plan;
+}
+
+// Points the plan at what the kernels read besides qkv: converted where they cannot read it.
+bool prepare_operands(const WindowAttention& a, WindowPlan& plan) {
+  static thread_local Scratch pad_memory, bias_memory;
+  const int64_t channels = 3 * a.heads * a.head_dim;
+  plan.pad = static_cast<const char*>(a.pad_qkv);
+  if (plan.pad == nullptr) {
+    float* zeros = pad_memory.get(channels);
+    if (zeros == nullptr) return false;
+    memset(zeros, 0, static_cast<size_t>(channels) * sizeof(float));
+    plan.pad = reinterpret_cast<const char*>(zeros);
+  }
+  if (a.bias.data == nullptr) return true;
+  const View& bias = a.bias;
+  if (bias.dtype == DType::kFloat32 && bias.stride[2] == 1) {
+    plan.bias = static_cast<const float*>(bias.data);
+    plan.bias_stride[0] = bias.stride[0];
+    plan.bias_stride[1] = bias.stride[1];
+    return true;
+  }
+  float* out = bias_memory.get(a.heads * plan.tokens * plan.tokens);
+  if (out == nullptr) return false;
+  plan.bias = out;
+  plan.bias_stride[0] = plan.tokens * plan.tokens;
+  plan.bias_stride[1] = plan.tokens;
+  const View shifted = {bias.data, {0, bias.stride[0], bias.stride[1], bias.stride[2]}, bias.dtype};
+  for (int64_t head = 0; head < a.heads; ++head) {
+    const Matrix rows = matrix(shifted, 0, head);
+    for (int64_t i = 0; i < plan.tokens; ++i, out += plan.tokens) {
+      copy_row(rows, i, 0, plan.tokens, out);
+    }
+  }
+  return true;
+}
+
+struct Work {
+  const WindowAttention& problem;
+  const WindowKernel& kernel;
+  const WindowPlan& plan;
+  Queues queues;
+  std::atomic<bool> out_of_memory{false};
+};
+
+void work_on_items(int64_t worker, int64_t, void* context) {
+  Work& work = *static_cast<Work*>(context);
+  static thread_local Scratch scratch;
+  WindowWorkspace workspace = {};
+  workspace.memory = scratch.get(work.kernel.workspace(work.problem, work.plan));
+  if (workspace.memory == nullptr) {
+    work.out_of_memory = true;
+    return;
+  }
+  for (int64_t item = work.queues.take(worker); item >= 0;) {
+    const int64_t upcoming = work.queues.take(worker);
+    work.kernel.run(work.problem, work.plan, item, upcoming, workspace);
+    item = upcoming;
+  }
+}
+
+}  // namespace
+
+Status window_attention(const WindowAttention& a, int threads, ParallelFor parallel_for) {
+  const WindowKernel* kernel = chosen_kernel();
+  if (kernel == nullptr) return isa_status();
+  if (a.batch * a.depth * a.height * a.width * a.heads * a.head_dim == 0) return Status::kOk;
+  const double tokens = static_cast<double>(a.window[0] * a.window[1] * a.window[2]);
+  const double rows = static_cast<double>(a.batch * a.depth * a.height * a.width);
+  const double work_size = 2 * rows * tokens * static_cast<double>(a.heads * a.head_dim);
+  if (work_size < kSerialWork || threads < 1) threads = 1;
+  WindowPlan plan = make_plan(a, *kernel, threads);
+  if (!prepare_operands(a, plan)) return Status::kOutOfMemory;
+  const int64_t workers = threads < plan.items ? threads : plan.items;
+  Work work = {a, *kernel, plan, Queues(plan.items, workers)};
+  if (workers == 1) {
+    work_on_items(0, 1, &work);
+  } else {
+    parallel_for(workers, work_on_items, &work);
+  }
+  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
+}
+
+bool gather_bias(const View& table, int64_t rows, int64_t heads, const int64_t* index,
+                 int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (index[i] < 0 || index[i] >= rows) return false;
+  }
+  for (int64_t head = 0; head < heads; ++head) {
+    const Matrix column = {static_cast<const char*>(table.data), table.stride[0], table.stride[1],
+                           table.dtype};
+    for (int64_t i = 0; i < count; ++i) {
+      *out++ = read_element(column.at(index[i], head), table.dtype);
+    }
+  }
+  return true;
+}
+
+}  // namespace elsa

@@ -1,0 +1,489 @@
+// The window kernels of one instruction set. Compiled once per set with that set's flags and
+// ELSA_KERNEL naming the table it defines.
+#include "window_kernel.h"
+
+#include "pack.h"
+#include "simd.h"
+#include "tiles.h"
+
+#ifndef ELSA_KERNEL
+#error "define ELSA_KERNEL (the table) and ELSA_KERNEL_NAME (its name)"
+#endif
+
+namespace elsa {
+namespace {
+
+// Register tiles whose scores are in cache together: at most these, and at most kCachedScores.
+constexpr int64_t kBlockTiles = (56 + kTileRows - 1) / kTileRows;
+constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
+constexpr int64_t kCachedScores = 4096;  // 16 KiB, half of a first-level cache
+constexpr int64_t kRegions = 8;          // two on each shifted axis
+constexpr float kNormEps = 1e-12f;       // of torch.nn.functional.normalize
+
+// Offsets of a thread's arrays in its workspace, in floats.
+struct Layout {
+  int64_t tokens[2], keys, values, query, scores, block_out, row_max, reference, rescale, bias,
+      rows, out, maximum, sum, total;
+};
+
+int64_t value_width(const WindowAttention& a) { return round_up(a.head_dim, kLanes); }
+int64_t mask_stride(const WindowPlan& plan) { return round_up(plan.tokens, kLanes); }
+bool shifted(const WindowAttention& a) { return a.shift[0] || a.shift[1] || a.shift[2]; }
+
+int64_t item_rows(const WindowPlan& plan) { return (plan.tokens + plan.splits - 1) / plan.splits; }
+
+Layout layout(const WindowAttention& a, const WindowPlan& plan) {
+  const int64_t state = plan.key_blocks > 1 ? item_rows(plan) : kBlockRows;
+  int64_t top = 0;
+  const auto take = [&top](int64_t floats) {
+    const int64_t start = top;
+    top += round_up(floats, 16);
+    return start;
+  };
+  // Pointers first: they need the strictest alignment.
+  constexpr int64_t kPointer = sizeof(void*) / sizeof(float);
+  const int64_t regions = shifted(a) ? round_up(plan.tokens, 4) / 4 : 0;
+  const int64_t masks = shifted(a) ? kRegions * mask_stride(plan) : 0;
+  Layout l;
+  for (int i = 0; i < 2; ++i) l.tokens[i] = take(2 * kPointer * plan.tokens + regions + masks + 32);
+  l.keys = take((plan.key_block + kPanel) * a.head_dim);
+  l.values = take(plan.key_block * value_width(a));
+  l.query = take(kBlockRows * kQueryStride);
+  l.scores = take(kBlockRows * kScoreStride);
+  l.block_out = take(kBlockRows * value_width(a));
+  l.row_max = take(round_up(kBlockRows, kLanes) * kLanes);
+  l.reference = take(kBlockRows + kLanes);
+  l.rescale = take(kBlockRows + kLanes);
+  l.bias = take(shifted(a) ? kBlockRows * kScoreStride : 0);
+  l.rows = take(kLanes * round_up(a.head_dim, kLanes));
+  l.out = take(state * value_width(a));
+  l.maximum = take(state + kLanes);  // these two are read in whole vectors
+  l.sum = take(state + kLanes);
+  l.total = top;
+  return l;
+}
+
+int64_t workspace(const WindowAttention& a, const WindowPlan& plan) {
+  return layout(a, plan).total;
+}
+
+// Carves the arrays of `t` out of `memory`.
+void place(const WindowAttention& a, const WindowPlan& plan, float* memory, Tokens& t) {
+  t.source = reinterpret_cast<const char**>(memory);
+  t.target = const_cast<char**>(t.source) + plan.tokens;
+  t.mask = reinterpret_cast<float*>(t.target + plan.tokens);
+  t.region = reinterpret_cast<uint8_t*>(t.mask + (shifted(a) ? kRegions * mask_stride(plan) : 0));
+}
+
+// Where the tokens of window `index` lie, and which of them mix.
+ELSA_NOINLINE void find_tokens(const WindowAttention& a, const WindowPlan& plan, int64_t index,
+                               Tokens& t) {
+  t.window = index;
+  const int64_t size = element_size(a.dtype);
+  int64_t at[3];  // the window's place on each axis
+  int64_t rest = index;
+  for (int i = 2; i >= 0; --i) {
+    at[i] = rest % plan.windows[i];
+    rest /= plan.windows[i];
+  }
+  const int64_t batch = rest;
+  bool last[3];
+  t.masked = false;
+  for (int i = 0; i < 3; ++i) {
+    last[i] = a.shift[i] > 0 && at[i] + 1 == plan.windows[i];
+    t.masked |= last[i];
+  }
+  // Place of a window's c-th token on an axis, or -1 where it is padding.
+  const auto find = [&](int axis, int64_t c) -> int64_t {
+    if (a.grid) return c * plan.windows[axis] + at[axis];
+    const int64_t rolled = at[axis] * a.window[axis] + c;
+    if (rolled >= plan.extent[axis]) return -1;
+    return (rolled + a.shift[axis]) % plan.extent[axis];
+  };
+  const char* const image = static_cast<const char*>(a.qkv) + batch * a.stride[0] * size;
+  char* const out = static_cast<char*>(a.out);
+  const int64_t channels = a.heads * a.head_dim * size;
+  int64_t n = 0;
+  for (int64_t z = 0; z < a.window[0]; ++z) {
+    const int64_t depth = find(0, z);
+    const int front = last[0] && z >= a.window[0] - a.shift[0] ? 4 : 0;
+    for (int64_t y = 0; y < a.window[1]; ++y) {
+      const int64_t height = find(1, y);
+      const int top = last[1] && y >= a.window[1] - a.shift[1] ? 2 : 0;
+      const char* row = image + (depth * a.stride[1] + height * a.stride[2]) * size;
+      const int64_t first = ((batch * a.depth + depth) * a.height + height) * a.width;
+      for (int64_t x = 0; x < a.window[2]; ++x, ++n) {
+        const int64_t width = find(2, x);
+        const bool padding = depth < 0 || height < 0 || width < 0;
+        t.source[n] = padding ? plan.pad : row + width * a.stride[3] * size;
+        t.target[n] = padding ? nullptr : out + (first + width) * channels;
+        if (t.masked) {
+          const int left = last[2] && x >= a.window[2] - a.shift[2] ? 1 : 0;
+          t.region[n] = static_cast<uint8_t>(front + top + left);
+        }
+      }
+    }
+  }
+  if (!t.masked) return;
+  for (int64_t g = 0; g < kRegions; ++g) {
+    float* mask = t.mask + g * mask_stride(plan);
+    for (int64_t i = 0; i < plan.tokens; ++i) mask[i] = t.region[i] == g ? 0.0f : a.mask_value;
+  }
+}
+
+// Divides a row by its length, as torch.nn.functional.normalize does.
+ELSA_NOINLINE void normalise(float* row, int64_t dim) {
+  Floats squares = {};
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    const Floats x = load(row + d);
+    squares += x * x;
+  }
+  float sum = 0.0f;
+  for (int i = 0; i < kLanes; ++i) sum += squares[i];
+  for (int64_t i = d; i < dim; ++i) sum += row[i] * row[i];
+  const float length = __builtin_sqrtf(sum);
+  const float divisor = length < kNormEps ? kNormEps : length;
+  for (d = 0; d + kLanes <= dim; d += kLanes) store(row + d, load(row + d) / divisor);
+  for (; d < dim; ++d) row[d] /= divisor;
+}
+
+// One of query, key and value of a window and head, as pack.h reads rows.
+struct TokenRows {
+  const char* const* source;
+  int64_t offset;  // bytes from a token's channels to the head's
+  DType dtype;
+  bool normalised;
+
+  bool dense_floats() const { return dtype == DType::kFloat32 && !normalised; }
+  const float* floats(int64_t row, int64_t column) const {
+    return reinterpret_cast<const float*>(source[row] + offset) + column;
+  }
+  ELSA_INLINE void copy(int64_t row, int64_t column, int64_t count, float* out) const {
+    copy_row(Matrix{source[row] + offset, 0, 1, dtype}, 0, column, count, out);
+    if (normalised) normalise(out, count);
+  }
+};
+
+// Fetches what the upcoming item reads, a few cache lines at a time.
+struct Fetch {
+  const char* const* source = nullptr;
+  int64_t tokens = 0;
+  int64_t offset[3];
+  int64_t bytes = 0;  // of a row
+
+  int64_t lines() const { return tokens * 3 * (bytes / 64 + 1); }
+  ELSA_INLINE void step(int64_t rows) {
+    for (; rows > 0 && tokens > 0; --rows, --tokens, ++source) {
+      for (const int64_t o : offset) {
+        const char* p = *source + o;
+        const char* const end = p + bytes;
+        for (; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+      }
+    }
+  }
+};
+
+// One register tile of a row block.
+struct Tile {
+  int64_t local;  // first row, counted from the row block's
+  int64_t rows;
+};
+
+// One item: a range of query rows of one window and head, in row blocks of a few register tiles.
+class Item {
+ public:
+  Item(const WindowAttention& a, const WindowPlan& plan, int64_t item, int64_t upcoming,
+       WindowWorkspace& workspace)
+      : a_(a), plan_(plan), workspace_(workspace), at_(layout(a, plan)), memory_(workspace.memory) {
+    const int64_t index = item / plan.splits;
+    const int64_t split = item - index * plan.splits;
+    const int64_t window = index / a.heads;
+    packed_ = index;
+    head_ = index - window * a.heads;
+    first_row_ = split * plan.tokens / plan.splits;
+    rows_ = (split + 1) * plan.tokens / plan.splits - first_row_;
+    width_ = value_width(a);
+    tokens_ = &find(window);
+    scale_ = a.logit_scale ? a.logit_scale[head_] : a.scale;
+    scaled_ = plan.bias != nullptr || tokens_->masked || !(scale_ > 0.0f);
+    for (int i = 0; i < 3; ++i) {
+      operand_[i] = {tokens_->source, offset(head_, i), a.dtype, a.logit_scale && i < 2};
+    }
+    if (upcoming >= 0) prepare_fetch(upcoming / plan.splits);
+  }
+
+  void run() {
+    const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
+    int64_t together =
+        kCachedScores / (kTileRows * round_up(smaller(plan_.key_block, plan_.tokens), kLanes));
+    together = together < 1 ? 1 : smaller(together, kBlockTiles);
+    const int64_t blocks = (tiles + together - 1) / together;
+    rows_per_call_ = (plan_.tokens + tiles - 1) / tiles;
+    for (block_ = 0; block_ < plan_.key_blocks; ++block_) {
+      first_key_ = block_ * plan_.key_block;
+      keys_ = smaller(plan_.key_block, plan_.tokens - first_key_);
+      pack();
+      int64_t row = 0, tile = 0;
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t end = (b + 1) * tiles / blocks;
+        row = row_block(row, tile, end - tile, tiles);
+        tile = end;
+      }
+    }
+  }
+
+ private:
+  Tokens& find(int64_t window) {
+    WindowWorkspace& w = workspace_;
+    if (w.tokens[w.current].window != window) {
+      w.current ^= 1;
+      fill(w.tokens[w.current], window);
+    }
+    return w.tokens[w.current];
+  }
+  void fill(Tokens& t, int64_t window) {
+    if (t.window == window) return;
+    place(a_, plan_, memory_ + at_.tokens[&t - workspace_.tokens], t);
+    find_tokens(a_, plan_, window, t);
+  }
+  // Bytes from a token's channels to the head's query (0), key (1) or value (2).
+  int64_t offset(int64_t head, int64_t which) const {
+    const int64_t index = a_.head_first ? 3 * head + which : which * a_.heads + head;
+    return index * a_.head_dim * element_size(a_.dtype);
+  }
+
+  void prepare_fetch(int64_t index) {
+    if (index == packed_) return;
+    const int64_t window = index / a_.heads;
+    Tokens* next = tokens_;
+    if (window != tokens_->window) {
+      next = &workspace_.tokens[workspace_.current ^ 1];
+      fill(*next, window);
+    }
+    const int64_t head = index - window * a_.heads;
+    fetch_.source = next->source;
+    fetch_.tokens = plan_.tokens;
+    fetch_.bytes = a_.head_dim * element_size(a_.dtype);
+    for (int i = 0; i < 3; ++i) fetch_.offset[i] = offset(head, i);
+  }
+
+  ELSA_NOINLINE void pack() {
+    const bool whole = plan_.key_blocks == 1;
+    if (whole && workspace_.packed == packed_) return;
+    workspace_.packed = whole ? packed_ : -1;
+    pack_keys(operand_[1], first_key_, keys_, a_.head_dim, memory_ + at_.rows, memory_ + at_.keys);
+    pack_values(operand_[2], first_key_, keys_, a_.head_dim, memory_ + at_.values);
+  }
+
+  // Folds the key block into rows [row, ...) of the item; returns the row after them.
+  int64_t row_block(int64_t row, int64_t tile, int64_t count, int64_t tiles) {
+    tile_count_ = count;
+    int64_t next = row;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t start = next;
+      next = (tile + i + 1) * rows_ / tiles;
+      tiles_[i] = {start - row, next - start};
+    }
+    block_rows_ = next - row;
+    block_row_ = first_row_ + row;
+    // State rows are kept for the whole item when several key blocks pass over it.
+    state_ = plan_.key_blocks > 1 ? row : 0;
+    copy_queries();
+    scores();
+    softmax();
+    weigh_values();
+    if (block_ > 0) merge();
+    if (block_ + 1 == plan_.key_blocks) write_out();
+    return next;
+  }
+
+  void copy_queries() {
+    float* q = memory_ + at_.query;
+    const int64_t padded = round_up(a_.head_dim, 4);
+    for (int64_t i = 0; i < block_rows_; ++i, q += kQueryStride) {
+      operand_[0].copy(block_row_ + i, 0, a_.head_dim, q);
+      for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
+    }
+  }
+
+  ELSA_NOINLINE void scores() {
+    float* row_max = memory_ + at_.row_max;
+    for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i)
+      store(row_max + i * kLanes, splat(-kInf));
+    ScoreTile t = {};
+    t.depth = a_.head_dim;
+    t.scaled = scaled_;
+    t.scale = scale_;
+    t.visible = kMaxKeyBlock;
+    prepare_bias(t);
+    const float* bias = t.bias;
+    const int64_t wide = wide_keys(keys_);
+    for (int64_t panel = 0; panel < keys_;) {
+      const bool narrow = panel == wide;
+      t.panel = memory_ + at_.keys + round_up(panel, kPanel) * a_.head_dim;
+      t.valid = (narrow ? keys_ : wide) - panel;
+      for (int64_t i = 0; i < tile_count_; ++i) {
+        const Tile& tile = tiles_[i];
+        t.query = memory_ + at_.query + tile.local * kQueryStride;
+        t.scores = memory_ + at_.scores + tile.local * kScoreStride + panel;
+        t.row_max = row_max + tile.local * kLanes;
+        if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
+        if (narrow) {
+          Tiles::narrow[tile.rows - 1](t);
+        } else {
+          Tiles::score[t.valid > kLanes][tile.rows - 1](t);
+        }
+      }
+      panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
+    }
+  }
+
+  // The bias itself, or where tokens do not mix a copy of this block's part with the mask added.
+  void prepare_bias(ScoreTile& t) {
+    const float* bias = nullptr;
+    if (plan_.bias) {
+      bias = plan_.bias + head_ * plan_.bias_stride[0] + block_row_ * plan_.bias_stride[1] +
+             first_key_;
+    }
+    if (!tokens_->masked) {
+      t.bias = bias;
+      t.bias_stride = plan_.bias_stride[1];
+      t.bias_end = plan_.bias ? plan_.bias + (a_.heads - 1) * plan_.bias_stride[0] +
+                                    (plan_.tokens - 1) * plan_.bias_stride[1] + plan_.tokens
+                              : nullptr;
+      return;
+    }
+    float* copy = memory_ + at_.bias;
+    t.bias = copy;
+    t.bias_stride = kScoreStride;
+    t.bias_end = copy + kBlockRows * kScoreStride;
+    for (int64_t i = 0; i < block_rows_; ++i, copy += kScoreStride) {
+      const int64_t region = tokens_->region[block_row_ + i];
+      const float* mask = tokens_->mask + region * mask_stride(plan_) + first_key_;
+      int64_t j = 0;
+      if (bias == nullptr) {
+        for (; j < keys_; j += kLanes) store(copy + j, load(mask + j));
+        continue;
+      }
+      for (; j + kLanes <= keys_; j += kLanes) store(copy + j, load(bias + j) + load(mask + j));
+      for (; j < keys_; ++j) copy[j] = bias[j] + mask[j];
+      bias += plan_.bias_stride[1];
+    }
+  }
+
+  // Weights relative to the running maximum of each row, and the factors that carry the older part
+  // of the state over to it; at the last key block the factors that normalise.
+  ELSA_NOINLINE void softmax() {
+    const float to_log2 = scaled_ ? kLog2E : scale_ * kLog2E;
+    float* const lanes = memory_ + at_.row_max;  // [rows][kLanes]: maxima, then sums
+    float* const reference = memory_ + at_.reference;
+    float* const rescale = memory_ + at_.rescale;
+    const bool last = block_ + 1 == plan_.key_blocks;
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      float* const maximum = memory_ + at_.maximum + state_ + i;
+      Floats m = row_maxima(lanes + i * kLanes);
+      const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
+      m = max(m, previous);
+      const Floats base = m == splat(-kInf) ? Floats{} : m;
+      store(reference + i, base);
+      if (plan_.key_blocks == 1) continue;
+      store(rescale + i, exp2_nonpositive((previous - base) * to_log2));
+      store_first(maximum, m, block_rows_ - i);
+    }
+    const int64_t count = round_up(keys_, kLanes);
+    float* row = memory_ + at_.scores;
+    for (int64_t i = 0; i < block_rows_; ++i, row += kScoreStride) {
+      store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
+    }
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      float* const sum = memory_ + at_.sum + state_ + i;
+      Floats s = row_sums(lanes + i * kLanes);
+      if (block_ > 0) s += load(sum) * load(rescale + i);
+      if (last) s = s == 0.0f ? Floats{} : 1.0f / s;
+      store_first(sum, s, block_rows_ - i);
+    }
+  }
+
+  // scores * values, into the state or this block's own sums.
+  ELSA_NOINLINE void weigh_values() {
+    const int64_t chunks = (keys_ + kSumChunk - 1) / kSumChunk;
+    float* out = memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
+    ValueTile t = {};
+    t.out_stride = width_;
+    const float* panel = memory_ + at_.values;
+    for (int64_t c = 0; c < width_; c += kPanel) {
+      t.value_stride = smaller(kPanel, width_ - c);
+      int64_t key = 0;
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t end = (chunk + 1) * keys_ / chunks;
+        t.values = panel + key * t.value_stride;
+        t.accumulate = key > 0;
+        t.count = end - key;
+        for (int64_t i = 0; i < tile_count_; ++i) {
+          const Tile& tile = tiles_[i];
+          t.weights = memory_ + at_.scores + tile.local * kScoreStride + key;
+          t.out = out + tile.local * width_ + c;
+          Tiles::value[t.value_stride > kLanes][tile.rows - 1](t);
+          if (c == 0 && chunk == 0) fetch_.step(rows_per_call_);
+        }
+        key = end;
+      }
+      panel += keys_ * t.value_stride;
+    }
+  }
+
+  // The monoid's merge of the state so far with this block's, both relative to the new maximum.
+  ELSA_NOINLINE void merge() {
+    for (int64_t i = 0; i < block_rows_; ++i) {
+      const float rescale = memory_[at_.rescale + i];
+      float* out = memory_ + at_.out + (state_ + i) * width_;
+      const float* added = memory_ + at_.block_out + i * width_;
+      for (int64_t d = 0; d < width_; d += kLanes) {
+        store(out + d, load(out + d) * rescale + load(added + d));
+      }
+    }
+  }
+
+  ELSA_NOINLINE void write_out() {
+    const int64_t column = head_ * a_.head_dim * element_size(a_.dtype);
+    for (int64_t i = 0; i < block_rows_; ++i) {
+      char* const target = tokens_->target[block_row_ + i];
+      if (target == nullptr) continue;  // padding
+      float* row = memory_ + at_.out + (state_ + i) * width_;
+      const float factor = memory_[at_.sum + state_ + i];
+      if (factor == 0.0f) {  // no key was seen: zeros, whatever the values hold
+        for (int64_t d = 0; d < width_; d += kLanes) store(row + d, Floats{});
+      }
+      store_row(row, factor, a_.head_dim, a_.dtype, target + column);
+    }
+  }
+
+  const WindowAttention& a_;
+  const WindowPlan& plan_;
+  WindowWorkspace& workspace_;
+  const Layout at_;
+  float* const memory_;
+  int64_t packed_, head_, first_row_, rows_, width_;
+  Tokens* tokens_;
+  float scale_;
+  bool scaled_;
+  TokenRows operand_[3];  // query, key, value
+  Fetch fetch_;
+  int64_t rows_per_call_;
+  // The current key block and row block.
+  int64_t block_, first_key_, keys_;
+  int64_t block_row_, block_rows_, state_, tile_count_;
+  Tile tiles_[kBlockTiles];
+};
+
+void run(const WindowAttention& a, const WindowPlan& plan, int64_t item, int64_t upcoming,
+         WindowWorkspace& workspace) {
+  Item(a, plan, item, upcoming, workspace).run();
+}
+
+}  // namespace
+
+const WindowKernel ELSA_KERNEL = {ELSA_KERNEL_NAME, kTileRows, workspace, run};
+
+}  // namespace elsa

@@ -1,0 +1,61 @@
+// What one instruction set's window kernels offer to the driver. window_kernel.cpp is compiled once
+// per set.
+#pragma once
+
+#include "window.h"
+
+namespace elsa {
+
+// How one problem is cut. Every field is a function of shapes and thread count alone, but for the
+// two pointers.
+struct WindowPlan {
+  int64_t extent[3];   // depth, height, width
+  int64_t windows[3];  // along each axis
+  int64_t tokens;      // of a window
+  int64_t key_block;   // keys whose scores exist at a time
+  int64_t key_blocks;  // merged one after another
+  int64_t splits;      // query ranges per window and head
+  int64_t items;       // batch * windows * heads * splits
+  const float* bias;   // [heads, tokens, tokens] in bias_stride, rows dense; null for none
+  int64_t bias_stride[2];
+  const char* pad;  // the channels of a padded token
+};
+
+// The tokens of one window.
+struct Tokens {
+  int64_t window = -1;  // batch index * windows + window, or -1
+  bool masked = false;  // some of its tokens do not mix
+  const char** source;  // [tokens], channels of each
+  char** target;        // [tokens], where the output goes; null for padding
+  uint8_t* region;      // [tokens], where masked: those of equal region mix
+  float* mask;          // [regions][tokens]: what is added to the scores of a region's queries
+};
+
+// Per-thread memory, carved out of one allocation.
+struct WindowWorkspace {
+  float* memory;
+  int64_t packed = -1;  // window * heads + head whose packed keys are in memory, or -1
+  Tokens tokens[2];     // this item's window, and the next one's
+  int current = 0;
+};
+
+struct WindowKernel {
+  const char* name;
+  int64_t row_tile;  // query rows of one register tile
+  int64_t (*workspace)(const WindowAttention& problem, const WindowPlan& plan);  // in floats
+  // `upcoming` is the item that this thread takes next, or -1: its operands are fetched meanwhile.
+  void (*run)(const WindowAttention& problem, const WindowPlan& plan, int64_t item,
+              int64_t upcoming, WindowWorkspace& workspace);
+};
+
+#if defined(__x86_64__) || defined(_M_X64)
+extern const WindowKernel kWindowKernelBaseline;
+extern const WindowKernel kWindowKernelAvx2;
+extern const WindowKernel kWindowKernelAvx512;
+#elif defined(__aarch64__)
+extern const WindowKernel kWindowKernelNeon;
+#else
+extern const WindowKernel kWindowKernelBaseline;
+#endif
+
+}  // namespace elsa

@@ -1,0 +1,64 @@
+// Items handed to workers, and a worker's memory. No instruction set in here: drivers only.
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include <atomic>
+
+namespace elsa {
+namespace {
+
+// A thread's memory, kept between calls: fresh pages cost more than a small attention.
+class Scratch {
+ public:
+  ~Scratch() { free(memory_); }
+  float* get(int64_t floats) {
+    if (floats > size_) {
+      free(memory_);
+      const size_t bytes = static_cast<size_t>((floats * 4 + 4095) / 4096 * 4096);
+      memory_ = static_cast<float*>(aligned_alloc(4096, bytes));
+      size_ = memory_ ? floats : 0;
+    }
+    return memory_;
+  }
+
+ private:
+  float* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// Items [0, count) in as many runs as there are workers. Equal problems give a worker the same
+// items each time, so that what its core has in cache is its own; workers that are done take from
+// the others.
+class Queues {
+ public:
+  Queues(int64_t items, int64_t workers) : count_(workers < kMost ? workers : kMost) {
+    for (int64_t i = 0; i < count_; ++i) {
+      queue_[i].next = i * items / count_;
+      queue_[i].end = (i + 1) * items / count_;
+    }
+  }
+  // An item that nobody has taken, or -1.
+  int64_t take(int64_t worker) {
+    for (int64_t i = 0; i < count_; ++i) {
+      Queue& q = queue_[(worker + i) % count_];
+      if (q.next.load(std::memory_order_relaxed) >= q.end) continue;
+      const int64_t item = q.next.fetch_add(1, std::memory_order_relaxed);
+      if (item < q.end) return item;
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr int64_t kMost = 64;  // more workers than this share them
+  struct alignas(64) Queue {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  const int64_t count_;
+  Queue queue_[kMost];
+};
+
+}  // namespace
+}  // namespace elsa

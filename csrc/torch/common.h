@@ -1,0 +1,61 @@
+// What the operators share: dtypes, outputs, threads and errors through PyTorch's stable ABI.
+#pragma once
+
+#include <stdlib.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+
+#include "../elsa/attention.h"
+
+namespace elsa_torch {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+elsa::DType dtype_of(ScalarType type, const char* name) {
+  switch (type) {
+    case ScalarType::Float:
+      return elsa::DType::kFloat32;
+    case ScalarType::Half:
+      return elsa::DType::kFloat16;
+    case ScalarType::BFloat16:
+      return elsa::DType::kBFloat16;
+    case ScalarType::Bool:
+      return elsa::DType::kBool;
+    default:
+      STD_TORCH_CHECK(false, name,
+                      ": the CPU kernel takes float32, float16 or bfloat16 tensors "
+                      "(and boolean masks)");
+  }
+}
+
+template <size_t N>
+Tensor empty(const std::array<int64_t, N>& size, const std::array<int64_t, N>& stride,
+             int32_t dtype) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(N, size.data(), stride.data(), dtype,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+void parallel_for(int64_t count, elsa::Body body, void* context) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, body, context));
+}
+
+void check_status(elsa::Status status, const char* name) {
+  if (status == elsa::Status::kOk) return;
+  const char* isa = getenv("ELSA_CPU_ISA");
+  STD_TORCH_CHECK(status != elsa::Status::kOutOfMemory, name,
+                  ": out of memory for the per-thread workspace");
+  STD_TORCH_CHECK(status != elsa::Status::kUnsupportedIsa, name, ": ELSA_CPU_ISA=", isa,
+                  ", but this CPU lacks it; unset the variable");
+  STD_TORCH_CHECK(false, name, ": ELSA_CPU_ISA=", isa,
+                  " is unknown on this architecture; unset the variable");
+}
+
+}  // namespace
+}  // namespace elsa_torch

@@ -1,0 +1,154 @@
+// elsa::window_attention on the CPU, through PyTorch's stable ABI: no Python, ATen or c10 symbol.
+#include "../elsa/window.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common.h"
+
+namespace {
+
+using elsa_torch::ScalarType;
+using elsa_torch::Tensor;
+
+constexpr const char* kName = "elsa::window_attention";
+
+// `tensor` as a dense one of `type`: itself where it is that.
+Tensor dense(const Tensor& tensor, ScalarType type) {
+  Tensor same = tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+  return same.is_contiguous() ? same : torch::stable::contiguous(same);
+}
+
+// The image, its geometry and its output's.
+elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vector<int64_t>& window,
+                              const std::vector<int64_t>& shift, bool grid) {
+  STD_TORCH_CHECK(qkv.dim() == 5, kName, ": qkv must have 5 dimensions, has ", qkv.dim());
+  STD_TORCH_CHECK(window.size() == 3 && shift.size() == 3, kName,
+                  ": window_size and shift_size must have 3 entries");
+  const auto sizes = qkv.sizes();
+  const auto strides = qkv.strides();
+  elsa::WindowAttention a;
+  a.dtype = elsa_torch::dtype_of(qkv.scalar_type(), kName);
+  STD_TORCH_CHECK(a.dtype != elsa::DType::kBool, kName, ": qkv must not be boolean");
+  STD_TORCH_CHECK(heads >= 1 && sizes[4] > 0 && sizes[4] % (3 * heads) == 0, kName, ": ", sizes[4],
+                  " channels are not 3 * ", heads, " heads * head_dim");
+  STD_TORCH_CHECK(strides[4] == 1, kName, ": the channels of qkv must be dense");
+  a.qkv = qkv.const_data_ptr();
+  a.batch = sizes[0];
+  a.depth = sizes[1];
+  a.height = sizes[2];
+  a.width = sizes[3];
+  a.heads = heads;
+  a.head_dim = sizes[4] / (3 * heads);
+  a.grid = grid;
+  STD_TORCH_CHECK(a.head_dim <= 256, kName, ": head_dim must be 1 to 256, got ", a.head_dim);
+  for (int i = 0; i < 4; ++i) a.stride[i] = sizes[i] == 1 ? 0 : strides[i];
+  for (int i = 0; i < 3; ++i) {
+    a.window[i] = window[i];
+    a.shift[i] = shift[i];
+    STD_TORCH_CHECK(window[i] >= 1 && window[i] <= INT32_MAX, kName,
+                    ": window_size must be positive, got ", window[i]);
+    STD_TORCH_CHECK(shift[i] >= 0 && shift[i] < window[i], kName, ": shift_size ", shift[i],
+                    " must be at least 0 and smaller than the window of ", window[i]);
+    STD_TORCH_CHECK(!grid || (shift[i] == 0 && sizes[i + 1] % window[i] == 0), kName,
+                    ": grid needs sizes that are multiples of the window, and no shift");
+  }
+  return a;
+}
+
+elsa::View bias_view(const Tensor& bias, const elsa::WindowAttention& a, int64_t tokens) {
+  STD_TORCH_CHECK(bias.dim() == 3 && bias.sizes()[0] == a.heads && bias.sizes()[1] == tokens &&
+                      bias.sizes()[2] == tokens,
+                  kName, ": bias must be [", a.heads, ", ", tokens, ", ", tokens, "]");
+  elsa::View view;
+  view.data = bias.const_data_ptr();
+  view.dtype = elsa_torch::dtype_of(bias.scalar_type(), kName);
+  STD_TORCH_CHECK(view.dtype == elsa::DType::kFloat32 || view.dtype == a.dtype, kName,
+                  ": bias must be float32 or qkv's dtype");
+  for (int i = 0; i < 3; ++i) view.stride[i] = bias.sizes()[i] == 1 ? 0 : bias.strides()[i];
+  if (tokens == 1) view.stride[2] = 1;
+  return view;
+}
+
+// [heads, tokens, tokens] float32 from a table [rows, heads] and an index [tokens, tokens].
+Tensor gathered(const Tensor& table, const Tensor& index, const elsa::WindowAttention& a,
+                int64_t tokens) {
+  STD_TORCH_CHECK(table.dim() == 2 && table.sizes()[1] == a.heads, kName,
+                  ": with bias_index, bias must be a table [rows, ", a.heads, "]");
+  STD_TORCH_CHECK(index.scalar_type() == ScalarType::Long && index.dim() == 2 &&
+                      index.sizes()[0] == tokens && index.sizes()[1] == tokens,
+                  kName, ": bias_index must be int64 [", tokens, ", ", tokens, "]");
+  elsa::View view;
+  view.data = table.const_data_ptr();
+  view.dtype = elsa_torch::dtype_of(table.scalar_type(), kName);
+  STD_TORCH_CHECK(view.dtype == elsa::DType::kFloat32 || view.dtype == a.dtype, kName,
+                  ": bias must be float32 or qkv's dtype");
+  for (int i = 0; i < 2; ++i) view.stride[i] = table.strides()[i];
+  Tensor out = elsa_torch::empty<3>({a.heads, tokens, tokens}, {tokens * tokens, tokens, 1},
+                                    aoti_torch_dtype_float32());
+  const Tensor positions = dense(index, ScalarType::Long);
+  const bool inside = elsa::gather_bias(
+      view, table.sizes()[0], a.heads, static_cast<const int64_t*>(positions.const_data_ptr()),
+      tokens * tokens, static_cast<float*>(out.mutable_data_ptr()));
+  STD_TORCH_CHECK(inside, kName, ": bias_index has entries outside [0, ", table.sizes()[0], ")");
+  return out;
+}
+
+Tensor window_attention(const Tensor& qkv, const std::optional<Tensor>& bias,
+                        const std::optional<Tensor>& bias_index,
+                        const std::optional<Tensor>& pad_qkv,
+                        const std::optional<Tensor>& logit_scale, int64_t num_heads,
+                        std::vector<int64_t> window_size, std::vector<int64_t> shift_size,
+                        double scale, double mask_value, std::string layout, bool grid,
+                        std::string precision) {
+  elsa::WindowAttention a = problem(qkv, num_heads, window_size, shift_size, grid);
+  STD_TORCH_CHECK(layout == "qkv" || layout == "head", kName, ": layout must be qkv or head");
+  a.scale = static_cast<float>(scale);
+  a.mask_value = static_cast<float>(mask_value);
+  a.head_first = layout == "head";
+  const int64_t tokens = a.window[0] * a.window[1] * a.window[2];
+  const int64_t channels = a.heads * a.head_dim;
+  std::optional<Tensor> kept_bias = bias, kept_pad, kept_scale;  // alive until the kernels are done
+  if (bias.has_value()) {
+    if (bias_index.has_value()) kept_bias = gathered(*bias, *bias_index, a, tokens);
+    a.bias = bias_view(*kept_bias, a, tokens);
+  }
+  if (pad_qkv.has_value()) {
+    STD_TORCH_CHECK(pad_qkv->dim() == 1 && pad_qkv->sizes()[0] == 3 * channels, kName,
+                    ": pad_qkv must be [", 3 * channels, "]");
+    kept_pad = dense(*pad_qkv, qkv.scalar_type());
+    a.pad_qkv = kept_pad->const_data_ptr();
+  }
+  if (logit_scale.has_value()) {
+    STD_TORCH_CHECK(logit_scale->dim() == 1 && logit_scale->sizes()[0] == a.heads, kName,
+                    ": logit_scale must be [", a.heads, "]");
+    kept_scale = dense(*logit_scale, ScalarType::Float);
+    a.logit_scale = static_cast<const float*>(kept_scale->const_data_ptr());
+  }
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(qkv.get(), &dtype));
+  const int64_t row = a.width * channels, plane = a.height * row;
+  Tensor out = elsa_torch::empty<5>({a.batch, a.depth, a.height, a.width, channels},
+                                    {a.depth * plane, plane, row, channels, 1}, dtype);
+  a.out = out.mutable_data_ptr();
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  elsa_torch::check_status(elsa::window_attention(a, threads, elsa_torch::parallel_for), kName);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
+  // As in attention.cpp: alone, the library brings its own schema.
+  if (getenv("ELSA_SCHEMA_DEFINED_BY_PYTHON") == nullptr) {
+    m.def(
+        "window_attention(Tensor qkv, Tensor? bias, Tensor? bias_index, Tensor? pad_qkv, "
+        "Tensor? logit_scale, int num_heads, int[] window_size, int[] shift_size, float scale, "
+        "float mask_value, str layout, bool grid, str precision) -> Tensor");
+  }
+}
+
+STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
+  m.impl("window_attention", TORCH_BOX(&window_attention));
+}
