@@ -1,0 +1,119 @@
+// The part of ONNX Runtime's C ABI that this library uses.
+//
+// The ABI is append-only: an entry of the function table never moves, so a runtime of version 1.17
+// or later serves the entries below at the places where they have always been.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct OrtStatus;
+struct OrtValue;
+struct OrtKernelInfo;
+struct OrtKernelContext;
+struct OrtShapeInferContext;
+struct OrtTensorTypeAndShapeInfo;
+struct OrtSessionOptions;
+struct OrtCustomOpDomain;
+
+// A struct of function pointers; see Entry.
+struct OrtApi {
+  void (*entry[275])();
+};
+
+struct OrtApiBase {
+  const OrtApi* (*GetApi)(uint32_t version);  // null for a version that the runtime does not know
+  const char* (*GetVersionString)();
+};
+
+// The operator's side of the ABI. Members that stay null are optional.
+struct OrtCustomOp {
+  uint32_t version;
+  void* (*CreateKernel)(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*);
+  const char* (*GetName)(const OrtCustomOp*);
+  const char* (*GetExecutionProviderType)(const OrtCustomOp*);
+  int (*GetInputType)(const OrtCustomOp*, size_t);
+  size_t (*GetInputTypeCount)(const OrtCustomOp*);
+  int (*GetOutputType)(const OrtCustomOp*, size_t);
+  size_t (*GetOutputTypeCount)(const OrtCustomOp*);
+  void (*KernelCompute)(void*, OrtKernelContext*);
+  void (*KernelDestroy)(void*);
+  int (*GetInputCharacteristic)(const OrtCustomOp*, size_t);
+  int (*GetOutputCharacteristic)(const OrtCustomOp*, size_t);
+  int (*GetInputMemoryType)(const OrtCustomOp*, size_t);
+  int (*GetVariadicInputMinArity)(const OrtCustomOp*);
+  int (*GetVariadicInputHomogeneity)(const OrtCustomOp*);
+  int (*GetVariadicOutputMinArity)(const OrtCustomOp*);
+  int (*GetVariadicOutputHomogeneity)(const OrtCustomOp*);
+  OrtStatus* (*CreateKernelV2)(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*, void**);
+  OrtStatus* (*KernelComputeV2)(void*, OrtKernelContext*);
+  OrtStatus* (*InferOutputShapeFn)(const OrtCustomOp*, OrtShapeInferContext*);
+  int (*GetStartVersion)(const OrtCustomOp*);
+  int (*GetEndVersion)(const OrtCustomOp*);
+  size_t (*GetMayInplace)(int**, int**);
+  void (*ReleaseMayInplace)(int*, int*);
+  size_t (*GetAliasMap)(int**, int**);
+  void (*ReleaseAliasMap)(int*, int*);
+};
+static_assert(offsetof(OrtCustomOp, CreateKernelV2) == 136 && sizeof(OrtCustomOp) == 208);
+
+namespace elsa::ort {
+
+constexpr uint32_t kApiVersion = 17;  // the oldest that has ParallelFor and shape inference
+
+enum ErrorCode : int { kFail = 1, kInvalidArgument = 2, kNotImplemented = 9 };
+enum ElementType : int {
+  kUndefined = 0,  // in a signature: any
+  kFloat = 1,
+  kBool = 9,
+  kFloat16 = 10,
+  kBFloat16 = 16,
+};
+enum Characteristic : int { kRequired = 0, kOptional = 1 };
+
+// One entry of the function table: its place and its signature.
+template <int kIndex, class Result, class... Arguments>
+struct Entry {
+  Result operator()(const OrtApi* api, Arguments... arguments) const {
+    return reinterpret_cast<Result (*)(Arguments...)>(api->entry[kIndex])(arguments...);
+  }
+};
+template <int kIndex, class... Arguments>
+using Call = Entry<kIndex, OrtStatus*, Arguments...>;
+
+inline constexpr Call<0, ErrorCode, const char*> CreateStatus;
+inline constexpr Call<26, const char*, OrtCustomOpDomain**> CreateCustomOpDomain;
+inline constexpr Call<27, OrtCustomOpDomain*, const OrtCustomOp*> CustomOpDomain_Add;
+inline constexpr Call<28, OrtSessionOptions*, OrtCustomOpDomain*> AddCustomOpDomain;
+inline constexpr Call<51, OrtValue*, void**> GetTensorMutableData;
+inline constexpr Call<57, OrtTensorTypeAndShapeInfo**> CreateTensorTypeAndShapeInfo;
+inline constexpr Call<58, OrtTensorTypeAndShapeInfo*, int> SetTensorElementType;
+inline constexpr Call<59, OrtTensorTypeAndShapeInfo*, const int64_t*, size_t> SetDimensions;
+inline constexpr Call<60, const OrtTensorTypeAndShapeInfo*, int*> GetTensorElementType;
+inline constexpr Call<61, const OrtTensorTypeAndShapeInfo*, size_t*> GetDimensionsCount;
+inline constexpr Call<62, const OrtTensorTypeAndShapeInfo*, int64_t*, size_t> GetDimensions;
+inline constexpr Call<63, const OrtTensorTypeAndShapeInfo*, const char**, size_t>
+    GetSymbolicDimensions;
+inline constexpr Call<65, const OrtValue*, OrtTensorTypeAndShapeInfo**> GetTensorTypeAndShape;
+inline constexpr Call<85, const OrtKernelInfo*, const char*, float*> KernelInfoGetAttribute_float;
+inline constexpr Call<86, const OrtKernelInfo*, const char*, int64_t*> KernelInfoGetAttribute_int64;
+inline constexpr Call<87, const OrtKernelInfo*, const char*, char*, size_t*>
+    KernelInfoGetAttribute_string;
+inline constexpr Call<88, const OrtKernelContext*, size_t*> KernelContext_GetInputCount;
+inline constexpr Call<90, const OrtKernelContext*, size_t, const OrtValue**> KernelContext_GetInput;
+inline constexpr Call<91, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>
+    KernelContext_GetOutput;
+inline constexpr Entry<93, void, OrtStatus*> ReleaseStatus;
+inline constexpr Entry<99, void, OrtTensorTypeAndShapeInfo*> ReleaseTensorTypeAndShapeInfo;
+inline constexpr Call<163, const OrtKernelInfo*, const char*, int64_t*, size_t*>
+    KernelInfoGetAttributeArray_int64;
+inline constexpr Call<267, const OrtShapeInferContext*, size_t*> ShapeInferContext_GetInputCount;
+inline constexpr Call<268, const OrtShapeInferContext*, size_t, OrtTensorTypeAndShapeInfo**>
+    ShapeInferContext_GetInputTypeShape;
+inline constexpr Call<270, const OrtShapeInferContext*, size_t, const OrtTensorTypeAndShapeInfo*>
+    ShapeInferContext_SetOutputTypeShape;
+inline constexpr Call<271, OrtTensorTypeAndShapeInfo*, const char**, size_t> SetSymbolicDimensions;
+inline constexpr Call<274, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>
+    KernelContext_ParallelFor;
+
+}  // namespace elsa::ort

@@ -1,0 +1,234 @@
+// elsa::Attention and elsa::PackedAttention for ONNX Runtime.
+#pragma once
+
+#include "common.h"
+
+namespace elsa::ort {
+namespace {
+
+// mask: broadcastable to [batch, heads, queries, keys] from the right.
+View mask_view(const Context& c, const Tensor& mask, const Attention& a) {
+  View view;
+  if (!mask.present) return view;
+  if (mask.rank > 4) fail(c.api, "%s: attn_mask has %zu dimensions, at most 4", c.name, mask.rank);
+  view.dtype = c.dtype(mask, "attn_mask");
+  if (view.dtype != DType::kBool && view.dtype != DType::kFloat32 && view.dtype != a.query.dtype) {
+    fail(c.api, "%s: attn_mask must be bool, float or the query's type", c.name);
+  }
+  const int64_t full[4] = {a.batch, a.heads, a.queries, a.keys};
+  int64_t stride = 1;
+  for (size_t i = 4; i-- > 4 - mask.rank;) {
+    const int64_t size = mask.size[i + mask.rank - 4];
+    if (size != full[i] && size != 1) {
+      fail(c.api, "%s: attn_mask has size %lld in dimension %zu of 4, must be 1 or %lld", c.name,
+           static_cast<long long>(size), i, static_cast<long long>(full[i]));
+    }
+    view.stride[i] = size == 1 ? 0 : stride;
+    stride *= size;
+  }
+  // One `true` lets everything take part: no mask at all.
+  if (stride == 1 && view.dtype == DType::kBool && *mask.data) return view;
+  view.data = mask.data;
+  return view;
+}
+
+// A view of [batch, tokens, heads, dim] as [batch, heads, tokens, dim].
+View token_major(const void* data, DType dtype, int64_t tokens, int64_t heads, int64_t dim,
+                 int64_t row) {
+  View view;
+  view.data = data;
+  view.dtype = dtype;
+  view.stride[0] = tokens * row;
+  view.stride[1] = heads == 1 ? 0 : dim;
+  view.stride[2] = row;
+  view.stride[3] = 1;
+  return view;
+}
+
+void check_dims(const Context& c, int64_t head_dim, int64_t value_dim) {
+  if (head_dim < 1 || head_dim > 256 || value_dim < 1 || value_dim > 256) {
+    fail(c.api, "%s: head_dim must be 1 to 256, got %lld (query) and %lld (value)", c.name,
+         static_cast<long long>(head_dim), static_cast<long long>(value_dim));
+  }
+}
+
+// [batch, queries, heads, value_dim] into `out`.
+void run_attention(Context& c, Attention& a, void* out) {
+  struct Lse;
+  const size_t rows = static_cast<size_t>(a.batch * a.heads * a.queries);
+  a.out = out;
+  a.lse = reinterpret_cast<float*>(scratch<Lse>(rows * sizeof(float)));
+  c.run([&](int threads, ParallelFor parallel_for) {
+    return elsa::attention(a, threads, parallel_for);
+  });
+}
+
+// query [B, H, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv], attn_mask -> [B, H, Nq, Dv].
+class AttentionKernel {
+ public:
+  static constexpr const char* kName = "Attention";
+  static constexpr const char* kLabel = "elsa::Attention";
+  static constexpr size_t kInputs = 4, kRequired = 3, kFree = 3;
+
+  AttentionKernel(const OrtApi*, const Attributes& attributes)
+      : causal_(attributes.integer("is_causal", 0) != 0),
+        scale_(attributes.number("scale", __builtin_nanf(""))) {}
+
+  void compute(Context& c) const {
+    const Tensor q = c.required(0, "query", 4), k = c.required(1, "key", 4);
+    const Tensor v = c.required(2, "value", 4), mask = c.input(3, "attn_mask");
+    check_shapes(c, q, k, v);
+    Attention a;
+    a.batch = q.size[0];
+    a.heads = q.size[1];
+    a.kv_heads = k.size[1];
+    a.queries = q.size[2];
+    a.keys = k.size[2];
+    a.head_dim = q.size[3];
+    a.value_dim = v.size[3];
+    a.causal = causal_;
+    a.scale = scale_ == scale_ ? scale_ : 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
+    const int64_t size[4] = {a.batch, a.heads, a.queries, a.value_dim};
+    void* out = c.output(size, 4);
+    if (q.empty()) return;
+    a.query = dense(c, q);
+    a.key = dense(c, k);
+    a.value = dense(c, v);
+    a.mask = mask_view(c, mask, a);
+    if (merges_heads(a)) {
+      run_attention(c, a, out);
+    } else {
+      run_and_transpose(c, a, out);
+    }
+  }
+
+ private:
+  static void check_shapes(const Context& c, const Tensor& q, const Tensor& k, const Tensor& v) {
+    if (k.size[0] != q.size[0] || v.size[0] != q.size[0]) {
+      fail(c.api, "%s: batch sizes differ: query %lld, key %lld, value %lld", c.name,
+           static_cast<long long>(q.size[0]), static_cast<long long>(k.size[0]),
+           static_cast<long long>(v.size[0]));
+    }
+    if (k.size[1] != v.size[1] || k.size[2] != v.size[2]) {
+      fail(c.api, "%s: key has %lld heads of %lld tokens, value %lld of %lld", c.name,
+           static_cast<long long>(k.size[1]), static_cast<long long>(k.size[2]),
+           static_cast<long long>(v.size[1]), static_cast<long long>(v.size[2]));
+    }
+    if (k.size[1] > 0 ? q.size[1] % k.size[1] != 0 : q.size[1] != 0) {
+      fail(c.api, "%s: %lld query heads are no multiple of %lld key heads", c.name,
+           static_cast<long long>(q.size[1]), static_cast<long long>(k.size[1]));
+    }
+    if (k.size[3] != q.size[3]) {
+      fail(c.api, "%s: head_dim of query is %lld and of key %lld", c.name,
+           static_cast<long long>(q.size[3]), static_cast<long long>(k.size[3]));
+    }
+    if (k.type != q.type || v.type != q.type || q.type == kBool) {
+      fail(c.api, "%s: query, key and value must have one floating type", c.name);
+    }
+    check_dims(c, q.size[3], v.size[3]);
+  }
+
+  static View dense(const Context& c, const Tensor& tensor) {
+    View view;
+    view.data = tensor.data;
+    view.dtype = c.dtype(tensor, "query");
+    int64_t stride = 1;
+    for (int i = 3; i >= 0; --i) {
+      view.stride[i] = tensor.size[i] == 1 ? 0 : stride;
+      stride *= tensor.size[i];
+    }
+    view.stride[3] = 1;
+    return view;
+  }
+
+  // The kernels write heads side by side, [batch, queries, heads, value_dim]. Taking every head for
+  // a batch entry of its own gives the order that the output has, where all strides allow it.
+  static bool merges_heads(Attention& a) {
+    if (a.kv_heads != a.heads) return false;
+    if (a.mask.data && a.batch > 1 && a.heads > 1 &&
+        a.mask.stride[0] != a.mask.stride[1] * a.heads) {
+      return false;
+    }
+    for (View* view : {&a.query, &a.key, &a.value, &a.mask}) {
+      if (a.heads > 1) view->stride[0] = view->stride[1];
+      view->stride[1] = 0;
+    }
+    a.batch *= a.heads;
+    a.heads = a.kv_heads = 1;
+    return true;
+  }
+
+  static void run_and_transpose(Context& c, Attention& a, void* out) {
+    struct Out;
+    const size_t row = static_cast<size_t>(a.value_dim) * element_size(a.query.dtype);
+    const size_t rows = static_cast<size_t>(a.batch * a.heads * a.queries);
+    const char* from = scratch<Out>(rows * row);
+    run_attention(c, a, const_cast<char*>(from));
+    char* to = static_cast<char*>(out);
+    for (int64_t b = 0; b < a.batch; ++b, from += a.heads * a.queries * row) {
+      for (int64_t h = 0; h < a.heads; ++h) {
+        for (int64_t i = 0; i < a.queries; ++i, to += row) {
+          memcpy(to, from + (i * a.heads + h) * row, row);
+        }
+      }
+    }
+  }
+
+  bool causal_;
+  float scale_;  // NaN for the default
+};
+
+// qkv [B, N, 3 * H * D], as the projection leaves it, attn_mask -> [B, N, H * D].
+class PackedAttentionKernel {
+ public:
+  static constexpr const char* kName = "PackedAttention";
+  static constexpr const char* kLabel = "elsa::PackedAttention";
+  static constexpr size_t kInputs = 2, kRequired = 1, kFree = 1;
+
+  PackedAttentionKernel(const OrtApi* api, const Attributes& attributes)
+      : heads_(attributes.integer("num_heads", 0)),
+        causal_(attributes.integer("is_causal", 0) != 0),
+        scale_(attributes.number("scale", __builtin_nanf(""))) {
+    if (heads_ < 1 || heads_ > INT32_MAX) {
+      fail(api, "%s: the attribute num_heads must be positive", kLabel);
+    }
+  }
+
+  void compute(Context& c) const {
+    const Tensor qkv = c.required(0, "qkv", 3), mask = c.input(1, "attn_mask");
+    const int64_t channels = qkv.size[2] / 3;
+    if (qkv.size[2] % 3 != 0 || channels % heads_ != 0) {
+      fail(c.api, "%s: %lld channels are not 3 * %lld heads * head_dim", c.name,
+           static_cast<long long>(qkv.size[2]), static_cast<long long>(heads_));
+    }
+    if (qkv.type == kBool) fail(c.api, "%s: qkv must be floating", c.name);
+    Attention a;
+    a.batch = qkv.size[0];
+    a.heads = a.kv_heads = heads_;
+    a.queries = a.keys = qkv.size[1];
+    a.head_dim = a.value_dim = channels / heads_;
+    check_dims(c, a.head_dim, a.value_dim);
+    a.causal = causal_;
+    a.scale = scale_ == scale_ ? scale_ : 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
+    const int64_t size[3] = {a.batch, a.queries, channels};
+    void* out = c.output(size, 3);
+    if (qkv.empty()) return;
+    const DType dtype = c.dtype(qkv, "qkv");
+    const size_t part = static_cast<size_t>(channels) * element_size(dtype);
+    View* const views[3] = {&a.query, &a.key, &a.value};
+    for (size_t i = 0; i < 3; ++i) {
+      *views[i] =
+          token_major(qkv.data + i * part, dtype, a.queries, a.heads, a.head_dim, 3 * channels);
+    }
+    a.mask = mask_view(c, mask, a);
+    run_attention(c, a, out);
+  }
+
+ private:
+  int64_t heads_;
+  bool causal_;
+  float scale_;  // NaN for the default
+};
+
+}  // namespace
+}  // namespace elsa::ort

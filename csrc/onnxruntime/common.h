@@ -1,0 +1,313 @@
+// What the operators share: tensors, attributes, threads and errors of ONNX Runtime.
+//
+// Inside the library an error is an exception; `guarded` turns it into a status at the border.
+#pragma once
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <new>
+#include <thread>
+
+#include "../elsa/attention.h"
+#include "abi.h"
+
+namespace elsa::ort {
+namespace {
+
+struct Failure {
+  OrtStatus* status;
+};
+
+void check(OrtStatus* status) {
+  if (status) throw Failure{status};
+}
+
+[[noreturn]] __attribute__((format(printf, 2, 3))) void fail(const OrtApi* api, const char* format,
+                                                             ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  throw Failure{CreateStatus(api, kInvalidArgument, text)};
+}
+
+template <class Body>
+OrtStatus* guarded(const OrtApi* api, Body&& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return failure.status;
+  } catch (...) {
+    return CreateStatus(api, kFail, "elsa: out of memory");
+  }
+}
+
+// Owns what the runtime says about a tensor.
+class Info {
+ public:
+  explicit Info(const OrtApi* api) : api_(api) {}
+  ~Info() {
+    if (handle) ReleaseTensorTypeAndShapeInfo(api_, handle);
+  }
+  Info(const Info&) = delete;
+  OrtTensorTypeAndShapeInfo* handle = nullptr;
+
+ private:
+  const OrtApi* api_;
+};
+
+constexpr size_t kMaxRank = 5;
+
+// A dense tensor; `data` is null for an optional input that is not there, or that is empty.
+struct Tensor {
+  bool present = false;
+  const char* data = nullptr;
+  ElementType type = kUndefined;
+  size_t rank = 0;
+  int64_t size[kMaxRank] = {};
+
+  bool empty() const {
+    for (size_t i = 0; i < rank; ++i) {
+      if (size[i] == 0) return true;
+    }
+    return false;
+  }
+};
+
+// One call of a kernel.
+class Context {
+ public:
+  Context(const OrtApi* api, OrtKernelContext* context, const char* name)
+      : api(api), name(name), context_(context) {
+    check(KernelContext_GetInputCount(api, context, &inputs_));
+  }
+
+  // Checked to be a tensor of at most kMaxRank dimensions.
+  Tensor input(size_t index, const char* label) const {
+    Tensor tensor;
+    const OrtValue* value = nullptr;
+    if (index < inputs_) check(KernelContext_GetInput(api, context_, index, &value));
+    if (value == nullptr) return tensor;
+    Info info(api);
+    check(GetTensorTypeAndShape(api, value, &info.handle));
+    int type = kUndefined;
+    check(GetTensorElementType(api, info.handle, &type));
+    tensor.type = static_cast<ElementType>(type);
+    dtype(tensor, label);
+    check(GetDimensionsCount(api, info.handle, &tensor.rank));
+    if (tensor.rank > kMaxRank) {
+      fail(api, "%s: %s has %zu dimensions, at most %zu are supported", name, label, tensor.rank,
+           kMaxRank);
+    }
+    check(GetDimensions(api, info.handle, tensor.size, tensor.rank));
+    void* data = nullptr;
+    check(GetTensorMutableData(api, const_cast<OrtValue*>(value), &data));
+    tensor.data = static_cast<const char*>(data);
+    tensor.present = true;
+    return tensor;
+  }
+
+  Tensor required(size_t index, const char* label, size_t rank) const {
+    const Tensor tensor = input(index, label);
+    if (!tensor.present) fail(api, "%s: %s is missing", name, label);
+    if (tensor.rank != rank) {
+      fail(api, "%s: %s must have %zu dimensions, has %zu", name, label, rank, tensor.rank);
+    }
+    return tensor;
+  }
+
+  void* output(const int64_t* size, size_t rank) const {
+    OrtValue* value = nullptr;
+    void* data = nullptr;
+    check(KernelContext_GetOutput(api, context_, 0, size, rank, &value));
+    check(GetTensorMutableData(api, value, &data));
+    return data;
+  }
+
+  DType dtype(const Tensor& tensor, const char* label) const {
+    switch (tensor.type) {
+      case kFloat:
+        return DType::kFloat32;
+      case kFloat16:
+        return DType::kFloat16;
+      case kBFloat16:
+        return DType::kBFloat16;
+      case kBool:
+        return DType::kBool;
+      default:
+        fail(api, "%s: %s must be float, float16, bfloat16 or (a mask) bool, not ONNX type %d",
+             name, label, static_cast<int>(tensor.type));
+    }
+  }
+
+  void check_status(Status status) const {
+    const char* isa = getenv("ELSA_CPU_ISA");
+    if (status == Status::kOutOfMemory) throw std::bad_alloc();
+    if (status != Status::kOk) {
+      fail(api, "%s: ELSA_CPU_ISA=%s is unknown, or this CPU lacks it; unset the variable", name,
+           isa ? isa : "");
+    }
+    check(parallel_status_);
+  }
+
+  // Runs `compute(threads, parallel_for)` with the threads of the session.
+  template <class Compute>
+  void run(Compute&& compute) {
+    Context* const outer = current_;
+    current_ = this;
+    const Status status = compute(threads(), parallel_for);
+    current_ = outer;
+    check_status(status);
+  }
+
+  // The runtime tells nobody how many threads its pool has: the machine's number bounds it, and
+  // workers without a thread of their own find no work left.
+  static int threads() {
+    static const int count = static_cast<int>(std::thread::hardware_concurrency());
+    return count > 0 ? count : 1;
+  }
+
+  const OrtApi* const api;
+  const char* const name;
+
+ private:
+  struct Job {
+    Body body;
+    void* context;
+  };
+
+  static void parallel_for(int64_t count, Body body, void* context) {
+    Job job = {body, context};
+    const auto one = [](void* data, size_t index) {
+      const Job& job = *static_cast<const Job*>(data);
+      const int64_t i = static_cast<int64_t>(index);
+      job.body(i, i + 1, job.context);
+    };
+    current_->parallel_status_ = KernelContext_ParallelFor(current_->api, current_->context_, one,
+                                                           static_cast<size_t>(count), 0, &job);
+  }
+
+  static thread_local Context* current_;
+  OrtKernelContext* const context_;
+  OrtStatus* parallel_status_ = nullptr;
+  size_t inputs_ = 0;
+};
+thread_local Context* Context::current_ = nullptr;
+
+// The attributes of a node; one that is missing keeps its default.
+class Attributes {
+ public:
+  Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+
+  int64_t integer(const char* name, int64_t missing) const {
+    int64_t value = missing;
+    return found(KernelInfoGetAttribute_int64(api_, info_, name, &value)) ? value : missing;
+  }
+  float number(const char* name, float missing) const {
+    float value = missing;
+    return found(KernelInfoGetAttribute_float(api_, info_, name, &value)) ? value : missing;
+  }
+  // Whether the attribute is there and has exactly three entries.
+  bool triple(const char* name, int64_t* out) const {
+    size_t size = 0;
+    if (!found(KernelInfoGetAttributeArray_int64(api_, info_, name, nullptr, &size))) return false;
+    return size == 3 && found(KernelInfoGetAttributeArray_int64(api_, info_, name, out, &size));
+  }
+  bool equals(const char* name, const char* wanted) const {
+    char text[16] = {};
+    size_t size = sizeof text;
+    return found(KernelInfoGetAttribute_string(api_, info_, name, text, &size)) &&
+           strcmp(text, wanted) == 0;
+  }
+
+ private:
+  bool found(OrtStatus* status) const {
+    if (status == nullptr) return true;
+    ReleaseStatus(api_, status);
+    return false;
+  }
+  const OrtApi* const api_;
+  const OrtKernelInfo* const info_;
+};
+
+// Memory that a thread keeps between calls: fresh pages cost more than a small attention.
+template <class Tag>
+char* scratch(size_t bytes) {
+  struct Block {
+    ~Block() { free(memory); }
+    char* memory = nullptr;
+    size_t size = 0;
+  };
+  static thread_local Block block;
+  if (bytes > block.size) {
+    free(block.memory);
+    block.memory = static_cast<char*>(malloc(bytes));
+    block.size = block.memory ? bytes : 0;
+    if (block.memory == nullptr) throw std::bad_alloc();
+  }
+  return block.memory;
+}
+
+inline size_t element_size(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
+}
+
+// The operator `Kernel::kName` for one element type. A Kernel offers: kName, kRank, kInputs,
+// kRequired and kFree (inputs whose type may differ from the first one's), a constructor from
+// Attributes, compute(Context&) and last(inputs' last sizes): the output's last size.
+template <class Kernel>
+struct Operator : OrtCustomOp {
+  Operator(const OrtApi* runtime, ElementType element) : OrtCustomOp{} {
+    api = runtime;
+    type = element;
+    version = kApiVersion;
+    GetName = [](const OrtCustomOp*) { return Kernel::kName; };
+    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    GetInputTypeCount = [](const OrtCustomOp*) { return Kernel::kInputs; };
+    GetInputType = [](const OrtCustomOp* self, size_t index) -> int {
+      return index >= Kernel::kFree ? kUndefined : static_cast<const Operator*>(self)->type;
+    };
+    GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{1}; };
+    GetOutputType = [](const OrtCustomOp* self, size_t) -> int {
+      return static_cast<const Operator*>(self)->type;
+    };
+    GetInputCharacteristic = [](const OrtCustomOp*, size_t index) -> int {
+      return index < Kernel::kRequired ? ort::kRequired : ort::kOptional;
+    };
+    GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return ort::kRequired; };
+    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+    GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+    GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
+    GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+    GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+    GetStartVersion = [](const OrtCustomOp*) { return 1; };
+    GetEndVersion = [](const OrtCustomOp*) { return INT32_MAX; };
+    CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info,
+                        void** kernel) {
+      return guarded(api, [&] { *kernel = new Instance{Kernel(api, Attributes(api, info)), api}; });
+    };
+    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+      const Instance& instance = *static_cast<const Instance*>(kernel);
+      return guarded(instance.api, [&] {
+        Context call(instance.api, context, Kernel::kLabel);
+        instance.kernel.compute(call);
+      });
+    };
+    KernelDestroy = [](void* kernel) { delete static_cast<Instance*>(kernel); };
+  }
+
+  struct Instance {
+    const Kernel kernel;
+    const OrtApi* const api;
+  };
+  const OrtApi* api;
+  ElementType type;
+};
+
+}  // namespace
+}  // namespace elsa::ort

@@ -1,0 +1,122 @@
+// elsa::WindowAttention for ONNX Runtime.
+#pragma once
+
+#include "../elsa/window.h"
+#include "common.h"
+
+namespace elsa::ort {
+namespace {
+
+// qkv [B, depth, height, width, 3 * H * D], bias [H, T, T], pad_qkv [3 * H * D], logit_scale [H]
+// -> [B, depth, height, width, H * D].
+class WindowAttentionKernel {
+ public:
+  static constexpr const char* kName = "WindowAttention";
+  static constexpr const char* kLabel = "elsa::WindowAttention";
+  static constexpr size_t kInputs = 4, kRequired = 1, kFree = 1;
+
+  WindowAttentionKernel(const OrtApi* api, const Attributes& attributes) {
+    a_.heads = attributes.integer("num_heads", 0);
+    a_.scale = attributes.number("scale", __builtin_nanf(""));
+    a_.mask_value = attributes.number("mask_value", -100.0f);
+    a_.head_first = attributes.equals("layout", "head");
+    a_.grid = attributes.integer("grid", 0) != 0;
+    if (a_.heads < 1 || a_.heads > INT32_MAX) {
+      fail(api, "%s: the attribute num_heads must be positive", kLabel);
+    }
+    if (!attributes.triple("window_size", a_.window) ||
+        !attributes.triple("shift_size", a_.shift)) {
+      fail(api, "%s: window_size and shift_size must be attributes of 3 integers", kLabel);
+    }
+    for (int i = 0; i < 3; ++i) {
+      if (a_.window[i] < 1 || a_.window[i] > kMaxTokens || a_.shift[i] < 0 ||
+          a_.shift[i] >= a_.window[i] || (a_.grid && a_.shift[i] != 0)) {
+        fail(api, "%s: window_size %lld and shift_size %lld do not fit", kLabel,
+             static_cast<long long>(a_.window[i]), static_cast<long long>(a_.shift[i]));
+      }
+    }
+    if (a_.window[0] * a_.window[1] * a_.window[2] > kMaxTokens) {
+      fail(api, "%s: a window holds at most %lld tokens", kLabel,
+           static_cast<long long>(kMaxTokens));
+    }
+  }
+
+  void compute(Context& c) const {
+    const Tensor qkv = c.required(0, "qkv", 5);
+    WindowAttention a = a_;
+    const int64_t channels = qkv.size[4] / 3;
+    if (qkv.size[4] % 3 != 0 || channels % a.heads != 0 || channels < a.heads ||
+        channels / a.heads > 256 || qkv.type == kBool) {
+      fail(c.api, "%s: %lld channels are not 3 * %lld heads * head_dim (1 to 256, floating)",
+           c.name, static_cast<long long>(qkv.size[4]), static_cast<long long>(a.heads));
+    }
+    a.head_dim = channels / a.heads;
+    a.dtype = c.dtype(qkv, "qkv");
+    for (int i = 0; i < 3; ++i) {
+      if (a.grid && qkv.size[i + 1] % a.window[i] != 0) {
+        fail(c.api, "%s: grid needs sizes that are multiples of the window", c.name);
+      }
+    }
+    const int64_t size[5] = {qkv.size[0], qkv.size[1], qkv.size[2], qkv.size[3], channels};
+    a.out = c.output(size, 5);
+    const Tensor bias = c.input(1, "bias"), pad = c.input(2, "pad_qkv");
+    const Tensor logit_scale = c.input(3, "logit_scale");
+    check_terms(c, a, bias, pad, logit_scale, qkv);
+    if (qkv.empty()) return;
+    a.qkv = qkv.data;
+    a.batch = size[0];
+    a.depth = size[1];
+    a.height = size[2];
+    a.width = size[3];
+    int64_t stride = qkv.size[4];
+    for (int i = 3; i >= 0; --i) {
+      a.stride[i] = size[i] == 1 ? 0 : stride;
+      stride *= size[i];
+    }
+    c.run([&](int threads, ParallelFor parallel_for) {
+      return elsa::window_attention(a, threads, parallel_for);
+    });
+  }
+
+ private:
+  static constexpr int64_t kMaxTokens = 1 << 16;  // the workspace grows with them
+
+  // Checks the optional inputs and points the problem at them.
+  static void check_terms(const Context& c, WindowAttention& a, const Tensor& bias,
+                          const Tensor& pad, const Tensor& logit_scale, const Tensor& qkv) {
+    const int64_t tokens = a.window[0] * a.window[1] * a.window[2];
+    if (bias.present) {
+      if (bias.rank != 3 || bias.size[0] != a.heads || bias.size[1] != tokens ||
+          bias.size[2] != tokens || (bias.type != kFloat && bias.type != qkv.type)) {
+        fail(c.api, "%s: bias must be [%lld, %lld, %lld], float or qkv's type", c.name,
+             static_cast<long long>(a.heads), static_cast<long long>(tokens),
+             static_cast<long long>(tokens));
+      }
+      a.bias.data = bias.data;
+      a.bias.dtype = c.dtype(bias, "bias");
+      a.bias.stride[0] = a.heads == 1 ? 0 : tokens * tokens;
+      a.bias.stride[1] = tokens == 1 ? 0 : tokens;
+      a.bias.stride[2] = 1;
+    }
+    if (pad.present) {
+      if (pad.rank != 1 || pad.size[0] != qkv.size[4] || pad.type != qkv.type) {
+        fail(c.api, "%s: pad_qkv must be [%lld] of qkv's type", c.name,
+             static_cast<long long>(qkv.size[4]));
+      }
+      a.pad_qkv = pad.data;
+    }
+    if (logit_scale.present) {
+      if (logit_scale.rank != 1 || logit_scale.size[0] != a.heads || logit_scale.type != kFloat) {
+        fail(c.api, "%s: logit_scale must be [%lld] float", c.name,
+             static_cast<long long>(a.heads));
+      }
+      a.logit_scale = reinterpret_cast<const float*>(logit_scale.data);
+    }
+    if (a.scale != a.scale) a.scale = 1.0f / __builtin_sqrtf(static_cast<float>(a.head_dim));
+  }
+
+  WindowAttention a_;  // the geometry; sizes and operands are a call's
+};
+
+}  // namespace
+}  // namespace elsa::ort
