@@ -23,6 +23,8 @@ COMMANDS = {
     "inspect": "List every attention site of a model, and what can be patched.",
     "patch": "Replace a model's attention by exact ELSA kernels.",
     "check": "Prove that the patched model computes what the original does.",
+    "export": "Write a patched model as a bundle that runs without elsa.",
+    "verify": "Check a bundle: its files, and that it still computes the model.",
     "bench": "Measure ELSA against its peers on this machine.",
     "doctor": "Show what this machine offers and why a backend is off.",
     "build": "Compile the native library ahead of its first use.",
@@ -32,7 +34,8 @@ _EXAMPLES = """\b
 Start here:
   elsa inspect vit_base_patch16_224
   elsa patch vit_base_patch16_224 --check
-  elsa patch vit_base_patch16_224 -o DIR   (saves a model that loads again)"""
+  elsa patch vit_base_patch16_224 -o DIR   (saves a model that loads again)
+  elsa export vit_base_patch16_224 -o DIR  (TorchScript, ONNX and pt2: runs without elsa)"""
 
 
 class LazyGroup(click.Group):

@@ -11,6 +11,8 @@ from elsa_core.version import __version__
 from elsa_core.window import window_attention
 
 if TYPE_CHECKING:
+    from elsa_core.exporting.bundle import Bundle, export
+    from elsa_core.exporting.verify import VerifyReport, verify
     from elsa_core.models.check import CheckReport, check
     from elsa_core.models.load import load
     from elsa_core.models.patch import PatchReport, patch, unpatch
@@ -26,24 +28,32 @@ _HOMES = {
     "unpatch": "models.patch",
     "CheckReport": "models.check",
     "check": "models.check",
+    "Bundle": "exporting.bundle",
+    "export": "exporting.bundle",
+    "VerifyReport": "exporting.verify",
+    "verify": "exporting.verify",
 }
 
 __all__ = [
     "AttentionSite",
+    "Bundle",
     "CheckReport",
     "Inspection",
     "PatchReport",
     "Route",
     "State",
+    "VerifyReport",
     "__version__",
     "attention",
     "check",
     "explain",
+    "export",
     "inspect",
     "load",
     "merge",
     "patch",
     "unpatch",
+    "verify",
     "window_attention",
 ]
 

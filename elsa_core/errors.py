@@ -22,3 +22,7 @@ class ModelError(ElsaError):
 
 class NothingPatchedError(ElsaError):
     """No attention site of the model was patched (exit code 1)."""
+
+
+class ExportError(ElsaError):
+    """An export failed, or the artefact does not reproduce the model (exit code 5)."""

@@ -44,6 +44,7 @@ class Loaded:
         notes: lines for the user: an alias that was completed, an architecture that was recognised.
         recipe: how to build the model again.
         report: what was patched, for a directory that was saved patched; otherwise None.
+        tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Loaded:
     notes: tuple[str, ...]
     recipe: Recipe
     report: PatchReport | None = None
+    tower: str | None = None
 
     def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
         """Return random inputs for `model(*inputs)`, on the model's device.

@@ -18,7 +18,7 @@ from torch import Tensor
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.models.load import Loaded
 from elsa_core.models.sources.fromfile import CONFIG_METADATA
-from elsa_core.models.sources.plan import PLAN_NAME, plan_of
+from elsa_core.models.sources.plan import PLAN_NAME, Plan, plan_of
 
 if TYPE_CHECKING:
     from elsa_core.models.patch import PatchReport
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 OPEN_CLIP_CONFIG_NAME = "open_clip_config.json"
-_OWN_NAMES = frozenset((WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME))
+# What `save` and `elsa_core.exporting` write: a directory that holds nothing else may be replaced.
+_OWN_NAMES = frozenset(
+    (
+        *(WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME),
+        *("model.ts", "model.onnx", "model.onnx.data", "model.pt2", "model.aoti.pt2", "lib"),
+        *("manifest.json", "reference.npz", "load.py", "README.md"),
+    )
+)
 
 
 def save(
@@ -57,26 +64,27 @@ def save(
     given = Path(directory).expanduser()
     try:
         target = given.resolve()
-        _check_target(target, given, force)
-        with _staged(target) as staging:
-            _write(loaded, report, staging)
+        check_target(target, given, force)
+        with staged(target) as staging:
+            write_files(loaded, plan_of(report), staging)
     except OSError as error:
-        raise _explained(error, given) from error
+        raise explained(error, given) from error
     return given
 
 
-def _write(loaded: Loaded, report: PatchReport, directory: Path) -> None:
+def write_files(loaded: Loaded, plan: Plan, directory: Path) -> None:
+    """Write what `load` needs to open `directory` again: weights, configuration and plan."""
     config = _config(loaded)
     metadata = {
         "format": "pt",
         "elsa_weights": loaded.weights,
         CONFIG_METADATA: json.dumps(config),
     }
-    _write_tensors(separate(loaded.model.state_dict()), directory / WEIGHTS_NAME, metadata)
-    _write_json(directory / CONFIG_NAME, config)
+    write_tensors(separate(loaded.model.state_dict()), directory / WEIGHTS_NAME, metadata)
+    write_json(directory / CONFIG_NAME, config)
     if loaded.recipe.library == "open_clip":
-        _write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
-    _write_json(directory / PLAN_NAME, plan_of(report).to_dict())
+        write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
+    write_json(directory / PLAN_NAME, plan.to_dict())
 
 
 def _config(loaded: Loaded) -> dict[str, Any]:
@@ -106,7 +114,13 @@ def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a .safetensors file.
+
+    Raises:
+        ModelError: a tensor holds NaN or infinity.
+        OSError: the file cannot be written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -128,15 +142,16 @@ def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, s
         text = str(error)
         full = "os error 28" in text or "No space left" in text
         raise OSError(errno.ENOSPC if full else errno.EIO, text.splitlines()[0][:200]) from error
-    _flush(path)
+    flush(path)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file, and have it on the disk."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _flush(path)
+    flush(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have the bytes on the disk before the rename: a crash must not leave an empty file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -145,7 +160,12 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_target(target: Path, given: Path, force: bool) -> None:
+def check_target(target: Path, given: Path, force: bool) -> None:
+    """Refuse a target that exists without `force`, or that elsa did not write.
+
+    Raises:
+        ArgumentError: it may not be replaced; says why.
+    """
     if not target.exists():
         return
     if not target.is_dir():
@@ -162,9 +182,9 @@ def _check_target(target: Path, given: Path, force: bool) -> None:
 
 
 @contextmanager
-def _staged(target: Path) -> Iterator[Path]:
+def staged(target: Path) -> Iterator[Path]:
     """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""
-    made = _make_parents(target.parent)
+    made = make_parents(target.parent)
     staging: Path | None = None
     done = False
     try:
@@ -173,7 +193,7 @@ def _staged(target: Path) -> Iterator[Path]:
         )
         yield staging
         # mkdtemp makes directories that only their owner may enter.
-        staging.chmod(0o777 & ~_umask())
+        staging.chmod(0o777 & ~umask())
         _swap(staging, target)
         done = True
     finally:
@@ -181,7 +201,7 @@ def _staged(target: Path) -> Iterator[Path]:
             if staging is not None:
                 shutil.rmtree(staging, ignore_errors=True)
             for parent in reversed(made):
-                _remove_if_empty(parent)
+                remove_if_empty(parent)
 
 
 def _swap(staging: Path, target: Path) -> None:
@@ -200,7 +220,7 @@ def _swap(staging: Path, target: Path) -> None:
             old.rename(target)
 
 
-def _make_parents(parent: Path) -> list[Path]:
+def make_parents(parent: Path) -> list[Path]:
     """Make missing parents; return those made, outermost first."""
     missing = [path for path in (parent, *parent.parents) if not path.exists()][::-1]
     made: list[Path] = []
@@ -210,25 +230,28 @@ def _make_parents(parent: Path) -> list[Path]:
             made.append(path)
     except BaseException:
         for path in reversed(made):
-            _remove_if_empty(path)
+            remove_if_empty(path)
         raise
     return made
 
 
-def _remove_if_empty(path: Path) -> None:
+def remove_if_empty(path: Path) -> None:
+    """Remove a directory unless something is in it."""
     try:
         path.rmdir()
     except OSError:
         return
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The permission bits that new files of this process lack."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def _explained(error: OSError, given: Path) -> ArgumentError | UnavailableError:
+def explained(error: OSError, given: Path) -> ArgumentError | UnavailableError:
+    """What a user is told where writing `given` failed."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1)):
         return UnavailableError(f"{given} (-o) cannot be written: {reason}; free some space")

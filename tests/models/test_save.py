@@ -151,7 +151,7 @@ def test_unwritable_targets(target: str, patched: tuple[Loaded, PatchReport]) ->
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("step", ["_write_tensors", "_write_json", "_flush", "_swap"])
+@pytest.mark.parametrize("step", ["write_tensors", "write_json", "flush", "_swap"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_failure_at_any_step_leaves_nothing(
     tmp_path: Path,

@@ -1,0 +1,222 @@
+"""`elsa export`: a patched model as a bundle that runs without elsa."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elsa_cli.console import Session
+from elsa_cli.errors import TargetError
+from elsa_cli.options import (
+    Command,
+    Options,
+    input_options,
+    kernel_options,
+    model_options,
+    output_options,
+    pass_session,
+    site_options,
+)
+
+if TYPE_CHECKING:
+    from elsa_core.exporting.bundle import Bundle
+    from elsa_core.exporting.verify import ArtefactReport
+    from elsa_core.models.load import Loaded
+    from elsa_core.models.proof.report import CheckReport
+
+FORMATS = ("torchscript", "onnx", "pt2")
+
+
+class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
+    """Some of the formats, with commas between them."""
+
+    name = "formats"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "A,B,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """The names; a usage error for one that is unknown."""
+        if isinstance(value, tuple):
+            return value
+        names = tuple(name.strip() for name in str(value).lower().split(","))
+        for name in names:
+            if name not in FORMATS:
+                self.fail(f"{name!r} is no format; choose among {', '.join(FORMATS)}", param, ctx)
+        return names
+
+
+@click.command("export", cls=Command)
+@model_options
+@click.option(
+    "--formats", type=Formats(), default="torchscript,onnx,pt2", show_default=True,
+    help="What to write.",
+)  # fmt: skip
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), metavar="DIR",
+    help="The bundle's directory [default: NAME-elsa].",
+)  # fmt: skip
+@click.option("--zip", "zipped", is_flag=True, help="Write one .zip file instead of a directory.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
+@click.option(
+    "--tower", type=click.Choice(("image", "text")),
+    help="Which tower of a CLIP to export: open_clip models need it.",
+)  # fmt: skip
+@click.option(
+    "--onnx-mode", type=click.Choice(("custom", "standard", "custom-only")), default="custom",
+    show_default=True,
+    help="custom: elsa's nodes, with a body that any runtime runs; standard: none of elsa's; "
+    "custom-only: elsa's nodes alone.",
+)  # fmt: skip
+@click.option(
+    "--opset", type=click.Choice(("18", "23")), help="ONNX opset [default: 18; 23 for standard]."
+)
+@click.option("--aoti", is_flag=True, help="Also compile model.aoti.pt2 (AOTInductor).")
+@click.option(
+    "--dynamic-size", is_flag=True, help="Let the image size vary in model.pt2, if the model can."
+)
+@input_options
+@site_options
+@kernel_options
+@output_options
+@pass_session
+def command(
+    session: Session,
+    /,
+    model: str,
+    formats: tuple[str, ...],
+    output: Path | None,
+    zipped: bool,
+    force: bool,
+    tower: str | None,
+    onnx_mode: str,
+    opset: str | None,
+    aoti: bool,
+    dynamic_size: bool,
+    **given: Any,
+) -> None:
+    """Patch MODEL and write it as a bundle that runs without elsa: TorchScript, ONNX and pt2 with
+    the operator library, the weights, load.py and a manifest.
+
+    Each file is loaded in a fresh process and must reproduce the model at three batch sizes, or
+    nothing is written (exit code 5).
+    """
+    from elsa_cli import pipeline, render
+    from elsa_cli.probes import environment
+
+    options = Options.of(given)
+    _check_early(output, zipped, force, formats, dynamic_size)
+    loaded = pipeline.open_model(session, model, options)
+    loaded = _tower(loaded, tower, options)
+    output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
+    _check_early(output, zipped, force, formats, dynamic_size)
+    report = pipeline.patch_model(session, loaded, options, strict=False)
+    routes = pipeline.routes(session, loaded, report)
+    outcome = _check(session, loaded, options)
+    render.header(session, loaded, options, render.kernels(routes))
+    with session.stage("exporting") as update:
+        from elsa_core.exporting.bundle import export
+
+        bundle = export(
+            loaded.model,
+            output,
+            formats=formats,
+            onnx_mode=onnx_mode,
+            opset=int(opset) if opset else 23 if onnx_mode == "standard" else 18,
+            dynamic_size=dynamic_size,
+            aoti=aoti,
+            zip=zipped,
+            force=force,
+            loaded=loaded,
+            check=outcome,
+            seed=options.seed,
+            progress=lambda text: update(text, 0, 0),
+        )
+        session.written.append(bundle.path)
+    _say(session, bundle, options, environment())
+
+
+def _check_early(
+    output: Path | None, zipped: bool, force: bool, formats: tuple[str, ...], dynamic_size: bool
+) -> None:
+    """Refuse what cannot end well before seconds go into loading; `export` checks again."""
+    if dynamic_size and "pt2" not in formats:
+        raise click.UsageError("--dynamic-size concerns model.pt2: name pt2 in --formats")
+    if output is None:
+        return
+    if zipped and output.suffix != ".zip":
+        output = output.with_name(output.name + ".zip")
+    if output.exists() and not force:
+        raise TargetError(f"{output} exists; give another -o, or --force to replace it")
+    if output.exists() and not zipped and not output.is_dir():
+        raise TargetError(f"{output} is not a directory; --force replaces bundles only")
+
+
+def _tower(loaded: Loaded, tower: str | None, options: Options) -> Loaded:
+    """One tower in the place of the CLIP that was loaded; other models as they are."""
+    from elsa_core.exporting.towers import TOWERS, tower_of
+
+    if tower is None and loaded.recipe.library == "open_clip":
+        raise click.UsageError(
+            f"{loaded.name} is two towers: choose one with --tower {' or --tower '.join(TOWERS)}"
+        )
+    if tower is None:
+        return loaded
+    if tower == "text" and options.images is not None:
+        raise click.UsageError("--images: a text tower takes token ids, not images")
+    # The plan of a saved directory is about the whole CLIP.
+    return replace(loaded, model=tower_of(loaded.model, tower), tower=tower, report=None)
+
+
+def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
+    """The check that is recorded in the manifest."""
+    from elsa_cli import pipeline
+
+    if loaded.tower != "text":
+        return pipeline.check_model(session, loaded, options)
+    from elsa_core.exporting.subject import token_cases
+    from elsa_core.models.check import check
+
+    with session.stage("checking") as update:
+        cases = token_cases(loaded.model, options.batch_size, options.seed)
+        return check(loaded.model, cases, batch_size=options.batch_size, progress=update)
+
+
+def _say(session: Session, bundle: Bundle, options: Options, environment: dict[str, Any]) -> None:
+    results = {"output": str(bundle.path), "manifest": bundle.manifest}
+    session.document("export", environment, results)
+    rows = []
+    for each in bundle.artefacts:
+        entry = bundle.manifest["artefacts"][each.format]
+        size = bundle.manifest["files"][entry["file"]]["size"]
+        rows.append([*artefact_row(each, entry["file"]), f"{size / 1e6:.1f}"])
+    session.table(["  artefact", "fresh process", ">error", ">allowed", ">MB"], rows, wrap=1)
+    session.line()
+    if "torchscript" in bundle.manifest["artefacts"]:
+        session.warn(bundle.manifest["artefacts"]["torchscript"]["note"])
+    for each in bundle.artefacts:
+        if each.status == "skipped":
+            session.warn(f"{each.format} was written and not verified: {each.reason}")
+    done = sum(each.status == "ok" for each in bundle.artefacts)
+    session.line(f"{bundle.path}: {done} of {len(bundle.artefacts)} artefacts reproduce the model "
+                 "in a fresh process", "bold", even_quiet=True)  # fmt: skip
+    session.line(f"Next: elsa verify {bundle.path}, or see {_readme(bundle)}", "dim")
+
+
+def _readme(bundle: Bundle) -> str:
+    return "README.md in it" if bundle.path.suffix == ".zip" else str(bundle.path / "README.md")
+
+
+def artefact_row(report: ArtefactReport, file: str) -> list[str]:
+    """One artefact for a table: its mark, verdict, largest error and what is allowed."""
+    if report.status == "ok":
+        sizes = ", ".join(map(str, report.batches))
+        error, allowed = max(report.batches.values())
+        return [f"✓ {file}", f"batch {sizes}", f"{error:.1e}", f"{allowed:.1e}"]
+    mark = "-" if report.status == "skipped" else "✗"
+    return [f"{mark} {file}", f"{report.status}: {report.reason}", "", ""]

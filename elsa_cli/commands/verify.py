@@ -1,0 +1,54 @@
+"""`elsa verify`: a bundle's files against its manifest, and its artefacts against the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elsa_cli.commands.check import failure
+from elsa_cli.commands.export import artefact_row
+from elsa_cli.console import Session
+from elsa_cli.errors import VerdictError
+from elsa_cli.options import Command, output_options, pass_session
+
+
+@click.command("verify", cls=Command)
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--files-only", is_flag=True, help="Compare the files; run nothing of the bundle.")
+@output_options
+@pass_session
+def command(session: Session, /, bundle: Path, files_only: bool, **_: Any) -> None:
+    """Check BUNDLE, a directory or .zip that `elsa export` wrote.
+
+    Every file must match its SHA-256, with nothing missing and nothing extra. Then each artefact
+    runs in a fresh process and must reproduce the model. That runs the bundle's own library, which
+    can do anything: use --files-only for a bundle that you do not trust.
+    """
+    from elsa_cli.probes import environment
+
+    with session.stage(f"verifying {bundle}") as update:
+        from elsa_core.exporting.verify import verify
+
+        report = verify(bundle, run=not files_only, progress=lambda text: update(text, 0, 0))
+    session.document("verify", environment(), report.to_dict())
+    model = report.manifest["model"]
+    session.line(f"{model.get('name')} · {model['dtype']} · {model['device']} · "
+                 f"elsa {report.manifest.get('elsa_version')}", "bold")  # fmt: skip
+    session.line()
+    rows = [
+        artefact_row(each, report.manifest["artefacts"][each.format]["file"])
+        for each in report.artefacts
+    ]
+    session.table(["  artefact", "fresh process", ">error", ">allowed"], rows, wrap=1)
+    if rows:
+        session.line()
+    for each in report.artefacts:
+        if each.status == "skipped":
+            session.warn(f"{each.format} was skipped: {each.reason}")
+    if not report.ok:
+        raise VerdictError(f"{bundle} does not verify: {failure(report.failures)}")
+    done = [each.format for each in report.artefacts if each.status == "ok"]
+    ran = f"; {', '.join(done)} reproduce the model" if done else "; nothing was run"
+    session.line(f"{report.files} files match{ran}", "bold", even_quiet=True)

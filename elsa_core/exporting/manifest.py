@@ -1,0 +1,186 @@
+"""manifest.json: what a bundle holds; written by export, and hostile until checked when read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from elsa_core.errors import ModelError
+from elsa_core.models.sources.recipe import parse_json
+
+MANIFEST_NAME = "manifest.json"
+KIND = "elsa-bundle"
+SCHEMA_VERSION = 1
+REFERENCE_NAME = "reference.npz"
+MAX_BYTES = 16_000_000
+MAX_FILES = 10_000
+FORMATS = ("torchscript", "onnx", "pt2", "aoti")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a bundle: its size in bytes and its SHA-256 in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest whose paths, files and artefacts have been checked; `content` is all of it."""
+
+    content: dict[str, Any]
+    files: dict[str, FileEntry]
+
+    @property
+    def artefacts(self) -> dict[str, dict[str, Any]]:
+        """The artefact of each format: its file, operators and notes."""
+        found: dict[str, dict[str, Any]] = self.content["artefacts"]
+        return found
+
+
+def hashed(path: Path) -> FileEntry:
+    """Size and hash of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(size, digest.hexdigest())
+
+
+def files_in(directory: Path) -> Iterator[Path]:
+    """Every entry below a directory that is no plain directory, links included, in order."""
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from files_in(path)
+        else:
+            yield path
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of a bundle directory.
+
+    Raises:
+        ModelError: there is none, it is malformed, of a newer schema, or names a path outside.
+    """
+    path = directory / MANIFEST_NAME
+    if path.is_symlink() or not path.is_file():
+        raise ModelError(f"{directory} is no bundle: it holds no regular file {MANIFEST_NAME}")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_BYTES} bytes: no manifest")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ModelError(f"{path} is not UTF-8 text: no manifest") from None
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """Parse and check a manifest's text.
+
+    Raises:
+        ModelError: see `read_manifest`.
+    """
+    content = parse_json(text, where)
+    if content.get("kind") != KIND:
+        raise ModelError(f"{where} is not the manifest of an elsa bundle")
+    version = content.get("schema_version")
+    if type(version) is not int or version < 1:
+        raise ModelError(f"{where} has no schema_version")
+    if version > SCHEMA_VERSION:
+        raise ModelError(
+            f"{where} has schema_version {str(version)[:20]}, this elsa reads up to "
+            f"{SCHEMA_VERSION}: update elsa"
+        )
+    files = _files(content.get("files"), where)
+    manifest = Manifest(content, files)
+    _check_artefacts(manifest, where)
+    _check_reference(content, where)
+    return manifest
+
+
+def inside(name: str) -> bool:
+    """Whether a relative path, in POSIX form, stays inside the bundle."""
+    path = PurePosixPath(name)
+    return (
+        bool(name)
+        and len(name) <= 255
+        and name.isprintable()
+        and "\\" not in name
+        and ":" not in name
+        and not path.is_absolute()
+        and str(path) == name
+        and ".." not in path.parts
+        and "." not in path.parts
+    )
+
+
+def _files(given: Any, where: str) -> dict[str, FileEntry]:
+    if not isinstance(given, dict) or not given or len(given) > MAX_FILES:
+        raise ModelError(f"{where}: files must be an object with 1 to {MAX_FILES} entries")
+    result = {}
+    for name, entry in given.items():
+        if not inside(name) or name == MANIFEST_NAME:
+            raise ModelError(f"{where}: the path {name[:120]!r} leads outside the bundle")
+        size = entry.get("size") if isinstance(entry, dict) else None
+        digest = entry.get("sha256") if isinstance(entry, dict) else None
+        good = type(size) is int and size >= 0 and isinstance(digest, str)
+        if not good or not _SHA256.fullmatch(str(digest)):
+            raise ModelError(f"{where}: {name[:120]!r} must have a size and a sha256")
+        result[name] = FileEntry(int(size), str(digest))
+    return result
+
+
+def _check_artefacts(manifest: Manifest, where: str) -> None:
+    artefacts = manifest.content.get("artefacts")
+    if not isinstance(artefacts, dict) or not artefacts or not set(artefacts) <= set(FORMATS):
+        raise ModelError(f"{where}: artefacts must name some of {', '.join(FORMATS)}")
+    named = []
+    for name, artefact in artefacts.items():
+        if not isinstance(artefact, dict) or not isinstance(artefact.get("file"), str):
+            raise ModelError(f"{where}: the artefact {name} names no file")
+        named.append(artefact["file"])
+    libraries = manifest.content.get("artefacts_libraries")
+    if not isinstance(libraries, dict) or not all(
+        isinstance(libraries.get(key), list) for key in ("torch", "onnxruntime")
+    ):
+        raise ModelError(f"{where}: artefacts_libraries must list torch's and onnxruntime's")
+    named += [*libraries["torch"], *libraries["onnxruntime"]]
+    for file in named:
+        if not isinstance(file, str) or file not in manifest.files:
+            raise ModelError(f"{where}: {str(file)[:120]!r} is used and not among the files")
+
+
+def _check_reference(content: dict[str, Any], where: str) -> None:
+    """Everything that the verification reads has its type."""
+    model, inputs, reference = (content.get(key) for key in ("model", "inputs", "reference"))
+    sizes = reference.get("batch_sizes") if isinstance(reference, dict) else None
+    good = (
+        isinstance(model, dict)
+        and model.get("dtype") in ("float32", "float16", "bfloat16")
+        and model.get("device") in ("cpu", "cuda")
+        and isinstance(inputs, list)
+        and 0 < len(inputs) <= 16
+        and isinstance(content.get("outputs"), list)
+        and isinstance(content.get("operators"), dict)
+        and isinstance(sizes, list)
+        and sizes
+        and all(type(size) is int and 0 < size <= 64 for size in sizes)
+        and isinstance(reference, dict)
+        and isinstance(reference.get("original_norms"), dict)
+    )
+    if not good:
+        raise ModelError(f"{where}: model, inputs, outputs, operators or reference is malformed")

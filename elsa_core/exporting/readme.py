@@ -1,0 +1,104 @@
+"""The short README.md of a bundle, made from its manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TORCH = """## Python with torch
+
+```bash
+pip install {requirement} numpy pillow
+python load.py cat.jpg --format {format}
+```
+
+From code: `from load import load, preprocess`, then `load("{format}")(preprocess("cat.jpg"))` on
+numpy arrays; `load_torch("{format}")` gives the torch module. Either loads the operator library
+`{library}` first.
+"""
+_ONNX = """## ONNX Runtime
+
+```bash
+pip install onnxruntime numpy pillow
+python load.py cat.jpg --format onnx
+```
+
+From any language: {register}, then open `model.onnx`.
+"""
+_CPP = """## C++ with libtorch
+
+Open the library before the model; nothing of Python is needed:
+
+```cpp
+#include <dlfcn.h>
+#include <torch/script.h>
+dlopen("{library}", RTLD_NOW | RTLD_GLOBAL);
+torch::jit::Module model = torch::jit::load("model.ts");
+torch::Tensor out = model.forward({{{example}}}).toTensor();
+```
+
+`extra/elsa.txt` inside model.ts holds input_size, mean and std. TorchScript is deprecated in
+PyTorch: use it for programs that already load it.
+"""
+
+
+def readme(manifest: dict[str, Any]) -> str:
+    """Three ways to run the bundle, as far as its artefacts allow them."""
+    model, artefacts = manifest["model"], manifest["artefacts"]
+    parts = [
+        f"# {model['name']}\n\n"
+        f"Exported by elsa {manifest['elsa_version']}: {model['weights']}, {model['dtype']}, "
+        f"{len(model['sites'])} attention sites on exact linear-scan attention "
+        f"(precision {model['precision']}). Everything about it is in manifest.json.\n"
+    ]
+    parts.append(_tensors(manifest))
+    torch_libraries = manifest["artefacts_libraries"]["torch"]
+    library = torch_libraries[0] if torch_libraries else ""
+    for name in ("pt2", "torchscript"):
+        if name in artefacts:
+            oldest = artefacts[name]["runtime"]["torch"]
+            parts.append(
+                _TORCH.format(requirement=f"'torch{oldest}'", format=name, library=library)
+            )
+            break
+    if "onnx" in artefacts:
+        parts.append(_ONNX.format(register=_register(manifest)))
+    if "torchscript" in artefacts:
+        first = manifest["inputs"][0]
+        kind = "zeros" if first["dtype"] == "int64" else "rand"
+        size = ", ".join(map(str, [1, *first["shape"][1:]]))
+        dtype = ", torch::kLong" if first["dtype"] == "int64" else ""
+        parts.append(_CPP.format(library=library, example=f"torch::{kind}({{{size}}}{dtype})"))
+    parts.append(_limits(manifest))
+    return "\n".join(parts)
+
+
+def _tensors(manifest: dict[str, Any]) -> str:
+    rows = ["| | name | shape | dtype |", "|---|---|---|---|"]
+    for kind in ("inputs", "outputs"):
+        for one in manifest[kind]:
+            shape = " x ".join(map(str, one["shape"]))
+            rows.append(f"| {kind[:-1]} | {one['name']} | {shape} | {one['dtype']} |")
+    return "\n".join(rows) + "\n"
+
+
+def _register(manifest: dict[str, Any]) -> str:
+    libraries = manifest["artefacts_libraries"]["onnxruntime"]
+    if not libraries:
+        return "no library is needed"
+    alone = manifest["artefacts"]["onnx"].get("mode") == "custom-only"
+    without = "" if alone else " (without it the file still runs, on standard operators)"
+    return f"register `{libraries[0]}` with the session options{without}"
+
+
+def _limits(manifest: dict[str, Any]) -> str:
+    isa = sorted({i for one in manifest["libraries"].values() for i in one["isa"]})
+    places = [one["platform"] for one in manifest["libraries"].values()]
+    place = places[0] if places else "any platform"
+    text = f"## Where it runs\n\nCPU: {place}, {', '.join(isa) or 'standard operators'}.\n"
+    if manifest["model"]["device"] == "cuda":
+        return text + (
+            "GPU: in Python, with `pip install elsa-attention` beside torch, which brings the\n"
+            "Triton kernels. A C++ process cannot run this bundle on a GPU: the library holds CPU\n"
+            "kernels only.\n"
+        )
+    return text + "GPU: export on a machine with one; this bundle is for the CPU.\n"

@@ -1,0 +1,218 @@
+"""The reference of a bundle: inputs, what float64 makes of them, and the original's own error.
+
+An artefact reproduces the model where, at each batch size, its error against float64 is no larger
+than twice the original's own error plus two ulp: the criterion of `check`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from elsa_core.errors import ExportError, ModelError
+from elsa_core.exporting.tracing import quiet
+from elsa_core.models.patch import original
+from elsa_core.models.proof.cases import nudged
+from elsa_core.models.proof.compare import TURBO_EPS, Comparison, Norms, map_floating
+
+BATCH_SIZES = (1, 2, 3)
+FACTOR = 2.0
+# Further runs of the original on inputs nudged by less than an ulp: its error is a spread, and a
+# single run of a model with few outputs says little about it.
+EXTRA_RUNS = 2
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What every artefact is judged by.
+
+    Attributes:
+        inputs: the model's inputs, max(BATCH_SIZES) rows each.
+        oracle: the float64 outputs of the original model, flat.
+        norms: for each batch size and output, the original's error as [Euclidean, maximum].
+        eps: of the model's dtype (of TF32's significand for turbo).
+    """
+
+    inputs: tuple[Tensor, ...]
+    oracle: tuple[Tensor, ...]
+    norms: Mapping[int, tuple[tuple[float, float], ...]]
+    eps: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The manifest's entry."""
+        return {
+            "file": "reference.npz",
+            "batch_sizes": list(self.norms),
+            "factor": FACTOR,
+            "eps": self.eps,
+            "original_norms": {str(b): [list(n) for n in norms] for b, norms in self.norms.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One output at one batch size: errors relative to the oracle, and why it fails, if it does."""
+
+    batch: int
+    output: int
+    error: float
+    allowed: float
+    reason: str
+
+
+def flat(output: Any) -> list[Tensor]:
+    """The tensors of a model's output, in order.
+
+    Raises:
+        ExportError: a leaf is no tensor.
+    """
+    leaves = pytree.tree_leaves(output)
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+        raise ExportError(f"the model returns {kinds}; an export needs tensors alone")
+    return list(leaves)
+
+
+def make_reference(model: nn.Module, inputs: tuple[Tensor, ...]) -> Reference:
+    """Run the original model in float64 and in its own dtype.
+
+    Args:
+        model: patched, in eval mode; comes back as it was.
+        inputs: max(BATCH_SIZES) rows each.
+
+    Raises:
+        ExportError: the model fails on them, or returns something else than tensors.
+    """
+    first = next(p for p in model.parameters() if p.is_floating_point())
+    turbo = any(vars(m).get("elsa_precision") == "turbo" for m in model.modules())
+    eps = TURBO_EPS if turbo and first.dtype == torch.float32 else torch.finfo(first.dtype).eps
+    try:
+        with torch.no_grad(), quiet(), original(model):
+            double = copy.deepcopy(model).double()
+            oracle = tuple(t.double() for t in flat(double(*map_floating(inputs, torch.float64))))
+            del double
+            runs = [flat(model(*inputs))]
+            for index in range(EXTRA_RUNS):
+                runs.append(flat(model(*nudged(inputs, index))))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        line = str(error).strip().splitlines() or [type(error).__name__]
+        raise ExportError(
+            f"the original model fails on a batch of {len(inputs[0])}: {line[0][:300]}"
+        ) from error
+    rows = len(inputs[0])
+    if any(t.ndim == 0 or t.shape[0] != rows for t in oracle):
+        raise ExportError("the model's outputs do not all have the batch as their first dimension")
+    norms = {}
+    for batch in BATCH_SIZES:
+        errors = []
+        for index, exact in enumerate(oracle):
+            parts = [_norms(run[index][:batch].double() - exact[:batch]) for run in runs]
+            errors.append((max(n.l2 for n in parts), max(n.maximum for n in parts)))
+        norms[batch] = tuple(errors)
+    return Reference(inputs, oracle, norms, eps)
+
+
+def write_reference(reference: Reference, path: Path) -> None:
+    """Write inputs and oracle; bfloat16 inputs as the float32 that holds them exactly."""
+    arrays: dict[str, Any] = {}
+    for name, tensors in (("input", reference.inputs), ("oracle", reference.oracle)):
+        for index, tensor in enumerate(tensors):
+            plain = tensor.detach().cpu()
+            plain = plain.float() if plain.dtype == torch.bfloat16 else plain
+            arrays[f"{name}.{index}"] = plain.numpy()
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def read_reference(path: Path, content: Mapping[str, Any]) -> Reference:
+    """Read the reference of a bundle that may be hostile.
+
+    Args:
+        path: reference.npz.
+        content: the manifest.
+
+    Raises:
+        ModelError: malformed.
+    """
+    given = content["reference"]
+    count, outputs = len(content["inputs"]), len(content["outputs"])
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            inputs = tuple(torch.from_numpy(stored[f"input.{i}"]) for i in range(count))
+            oracle = tuple(torch.from_numpy(stored[f"oracle.{i}"]) for i in range(outputs))
+        norms = {
+            int(batch): tuple(
+                (float(given["original_norms"][str(batch)][i][0]),
+                 float(given["original_norms"][str(batch)][i][1]))
+                for i in range(outputs)
+            )
+            for batch in given["batch_sizes"]
+        }  # fmt: skip
+        eps = float(given["eps"])
+    except (OSError, KeyError, IndexError, TypeError, ValueError, MemoryError) as error:
+        raise ModelError(f"{path} does not hold the reference of the manifest: {error}") from None
+    rows = max(norms)
+    numbers = [eps, *(value for per in norms.values() for pair in per for value in pair)]
+    if not all(math.isfinite(n) and n >= 0 for n in numbers) or eps > 0.01:
+        raise ModelError(f"{path}: the original's errors in the manifest are no numbers")
+    if any(t.ndim == 0 or t.shape[0] < rows for t in (*inputs, *oracle)):
+        raise ModelError(f"{path} has fewer rows than the largest batch size")
+    return Reference(inputs, oracle, norms, eps)
+
+
+def judge(
+    reference: Reference, outputs: Mapping[int, Sequence[np.ndarray[Any, Any]]]
+) -> list[Judgement]:
+    """Judge an artefact's outputs at each batch size."""
+    results = []
+    for batch, norms in reference.norms.items():
+        got = outputs.get(batch, ())
+        if len(got) != len(reference.oracle):
+            reason = f"{len(got)} outputs instead of {len(reference.oracle)}"
+            results.append(Judgement(batch, 0, math.inf, 0.0, reason))
+            continue
+        for index, exact in enumerate(reference.oracle):
+            results.append(
+                _judged(batch, index, exact[:batch], got[index], norms[index], reference.eps)
+            )
+    return results
+
+
+def _judged(
+    batch: int,
+    index: int,
+    exact: Tensor,
+    got: np.ndarray[Any, Any],
+    norms: tuple[float, float],
+    eps: float,
+) -> Judgement:
+    if tuple(got.shape) != tuple(exact.shape):
+        reason = f"output {index} has shape {list(got.shape)}, expected {list(exact.shape)}"
+        return Judgement(batch, index, math.inf, 0.0, reason)
+    values = torch.from_numpy(np.asarray(got, dtype=np.float64))
+    comparison = Comparison(FACTOR, eps, exact.numel())
+    finite = exact.isfinite()
+    agrees = torch.where(finite, values.isfinite(), values == exact)
+    comparison.patched_bad = int((~agrees).sum())
+    usable = finite & values.isfinite()
+    comparison.oracle = _norms(exact[usable].cpu())
+    comparison.original = Norms(norms[0] ** 2, norms[1])
+    comparison.patched = _norms((values - exact.cpu())[usable])
+    return Judgement(
+        batch, index, comparison.patched_error, comparison.allowed, comparison.reason()
+    )
+
+
+def _norms(values: Tensor) -> Norms:
+    norms = Norms()
+    norms.add(values.reshape(-1).double())
+    return norms

@@ -1,0 +1,209 @@
+"""Runs the model of this bundle with torch or onnxruntime, and numpy: without elsa.
+
+From Python:
+
+    from load import load, preprocess
+    model = load()                      # or load("torchscript"), load("onnx"), load("aoti")
+    outputs = model(preprocess("cat.jpg"))
+
+From a shell:  python load.py cat.jpg [--format onnx]
+
+Every model takes and returns numpy arrays here; `load_torch` gives the torch module itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+ORDER = ("pt2", "torchscript", "onnx", "aoti")
+MISSING_RUNTIME = 77
+Model = Callable[..., "list[np.ndarray[Any, Any]]"]
+
+
+def manifest(bundle: Path = HERE) -> dict[str, Any]:
+    """What the bundle says of itself."""
+    content: dict[str, Any] = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    return content
+
+
+def load(format: str | None = None, bundle: Path = HERE) -> Model:
+    """A function from numpy arrays to a list of numpy arrays.
+
+    Args:
+        format: "pt2", "torchscript", "onnx" or "aoti"; default: the first that is here.
+        bundle: the directory of manifest.json.
+    """
+    facts = manifest(bundle)
+    chosen = format or next(name for name in ORDER if name in facts["artefacts"])
+    if chosen == "onnx":
+        return _onnx(facts, bundle)
+    import torch
+
+    module = load_torch(chosen, bundle)
+    dtype = getattr(torch, facts["model"]["dtype"])
+    device = facts["model"]["device"]
+
+    def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
+        tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
+        with torch.no_grad():
+            result = module(*tensors)
+        return [_to_numpy(tensor) for tensor in _flat(result)]
+
+    return run
+
+
+def load_torch(format: str, bundle: Path = HERE) -> Any:
+    """The torch module: "pt2", "torchscript" or "aoti". Its operators are loaded first."""
+    import torch
+
+    facts = manifest(bundle)
+    file = bundle / facts["artefacts"][format]["file"]
+    load_operators(facts, bundle)
+    if format == "torchscript":
+        return torch.jit.load(str(file), map_location=facts["model"]["device"])
+    if format == "aoti":
+        return torch._inductor.aoti_load_package(str(file))
+    return torch.export.load(str(file)).module()
+
+
+def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
+    """Give torch the operators that the graphs call.
+
+    The library serves the CPU. On a GPU the kernels are Triton's, which the package brings:
+    `pip install elsa-attention` beside torch.
+    """
+    import torch
+
+    if facts["model"]["device"] != "cpu":
+        import elsa_core  # noqa: F401
+
+        return
+    for name in facts["operators"]:
+        if not _served(torch, name):
+            for library in facts["artefacts_libraries"]["torch"]:
+                torch.ops.load_library(str(bundle / library))
+            return
+
+
+def _served(torch: Any, name: str) -> bool:
+    """Whether a library that is loaded already brings this operator (the package does)."""
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+    except RuntimeError:
+        return False
+
+
+def _onnx(facts: dict[str, Any], bundle: Path) -> Model:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    for library in facts["artefacts_libraries"]["onnxruntime"]:
+        options.register_custom_ops_library(str(bundle / library))
+    session = onnxruntime.InferenceSession(
+        str(bundle / facts["artefacts"]["onnx"]["file"]), options, ["CPUExecutionProvider"]
+    )
+    inputs = session.get_inputs()
+    types = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
+
+    def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        fed = {
+            item.name: np.ascontiguousarray(array, dtype=types.get(item.type))
+            for item, array in zip(inputs, arrays, strict=True)
+        }
+        results: list[np.ndarray[Any, Any]] = session.run(None, fed)
+        return results
+
+    return run
+
+
+def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
+    """An image file (or PIL image) as the model's input, float32 [1, 3, height, width].
+
+    Resized so that the centre crop keeps the share `crop_pct`, scaled to 0..1, normalised.
+    """
+    from PIL import Image
+
+    given = manifest(bundle)["preprocess"]
+    if given is None:
+        raise ValueError("this model takes no images: see the inputs in manifest.json")
+    picture = image if isinstance(image, Image.Image) else Image.open(image)
+    channels, height, width = given["input_size"]
+    picture = picture.convert("RGB" if channels == 3 else "L")
+    scale = max(height / picture.height, width / picture.width) / given["crop_pct"]
+    size = (max(width, round(picture.width * scale)), max(height, round(picture.height * scale)))
+    methods = {
+        "nearest": Image.Resampling.NEAREST,
+        "bilinear": Image.Resampling.BILINEAR,
+        "lanczos": Image.Resampling.LANCZOS,
+    }
+    picture = picture.resize(size, methods.get(given["interpolation"], Image.Resampling.BICUBIC))
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    picture = picture.crop((left, top, left + width, top + height))
+    pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
+    normalised = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
+    result: np.ndarray[Any, Any] = normalised.transpose(2, 0, 1)[None].astype(np.float32)
+    return result
+
+
+def run_reference(format: str, bundle: Path, output: Path) -> None:
+    """Run the inputs of reference.npz at each of its batch sizes and write the outputs."""
+    model = load(format, bundle)
+    results = {}
+    with np.load(bundle / "reference.npz", allow_pickle=False) as stored:
+        inputs = [stored[f"input.{i}"] for i in range(len(manifest(bundle)["inputs"]))]
+    for batch in manifest(bundle)["reference"]["batch_sizes"]:
+        for index, array in enumerate(model(*(array[:batch] for array in inputs))):
+            results[f"output.{batch}.{index}"] = array
+    np.savez(output, **results)  # type: ignore[arg-type]
+
+
+def _flat(value: Any) -> list[Any]:
+    """The tensors of a nested result, in order."""
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _flat(item)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _flat(item)]
+    return [value]
+
+
+def _to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
+    import torch
+
+    plain = tensor.detach().cpu()
+    array: np.ndarray[Any, Any] = (
+        plain.float() if plain.dtype == torch.bfloat16 else plain
+    ).numpy()
+    return array
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one image and print the five largest outputs, or the shapes of what comes out."""
+    parser = argparse.ArgumentParser(description="Run the model of this bundle on an image.")
+    parser.add_argument("image", help="an image file")
+    parser.add_argument("--format", choices=ORDER, help="default: the first that is here")
+    given = parser.parse_args(arguments)
+    try:
+        for array in load(given.format)(preprocess(given.image)):
+            if array.ndim == 2 and array.shape[0] == 1:
+                for index in array[0].argsort()[::-1][:5]:
+                    print(f"{index}\t{float(array[0][index]):.4f}")
+            else:
+                print(f"output {list(array.shape)} {array.dtype}")
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""What TorchScript and torch.export share: a quiet forward, and the module at which it failed."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from elsa_core.errors import ElsaError, ExportError
+
+Result = TypeVar("Result")
+
+# What a forward, a tracer or a serialiser raises for a model that it cannot follow.
+_LARGEST_LINE = 300
+
+
+def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result:
+    """Run `action`, which runs the model once; a failure becomes one line that names the module.
+
+    Raises:
+        ExportError: `action` raised; the innermost module whose forward was running is named.
+    """
+    entered: list[tuple[str, str]] = []
+    try:
+        with _following(model, entered), quiet(), torch.no_grad(), _plain_multihead():
+            return action()
+    except (ElsaError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        path, name = entered[-1] if entered else ("", type(model).__name__)
+        where = f"module {path!r} ({name})" if path else f"the model ({name})"
+        raise ExportError(f"{what} failed in {where}: {first_line(error)}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep tracer warnings and the libraries' log lines off the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text that says something, bounded."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text[:_LARGEST_LINE]
+
+
+@contextmanager
+def _following(model: nn.Module, entered: list[tuple[str, str]]) -> Iterator[None]:
+    """Keep `entered` the stack of modules (path, class) whose forward is running."""
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            label = (path, type(module).__name__)
+
+            def enter(_module: nn.Module, _args: object, label: tuple[str, str] = label) -> None:
+                entered.append(label)
+
+            def leave(_module: nn.Module, _args: object, _output: object) -> None:
+                if entered:
+                    entered.pop()
+
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
+        yield
+
+
+@contextmanager
+def _plain_multihead() -> Iterator[None]:
+    """nn.MultiheadAttention's fused inference path calls an operator that no exporter knows."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

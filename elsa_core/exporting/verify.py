@@ -1,0 +1,197 @@
+"""`verify`: a bundle's files against its manifest, its artefacts against the model's numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elsa_core.errors import ModelError
+from elsa_core.exporting import reference as references
+from elsa_core.exporting.archive import unpacked
+from elsa_core.exporting.fresh import run_fresh
+from elsa_core.exporting.manifest import (
+    MANIFEST_NAME,
+    REFERENCE_NAME,
+    Manifest,
+    files_in,
+    hashed,
+    read_manifest,
+)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ArtefactReport:
+    """What became of one artefact.
+
+    Attributes:
+        format: "torchscript", "onnx", "pt2" or "aoti".
+        status: "ok", "failed", or "skipped" where its runtime is not installed.
+        reason: why not ok, one line; empty for ok.
+        batches: the largest relative error and what is allowed, by batch size.
+    """
+
+    format: str
+    status: str
+    reason: str
+    batches: dict[int, tuple[float, float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "batches": {
+                str(size): {"error": _number(error), "allowed": _number(allowed)}
+                for size, (error, allowed) in self.batches.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found.
+
+    Attributes:
+        path: the bundle.
+        files: how many files were compared with the manifest.
+        artefacts: each artefact; empty where files failed or were all that was asked for.
+        failures: one line each; the bundle verifies where there is none.
+        manifest: what the bundle says of itself.
+    """
+
+    path: Path
+    files: int
+    artefacts: tuple[ArtefactReport, ...]
+    failures: tuple[str, ...]
+    manifest: dict[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed. A skipped artefact is no failure."""
+        return not self.failures
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The formats whose runtime is missing."""
+        return tuple(each.format for each in self.artefacts if each.status == "skipped")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "path": str(self.path),
+            "ok": self.ok,
+            "files": self.files,
+            "artefacts": {each.format: each.to_dict() for each in self.artefacts},
+            "failures": list(self.failures),
+            "model": self.manifest.get("model"),
+        }
+
+
+def verify(
+    path: str | os.PathLike[str], *, run: bool = True, progress: Say | None = None
+) -> VerifyReport:
+    """Verify a bundle: directory or zip.
+
+    Every file must have the size and SHA-256 of the manifest, with nothing missing, nothing extra
+    and no link. Then each artefact runs in a fresh process, on the CPU or GPU it was made for, and
+    must reproduce the model within the criterion of `check`. That runs the bundle's own libraries:
+    hashes in a manifest show damage, not intent, so run bundles only of those whom you trust.
+
+    Args:
+        path: what `export` wrote.
+        run: False compares the files alone and runs nothing of the bundle.
+        progress: called with one line before each step.
+
+    Returns:
+        What was found; `ok` is the verdict.
+
+    Raises:
+        ModelError: no bundle, or a malformed or hostile one.
+        UnavailableError: no room to unpack a zip.
+    """
+    given = Path(path).expanduser()
+    say = progress or (lambda line: None)
+    say("reading the manifest")
+    with unpacked(given) as directory:
+        manifest = read_manifest(directory)
+        say("comparing files")
+        failures = compare_files(directory, manifest)
+        reports: Sequence[ArtefactReport] = ()
+        if run and not failures:
+            reports = run_artefacts(directory, manifest, say)
+            failures = [f"{r.format}: {r.reason}" for r in reports if r.status == "failed"]
+    return VerifyReport(
+        given, len(manifest.files), tuple(reports), tuple(failures), manifest.content
+    )
+
+
+def compare_files(directory: Path, manifest: Manifest) -> list[str]:
+    """One line for each file that is missing, extra, a link, or not what the manifest says.
+
+    Raises:
+        ModelError: a link or a device: it may lead outside.
+    """
+    present = {}
+    for path in files_in(directory):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not path.is_file():
+            raise ModelError(f"{path} is a link or a device: a bundle holds plain files alone")
+        present[name] = path
+    present.pop(MANIFEST_NAME, None)
+    failures = [f"{name} is missing" for name in manifest.files if name not in present]
+    failures += [f"{name} is not in the manifest" for name in present if name not in manifest.files]
+    for name, entry in manifest.files.items():
+        if name not in present:
+            continue
+        try:
+            found = hashed(present[name])
+        except OSError as error:
+            failures.append(f"{name} cannot be read: {error.strerror or error}")
+            continue
+        if found.size != entry.size:
+            failures.append(f"{name} has {found.size} bytes, the manifest says {entry.size}")
+        elif found != entry:
+            failures.append(f"{name} differs from its sha256: damaged or changed")
+    return failures
+
+
+def run_artefacts(directory: Path, manifest: Manifest, say: Say) -> list[ArtefactReport]:
+    """Run every artefact in a process of its own and judge what it computes."""
+    reference = references.read_reference(directory / REFERENCE_NAME, manifest.content)
+    device = str(manifest.content["model"]["device"])
+    reports = []
+    for name in manifest.artefacts:
+        say(f"running {name} in a fresh process")
+        reports.append(run_artefact(directory, name, reference, device))
+    return reports
+
+
+def run_artefact(
+    directory: Path, name: str, reference: references.Reference, device: str
+) -> ArtefactReport:
+    """Run one artefact in a fresh process and judge it."""
+    answer = run_fresh(directory, name, device=device)
+    if answer.missing:
+        return ArtefactReport(name, "skipped", f"{answer.missing} is not installed", {})
+    if answer.failure:
+        return ArtefactReport(name, "failed", answer.failure, {})
+    judged = references.judge(reference, answer.outputs)
+    batches: dict[int, tuple[float, float]] = {}
+    for each in judged:
+        worst = batches.get(each.batch, (-1.0, 0.0))
+        if each.error > worst[0]:
+            batches[each.batch] = (each.error, each.allowed)
+    bad = next((each for each in judged if each.reason), None)
+    if bad is not None:
+        return ArtefactReport(name, "failed", f"at batch {bad.batch}: {bad.reason}", batches)
+    return ArtefactReport(name, "ok", "", batches)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
