@@ -101,6 +101,10 @@ def _has_kernel(device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("elsa::window_attention", key)
 
 
+# A constant for the compiler, like the backend's name.
+_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _Terms(NamedTuple):
     bias: Tensor | None
     bias_index: Tensor | None
@@ -118,7 +122,7 @@ def _geometry(
     if axes not in (2, 3) or qkv.dim() != axes + 2:
         raise ArgumentError(
             f"qkv of shape {list(qkv.shape)} and window_size {tuple(window_size)}: expected "
-            "[B, H, W, 3 * C] with (height, width) or [B, D, H, W, 3 * C] with (depth, height, width)"
+            "[B, H, W, 3 * C] and (height, width), or [B, D, H, W, 3 * C] and three sizes"
         )
     if len(shift_size) != axes and any(shift_size):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Window attention in plain PyTorch: the geometry of windows, and the operator in chunks of windows.
+"""Window attention in plain PyTorch: the geometry of windows, and attention chunk by chunk.
 
 It serves every device and dtype, and the backward of every backend. The three steps are apart so
 that the backward can take them one by one: `partition` (roll, pad, cut), attention within the
@@ -171,7 +171,7 @@ def backward(
             grads = torch.autograd.grad(out, [part, *wanted], grad_rows[chunk], retain_graph=True)
             grad_windows[chunk] = grads[0]
             for total, grad in zip(sums, grads[1:], strict=True):
-                total += grad
+                total.add_(grad)
         return _to_inputs(image, pad, windows, grad_windows, learnt, wanted, sums)
 
 
@@ -233,10 +233,46 @@ def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
     return bias if bias_index is None else bias[bias_index].permute(2, 0, 1)
 
 
+def largest_score(
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int],
+    scale: float,
+    mask_value: float,
+    layout: str,
+    grid: bool,
+    precision: str = "strict",
+) -> float:
+    """The largest |score| that the operator sees, masked ones left out; 0 where none is finite."""
+    cut = _cut(qkv, window_size, shift_size, grid)
+    windows = partition(qkv, cut, pad_qkv)
+    terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)._replace(mask=None)
+    largest = 0.0
+    for chunk in _chunks(windows, num_heads):
+        scores, _ = _scores(windows[chunk], terms, chunk, num_heads, scale, layout)
+        largest = max(largest, float(scores.abs().nan_to_num(0.0, 0.0).max()))
+    return largest
+
+
 def _attend(
     windows: Tensor, terms: _Terms, chunk: slice, num_heads: int, scale: float, layout: str
 ) -> Tensor:
     """Attention within windows [n, T, 3C] -> [n, T, C]; `chunk` says which windows they are."""
+    scores, v = _scores(windows, terms, chunk, num_heads, scale, layout)
+    out = scores.softmax(-1) @ v
+    joined: Tensor = out.transpose(1, 2).flatten(2).to(windows.dtype)
+    return joined
+
+
+def _scores(
+    windows: Tensor, terms: _Terms, chunk: slice, num_heads: int, scale: float, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Scores [n, heads, T, T] and values [n, heads, T, head_dim] of windows [n, T, 3C]."""
     compute = torch.float64 if windows.dtype == torch.float64 else torch.float32
     shape = (3, num_heads, -1) if layout == "qkv" else (num_heads, 3, -1)
     packed = windows.to(compute).unflatten(-1, shape)
@@ -252,9 +288,7 @@ def _attend(
     if terms.mask is not None:
         number = torch.arange(chunk.start, chunk.stop, device=windows.device)
         scores = scores + terms.mask[number % terms.mask.shape[0]].unsqueeze(1)
-    out = scores.softmax(-1) @ v
-    joined: Tensor = out.transpose(1, 2).flatten(2).to(windows.dtype)
-    return joined
+    return scores, v
 
 
 def _chunks(windows: Tensor, num_heads: int) -> Iterator[slice]:

@@ -1,9 +1,10 @@
 """`inspect`: every place in a model that computes attention, and whether elsa can take it over.
 
 A site is a module whose own code computes attention: a class known by name, a class that calls
-`scaled_dot_product_attention`, or one that multiplies matrices around a softmax. What its code does
-not say (tokens, windows, FLOPs, masks) is learned by running a copy of the model once on fake
-tensors (`elsa_core.models.probe`).
+`scaled_dot_product_attention`, or one that multiplies matrices around a softmax. Where an adapter
+takes over a block's way to such a module too (Swin), the block is the site. What its code does not
+say (tokens, windows, FLOPs, masks) is learned by running a copy of the model once on fake tensors
+(`elsa_core.models.probe`).
 """
 
 from __future__ import annotations
@@ -150,22 +151,28 @@ def find_sites(model: nn.Module) -> tuple[AttentionSite, ...]:
 
 
 def _sites(model: nn.Module) -> Iterator[AttentionSite]:
+    within: set[nn.Module] = set()  # computed by the adapter of the block around them
     for path, module in model.named_modules():
-        cls = adapters.base_class(module)
-        kind = _kind_of(cls)  # type: ignore[arg-type]  # a class is hashable
+        if module in within:
+            continue
+        attention = adapters.attention_within(module) or module
+        if attention is not module:
+            within.add(attention)
+        kind = _kind_of(adapters.base_class(attention))  # type: ignore[arg-type]  # hashable
         if kind is None:
             continue
+        cls = adapters.base_class(module)
         answer = _support(module, cls)
-        heads = _first_int(module, "num_heads", "heads", "n_heads", "groups")
+        heads = _first_int(attention, "num_heads", "heads", "n_heads", "groups")
         yield AttentionSite(
             path=path,
             module_class=_qualified(cls),
             kind=kind,
             num_heads=heads,
-            head_dim=_head_dim(module, heads),
+            head_dim=_head_dim(attention, heads),
             query_tokens=None,
             key_tokens=None,
-            extra=_extras(module),
+            extra=_extras(module, attention),
             flops=None,
             flops_share=None,
             patchable=answer.ok,
@@ -246,8 +253,9 @@ def _observed_kind(kind: str, heads: int | None, seen: Observation) -> str:
     return kind
 
 
-def _extras(module: nn.Module) -> tuple[str, ...]:
-    """The terms beyond softmax(Q K^T * s) V that the module's attributes tell of."""
+def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
+    """The terms beyond softmax(Q K^T * s) V that the attributes of the site, or of the attention
+    module within it, tell of."""
 
     def has(*names: str) -> bool:
         values = [getattr(module, name, None) for name in names]
@@ -267,10 +275,17 @@ def _extras(module: nn.Module) -> tuple[str, ...]:
         "scale-norm": adapters.written(adapters.base_class(module)) is not None and has("norm"),
         "gate": has("gate"),
         "cosine": has("logit_scale", "temperature"),
+        "mask": _is_shifted(site),
         "grouped keys": isinstance(kv_heads, int) and kv_heads != heads,
         "dropout": isinstance(dropout, float) and dropout > 0,
     }
     return tuple(name for name, present in found.items() if present)
+
+
+def _is_shifted(site: nn.Module) -> bool:
+    """Whether the site shifts its windows, and so masks what the shift brings side by side."""
+    shift = getattr(site, "shift_size", None)
+    return isinstance(shift, tuple | list) and any(shift)
 
 
 def _head_dim(module: nn.Module, heads: int | None) -> int | None:

@@ -183,9 +183,7 @@ def test_names_are_invertible() -> None:
             getattr(redirect, name)
 
 
-SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4)}
 FAMILIES = {
-    "swin_tiny_patch4_window7_224": SWIN,
     # Hands 5-D tensors over.
     "hiera_tiny_224": {"img_size": 64, "embed_dim": 32, "stages": (1, 1, 1, 1)},
     "beit_base_patch16_224": {"img_size": 48, "embed_dim": 48, "depth": 2, "num_heads": 3},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,10 @@ _WRITTEN = MappingProxyType(
         "timm.layers.attention.Attention": ("timm_attention", "ElsaAttention"),
         "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
         "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
+        "timm.models.swin_transformer.SwinTransformerBlock": (
+            "timm_swin",
+            "ElsaSwinTransformerBlock",
+        ),
         "torch.nn.modules.activation.MultiheadAttention": (
             "torch_multihead",
             "ElsaMultiheadAttention",
@@ -46,6 +51,23 @@ def written(cls: type[nn.Module]) -> type[nn.Module] | None:
         return None
     adapter: type[nn.Module] = getattr(importlib.import_module(f"{__name__}.{place[0]}"), place[1])
     return adapter if adapter.__dict__["elsa_base"] is cls else None
+
+
+def attention_within(module: nn.Module) -> nn.Module | None:
+    """The attention module inside a block whose adapter computes it in the block's own code.
+
+    Such a block is the site, its attention module none of its own. None for every other module, and
+    for a block that its adapter does not take.
+    """
+    adapter: Any = written(base_class(module))
+    name: str | None = getattr(adapter, "elsa_attention", None)
+    return None if name is None or adapter.elsa_why_not(module) else module.get_submodule(name)
+
+
+def entry(module: nn.Module) -> str:
+    """The method of a site that computes its attention: what a check calls and compares."""
+    name: str = getattr(written(base_class(module)), "elsa_entry", "forward")
+    return name
 
 
 def support(module: nn.Module) -> Support:

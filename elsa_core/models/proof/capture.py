@@ -11,14 +11,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import reference
+from elsa_core.backends import eager_window
 from elsa_core.models.proof.cases import nudged
 from elsa_core.models.proof.compare import TURBO_EPS
 from elsa_core.reference import Drift
 
 _OPERATORS = frozenset({"elsa::attention", "elsa::attention_eager"})
+_WINDOW_OPERATORS = frozenset({"elsa::window_attention", "elsa::window_attention_eager"})
 
 # Entries of P that are rebuilt for one call: 2**18 are 2 MiB in float64, about 40 ms of one core.
 _SAMPLE = 1 << 18
+
+# Values of qkv that one call of the window operator is judged on: 16 MiB in float64.
+_WINDOW_SAMPLE = 1 << 21
 
 # Further runs of the peer, on queries that differ in rounding alone, where one condemns a call.
 _MORE_RUNS = 5
@@ -36,6 +41,9 @@ class OperatorCall:
     Where one run of the peer condemns Y, the largest error of six counts: with logits in the
     thousands one run says little (`Comparison.widen`).
     This sees what no output in bfloat16 can show, such as one key left out of 197.
+
+    The window operator returns no lse, so that its P is not known (0 of 0); Y is judged in the same
+    way, against PyTorch's own products in float32.
     """
 
     drift: Drift
@@ -74,10 +82,14 @@ class OperatorCapture(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in _OPERATORS:
+        name = func._schema.name
+        if name in _OPERATORS or name in _WINDOW_OPERATORS:
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            if given["query"].numel() and given["key"].numel():
+            if name in _WINDOW_OPERATORS:
+                if given["qkv"].numel():
+                    self.calls.append(_measure_windows(given, result, self.factor))
+            elif given["query"].numel() and given["key"].numel():
                 out, lse = result
                 self.calls.append(_measure(given, out, lse, self.factor))
         return result
@@ -130,6 +142,45 @@ def _measure(given: dict[str, Any], out: Tensor, lse: Tensor, factor: float) -> 
         y_error=y_error,
         y_allowed=factor * y_peer_error + y_ulp,
     )
+
+
+def _measure_windows(given: dict[str, Any], out: Tensor, factor: float) -> OperatorCall:
+    """One call of the window operator on its first images, as many as the sample allows."""
+    qkv = given["qkv"]
+    images = min(qkv.shape[0], max(1, _WINDOW_SAMPLE // qkv[0].numel()))
+    given = given | {"qkv": qkv[:images]}
+    y_ref = eager_window.attention(**_cast(given, torch.float64))
+    wide = _cast(given, torch.float32)
+    y, dtype = out[:images], out.dtype
+
+    def peer_error(qkv: Tensor) -> float:
+        peer = eager_window.attention(**(wide | {"qkv": qkv}))
+        return reference.relative_l2(peer.to(dtype), y_ref)
+
+    turbo = given["precision"] == "turbo" and dtype == torch.float32
+    y_ulp = TURBO_EPS if turbo else torch.finfo(dtype).eps
+    y_error, y_peer_error = reference.relative_l2(y, y_ref), peer_error(wide["qkv"])
+    for seed in range(_MORE_RUNS):
+        if y_error <= factor * y_peer_error + y_ulp:
+            break
+        y_peer_error = max(y_peer_error, peer_error(nudged(wide["qkv"], seed)))
+    heads = (-1, given["num_heads"], out.shape[-1] // given["num_heads"])
+    return OperatorCall(
+        drift=reference.drift(None, None, y.reshape(heads), y_ref.reshape(heads)),
+        rows=y_ref.reshape(heads).shape[:2].numel(),
+        largest_logit=eager_window.largest_score(**wide),
+        p_error=0.0,
+        p_allowed=0.0,
+        y_error=y_error,
+        y_allowed=factor * y_peer_error + y_ulp,
+    )
+
+
+def _cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in given.items()
+    }
 
 
 def _largest(values: Tensor) -> float:

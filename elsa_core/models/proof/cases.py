@@ -162,7 +162,11 @@ def nudged(value: Any, seed: int) -> Any:
 
 
 def hard_cases(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], largest_logit: float
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    largest_logit: float,
+    entry: str = "forward",
 ) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Hard cases for one attention site, made from arguments that it really received.
 
@@ -173,6 +177,7 @@ def hard_cases(
 
     Args:
         largest_logit: The largest |logit| that the arguments gave; 0 or inf where unknown.
+        entry: The method of the site that takes the arguments.
     """
     known = 0.0 < largest_logit < math.inf
     ratio = TARGET_LOGIT / largest_logit if known else MAX_GAIN
@@ -183,11 +188,11 @@ def hard_cases(
         "dominant token": lambda x: _dominant_token(x, channels, min(max(ratio, 4.0), MAX_GAIN)),
     }
     for name, change in gains.items():
-        yield (name, *_change_tokens(module, args, kwargs, change))
+        yield (name, *_change_tokens(getattr(type(module), entry), args, kwargs, change))
 
 
 def _change_tokens(
-    module: nn.Module,
+    method: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     change: Callable[[Tensor], Tensor],
@@ -195,7 +200,7 @@ def _change_tokens(
     """Changes the token tensors among the arguments; one tensor given twice stays one tensor."""
     names = [
         parameter.name
-        for parameter in inspect.signature(type(module).forward).parameters.values()
+        for parameter in inspect.signature(method).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ][1:]
     changed: dict[int, Tensor] = {}
@@ -217,8 +222,12 @@ def _change_tokens(
 
 
 def _in_channels(module: nn.Module) -> int | None:
-    """The channels a site takes: the inner size of its first matrix or convolution."""
-    for parameter in module.parameters():
+    """The channels a site takes: the inner size of its first matrix or convolution.
+
+    A table of relative positions is a matrix too, so that layers are asked before bare parameters.
+    """
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    for parameter in (*(layer.weight for layer in layers), *module.parameters()):
         if parameter.ndim in (2, 4):
             return int(parameter.shape[1])
     return None

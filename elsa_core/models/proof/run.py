@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError, ModelError
+from elsa_core.models import adapters
 from elsa_core.models.patch import original
 from elsa_core.models.proof.capture import OperatorCapture
 from elsa_core.models.proof.cases import chunks, hard_cases, nearby, nudged
@@ -26,6 +27,7 @@ from elsa_core.models.proof.compare import (
     is_classification,
     map_floating,
 )
+from elsa_core.models.proof.entry import Hook, call, watched
 from elsa_core.models.proof.report import ModelCheck, SiteCheck, SiteRecord, model_check
 
 # Two errors of n normal values, equally good, differ by more than 2x once in 10^4 draws at n = 32
@@ -51,17 +53,14 @@ class Fault:
 
     @contextmanager
     def on(self, site: nn.Module) -> Iterator[None]:
-        def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
+        def disturb(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
             gain = 1.0 + self.amount
             if isinstance(output, Tensor):
                 return output * gain
             return tuple(x * gain if isinstance(x, Tensor) else x for x in output)
 
-        handle = site.register_forward_hook(disturb)
-        try:
+        with watched(site, adapters.entry(site), disturb):
             yield
-        finally:
-            handle.remove()
 
 
 @dataclass
@@ -84,6 +83,7 @@ class CheckRun:
     def __post_init__(self) -> None:
         self.records = {path: SiteRecord() for path in self.sites}
         self.classes = {path: type(site) for path, site in self.sites.items()}
+        self.entries = {path: adapters.entry(site) for path, site in self.sites.items()}
         self.turbo = {
             path
             for path, site in self.sites.items()
@@ -203,10 +203,10 @@ class CheckRun:
         with ExitStack() as hooks:
             for path, site in self.sites.items():
                 hook = self._site_hook(path, case, stress)
-                hooks.callback(site.register_forward_hook(hook, with_kwargs=True).remove)
+                hooks.enter_context(watched(site, self.entries[path], hook))
             yield
 
-    def _site_hook(self, path: str, case: str, stress: bool) -> Callable[..., None]:
+    def _site_hook(self, path: str, case: str, stress: bool) -> Hook:
         seen = 0
 
         def judge(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -238,8 +238,8 @@ class CheckRun:
         largest = self._site_once(path, label, module, given, output)
         if not stress:
             return
-        for name, args, kwargs in hard_cases(module, *given, largest):
-            one = module(*args, **kwargs)
+        for name, args, kwargs in hard_cases(module, *given, largest, self.entries[path]):
+            one = call(module, self.entries[path], args, kwargs)
             finite = all(bool(x.isfinite().all()) for x in floating_outputs(one).values())
             if finite:
                 self._site_once(path, f"{label}, {name}", module, (args, kwargs), one)
@@ -256,25 +256,25 @@ class CheckRun:
     ) -> float:
         """Judges one call of a site; returns the largest logit that reached the operator."""
         args, kwargs = given
-        record, comparisons = self.records[path], dict[str, Comparison]()
+        entry, record, comparisons = self.entries[path], self.records[path], dict[str, Comparison]()
         original_class = type(module)
         with OperatorCapture(self.factor) as capture, self._fault_on(module, path):
             module.__class__ = self.classes[path]
             try:
-                two = _run_patched(module, args, kwargs)
+                two = _run_patched(module, args, kwargs, entry)
             except _PatchedError as error:
                 record.errors.append(f"{label}: {error}")
                 return 0.0
             finally:
                 module.__class__ = original_class
-        exact = self._exact(self.oracle.get_submodule(path), path, args, kwargs)
+        exact = self._exact(self.oracle.get_submodule(path), path, args, kwargs, entry)
         eps = TURBO_EPS if path in self.turbo else None
         self._compare(comparisons, exact, output, two, eps)
         if any(comparison.in_doubt for comparison in comparisons.values()):
             for seed in range(MORE_RUNS):
                 other_args, other_kwargs = nudged((args, kwargs), seed)
                 run = {name: Norms() for name in comparisons}
-                _add_errors(run, exact, module(*other_args, **other_kwargs))
+                _add_errors(run, exact, call(module, entry, other_args, other_kwargs))
                 for name, comparison in comparisons.items():
                     comparison.widen([run[name]])
         record.add(label, comparisons)
@@ -296,10 +296,16 @@ class CheckRun:
             yield
 
     def _exact(
-        self, oracle: nn.Module, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        oracle: nn.Module,
+        what: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entry: str = "forward",
     ) -> Any:
         try:
-            return oracle(*map_floating(args, torch.float64), **map_floating(kwargs, torch.float64))
+            wide = [map_floating(given, torch.float64) for given in (args, kwargs)]
+            return call(oracle, entry, *wide)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
@@ -333,10 +339,12 @@ class _PatchedError(Exception):
     """The patched code raised where the original did not."""
 
 
-def _run_patched(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_patched(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str = "forward"
+) -> Any:
     """Runs patched code; what it raises is a finding, except where elsa says what is missing."""
     try:
-        return module(*args, **kwargs)
+        return call(module, entry, args, kwargs)
     except (ElsaError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -1,0 +1,50 @@
+"""timm's Swin block on `elsa_core.window_attention`.
+
+Read against timm 1.0.20 to 1.0.31. Window, shift and table are read at each call, so that
+`set_input_size`, `always_partition` and a dynamic image size work on a patched model. The block's
+`attn_mask` stays a buffer and is not read: the operator knows the regions by their coordinates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
+from torch import Tensor
+
+from elsa_core.models.adapters.windows import attend_windows, must_call, why_not
+
+
+class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
+    """Swin's block, whose attention reads the projection of the whole image as it lies."""
+
+    elsa_base = SwinTransformerBlock
+    elsa_attention = "attn"
+    elsa_entry = "_attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowAttention)
+
+    def _attn(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> [B, H, W, C]."""
+        attn = self.attn
+        if must_call(attn):
+            out: Tensor = super()._attn(x)
+            return out
+        out = attend_windows(
+            self,
+            attn.qkv(x),
+            attn.relative_position_bias_table,
+            bias_index=attn.relative_position_index,
+            num_heads=attn.num_heads,
+            window_size=self.window_size,
+            shift_size=self.shift_size,
+            scale=attn.scale,
+            pad_qkv=attn.qkv.bias,
+        )
+        joined: Tensor = attn.proj_drop(attn.proj(out))
+        return joined
