@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "List every attention site of a model, and what can be patched.",
     "patch": "Replace a model's attention by exact ELSA kernels.",
     "check": "Prove that the patched model computes what the original does.",
+    "profile": "Show what patching a model gains here, and where.",
     "export": "Write a patched model as a bundle that runs without elsa.",
     "verify": "Check a bundle: its files, and that it still computes the model.",
     "bench": "Measure ELSA against its peers on this machine.",

@@ -100,6 +100,27 @@ class DeviceName(click.ParamType):  # type: ignore[type-arg]
         return text
 
 
+class Listed(click.ParamType):  # type: ignore[type-arg]
+    """Several values of one type with commas between them: `224,384`. Gives a tuple without
+    repetitions."""
+
+    def __init__(self, each: click.ParamType) -> None:  # type: ignore[type-arg]
+        self.each = each
+        self.name = f"{each.name} list"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return f"{self.each.name.upper()}[,...]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        """The values in the order given; a usage error where one is none of the type."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        return tuple(dict.fromkeys(self.each.convert(part, param, ctx) for part in parts))
+
+
 @dataclass(frozen=True)
 class Options:
     """The shared options as one value; a command without one of them sees its default."""
@@ -195,10 +216,19 @@ def output_options(function: Function) -> Function:
 
 def model_options(function: Function) -> Function:
     """MODEL and how it is built: size, weights, dtype, device."""
+    return _model_options(function, ImageSize(), click.Choice(DTYPES))
+
+
+def swept_model_options(function: Function) -> Function:
+    """`model_options` that take several sizes and dtypes."""
+    return _model_options(function, Listed(ImageSize()), Listed(click.Choice(DTYPES)))
+
+
+def _model_options(function: Function, size: Any, dtype: Any) -> Function:
     options: list[Callable[[Function], Function]] = [
         click.argument("model", shell_complete=completion.models),
         click.option(
-            "--img-size", "--img", type=ImageSize(), help="Input size, when not the model's own."
+            "--img-size", "--img", type=size, help="Input size, when not the model's own."
         ),
         click.option("--pretrained", is_flag=True, help="Load trained weights (cache or network)."),
         click.option(
@@ -210,7 +240,7 @@ def model_options(function: Function) -> Function:
             help="timm architecture of a weights file that does not say it.",
         ),
         click.option(
-            "--dtype", type=click.Choice(DTYPES), default="fp32", show_default=True,
+            "--dtype", type=dtype, default="fp32", show_default=True,
             help="Type of weights and inputs.",
         ),
         click.option(

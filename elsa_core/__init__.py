@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from elsa_core.models.load import load
     from elsa_core.models.patch import PatchReport, patch, unpatch
     from elsa_core.models.sites import AttentionSite, Inspection, inspect
+    from elsa_core.profiling.profile import profile
+    from elsa_core.profiling.report import ProfileReport
 
 _HOMES = {
     "load": "models.load",
@@ -32,6 +34,8 @@ _HOMES = {
     "export": "exporting.bundle",
     "VerifyReport": "exporting.verify",
     "verify": "exporting.verify",
+    "ProfileReport": "profiling.report",
+    "profile": "profiling.profile",
 }
 
 __all__ = [
@@ -40,6 +44,7 @@ __all__ = [
     "CheckReport",
     "Inspection",
     "PatchReport",
+    "ProfileReport",
     "Route",
     "State",
     "VerifyReport",
@@ -52,6 +57,7 @@ __all__ = [
     "load",
     "merge",
     "patch",
+    "profile",
     "unpatch",
     "verify",
     "window_attention",

@@ -73,7 +73,7 @@ def busy(device: torch.device | str) -> str:
     share = _others_share()
     if share > BUSY_CPU:
         return f"other programs use {share:.0%} of the processors (limit {BUSY_CPU:.0%})"
-    return _gpu_busy(device) if device.type == "cuda" else ""
+    return gpu_busy(device) if device.type == "cuda" else ""
 
 
 def available_bytes(device: torch.device | str) -> int:
@@ -113,7 +113,7 @@ def _native_isa() -> str | None:
 
 def _gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    driver = _nvidia_smi("--query-gpu=driver_version")
+    driver = nvidia_smi("--query-gpu=driver_version")
     return {
         "compute_capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
@@ -125,17 +125,21 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 def _others_share(interval: float = 0.3) -> float:
     """Share of all processors that other processes used during `interval` seconds."""
-    before = _processor_times()
-    if before is None:
-        return 0.0
+    before = processor_times()
     time.sleep(interval)
-    after = _processor_times()
-    if after is None or after[1] <= before[1]:
+    return others_share_between(before, processor_times())
+
+
+def others_share_between(
+    before: tuple[float, float] | None, after: tuple[float, float] | None
+) -> float:
+    """Share of all processors that other processes used between two `processor_times`."""
+    if before is None or after is None or after[1] <= before[1]:
         return 0.0
     return max(0.0, (after[0] - before[0]) / (after[1] - before[1]))
 
 
-def _processor_times() -> tuple[float, float] | None:
+def processor_times() -> tuple[float, float] | None:
     """(busy time of everyone but this process, total time) in ticks, or None where unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
@@ -147,27 +151,34 @@ def _processor_times() -> tuple[float, float] | None:
     return None
 
 
-def _gpu_busy(device: torch.device) -> str:
+def gpu_query(device: torch.device) -> str:
+    """What makes nvidia-smi look at this GPU alone."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     # CUDA_VISIBLE_DEVICES renumbers devices; the UUID names the same card for both.
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    which = f"--id=GPU-{uuid}" if uuid else f"--id={index}"
+    return f"--id=GPU-{uuid}" if uuid else f"--id={index}"
+
+
+def gpu_busy(device: torch.device) -> str:
+    """Who else uses the GPU, in words; empty where nobody does."""
+    which = gpu_query(device)
     others = [
         line
-        for line in _nvidia_smi("--query-compute-apps=pid", which)
+        for line in nvidia_smi("--query-compute-apps=pid", which)
         if line.isdigit() and int(line) != os.getpid()
     ]
     if others:
         return f"{len(others)} other process(es) use the GPU: {', '.join(others)}"
     used = [
-        int(line) for line in _nvidia_smi("--query-gpu=utilization.gpu", which) if line.isdigit()
+        int(line) for line in nvidia_smi("--query-gpu=utilization.gpu", which) if line.isdigit()
     ]
     if used and used[0] > BUSY_GPU:
         return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)"
     return ""
 
 
-def _nvidia_smi(*query: str) -> list[str]:
+def nvidia_smi(*query: str) -> list[str]:
+    """The lines that nvidia-smi answers, without heading and units; none where it cannot."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

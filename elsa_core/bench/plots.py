@@ -59,7 +59,7 @@ def plot(document: dict[str, Any], path: Path, *, force: bool = False) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
     figure.suptitle(f"{title}\n{label(document['environment'])}", fontsize=9)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def check(path: Path, *, force: bool = False) -> None:
@@ -119,7 +119,8 @@ def family(document: dict[str, Any]) -> tuple[str, _Series, _Series]:
     return title, dict(times), dict(memory)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure of matplotlib, whole or not at all, in the format of the path's suffix."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:

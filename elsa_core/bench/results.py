@@ -105,7 +105,7 @@ class CaseResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; non-finite numbers are None."""
         found = asdict(self) | {"case": self.case.to_dict(), "wrong": list(self.wrong)}
-        found["measurements"] = [_finite(asdict(m)) for m in self.measurements]
+        found["measurements"] = [finite(asdict(m)) for m in self.measurements]
         return found
 
 
@@ -199,7 +199,15 @@ def publish(report: Report, path: Path, *, force: bool = False, allow_busy: bool
         )
     if path.exists() and not force:
         raise ArgumentError(f"{path} exists; use --force to replace it")
-    text = json.dumps(document(report), indent=1, allow_nan=False) + "\n"
+    return write_text(json.dumps(document(report), indent=1, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> Path:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; `path` is as it was.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -211,6 +219,15 @@ def publish(report: Report, path: Path, *, force: bool = False, allow_busy: bool
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def finite(value: Any) -> Any:
+    """Plain data with None for numbers that are not finite: JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
@@ -232,9 +249,3 @@ def _related(own: Measurement, best: Measurement) -> Measurement:
         ratio_p10=digits(percentile(pairs, 0.1)),
         ratio_p90=digits(percentile(pairs, 0.9)),
     )
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-    }

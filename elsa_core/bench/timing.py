@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import statistics
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ SETTLE_SECONDS: Final = 0.02
 """Pause between two contenders. Worker threads of OpenMP and ONNX Runtime spin after their work and
 take the processor from whoever comes next: 3 ms after ONNX Runtime's attention over 49 tokens,
 PyTorch's own took 113 us, 20 ms after it 65 us, as it does alone."""
+_WARM_UPS: Final = 10
 _FLUSH_BYTES: Final = 256 * 2**20  # larger than any GPU's last-level cache
+
+Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,45 @@ def rotated(contenders: Sequence[Contender], start: int) -> list[Contender]:
     return [*contenders[start:], *contenders[:start]]
 
 
+def interleaved(
+    contenders: Sequence[Contender],
+    rounds: int,
+    sample: Callable[[Contender], Sample],
+    enough: Callable[[dict[str, list[Sample]]], bool] | None = None,
+) -> dict[str, list[Sample]]:
+    """One sample of each contender in each round, so that drift meets all alike.
+
+    Ends after `rounds`, or as soon as `enough` says so of the samples so far.
+    """
+    samples: dict[str, list[Sample]] = {c.name: [] for c in contenders}
+    with _no_garbage_collection():
+        for i in range(rounds):
+            for contender in rotated(contenders, i):
+                with contender.context(), torch.inference_mode():
+                    samples[contender.name].append(sample(contender))
+            if enough is not None and enough(samples):
+                break
+    return samples
+
+
+def warmed_up(contender: Contender, budget_seconds: float = 5.0) -> float:
+    """Call until the time of a call is stable; seconds of the fastest call after the first.
+
+    Stable: two calls in a row that are not more than 5% faster than the fastest before them. There
+    are at most `_WARM_UPS` calls, and none begins after the budget, but always three.
+    """
+    end, best, quiet = time.perf_counter() + budget_seconds, math.inf, 0
+    with contender.context(), torch.inference_mode():
+        contender.call()
+        for i in range(_WARM_UPS):
+            taken = timed(contender.call, 1)
+            quiet = 0 if taken < 0.95 * best else quiet + 1
+            best = min(best, taken)
+            if i and (quiet == 2 or time.perf_counter() > end):
+                break
+    return best
+
+
 def time_cpu(
     contenders: Sequence[Contender],
     *,
@@ -78,21 +121,17 @@ def time_cpu(
     calls, cost = {}, 0.0
     batch_seconds = min(batch_seconds, budget_seconds / (rounds * len(contenders)))
     for contender in contenders:
-        with contender.context(), torch.inference_mode():
-            contender.call()
-            single = min(_timed(contender.call, 1) for _ in range(2))
+        single = warmed_up(contender, 0.1 * budget_seconds / len(contenders))
         calls[contender.name] = max(1, min(2000, round(batch_seconds / max(single, 1e-7))))
         cost += single * (calls[contender.name] + 1) + SETTLE_SECONDS
     rounds = max(3, min(rounds, int(budget_seconds / cost)))
-    samples: dict[str, list[float]] = {c.name: [] for c in contenders}
-    with _no_garbage_collection():
-        for i in range(rounds):
-            for contender in rotated(contenders, i):
-                time.sleep(SETTLE_SECONDS)
-                with contender.context(), torch.inference_mode():
-                    contender.call()
-                    samples[contender.name].append(_timed(contender.call, calls[contender.name]))
-    return samples
+
+    def sample(contender: Contender) -> float:
+        time.sleep(SETTLE_SECONDS)
+        contender.call()
+        return timed(contender.call, calls[contender.name])
+
+    return interleaved(contenders, rounds, sample)
 
 
 def time_cuda(
@@ -113,7 +152,7 @@ def time_cuda(
     for contender in contenders:
         with contender.context(), torch.inference_mode():
             try:
-                replays[contender.name] = _captured(contender.call)
+                replays[contender.name] = captured(contender.call)
             except RuntimeError as error:
                 torch.cuda.synchronize()
                 notes[contender.name] = f"timed without a graph: {_first_line(error)}"
@@ -121,13 +160,11 @@ def time_cuda(
             cost += _gpu_seconds(replays[contender.name], flush, 2) + 1e-4
     rounds = max(3, min(rounds, int(budget_seconds / cost)))
     inner = max(1, min(10, int(budget_seconds / (cost * rounds))))
-    samples: dict[str, list[float]] = {c.name: [] for c in contenders}
-    with _no_garbage_collection():
-        for i in range(rounds):
-            for contender in rotated(contenders, i):
-                with contender.context(), torch.inference_mode():
-                    taken = _gpu_seconds(replays[contender.name], flush, inner)
-                samples[contender.name].append(taken)
+
+    def sample(contender: Contender) -> float:
+        return _gpu_seconds(replays[contender.name], flush, inner)
+
+    samples = interleaved(contenders, rounds, sample)
     replays.clear()
     torch.cuda.synchronize()
     return samples, notes
@@ -144,7 +181,7 @@ def host_seconds(contender: Contender, gpu_seconds: float, limit: float = 0.3) -
         batches = []
         for _ in range(5 if calls > 1 else 1):
             torch.cuda.synchronize()
-            batches.append(_timed(contender.call, calls))
+            batches.append(timed(contender.call, calls))
         torch.cuda.synchronize()
     return statistics.median(batches)
 
@@ -183,14 +220,20 @@ def workspace_cpu(contender: Contender, output_bytes: int) -> int | None:
     return max(0, peak - before - output_bytes)
 
 
-def _timed(call: Callable[[], object], calls: int) -> float:
+def timed(call: Callable[[], object], calls: int) -> float:
+    """Mean seconds of some calls in a row, as the host sees them."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a CUDA graph of one call.
+
+    Raises:
+        RuntimeError: the call does something that a graph cannot hold.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

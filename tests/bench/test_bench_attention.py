@@ -161,8 +161,8 @@ def test_rounds_are_interleaved() -> None:
     ]
     samples = timing.time_cpu(contenders, rounds=3, batch_seconds=0.0, budget_seconds=5)
     assert {name: len(times) for name, times in samples.items()} == dict.fromkeys("abc", 3)
-    # After the calls that gauge each one, a round has one warm and one timed call of everybody.
-    rounds = "".join(order[9:])
+    # After the calls that warm each one up, a round has one warm and one timed call of everybody.
+    rounds = "".join(order[-18:])
     assert rounds == "aabbcc" + "bbccaa" + "ccaabb"
 
 
@@ -207,10 +207,10 @@ def test_nothing_half_written_stays(
 def test_busy_counts_other_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.time, "sleep", lambda _: None)
     ticks = iter([(100.0, 1000.0), (150.0, 1100.0), (100.0, 1000.0), (105.0, 1100.0)])
-    monkeypatch.setattr(environment, "_processor_times", lambda: next(ticks))
+    monkeypatch.setattr(environment, "processor_times", lambda: next(ticks))
     assert "use 50% of the processors" in environment.busy("cpu")
     assert environment.busy("cpu") == ""
-    monkeypatch.setattr(environment, "_processor_times", lambda: None)
+    monkeypatch.setattr(environment, "processor_times", lambda: None)
     assert environment.busy("cpu") == ""
 
 

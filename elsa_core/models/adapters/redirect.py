@@ -28,7 +28,7 @@ from elsa_core.precision import PRECISIONS
 
 # Switches between the call and eager softmax. The subclass reads them as on; the instance's own
 # value stays in its __dict__.
-_FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
+FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
 _PREFIX = "Redirected"
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
 _CLASSES: dict[tuple[type, str, str], type[nn.Module]] = {}
@@ -102,7 +102,7 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
         if not sdpa_calls(method.function):
             continue
         namespace[method.name] = _rebuilt(method, replaced)
-        for switch in set(_FUSED_SWITCHES) & set(method.function.__code__.co_names):
+        for switch in set(FUSED_SWITCHES) & set(method.function.__code__.co_names):
             namespace[switch] = _always_on(switch)
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
 

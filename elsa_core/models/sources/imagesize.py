@@ -27,6 +27,10 @@ ALIVE_ACTIVATIONS = 2
 _SEARCH_STEPS = (32, 56, 64, 112, 224)
 
 
+class TooLargeError(ArgumentError):
+    """A size at which the model needs more memory than the machine has."""
+
+
 def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
     """Return (height, width) in pixels, or refuse.
 
@@ -127,7 +131,7 @@ def _check_memory(needed: int, recipe: Recipe) -> None:
     except (AttributeError, OSError, ValueError):
         return
     if needed > MEMORY_SHARE * present:
-        raise ArgumentError(
+        raise TooLargeError(
             f"image_size (--img-size) {_words(recipe.size)} makes {recipe.name} need about"
             f" {needed / 2**30:.0f} GiB for one image; this machine has {present / 2**30:.0f} GiB"
         )

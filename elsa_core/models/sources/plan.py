@@ -22,13 +22,17 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of `patch` and the paths of the sites that it patched."""
+    """The arguments of `patch` and the paths of the sites that it patched.
+
+    `kept` are (path, reason) of sites left alone on purpose, because a profile found them slower.
+    """
 
     precision: str
     backend: str
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     sites: tuple[str, ...]
+    kept: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return elsa_plan.json."""
@@ -40,6 +44,7 @@ class Plan:
             "include": list(self.include),
             "exclude": list(self.exclude),
             "sites": list(self.sites),
+            "kept": dict(self.kept),
         }
 
 
@@ -73,10 +78,14 @@ def read_plan(path: Path) -> Plan:
     for values in lists:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise ModelError(f"{path}: include, exclude and sites must be lists of text")
+    kept = content.get("kept", {})
+    if not isinstance(kept, dict) or not all(isinstance(why, str) for why in kept.values()):
+        raise ModelError(f"{path}: kept must map sites to reasons")
     if not lists[2]:
         raise ModelError(f"{path} names no sites: nothing was patched in it")
     include, exclude, sites = (tuple(values or ()) for values in lists)
-    return Plan(str(texts[0]), str(texts[1]), include, exclude, sites)
+    reasons = tuple((str(site), why[:200]) for site, why in kept.items())
+    return Plan(str(texts[0]), str(texts[1]), include, exclude, sites, reasons)
 
 
 def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
@@ -101,7 +110,12 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
         reasons = {site.path: site.reason for site in report.kept}
         why = reasons.get(lost[0], "it is no attention site")
         raise ModelError(f"{path} does not fit the model: {lost[0]!r} was not patched: {why}")
-    return dataclasses.replace(report, include=plan.include, exclude=plan.exclude)
+    why_kept = dict(plan.kept)
+    left = tuple(
+        dataclasses.replace(site, reason=why_kept.get(site.path, site.reason))
+        for site in report.kept
+    )
+    return dataclasses.replace(report, kept=left, include=plan.include, exclude=plan.exclude)
 
 
 def _literal(path: str) -> str:

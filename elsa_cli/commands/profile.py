@@ -1,0 +1,259 @@
+"""`elsa profile`: what patching a model gains on this machine, where, and how sure that is."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elsa_cli.console import Session
+from elsa_cli.errors import CommandError, TargetError, VerdictError
+from elsa_cli.options import (
+    BACKENDS,
+    LARGEST_BATCH,
+    PRECISIONS,
+    Command,
+    Listed,
+    Options,
+    output_options,
+    pass_session,
+    resolve_device,
+    site_options,
+    swept_model_options,
+)
+
+if TYPE_CHECKING:
+    from elsa_core.profiling.sweep import Configuration, Plan
+
+Document = dict[str, Any]
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class OutOfMemoryError(CommandError):
+    """Nothing that was asked for fits in memory; the rows that say so are on stdout."""
+
+    exit_code = 3
+
+
+@click.command("profile", cls=Command)
+@swept_model_options
+@click.option(
+    "--batch-size", "-b", type=Listed(click.IntRange(1, LARGEST_BATCH)), default="1",
+    show_default=True, metavar="N[,...]", help="Images a batch.",
+)  # fmt: skip
+@site_options
+@click.option(
+    "--precision", type=Listed(click.Choice(PRECISIONS)), default="strict", show_default=True,
+    metavar="|".join(PRECISIONS) + "[,...]", help="What the kernels promise about rounding.",
+)  # fmt: skip
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
+    help="Kernels to use.",
+)  # fmt: skip
+@click.option(
+    "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
+    help="What to measure against: eager, control, sdpa, compile, eager+graph, sdpa+graph, "
+    "compile+graph, or all.  [default: eager,sdpa; on CUDA also compile and CUDA graphs]",
+)  # fmt: skip
+@click.option(
+    "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True,
+    help="Samples of each run; more where they disagree.",
+)  # fmt: skip
+@click.option(
+    "--budget", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True,
+    metavar="SECONDS", help="Limit of one configuration's rounds.",
+)  # fmt: skip
+@click.option("--no-sites", is_flag=True, help="Whole models only: no sites, no errors.")
+@click.option("--no-errors", is_flag=True, help="Leave out the sites' errors against float64.")
+@click.option(
+    "--output", "-o", type=_FILE, metavar="FILE",
+    help="Keep the results (JSON) in FILE, renewed after each configuration.",
+)  # fmt: skip
+@click.option(
+    "--resume", type=_FILE, metavar="FILE", help="Go on with the sweep that FILE holds, into FILE."
+)
+@click.option("--html", type=_FILE, metavar="FILE", help="Write a report with charts (one file).")
+@click.option("--plot", type=_FILE, metavar="FILE", help="Draw the charts (.png or .svg).")
+@click.option(
+    "--policy", type=click.Choice(["faster"]),
+    help="Write a plan for `elsa patch --plan` that leaves sites alone where ELSA was slower.",
+)  # fmt: skip
+@click.option(
+    "--plan", type=_FILE, default="plan.json", show_default=True, metavar="FILE",
+    help="Where --policy writes its plan.",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace existing files.")
+@output_options
+@pass_session
+def command(session: Session, /, model: str, **given: Any) -> None:
+    """Measure MODEL patched against MODEL as it is, in one run and in turns: latency, throughput,
+    memory, and the time of every attention site.
+
+    "as it is" means the baselines: as loaded (eager), with PyTorch's fused attention (sdpa),
+    compiled, and as a CUDA graph. `control` is eager once more, to see what this machine can tell
+    apart. Several sizes, batches, dtypes or precisions make a sweep, which --resume continues.
+    """
+    from elsa_cli import profile_view
+    from elsa_cli.probes import environment
+
+    targets = _targets(given)
+    with session.stage("importing torch"):
+        plan, points = _planned(session, model, given)
+    document = _document(plan, given, environment())
+    keep = _keeper(session, given["resume"] or given["output"])
+    try:
+        with session.stage("profiling") as update:
+            from elsa_core.profiling import sweep
+
+            sweep.run(plan, points, document, keep=keep, progress=update)
+    except BaseException:
+        # What is finished is a result, whatever ended the sweep.
+        if document["results"]["points"]:
+            _finish(session, document, targets, given["force"])
+        raise
+    _finish(session, document, targets, given["force"])
+    rows = document["results"]["points"]
+    if not any(row["status"] == "done" for row in rows):
+        raise OutOfMemoryError(f"nothing fits in memory: {rows[0]['reason']}")
+    if given["policy"] is not None:
+        _write_policy(session, document, given["plan"])
+    profile_view.next_steps(session, document, given)
+
+
+def _targets(given: dict[str, Any]) -> dict[str, Path]:
+    """The files to write, known to be writable: nothing is measured for nothing."""
+    if given["resume"] is not None and given["output"] is not None:
+        raise click.UsageError("--resume writes into its own FILE: leave --output out")
+    if given["policy"] is not None and len(given["precision"]) > 1:
+        raise click.UsageError("--policy needs one --precision: a plan has one")
+    if given["policy"] is not None and given["no_sites"]:
+        raise click.UsageError("--policy judges sites: leave --no-sites out")
+    named = {name: given[name] for name in ("output", "html", "plot") if given[name] is not None}
+    if given["policy"] is not None:
+        named["plan"] = given["plan"]
+    for name, path in named.items():
+        if path.exists() and not given["force"]:
+            hint = f", or --resume {path} to go on with it" if name == "output" else ""
+            raise TargetError(f"{path} exists; use --force to replace it{hint}")
+    for path in [*named.values(), *([given["resume"]] if given["resume"] else [])]:
+        _check_writable(path)
+    if len({path.resolve() for path in named.values()}) < len(named):
+        raise click.UsageError("two of the files to write are the same")
+    if "html" in named or "plot" in named:
+        from elsa_core.profiling import figures
+
+        figures.check()
+        if "plot" in named:
+            figures.check_plot(named["plot"], force=given["force"])
+    return named
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise TargetError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _planned(
+    session: Session, model: str, given: dict[str, Any]
+) -> tuple[Plan, tuple[Configuration, ...]]:
+    """What to measure. Whatever can be known to be wrong ends the command here."""
+    import torch
+
+    device = torch.device(resolve_device(given["device"]))
+    from elsa_core.models.load import Loaded, load_model
+    from elsa_core.models.spec import parse
+    from elsa_core.profiling import sweep, variants
+
+    spec = parse(model)
+    baselines = variants.chosen(given["baselines"], device)
+    sizes = given["img_size"] or (None,)
+    points = sweep.grid(sizes, given["batch_size"], given["dtype"], given["precision"])
+    sweep.check_sizes(spec, [size for size in sizes if size is not None])
+
+    def load(size: tuple[int, int] | None, dtype: str) -> Loaded:
+        return load_model(
+            spec, image_size=size, pretrained=given["pretrained"], device=device,
+            dtype=Options(dtype=dtype).torch_dtype(), seed=given["seed"], arch=given["arch"],
+        )  # fmt: skip
+
+    about = {
+        "given": spec.given, "name": spec.name, "source": spec.source, "alias": spec.alias or "",
+        "pretrained": given["pretrained"], "seed": given["seed"], "arch": given["arch"] or "",
+    }  # fmt: skip
+    settings = {
+        "baselines": list(baselines), "backend": given["backend"],
+        "include": list(given["include"]), "exclude": list(given["exclude"]),
+        "rounds": given["rounds"], "budget_seconds": given["budget"],
+        "sites": not given["no_sites"], "device": str(device),
+    }  # fmt: skip
+    options = {
+        "baselines": baselines, "backend": given["backend"],
+        "include": list(given["include"]) or None, "exclude": list(given["exclude"]) or None,
+        "rounds": given["rounds"], "budget_seconds": given["budget"],
+        "sites": not given["no_sites"], "errors": not given["no_errors"],
+    }  # fmt: skip
+    return sweep.Plan(load, about, settings, options, device, given["seed"]), points
+
+
+def _document(plan: Plan, given: dict[str, Any], environment: Document) -> Document:
+    from elsa_core.profiling import sweep
+
+    if given["resume"] is not None and given["resume"].exists():
+        return sweep.resumed(given["resume"], plan, environment)
+    return sweep.started(plan, environment)
+
+
+def _keeper(session: Session, path: Path | None) -> Callable[[Document], None]:
+    def keep(document: Document) -> None:
+        if path is not None:
+            from elsa_core.profiling.document import write
+
+            write(document, path)
+            if path not in session.written:
+                session.written.append(path)
+
+    return keep
+
+
+def _finish(session: Session, document: Document, targets: dict[str, Path], force: bool) -> None:
+    """Show the result and write its pictures."""
+    from elsa_cli import profile_view
+
+    session.document("profile", document["environment"], document["results"])
+    profile_view.show(session, document)
+    done = any(row["status"] == "done" for row in document["results"]["points"])
+    if not done:
+        return
+    with contextlib.ExitStack() as stack:
+        if {"html", "plot"} & targets.keys():
+            stack.enter_context(session.stage("drawing"))
+        if "html" in targets:
+            from elsa_core.profiling import page
+
+            session.written.append(page.write(document, targets["html"]))
+        if "plot" in targets:
+            from elsa_core.profiling import figures
+
+            session.written.append(figures.plot(document, targets["plot"]))
+    for name in ("html", "plot"):
+        if name in targets:
+            session.line(f"{name}: {targets[name]}")
+
+
+def _write_policy(session: Session, document: Document, path: Path) -> None:
+    from elsa_core.profiling import policy
+
+    plan = policy.faster(document)
+    slower = len(plan.kept)
+    if not plan.sites:
+        raise VerdictError(f"no plan was written: ELSA was slower at every site ({slower})")
+    session.written.append(policy.write(plan, path))
+    kept = f", {slower} left alone where ELSA was slower" if slower else ", none was slower"
+    session.line(f"plan: {path} ({len(plan.sites)} sites patched{kept})")

@@ -1,0 +1,169 @@
+"""The document of `elsa profile` as tables and lines for people, in 80 columns."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from elsa_cli.console import Session
+
+Document = dict[str, Any]
+
+_SLOWEST = 10
+
+
+def show(session: Session, document: Document) -> None:
+    """The points, finished or not: one in full, several as rows."""
+    from elsa_core.profiling.document import DONE
+
+    results = document["results"]
+    rows = results["points"]
+    done = [row for row in rows if row["status"] == DONE]
+    _header(session, document, done)
+    if len(rows) == 1 and done:
+        _one(session, done[0])
+    else:
+        _sweep(session, rows)
+    for line in dict.fromkeys(w for row in done for w in row["profile"]["warnings"]):
+        session.warn(line)
+    for line in dict.fromkeys(n for row in done for n in row["profile"]["notes"]):
+        session.warn(line)
+
+
+def next_steps(session: Session, document: Document, given: dict[str, Any]) -> None:
+    """What a user may want to do with the result."""
+    model = document["results"]["model"]["given"]
+    if given["policy"] is not None:
+        step = shlex.join(["elsa", "patch", model, "--plan", str(given["plan"]), "-o", "DIR"])
+        session.line(f"Next: {step}", "dim")
+    elif given["html"] is None:
+        session.line(f"Next: {session.again('profile', '--html', 'report.html')}", "dim")
+
+
+def _header(session: Session, document: Document, done: list[Document]) -> None:
+    model, place = document["results"]["model"], document["environment"]
+    typed = f"{model['alias'].partition(' ')[0]} → " if model.get("alias") else ""
+    weights = "pretrained weights" if model.get("pretrained") else "random weights"
+    session.line(f"{typed}{model.get('name')} · {weights}", "bold")
+    if done:
+        device = done[0]["profile"]["device"]
+        where = (
+            f"cpu ({place.get('threads')} threads)"
+            if device == "cpu"
+            else f"{device} ({place.get('gpu')})"
+        )
+        session.line(f"{where} · torch {place.get('packages', {}).get('torch')}")
+    session.line()
+
+
+def _one(session: Session, row: Document) -> None:
+    from elsa_core.profiling import page
+
+    found = row["profile"]
+    session.line(f"{page.point_name(row)} · {found['rounds']} rounds")
+    rows = []
+    for run in found["runs"]:
+        memory = "-" if run["memory_bytes"] is None else f"{run['memory_bytes'] / 1e6:.1f}"
+        span = f"{_ms(run['seconds_p10'])}-{_ms(run['seconds_p90'])}"
+        rows.append([
+            run["name"], _ms(run["seconds"]), span,
+            f"{run['images_per_second']:.3g}", memory, _ratio(run["ratio"]),
+        ])  # fmt: skip
+        if run["device_seconds"] is not None:
+            energy = "" if run["joules"] is None else f", {run['joules']:.3g} J a call"
+            session.line(
+                f"{run['name']}: host {_ms(run['host_seconds'])} ms, "
+                f"GPU {_ms(run['device_seconds'])} ms{energy}"
+            )
+    session.table(("run", ">ms", ">10-90%", ">images/s", ">MB", "times as fast as eager"), rows)
+    for name, why in found["left_out"].items():
+        session.line(f"without {name}: {why}", "dim")
+    session.line()
+    if len(found["sites"]) > 1:
+        _sites(session, found["sites"])
+    bound = page.bound_text(found)
+    if bound:
+        session.line(bound)
+    sites = f"{found['patched']} of {found['patched'] + found['kept']} sites patched"
+    session.line(f"{sites} · {page.gain_text(found)}", "bold", even_quiet=True)
+
+
+def _sites(session: Session, sites: list[Document]) -> None:
+    from elsa_core.profiling import page
+
+    rest, own = sites[-1], sites[:-1]
+    rows = []
+    for site in own[:_SLOWEST]:
+        error = "-" if site["error"] is None else f"{site['error']:.1e}"
+        rows.append([
+            site["path"] or "the model", page.tokens_text(site), str(site["num_heads"] or ""),
+            _ms(site["seconds_before"]), _ms(site["seconds_after"]), _short(site["ratio"]),
+            f"{site['share']:.1%}", error, site["backend"] or "-",
+        ])  # fmt: skip
+    left = own[_SLOWEST:]
+    if left:
+        before, after = (sum(s[key] for s in left) for key in ("seconds_before", "seconds_after"))
+        share = sum(site["share"] for site in left)
+        rows.append([f"{len(left)} more sites", "", "", _ms(before), _ms(after),
+                     f"{before / after:.2f}", f"{share:.1%}", "", ""])  # fmt: skip
+    rows.append([rest["path"], "", "", _ms(rest["seconds_before"]), _ms(rest["seconds_after"]),
+                 _short(rest["ratio"]), f"{rest['share']:.1%}", "", ""])  # fmt: skip
+    columns = ("site", ">tokens", ">heads", ">ms", ">after", ">times", ">share", ">error", "by")
+    session.table(columns, rows)
+    session.line()
+
+
+def _sweep(session: Session, rows: list[Document]) -> None:
+    from elsa_core.profiling import page
+
+    lines = []
+    for row in rows:
+        name = page.point_name(row)
+        if row["profile"] is None:
+            lines.append([name, f"no: {row['status']}", *[""] * 4])
+            session.log(f"{name}: {row['status']}: {row['reason']}")
+            continue
+        found = row["profile"]
+        runs = {run["name"]: run for run in found["runs"]}
+        best, own = runs[found["best_baseline"]], runs[found["best_patched"]]
+        lines.append([
+            name, f"{best['name']} {_ms(best['seconds'])}", _ms(own["seconds"]),
+            _short(found["gain"]), f"{own['images_per_second']:.3g}",
+            f"{_mb(best)}/{_mb(own)}",
+        ])  # fmt: skip
+    columns = ("point", ">best baseline, ms", ">patched", ">gain", ">images/s", ">MB")
+    session.table(columns, lines)
+    session.line()
+    gains = [row["profile"]["gain"] for row in rows if row["profile"] is not None]
+    counts = {
+        verdict: sum(gain["verdict"] == verdict for gain in gains)
+        for verdict in ("faster", "no difference", "slower", "unsure")
+    }
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    lost = len(rows) - len(gains)
+    out = f"; {lost} not measured" if lost else ""
+    session.line(f"patched against the best baseline: {said or 'nothing measured'}{out}",
+                 "bold", even_quiet=True)  # fmt: skip
+
+
+def _ms(seconds: float) -> str:
+    milli = seconds * 1e3
+    return f"{milli:.3g}" if milli < 1000 else f"{milli:.0f}"
+
+
+def _mb(run: Document) -> str:
+    return "-" if run["memory_bytes"] is None else f"{run['memory_bytes'] / 1e6:.0f}"
+
+
+def _short(ratio: Document) -> str:
+    """The ratio, marked where it is no gain and no loss; "?" after too few rounds."""
+    if ratio["verdict"] == "unsure":
+        return "?"
+    return f"{ratio['value']:.2f}" if ratio["verdict"] != "no difference" else "same"
+
+
+def _ratio(ratio: Document | None) -> str:
+    if ratio is None:
+        return ""
+    text = f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
+    return text if ratio["verdict"] in ("faster", "slower") else f"{text} {ratio['verdict']}"

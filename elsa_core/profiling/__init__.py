@@ -1,0 +1,1 @@
+"""`elsa profile`: what patching gained, where in the model, and whether to believe it."""

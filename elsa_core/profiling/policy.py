@@ -1,0 +1,91 @@
+"""From measured sites to a plan for `elsa patch --plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from elsa_core.bench.results import write_text
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.models.sources.plan import Plan
+from elsa_core.profiling.document import DONE, Document
+
+
+def faster(document: Document) -> Plan:
+    """A plan that patches what was patched, except where ELSA measured slower.
+
+    Sites of one class and shape are judged together: they do the same work, and one of twelve
+    equal ones is not slower, it was unlucky. A group is slower where the mean of its ratios, over
+    its members and all points (geometric), is under 1 and most of its intervals exclude 1 from
+    below.
+
+    Args:
+        document: of a sweep in one precision, with sites.
+
+    Raises:
+        ArgumentError: no point has sites, or there are several precisions.
+    """
+    found = [row["profile"] for row in document["results"]["points"] if row["status"] == DONE]
+    precisions = {each["precision"] for each in found}
+    if not any(each["sites"] for each in found) or len(precisions) > 1:
+        raise ArgumentError("policy: needs measured sites in one precision")
+    groups: dict[str, list[Document]] = {}
+    for each in found:
+        for site in each["sites"]:
+            if site["patched"]:
+                groups.setdefault(_alike(site), []).append(site)
+    # Shapes differ between image sizes; a path is left alone if it was slower in all of them.
+    verdicts: dict[str, list[tuple[bool, float]]] = {}
+    for members in groups.values():
+        slower, mean = _slower(members)
+        for site in members:
+            verdicts.setdefault(site["path"], []).append((slower, mean))
+    kept = {
+        path: f"slower when profiled: {math.exp(sum(math.log(m) for _, m in v) / len(v)):.2f}x"
+        for path, v in verdicts.items()
+        if all(slower for slower, _ in v)
+    }
+    settings = document["results"]["settings"]
+    return Plan(
+        precision=str(found[0]["precision"]),
+        backend=str(found[0]["backend"]),
+        include=tuple(map(str, settings.get("include", ()))),
+        exclude=tuple(map(str, settings.get("exclude", ()))),
+        sites=tuple(path for path in _in_order(verdicts) if path not in kept),
+        kept=tuple((path, kept[path]) for path in _in_order(verdicts) if path in kept),
+    )
+
+
+def write(plan: Plan, path: Path) -> Path:
+    """Write a plan, whole or not at all.
+
+    Raises:
+        UnavailableError: the file cannot be written.
+    """
+    try:
+        return write_text(json.dumps(plan.to_dict(), indent=2) + "\n", path)
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _slower(members: list[Document]) -> tuple[bool, float]:
+    ratios = [site["ratio"] for site in members]
+    mean = math.exp(sum(math.log(ratio["value"]) for ratio in ratios) / len(ratios))
+    sure = sum(ratio["verdict"] == "slower" for ratio in ratios)
+    return mean < 1.0 and sure > len(ratios) / 2, mean
+
+
+def _alike(site: Document) -> str:
+    keys = ("module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra")
+    return json.dumps([site[key] for key in keys])
+
+
+def _in_order(paths: dict[str, list[tuple[bool, float]]]) -> list[str]:
+    """Paths as a model has them: numbers by value, not by their digits."""
+
+    def key(path: str) -> list[tuple[int, int, str]]:
+        parts = path.split(".")
+        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
+
+    return sorted(paths, key=key)

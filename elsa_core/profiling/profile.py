@@ -1,0 +1,287 @@
+"""`profile`: a patched model against the ways one would otherwise run it, in one go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.bench.results import digits
+from elsa_core.bench.timing import Contender
+from elsa_core.errors import ArgumentError, ElsaError
+from elsa_core.models.check import check
+from elsa_core.models.patch import PatchReport, patch, patched_sites
+from elsa_core.models.proof.cases import ModelInput, as_cases, chunks
+from elsa_core.models.sites import AttentionSite, find_sites, inspect
+from elsa_core.profiling import energy, measure, trust, variants
+from elsa_core.profiling.measure import Ratio, Samples, Settings, ratio, spread
+from elsa_core.profiling.report import ProfileReport, Run
+from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
+
+Progress = Callable[[str, int, int], None]
+
+# The watched models take part in the rounds under names that no baseline has.
+_KEPT_SAMPLES = 100
+_COVERED = 0.05  # by which the rows' sum may differ from the whole
+_WATCHED = ("eager, watched", "patched, watched")
+
+
+def profile(
+    model: nn.Module,
+    inputs: ModelInput,
+    *,
+    baselines: Sequence[str] | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rounds: int = 20,
+    budget_seconds: float = 60.0,
+    seed: int = 0,
+    sites: bool = True,
+    errors: bool = True,
+    progress: Progress | None = None,
+) -> ProfileReport:
+    """Measure what patching a model gains against the ways one would otherwise run it.
+
+    All of them take turns in the same rounds, in inference mode, on copies of the model's modules
+    over the same weights; the model itself is not changed.
+
+    Args:
+        model: any module with attention sites that can be patched. One that is patched already
+            keeps its patches, and `precision`, `backend`, `include` and `exclude` do not matter.
+        inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
+        baselines: names of `elsa_core.profiling.variants.BASELINES`, or "all"; default: "eager" and
+            "sdpa", on CUDA also "compile" and CUDA graphs. "eager" always takes part.
+        precision, backend, include, exclude: as for `elsa_core.patch`.
+        rounds: samples of each at least; more until the intervals are within 1%.
+        budget_seconds: limit of the rounds, under which there are fewer, but never under 3.
+        seed: of the bootstrap.
+        sites: also time every attention site, before and after.
+        errors: with `sites`, also check each site's error on one image against float64.
+        progress: called with (what, steps done, steps in all; 0 unknown).
+
+    Returns:
+        The report.
+
+    Raises:
+        ArgumentError: an argument is wrong, or the model cannot be copied.
+        NothingPatchedError: no site of the model can be patched.
+        UnavailableError: a baseline or backend that this machine lacks.
+    """
+    if rounds < 1 or not budget_seconds > 0:
+        raise ArgumentError("profile: rounds and budget_seconds must be positive")
+    tell = progress or (lambda what, done, total: None)
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    arguments = next(iter(as_cases(inputs).values()))
+    first = next(value for value in arguments if isinstance(value, Tensor))
+    device = first.device
+    names = variants.chosen(baselines, device)
+    tell("patching", 0, 0)
+    plain, patched, report = _both(model, precision, backend, include, exclude)
+    found = _sites_of(plain, report, first)
+    built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
+    contenders = list(built.contenders)
+    clocks: dict[str, SiteClock] = {}
+    if sites:
+        paths = [site.path for site in found]
+        for name, source in zip(_WATCHED, (plain, patched), strict=True):
+            watched = variants.shared_copy(source)
+            clocks[name] = SiteClock(watched, paths, device)
+            contenders.append(Contender(name, _caller(watched, arguments)))
+    settings = Settings(rounds, budget_seconds, seed)
+    watch = trust.Watch(device)
+    samples = measure.take_samples(
+        contenders, device, settings, clocks, lambda done, total: tell("rounds", done, total)
+    )
+    spreads = {c.name: spread(_seconds(samples, c.name)).relative for c in built.contenders}
+    warnings = watch.warnings(spreads)
+    tell("memory", 0, 0)
+    runs = _runs(built, samples, device, first.shape[0], seed)
+    best = {
+        side: min(
+            (r for r in runs if r.patched is side and r.name != variants.CONTROL),
+            key=lambda r: r.seconds,
+        ).name
+        for side in (False, True)
+    }
+    rows: tuple[SiteProfile, ...] = ()
+    cover: dict[str, float] = {}
+    notes: list[str] = []
+    if sites:
+        tell("sites", 0, 0)
+        judged: Mapping[str, tuple[float, float]] = {}
+        if errors:
+            judged, notes = _errors(patched, arguments)
+        routes = served(patched, arguments, list(patched_sites(patched)))
+        before, after = (samples[name] for name in _WATCHED)
+        rows = profiles(found, before, after, routes, judged, seed)
+        cover = _cover(samples)
+        warnings += tuple(
+            f"the sites of {name} add up to {part:.0%} of its time"
+            for name, part in cover.items()
+            if abs(part - 1) > _COVERED
+        )
+    return ProfileReport(
+        device=str(device),
+        dtype=str(first.dtype if first.is_floating_point() else "").removeprefix("torch."),
+        batch=first.shape[0],
+        image_size=(first.shape[-2], first.shape[-1]) if first.dim() == 4 else None,
+        precision=report.precision,
+        backend=report.backend,
+        rounds=len(samples["eager"]),
+        weight_bytes=_weight_bytes(model),
+        runs=runs,
+        left_out=built.left_out,
+        best_baseline=best[False],
+        best_patched=best[True],
+        gain=_related(samples, best[False], best[True], seed),
+        sites=rows,
+        cover=cover,
+        patched=len(report.patched),
+        kept=len(report.kept),
+        warnings=warnings,
+        notes=tuple(notes),
+        patch=report,
+    )
+
+
+def _cover(samples: Samples) -> dict[str, float]:
+    """By run, the time of the watched forwards, whose parts the sites are, over the others'."""
+    names = {watched.partition(",")[0]: watched for watched in _WATCHED}
+    return {
+        name: ratio(_seconds(samples, watched), _seconds(samples, name)).value
+        for name, watched in names.items()
+    }
+
+
+def _both(
+    model: nn.Module,
+    precision: str,
+    backend: str,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str] | None,
+) -> tuple[nn.Module, nn.Module, PatchReport]:
+    """Copies over the same weights: unpatched and patched."""
+    plain = variants.unpatched_copy(model)
+    already = patched_sites(model)
+    if not already:
+        patched = variants.shared_copy(plain)
+        report = patch(
+            patched, precision=precision, backend=backend, include=include, exclude=exclude
+        )
+        return plain, patched, report
+    patched = variants.shared_copy(model).eval()
+    one = vars(next(iter(already.values())))
+    everything = find_sites(patched)
+    report = PatchReport(
+        tuple(site for site in everything if site.patched),
+        tuple(site for site in everything if not site.patched),
+        str(one["elsa_precision"]),
+        str(one["elsa_backend"]),
+    )
+    return plain, patched, report
+
+
+def _sites_of(plain: nn.Module, report: PatchReport, first: Tensor) -> tuple[AttentionSite, ...]:
+    """The sites whose times add up, with tokens where they can be found out, and whether elsa
+    serves them."""
+    everything: tuple[AttentionSite, ...] = find_sites(plain)
+    if first.dim() == 4:
+        with contextlib.suppress(ElsaError):  # only the tokens are missing then
+            everything = inspect(plain, tuple(first.shape[1:])).sites
+    known = {site.path: site for site in (*report.patched, *report.kept)}
+    return tuple(_marked(site, known) for site in outermost(everything))
+
+
+def _marked(site: AttentionSite, known: Mapping[str, AttentionSite]) -> AttentionSite:
+    other = known.get(site.path, site)
+    return replace(site, patched=other.patched, reason=other.reason)
+
+
+def _runs(
+    built: variants.Built, samples: Samples, device: torch.device, batch: int, seed: int
+) -> tuple[Run, ...]:
+    counter = energy.meter(device)
+    names = [contender.name for contender in built.contenders]
+    baselines = [name for name in names if not name.startswith("patched")]
+    fastest = min(
+        (name for name in baselines if name != variants.CONTROL),
+        key=lambda name: spread(_seconds(samples, name)).seconds,
+    )
+    runs = []
+    for contender in built.contenders:
+        name = contender.name
+        is_ours = name not in baselines
+        middle = spread(_seconds(samples, name))
+        memory = built.graph_bytes.get(name)
+        host = busy = joules = None
+        if device.type == "cuda":
+            host = spread([s.host or 0.0 for s in samples[name]]).seconds
+            busy = measure.busy_seconds(contender)
+            if counter is not None:
+                joules = _joules(counter, contender)
+        runs.append(
+            Run(
+                name=name,
+                patched=is_ours,
+                seconds=middle.seconds,
+                seconds_p10=middle.p10,
+                seconds_p90=middle.p90,
+                spread=middle.relative,
+                samples=_thinned(_seconds(samples, name)),
+                images_per_second=digits(batch / middle.seconds),
+                memory_bytes=measure.memory_bytes(contender, device) if memory is None else memory,
+                host_seconds=host,
+                device_seconds=busy,
+                bound=measure.bound_by(middle.seconds, host, busy),
+                joules=joules,
+                ratio=None if name == "eager" else _related(samples, "eager", name, seed),
+                ratio_to_best=_related(samples, fastest, name, seed) if is_ours else None,
+            )
+        )
+    return tuple(runs)
+
+
+def _thinned(seconds: Sequence[float]) -> tuple[float, ...]:
+    """At most `_KEPT_SAMPLES` of the samples, evenly spread over the rounds."""
+    step = -(-len(seconds) // _KEPT_SAMPLES)
+    return tuple(digits(each) for each in seconds[::step])
+
+
+def _joules(counter: energy.Meter, contender: Contender) -> float | None:
+    with contender.context(), torch.inference_mode():
+        return energy.per_call(counter, contender.call, torch.cuda.synchronize)
+
+
+def _related(samples: Samples, reference: str, name: str, seed: int) -> Ratio:
+    return ratio(_seconds(samples, reference), _seconds(samples, name), seed)
+
+
+def _seconds(samples: Samples, name: str) -> list[float]:
+    return [sample.seconds for sample in samples[name]]
+
+
+def _errors(
+    patched: nn.Module, arguments: tuple[Any, ...]
+) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    """(patched, original) error of each patched site on one image, and what went wrong."""
+    try:
+        outcome = check(patched, next(chunks(arguments, 1)), stress=False, batch_size=1)
+    except (ElsaError, RuntimeError, MemoryError) as error:
+        return {}, [f"errors were not checked: {variants.first_line(error)}"]
+    found = {site.path: (site.patched_error, site.original_error) for site in outcome.sites}
+    return found, [f"the check failed: {line}" for line in outcome.failures]
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _caller(module: nn.Module, arguments: tuple[Any, ...]) -> Callable[[], object]:
+    return lambda: module(*arguments)

@@ -1,0 +1,284 @@
+"""Where a forward spends its time: every attention site, and the rest of the model as one row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.attention import explain
+from elsa_core.bench.results import digits
+from elsa_core.errors import ElsaError
+from elsa_core.models.sites import AttentionSite
+from elsa_core.profiling.measure import Ratio, Sample, ratio
+
+REST: Final = "rest of the model"
+_ATTENTION: Final = frozenset({"elsa::attention", "elsa::attention_eager"})
+
+
+@dataclass(frozen=True)
+class SiteProfile:
+    """One attention site, or the rest of the model, before and after patching.
+
+    Attributes:
+        path: its name in the model; `REST` for the rest, of which only times are known.
+        seconds_before, seconds_after: a forward's time in it, mean over the middle half of the
+            rounds. A site is the whole module: its projections too.
+        share: of the forward before patching.
+        ratio: how many times as fast it became.
+        error, original_error: relative error of its output against float64, patched and before;
+            None where it was not checked.
+        backend, schedule, precision: what serves it; empty where it was not patched.
+    """
+
+    path: str
+    module_class: str
+    kind: str
+    num_heads: int | None
+    head_dim: int | None
+    query_tokens: int | None
+    key_tokens: int | None
+    extra: tuple[str, ...]
+    patched: bool
+    reason: str
+    seconds_before: float
+    seconds_after: float
+    share: float
+    ratio: Ratio
+    error: float | None
+    original_error: float | None
+    backend: str
+    schedule: str
+    precision: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"extra": list(self.extra), "ratio": self.ratio.to_dict()}
+
+
+class SiteClock:
+    """Sums the time that a model's forwards spend in the modules at some paths.
+
+    On CUDA the times are those between two events on the current stream, so that watching waits
+    for nothing.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds = dict.fromkeys(paths, 0.0)
+        self._events: list[tuple[str, Any, Any]] = []
+        self._open: list[Any] = []
+        for path in paths:
+            module = model.get_submodule(path)
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leaver(path))
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._events.clear()
+
+    def read(self) -> dict[str, float]:
+        """Seconds by path since `reset`. On CUDA the caller has waited for the GPU."""
+        found = dict(self._seconds)
+        for path, begin, end in self._events:
+            found[path] += float(begin.elapsed_time(end)) / 1e3
+        return found
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._open.append(self._mark())
+
+    def _leaver(self, path: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            begin, end = self._open.pop(), self._mark()
+            if self._cuda:
+                self._events.append((path, begin, end))
+            else:
+                self._seconds[path] += end - begin
+
+        return leave
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def outermost(sites: Sequence[AttentionSite]) -> tuple[AttentionSite, ...]:
+    """The sites that lie in no other one: their times add up."""
+    paths = [site.path for site in sites]
+    return tuple(
+        site
+        for site in sites
+        if not any(
+            other != site.path and (other == "" or site.path.startswith(f"{other}."))
+            for other in paths
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serves a site's calls of the operator."""
+
+    backend: str
+    schedule: str
+    precision: str
+
+
+def served(patched: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) -> dict[str, Served]:
+    """Which backend and schedule serve each patched site, from one forward's own calls."""
+    watch = _Watch()
+    with watch.on(patched, paths), torch.inference_mode(), watch:
+        patched(*inputs)
+    return watch.found
+
+
+class _Watch(TorchDispatchMode):
+    """Asks for the route of the first call of elsa's operators in each site."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, Served] = {}
+        self._site: tuple[str, nn.Module] | None = None
+
+    @contextmanager
+    def on(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+        handles = []
+        for path in paths:
+            module = model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(self._enterer(path)))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enterer(self, path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._site = (path, module)
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._site = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        schema = func._schema
+        if self._site is not None and schema.name.startswith("elsa::"):
+            path, module = self._site
+            if path not in self.found:
+                names = [argument.name for argument in schema.arguments]
+                given = dict(zip(names, args, strict=False)) | (kwargs or {})
+                self.found[path] = _route(schema.name, given, module)
+        return func(*args, **(kwargs or {}))
+
+
+def _route(operator: str, given: Mapping[str, Any], module: nn.Module) -> Served:
+    asked = str(vars(module).get("elsa_backend", "auto"))
+    precision = str(given.get("precision", "strict"))
+    if operator in _ATTENTION:
+        query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
+        causal = bool(given["is_causal"]) and mask is None
+        try:
+            route = explain(
+                query, key, value, mask, 0.0, causal, given["scale"], True,
+                precision=precision, backend=asked,
+            )  # fmt: skip
+        except ElsaError:
+            pass  # a mask beside causality: the operator takes both, its public face does not
+        else:
+            return Served(route.backend, route.schedule, precision)
+    tensor = next(value for value in given.values() if isinstance(value, Tensor))
+    own = {"cpu": "native", "cuda": "triton"}.get(tensor.device.type, "eager")
+    backend = "eager" if operator.endswith("_eager") else own
+    return Served(backend, operator.removeprefix("elsa::"), precision)
+
+
+def profiles(
+    sites: Sequence[AttentionSite],
+    before: Sequence[Sample],
+    after: Sequence[Sample],
+    routes: Mapping[str, Served],
+    errors: Mapping[str, tuple[float, float]],
+    seed: int,
+) -> tuple[SiteProfile, ...]:
+    """All rows, slowest first; the rest of the model is the last one.
+
+    Args:
+        sites: `outermost` ones, `patched` set where the patched model runs them on elsa.
+        before, after: rounds of the watched model, unpatched and patched, of the same rounds.
+        routes: from `served`.
+        errors: (patched, original) by path.
+        seed: of the bootstrap.
+    """
+    old_middle, new_middle = _middle(before), _middle(after)
+    whole = _mean(old_middle, _whole)
+
+    def row(site: AttentionSite, pick: Callable[[Sample], float]) -> SiteProfile:
+        route = routes.get(site.path, Served("", "", ""))
+        error = errors.get(site.path, (None, None))
+        seconds = _mean(old_middle, pick)
+        return SiteProfile(
+            **{name: getattr(site, name) for name in _SHARED},
+            seconds_before=digits(seconds),
+            seconds_after=digits(_mean(new_middle, pick)),
+            share=digits(seconds / whole),
+            ratio=ratio([pick(sample) for sample in before], [pick(s) for s in after], seed),
+            error=error[0],
+            original_error=error[1],
+            backend=route.backend,
+            schedule=route.schedule,
+            precision=route.precision,
+        )
+
+    ran = [site for site in sites if any(sample.sites.get(site.path, 0.0) for sample in before)]
+    rows = [row(site, lambda sample, path=site.path: max(sample.sites[path], 1e-9)) for site in ran]  # type: ignore[misc]
+    rows.sort(key=lambda each: -each.seconds_before)
+    return (*rows, row(_REST_SITE, _rest))
+
+
+def _middle(samples: Sequence[Sample]) -> list[Sample]:
+    """The middle half of the rounds by their whole time.
+
+    Means over them add up, which medians of parts do not, and outliers do not enter.
+    """
+    ordered = sorted(samples, key=_whole)
+    quarter = len(ordered) // 4
+    return ordered[quarter : len(ordered) - quarter]
+
+
+def _mean(samples: Sequence[Sample], pick: Callable[[Sample], float]) -> float:
+    return sum(map(pick, samples)) / len(samples)
+
+
+def _rest(sample: Sample) -> float:
+    # Two clocks: between events that follow one another at once, nothing may be left.
+    return max(_whole(sample) - sum(sample.sites.values()), 1e-9)
+
+
+def _whole(sample: Sample) -> float:
+    """The time that the sites are part of: on CUDA that between events, not the caller's wait."""
+    return sample.seconds if sample.device is None else sample.device
+
+
+_SHARED: Final = (
+    "path", "module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra",
+    "patched", "reason",
+)  # fmt: skip
+_REST_SITE: Final = AttentionSite(
+    path=REST, module_class="", kind="rest", num_heads=None, head_dim=None, query_tokens=None,
+    key_tokens=None, extra=(), flops=None, flops_share=None, patchable=False, reason="",
+    adapter=None, patched=False,
+)  # fmt: skip

@@ -1,0 +1,283 @@
+"""Many profiles of one model: image sizes, batches, dtypes and precisions; kept as they come.
+
+Every finished point goes into the result document at once, so that a sweep can be stopped and
+resumed. A point that does not fit in memory is a row with its reason, not an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elsa_core.bench.cases import DTYPES
+from elsa_core.errors import ArgumentError
+from elsa_core.models.load import Loaded
+from elsa_core.models.sources.imagesize import TooLargeError, with_image_size
+from elsa_core.models.sources.libraries import default_recipe
+from elsa_core.models.spec import ModelSpec
+from elsa_core.precision import validate
+from elsa_core.profiling.document import (
+    COMMAND,
+    DONE,
+    NO_MEMORY,
+    NOT_APPLICABLE,
+    SCHEMA_VERSION,
+    Document,
+    read,
+    side,
+)
+from elsa_core.profiling.profile import profile
+from elsa_core.profiling.room import limited
+from elsa_core.profiling.variants import first_line, is_out_of_memory
+from elsa_core.version import __version__
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One point of a sweep. `image_size` None is the model's own; `dtype` a key of `DTYPES`."""
+
+    image_size: tuple[int, int] | None = None
+    batch: int = 1
+    dtype: str = "fp32"
+    precision: str = "strict"
+
+    @property
+    def name(self) -> str:
+        """`384, batch 8, fp32 strict`."""
+        size = "own size" if self.image_size is None else side(self.image_size)
+        return f"{size}, batch {self.batch}, {self.dtype} {self.precision}"
+
+    def to_dict(self) -> Document:
+        """Plain data for JSON."""
+        size = None if self.image_size is None else list(self.image_size)
+        return {
+            "image_size": size,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "precision": self.precision,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep measures, apart from its points: `model` and `settings` name it in the document.
+
+    `load` gives the model for an image size and a dtype; `options` go to `profile`.
+    """
+
+    load: Callable[[tuple[int, int] | None, str], Loaded]
+    model: Document
+    settings: Document
+    options: dict[str, Any]
+    device: torch.device
+    seed: int
+
+
+def grid(
+    sizes: Sequence[tuple[int, int] | None],
+    batches: Sequence[int],
+    dtypes: Sequence[str],
+    precisions: Sequence[str],
+) -> tuple[Configuration, ...]:
+    """All combinations, those of one model (dtype, size) together.
+
+    Raises:
+        ArgumentError: no combination of dtype and precision can be.
+    """
+    found = tuple(
+        dict.fromkeys(
+            Configuration(size, batch, dtype, precision)
+            for dtype, size, batch, precision in itertools.product(
+                dtypes, sizes or [None], batches, precisions
+            )
+        )
+    )
+    refusals = [_refusal(each) for each in found]
+    if all(refusals):
+        raise ArgumentError(refusals[0])
+    return found
+
+
+def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
+    """Refuse sizes that the model cannot run at, before anything is measured.
+
+    Weights files say what they are only once they are read, so theirs are not checked here; a size
+    that needs too much memory is no error of a sweep.
+
+    Raises:
+        ArgumentError: a size that does not suit the model.
+    """
+    if spec.path is not None or spec.source == "hub":
+        return
+    recipe = default_recipe(spec)
+    for size in sizes:
+        with contextlib.suppress(TooLargeError):
+            with_image_size(recipe, size)
+
+
+def run(
+    plan: Plan,
+    points: Sequence[Configuration],
+    document: Document,
+    *,
+    keep: Callable[[Document], None],
+    progress: Progress | None = None,
+) -> Document:
+    """Measure the points that the document does not hold yet, in order.
+
+    Args:
+        plan: what is measured.
+        points: the whole sweep.
+        document: from `started` or `resumed`; changed in place.
+        keep: called with the document after each point.
+        progress: called with (what, steps done, steps in all).
+
+    Raises:
+        ElsaError: what ends the sweep (a size that the model does not take, a missing backend). The
+            points before it are in the document.
+    """
+    rows: list[Document] = document["results"]["points"]
+    present = {_key(row["configuration"]) for row in rows}
+    missing = [point for point in points if _key(point.to_dict()) not in present]
+    for i, (group, members) in enumerate(_grouped(missing)):
+        loaded: Loaded | None = None
+        for point in members:
+            label = f"{point.name}: " if len(points) > 1 else ""
+
+            def tell(what: str, done: int, total: int, label: str = label) -> None:
+                if progress is not None:
+                    progress(label + what, done, total)
+
+            refusal = _refusal(point)
+            if refusal:
+                rows.append(_row(point, NOT_APPLICABLE, refusal))
+            else:
+                tell("loading", 0, 0)
+                torch._dynamo.reset()  # its limit of recompilations would stop a long sweep
+                loaded, row = _measured(plan, point, group, loaded, tell)
+                rows.append(row)
+            document["results"]["complete"] = len(rows) == len(points)
+            keep(document)
+        del loaded, i
+        gc.collect()
+    document["results"]["complete"] = True
+    keep(document)
+    return document
+
+
+def _grouped(
+    points: Sequence[Configuration],
+) -> Iterator[tuple[Configuration, list[Configuration]]]:
+    """Points that share a loaded model."""
+    for _, members in itertools.groupby(points, key=lambda each: (each.image_size, each.dtype)):
+        found = list(members)
+        yield found[0], found
+
+
+def _measured(
+    plan: Plan,
+    point: Configuration,
+    group: Configuration,
+    loaded: Loaded | None,
+    tell: Progress,
+) -> tuple[Loaded | None, Document]:
+    try:
+        with limited(plan.device):
+            if loaded is None:
+                loaded = plan.load(group.image_size, group.dtype)
+            arguments = loaded.example_inputs(point.batch, plan.seed)
+            found = profile(
+                loaded.model, arguments, precision=point.precision, seed=plan.seed,
+                progress=tell, **plan.options,
+            )  # fmt: skip
+    except (TooLargeError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, TooLargeError) and not is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+        del error
+        gc.collect()
+        if plan.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None, _row(point, NO_MEMORY, reason)
+    return loaded, _row(point, DONE, "", found.to_dict())
+
+
+def _row(point: Configuration, status: str, reason: str, found: Document | None = None) -> Document:
+    return {
+        "configuration": point.to_dict(),
+        "status": status,
+        "reason": reason,
+        "profile": found,
+    }
+
+
+def _refusal(point: Configuration) -> str:
+    try:
+        validate(point.precision, DTYPES[point.dtype])
+    except ArgumentError as error:
+        return str(error)
+    return ""
+
+
+def _short(value: Any) -> str:
+    return str(value)[:60]
+
+
+def _key(configuration: Document) -> str:
+    return json.dumps(configuration, sort_keys=True)
+
+
+# The document and its file
+
+
+def started(plan: Plan, environment: Document) -> Document:
+    """An empty document."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "elsa_version": __version__,
+        "command": COMMAND,
+        "environment": environment,
+        "results": {
+            "model": plan.model,
+            "settings": plan.settings,
+            "complete": False,
+            "points": [],
+        },
+    }
+
+
+def resumed(path: Path, plan: Plan, environment: Document) -> Document:
+    """The document that a sweep left in `path`.
+
+    Raises:
+        ArgumentError: the file is of another model, of other settings, or of another machine.
+        ModelError: it cannot be read, or is no result of `elsa profile`.
+    """
+    document = read(path)
+    results = document["results"]
+    for name, own in (("model", plan.model), ("settings", plan.settings)):
+        other = {key: (results[name].get(key), value) for key, value in own.items()}
+        differs = next((key for key, pair in other.items() if pair[0] != pair[1]), None)
+        if differs is not None:
+            raise ArgumentError(
+                f"{path} is of another sweep: its {differs} is {_short(other[differs][0])}, now it "
+                f"is {_short(own[differs])}; give another file, or --force without --resume"
+            )
+    for name in ("cpu", "threads", "gpu"):
+        there = document["environment"].get(name)
+        if there != environment.get(name):
+            raise ArgumentError(
+                f"{path} was measured on another machine ({name}: {_short(there)}); its figures "
+                "cannot stand beside this one's"
+            )
+    return document

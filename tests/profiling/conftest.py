@@ -1,0 +1,71 @@
+"""One small model, profiled once for all tests that look at a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elsa_core.profiling import sweep
+from elsa_core.profiling.profile import profile
+from elsa_core.profiling.report import ProfileReport
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for one another on a busy machine measure the machine alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_vit(depth: int = 2) -> nn.Module:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", img_size=96, depth=depth)
+    return model.eval()
+
+
+@pytest.fixture(scope="package")
+def report() -> ProfileReport:
+    """A model of two blocks against itself and against its patched self."""
+    model = small_vit()
+    images = torch.randn(1, 3, 96, 96)
+    return profile(model, images, baselines=["eager", "control", "sdpa"], budget_seconds=8)
+
+
+@pytest.fixture
+def document(report: ProfileReport) -> dict[str, Any]:
+    """A finished sweep of two sizes, made of that report; plain JSON data of the test's own."""
+    rows = []
+    for side in (96, 192):
+        found = report.to_dict() | {"image_size": [side, side]}
+        configuration = sweep.Configuration((side, side)).to_dict()
+        rows.append(
+            {"configuration": configuration, "status": "done", "reason": "", "profile": found}
+        )
+    plain: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "schema_version": 1,
+                "elsa_version": "0",
+                "command": "profile",
+                "environment": {
+                    "cpu": "A <CPU> & more", "threads": 1, "gpu": None, "isa": "AVX2",
+                    "packages": {"torch": "2.15.0"}, "date": "2026-01-02T03:04:05",
+                },
+                "results": {
+                    "model": {"given": "vit_tiny", "name": "vit_tiny_patch16_224", "alias": ""},
+                    "settings": {"include": [], "exclude": []},
+                    "complete": True,
+                    "points": rows,
+                },
+            }
+        )
+    )  # fmt: skip
+    return plain

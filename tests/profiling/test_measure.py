@@ -1,0 +1,134 @@
+"""How sure a difference is: the interval of a ratio, the rounds, the words for them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elsa_core.bench import timing
+from elsa_core.bench.timing import Contender
+from elsa_core.profiling import measure
+from elsa_core.profiling.measure import Ratio, Settings, ratio
+
+CPU = torch.device("cpu")
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """300 experiments with a known ratio, noise that both share, and outliers."""
+    random, held = np.random.default_rng(0), 0
+    for seed in range(300):
+        shared = random.lognormal(0, 0.5, 40)
+        own = shared * random.lognormal(0, 0.03, 40)
+        reference = 1.1 * shared * random.lognormal(0, 0.03, 40)
+        reference[random.random(40) < 0.05] *= 5
+        found = ratio(list(reference), list(own), seed)
+        held += found.low <= 1.1 <= found.high
+    assert 0.92 <= held / 300 <= 0.99
+
+
+def test_a_ratio_is_paired_and_says_what_it_is() -> None:
+    slow = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]  # the machine slows down; both are hit alike
+    found = ratio([2 * t for t in slow], slow)
+    assert (found.value, found.low, found.high, found.verdict) == (2.0, 2.0, 2.0, "faster")
+    assert ratio(slow, [2 * t for t in slow]).verdict == "slower"
+    assert ratio(slow, slow[::-1]).verdict == "no difference"
+    assert ratio([2.0] * 5, [1.0] * 5).verdict == "unsure"
+    assert Ratio(1.0, 0.9, 1.1, 9).to_dict()["verdict"] == "no difference"
+
+
+def test_samples_are_taken_in_turns_until_they_agree() -> None:
+    order: list[str] = []
+
+    def call(name: str, seconds: float) -> None:
+        order.append(name)
+        time.sleep(seconds)
+
+    contenders = [
+        Contender("a", lambda: call("a", 0.002)),
+        Contender("b", lambda: call("b", 0.004)),
+    ]
+    samples = measure.take_samples(contenders, CPU, Settings(rounds=8, budget_seconds=1.0))
+    count = len(samples["a"])
+    assert count == len(samples["b"]) >= 8
+    last = "".join(order[-2 * (count - count % 2) :])
+    assert last.replace("abba", "").replace("baab", "") in ("", "ab", "ba")
+    found = ratio([s.seconds for s in samples["b"]], [s.seconds for s in samples["a"]])
+    assert 1.5 < found.value < 2.5
+
+
+def test_a_budget_too_small_still_gives_three_rounds() -> None:
+    contenders = [Contender(name, lambda: time.sleep(0.01)) for name in "ab"]
+    samples = measure.take_samples(contenders, CPU, Settings(rounds=100, budget_seconds=0.01))
+    assert len(samples["a"]) == len(samples["b"]) == 3
+
+
+def test_warm_up_goes_on_while_calls_get_faster() -> None:
+    waits = itertools.chain([0.05, 0.03, 0.015, 0.007], itertools.repeat(0.003))
+    seen: list[float] = []
+
+    def call() -> None:
+        seen.append(next(waits))
+        time.sleep(seen[-1])
+
+    best = timing.warmed_up(Contender("slow start", call))
+    assert seen[4] == 0.003
+    assert best < 0.007
+    seen.clear()
+    timing.warmed_up(Contender("steady", lambda: seen.append(1.0)), budget_seconds=0.0)
+    assert len(seen) == 3
+
+
+def test_memory_is_what_a_call_really_takes() -> None:
+    def call() -> Any:
+        return torch.ones(64, 2**20)  # 256 MiB, written
+
+    grown = measure.memory_bytes(Contender("big", call), CPU)
+    nothing = measure.memory_bytes(Contender("none", lambda: None), CPU)
+    if grown is None or nothing is None:
+        pytest.skip("the peak of resident memory cannot be reset on this system")
+    assert 256 * 2**20 <= grown < 280 * 2**20
+    assert nothing < 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("latency", "host", "busy", "word"),
+    [
+        (2.0, 1.9, 0.5, "host"),  # launching takes all the time
+        (2.0, 1.9, 1.9, "device"),  # launching hides behind computing
+        (2.0, 0.1, 1.5, "device"),  # a graph: the host does nothing
+        (2.0, None, None, ""),
+    ],
+)
+def test_what_binds_a_call(latency: float, host: Any, busy: Any, word: str) -> None:
+    assert measure.bound_by(latency, host, busy) == word
+
+
+class FakeEvent:
+    """CUDA events of which each recorded one is a millisecond later than the one before."""
+
+    clock = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.clock += 1
+        self.at = FakeEvent.clock
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return float(end.at - self.at)
+
+
+def test_host_and_device_times_of_a_gpu_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host returns at once, the GPU is awaited: both are told apart."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: time.sleep(0.02))
+    found = measure._once(lambda: None, torch.device("cuda"), None)
+    assert found.device == pytest.approx(1e-3)
+    assert found.host is not None
+    assert found.host < 0.01 < 0.02 <= found.seconds

@@ -1,0 +1,186 @@
+"""`profile`: a model against itself, the rows' sum, what the report says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import elsa_core as elsa
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
+from elsa_core.profiling import variants
+from elsa_core.profiling.measure import Ratio
+from elsa_core.profiling.profile import profile
+from elsa_core.profiling.report import ProfileReport
+
+from .conftest import small_vit
+
+CPU = torch.device("cpu")
+
+
+def control(model: nn.Module, images: torch.Tensor, seed: int) -> Ratio:
+    """The model against itself."""
+    found = profile(
+        model, images, baselines=["control"], sites=False, budget_seconds=10, seed=seed
+    ).run("control")
+    assert found.ratio is not None
+    return found.ratio
+
+
+def test_a_model_against_itself_is_a_ratio_of_one() -> None:
+    """The command's own overhead and bias: within 3% of 1, and the interval holds 1.
+
+    An interval of 95% misses the truth once in 20 times by construction, so two of three
+    independent runs have to hold 1; all three ratios have to be within 3%.
+    """
+    model, images = small_vit(), torch.randn(1, 3, 96, 96)
+    found = [control(model, images, seed) for seed in range(3)]
+    assert all(abs(each.value - 1) < 0.03 for each in found), found
+    assert sum(each.low <= 1 <= each.high for each in found) >= 2, found
+
+
+def test_a_slower_model_is_seen() -> None:
+    """The same machinery must not call everything equal: 15% more work shows."""
+    base, more = small_vit(6), small_vit(7)
+    images = torch.randn(1, 3, 96, 96)
+
+    class Either(nn.Module):
+        """Has one block more where its switch for fused attention is on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.more, self.fused_attn = base, more, False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.more(x) if self.fused_attn else self.base(x)  # type: ignore[no-any-return]
+
+    found = profile(Either(), images, baselines=["sdpa"], sites=False, budget_seconds=8)
+    slower = found.run("sdpa").ratio
+    assert slower is not None and slower.verdict == "slower"
+    assert 0.7 < slower.value < 0.95
+
+
+def test_the_rows_add_up_to_the_whole(report: ProfileReport) -> None:
+    """The watched forwards cost what the others do, and sites and rest are all of them."""
+    assert set(report.cover) == {"eager", "patched"}
+    for name, part in report.cover.items():
+        assert part == pytest.approx(1.0, abs=0.05), name
+    for name, key in (("eager", "seconds_before"), ("patched", "seconds_after")):
+        run = report.run(name)
+        if run.spread < 0.1:  # else its median and the rows' means are of different moments
+            total = sum(getattr(site, key) for site in report.sites)
+            assert total == pytest.approx(run.seconds, rel=0.05), name
+    assert sum(site.share for site in report.sites) == pytest.approx(1.0, abs=1e-4)
+    assert not [line for line in report.warnings if "add up" in line]
+
+
+def test_what_a_report_says_of_sites(report: ProfileReport) -> None:
+    *sites, rest = report.sites
+    assert sorted(site.path for site in sites) == ["blocks.0.attn", "blocks.1.attn"]
+    assert [site.seconds_before for site in sites] == sorted(
+        (site.seconds_before for site in sites), reverse=True
+    )
+    for site in sites:
+        assert (site.kind, site.num_heads, site.head_dim, site.query_tokens) == (
+            "global", 3, 64, 37,
+        )  # fmt: skip
+        assert site.patched and site.precision == "strict"
+        assert site.backend in ("native", "eager") and site.schedule
+        assert site.error is not None and site.original_error is not None
+        assert 0 < site.error <= 2 * site.original_error + 5e-7
+    assert (rest.path, rest.backend, rest.error) == ("rest of the model", "", None)
+    assert 0.5 < rest.share < 0.98
+
+
+def test_what_a_report_says_of_runs(report: ProfileReport) -> None:
+    assert [run.name for run in report.runs] == ["eager", "control", "patched"]
+    assert report.left_out == {"sdpa": "fused attention is on already: the same as eager"}
+    eager, patched = report.run("eager"), report.run("patched")
+    assert eager.ratio is None and eager.ratio_to_best is None
+    assert patched.ratio is not None and patched.ratio_to_best == report.gain
+    assert report.best_baseline == "eager"  # never "control", whichever was faster
+    assert eager.images_per_second == pytest.approx(1 / eager.seconds, rel=1e-4)
+    assert eager.samples and len(eager.samples) <= 100
+    assert report.weight_bytes > 2_000_000
+    assert (report.image_size, report.batch, report.dtype) == ((96, 96), 1, "float32")
+    with pytest.raises(KeyError):
+        report.run("compile")
+
+
+def test_the_model_is_not_changed() -> None:
+    model = small_vit()
+    before = copy.deepcopy(model)
+    images = torch.randn(1, 3, 96, 96)
+    elsa.profile(model, images, sites=True, errors=False, budget_seconds=0.5)
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    for a, b in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_patched_model_keeps_its_patches() -> None:
+    model = small_vit()
+    elsa.patch(model, include="blocks.1.*", backend="eager")
+    found = elsa.profile(model, torch.randn(1, 3, 96, 96), errors=False, budget_seconds=0.5)
+    assert (found.patched, found.backend) == (1, "eager")
+    by_path = {site.path: site for site in found.sites}
+    assert by_path["blocks.1.attn"].backend == "eager"
+    assert not by_path["blocks.0.attn"].patched and by_path["blocks.0.attn"].backend == ""
+
+
+def test_copies_share_their_weights() -> None:
+    model = small_vit()
+    other = variants.shared_copy(model)
+    assert other is not model
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(a is b for a, b in pairs)
+
+
+def test_sdpa_turns_every_switch_on() -> None:
+    model = small_vit()
+    model.blocks[1].attn.fused_attn = False  # type: ignore[index,union-attr]
+    fused = variants.with_sdpa(model)
+    assert fused.blocks[1].attn.fused_attn is True  # type: ignore[index,union-attr]
+    assert model.blocks[1].attn.fused_attn is False  # type: ignore[index,union-attr]
+
+
+def test_which_runs_stand_beside_which() -> None:
+    cuda = torch.device("cuda")
+    assert variants.chosen(None, CPU) == ("eager", "sdpa")
+    assert variants.chosen(["all"], CPU) == ("eager", "control", "sdpa", "compile")
+    names = variants.chosen(["all"], cuda)
+    assert names == tuple(variants.BASELINES)
+    assert variants.ours(names) == (
+        "patched", "patched+compile", "patched+graph", "patched+compile+graph",
+    )  # fmt: skip
+    assert variants.ours(["eager", "sdpa"]) == ("patched",)
+    with pytest.raises(ArgumentError, match=r"'tensorrt' is unknown; choose from eager, control"):
+        variants.chosen(["tensorrt"], CPU)
+    with pytest.raises(UnavailableError, match=r"compile\+graph needs a CUDA GPU"):
+        variants.chosen(["compile+graph"], CPU)
+
+
+def test_a_baseline_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ImportError("no compiler\nhere")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    found = profile(
+        small_vit(), torch.randn(1, 3, 96, 96), baselines=["compile"], sites=False,
+        budget_seconds=0.5,
+    )  # fmt: skip
+    assert found.left_out == {"compile": "no compiler", "patched+compile": "no compiler"}
+
+
+def test_arguments_that_are_wrong() -> None:
+    model, images = small_vit(), torch.randn(1, 3, 96, 96)
+    with pytest.raises(ModelError, match="eager does not run on these inputs"):
+        profile(model, torch.randn(1, 3, 50, 50))
+    with pytest.raises(ArgumentError, match="rounds"):
+        profile(model, images, rounds=0)
+    with pytest.raises(ArgumentError, match="precision"):
+        profile(model, images, precision="exact")
+    with pytest.raises(NothingPatchedError):
+        profile(nn.Conv2d(3, 3, 1), images)
