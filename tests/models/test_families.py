@@ -27,13 +27,14 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "vit_base_patch16_rope_mixed_224": {"img_size": 64, "depth": 2},
     "vit_small_patch14_dinov2": {"img_size": 56, "depth": 2},
     "mobilevit_xxs": {"img_size": 64},
+    "samvit_base_patch16_224": {"img_size": 64, "depth": 2},
+    "levit_128s": {},
 }
-# The redirect of scaled_dot_product_attention: relative bias, reduced keys, decomposed relative
-# positions, windows (5-D and 4-D), multi-query with one key head, convolutional layout.
+# The redirect of scaled_dot_product_attention: relative bias, reduced keys, windows (5-D and 4-D),
+# multi-query with one key head, convolutional layout.
 REDIRECTED: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": {"img_size": 64, "depth": 2},
     "pvt_v2_b0": {"img_size": 64},
-    "samvit_base_patch16_224": {"img_size": 64, "depth": 2},
     "vit_relpos_small_patch16_224": {"img_size": 64, "depth": 2},
     "hiera_tiny_224": {"img_size": 224, "stages": (1, 1, 1, 1)},
     "twins_svt_small": {"img_size": 64},
@@ -82,7 +83,8 @@ def test_adapted_family(name: str, dtype: torch.dtype) -> None:
     model = create(name, ADAPTED[name], dtype)
     report = patch(model, strict=True)
     assert any(site.adapter != "sdpa-redirect" for site in report.patched)
-    assert len(run(model, ADAPTED[name]["img_size"], dtype).sites) == len(report.patched)
+    size = ADAPTED[name].get("img_size", 224)
+    assert len(run(model, size, dtype).sites) == len(report.patched)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])

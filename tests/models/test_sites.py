@@ -175,17 +175,17 @@ KINDS = {
     "efficientformerv2_s0": [("Attention2d", "talking-heads", 49, False, "mixes heads")],
     "convit_tiny": [
         ("GPSA", "gated-positional", 196, False, "gate"),
-        ("MHSA", "global", 197, False, "eager"),
+        ("MHSA", "global", 197, True, "adapter"),
     ],
     "volo_d1_224": [("OutlookAttention", "outlook", 9, False, "linear layer")],
     "efficientvit_b0": [("LiteMLA", "linear", None, False, "no softmax")],
     "mobilevitv2_050": [("LinearSelfAttention", "linear", None, False, "separable")],
     "swinv2_tiny_window8_256": [("WindowAttention", "window", 64, False, "eager")],
-    "mvitv2_tiny": [("MultiScaleAttention", "global", 3136, False, "eager")],
-    "samvit_base_patch16": [("Attention", "window", 196, True, "redirected")],
+    "mvitv2_tiny": [("MultiScaleAttention", "global", 3136, True, "adapter")],
+    "samvit_base_patch16": [("Attention", "window", 196, True, "adapter")],
     "hiera_tiny_224": [("MaskUnitAttention", "window", 64, True, "redirected")],
     "vit_base_patch16_siglip_224": [("AttentionPoolLatent", "pooling", 1, True, "redirected")],
-    "crossvit_tiny_240": [("CrossAttention", "cross", 1, False, "eager")],
+    "crossvit_tiny_240": [("CrossAttention", "cross", 1, True, "adapter")],
 }
 
 

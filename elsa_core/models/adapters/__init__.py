@@ -25,6 +25,22 @@ _WRITTEN = MappingProxyType(
             "timm_swin",
             "ElsaSwinTransformerBlock",
         ),
+        "timm.models.swin_transformer_v2.SwinTransformerV2Block": (
+            "timm_swin_v2",
+            "ElsaSwinTransformerV2Block",
+        ),
+        "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": (
+            "timm_swin_v2",
+            "ElsaSwinTransformerV2CrBlock",
+        ),
+        "torchvision.models.swin_transformer.ShiftedWindowAttention": (
+            "torchvision_swin",
+            "ElsaShiftedWindowAttention",
+        ),
+        "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": (
+            "torchvision_swin",
+            "ElsaShiftedWindowAttentionV2",
+        ),
         "torch.nn.modules.activation.MultiheadAttention": (
             "torch_multihead",
             "ElsaMultiheadAttention",

@@ -1,0 +1,161 @@
+"""model.onnx: elsa's operators as nodes, with bodies of standard operators for other runtimes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.errors import ArgumentError, ExportError
+from elsa_core.exporting.tracing import attempt, first_line, quiet
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+MODES = ("custom", "standard", "custom-only")
+OPSETS = (18, 23)
+# Protocol buffers end at 2 GB; beyond this the weights lie in a file beside the model.
+INLINE_BYTES_MAX = 1_900_000_000
+EXTERNAL_SUFFIX = ".data"
+
+
+def export_onnx(
+    module: nn.Module,
+    example_inputs: tuple[Tensor, ...],
+    path: str | os.PathLike[str],
+    *,
+    mode: str = "custom",
+    opset: int = 18,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = True,
+) -> tuple[Path, ...]:
+    """Write a patched model as ONNX.
+
+    Args:
+        module: patched, in eval mode; float32, float16 or bfloat16.
+        example_inputs: its arguments, with the batch as their first dimension.
+        path: the file to write; weights above 2 GB go to `<path>.data` beside it.
+        mode: "custom": nodes of the domain `elsa`, each with a function of standard operators, so
+            that ONNX Runtime with the library (`ort_library`) runs elsa's kernels and any other
+            runtime the function; "standard": no `elsa` domain, and at opset 23 the standard
+            `Attention`; "custom-only": nodes alone, for ONNX Runtime with the library.
+        opset: 18 or 23.
+        input_names: one a tensor; default "input" or "input_0", ...
+        output_names: one a tensor; default "output" or "output_0", ...
+        dynamic_batch: leave the batch open; its dimension is called "batch".
+
+    Returns:
+        The files written. They appear under their names at the end, or not at all.
+
+    Raises:
+        ArgumentError: mode, opset or names are wrong.
+        ExportError: the model cannot be exported; the line names the module where it is known.
+        OSError: the file cannot be written.
+    """
+    if mode not in MODES:
+        raise ArgumentError(f"mode={mode!r} is unknown: choose one of {', '.join(MODES)}")
+    if opset not in OPSETS:
+        raise ArgumentError(f"opset={opset} is not offered: choose 18 or 23")
+    if input_names is not None and len(input_names) != len(example_inputs):
+        raise ArgumentError(
+            f"input_names has {len(input_names)} names for {len(example_inputs)} inputs"
+        )
+    program = _program(module, example_inputs, dynamic_batch)
+    model = _translate(program, mode, opset, dynamic_batch)
+    _rename(model, input_names, output_names)
+    return _write(model, Path(path))
+
+
+def _program(
+    module: nn.Module, inputs: tuple[Tensor, ...], dynamic_batch: bool
+) -> torch.export.ExportedProgram:
+    """torch.export, with one node for each attention."""
+    from elsa_core.exporting import onnx_graph
+
+    shapes = None
+    if dynamic_batch:
+        # A batch of one would be taken for a constant.
+        inputs = tuple(torch.cat([t, t]) if t.shape[0] == 1 else t for t in inputs)
+        batch = torch.export.Dim("batch", min=1)
+        shapes = tuple({0: batch} for _ in inputs)
+
+    def export() -> torch.export.ExportedProgram:
+        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+
+    program = attempt("torch.export", module, export)
+    if onnx_graph.rewrite(program) == 0:
+        raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
+    return program
+
+
+def _translate(
+    program: torch.export.ExportedProgram, mode: str, opset: int, dynamic_batch: bool
+) -> ir.Model:
+    from elsa_core.exporting import onnx_nodes
+
+    try:
+        with quiet(), torch.no_grad():
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=opset,
+                custom_translation_table=onnx_nodes.translations(),
+                verbose=False,
+            )
+            assert exported is not None
+            model = exported.model
+            onnx_nodes.finish(model, mode, opset)
+    except (ExportError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise ExportError(f"translation to ONNX failed: {first_line(error)}") from error
+    return model
+
+
+def _rename(
+    model: ir.Model, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> None:
+    """Names of the graph's inputs and outputs."""
+    for kind, values, given in (
+        ("input", model.graph.inputs, input_names),
+        ("output", model.graph.outputs, output_names),
+    ):
+        if given is not None and len(given) != len(values):
+            raise ArgumentError(f"{kind}_names has {len(given)} names for {len(values)} {kind}s")
+        names = given or _default_names(kind, len(values))
+        if len(set(names)) != len(names):
+            raise ArgumentError(f"{kind}_names are not all different: {', '.join(names)}")
+        for value, name in zip(values, names, strict=True):
+            value.name = name
+
+
+def _default_names(kind: str, count: int) -> list[str]:
+    return [kind] if count == 1 else [f"{kind}_{index}" for index in range(count)]
+
+
+def _write(model: ir.Model, path: Path) -> tuple[Path, ...]:
+    """Write beside the target and rename into place, the weights before the model."""
+    import onnx
+    import onnx_ir as ir
+
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value)
+    external = path.name + EXTERNAL_SUFFIX if size > INLINE_BYTES_MAX else None
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as staging:
+        staged = Path(staging) / path.name
+        ir.save(model, staged, external_data=external)
+        try:
+            onnx.checker.check_model(str(staged), full_check=True)
+        except Exception as error:
+            raise ExportError(f"onnx.checker refuses the model: {first_line(error)}") from error
+        written = []
+        for name in (external, path.name):
+            if name is not None:
+                (Path(staging) / name).replace(path.parent / name)
+                written.append(path.parent / name)
+    return tuple(reversed(written))
