@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from elsa_core.backends import compile as compiling
 from elsa_core.backends import native
 from elsa_core.errors import ArgumentError, ElsaError, ExportError, ModelError, UnavailableError
-from elsa_core.exporting import exported_program, operators, torchscript
+from elsa_core.exporting import exported_program, operators, ort_library, torchscript
 from elsa_core.exporting.archive import unpacked, write_zip
 from elsa_core.exporting.manifest import (
     FORMATS,
@@ -298,7 +298,7 @@ def _write_weights(subject: Subject, staging: Path) -> None:
 def _write_artefact(
     name: str, subject: Subject, chosen: _Choices, staging: Path, say: Say
 ) -> tuple[str, ...]:
-    """Write one artefact; returns the operators that its graph calls."""
+    """Write one artefact; returns elsa's operators in its graph, torch's or ONNX's names."""
     path = staging / FILES[name]
     say(f"exporting {FILES[name]}")
     try:
@@ -331,9 +331,15 @@ def _write_artefact(
 
 def _write_onnx(subject: Subject, chosen: _Choices, path: Path) -> tuple[str, ...]:
     try:
-        from elsa_core.exporting.onnx import export_onnx  # type: ignore[import-not-found]
+        import onnx
+        import onnxscript  # noqa: F401
     except ImportError as error:
-        raise UnavailableError(f"format onnx cannot be exported here: {error}") from None
+        raise UnavailableError(
+            f"format onnx needs a package: {error}; pip install onnx onnxscript, or name other "
+            "--formats"
+        ) from None
+    from elsa_core.exporting.onnx import export_onnx
+
     export_onnx(
         subject.model,
         subject.first,
@@ -344,7 +350,11 @@ def _write_onnx(subject: Subject, chosen: _Choices, path: Path) -> tuple[str, ..
         output_names=_output_names(subject),
         dynamic_batch=True,
     )
-    return ()
+    graph = onnx.load(str(path), load_external_data=False).graph
+    names = sorted({node.op_type for node in graph.node if node.domain == "elsa"})
+    if not names and chosen.onnx_mode != "standard":
+        raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
+    return tuple(names)
 
 
 def _step(subject: Subject) -> int:
@@ -379,11 +389,13 @@ def _write_libraries(chosen: _Choices, staging: Path, say: Say) -> dict[str, dic
         shutil.copyfile(native.build(), staging / TORCH_LIBRARY)
         found[TORCH_LIBRARY] = {"runtime": "torch", "minimum": "2.10", **place}
     if "onnx" in chosen.formats and chosen.onnx_mode != "standard":
-        from elsa_core.exporting import ort_library
-
         say("building the ONNX Runtime library")
         shutil.copyfile(ort_library.build(), staging / ONNX_LIBRARY)
-        found[ONNX_LIBRARY] = {"runtime": "onnxruntime", "minimum": "1.17", **place}
+        found[ONNX_LIBRARY] = {
+            "runtime": "onnxruntime",
+            "minimum": ort_library.OLDEST_RUNTIME,
+            **place,
+        }
     if not found:
         (staging / "lib").rmdir()
     return found
@@ -428,7 +440,9 @@ def _manifest(
         ],
         "preprocess": subject.preprocess_dict(),
         "artefacts": {name: _artefact(name, chosen, used[name]) for name in chosen.formats},
-        "operators": operators.schemas(name for names in used.values() for name in names),
+        "operators": operators.schemas(
+            name for format, names in used.items() if format != "onnx" for name in names
+        ),
         "libraries": libraries,
         "artefacts_libraries": by_runtime,
         "reference": reference.to_dict(),
@@ -465,7 +479,7 @@ def _output_names(subject: Subject) -> tuple[str, ...]:
 def _artefact(name: str, chosen: _Choices, used: tuple[str, ...]) -> dict[str, Any]:
     entry: dict[str, Any] = {"file": FILES[name], "operators": [f"elsa::{n}" for n in used]}
     if name == "onnx":
-        entry["runtime"] = {"onnxruntime": ">=1.17"}
+        entry["runtime"] = {"onnxruntime": f">={ort_library.OLDEST_RUNTIME}"}
         entry["mode"], entry["opset"] = chosen.onnx_mode, chosen.opset
         return entry
     torch_version = ".".join(torch.__version__.split(".")[:2])

@@ -135,7 +135,7 @@ def _from_path(text: str, given: str) -> ModelSpec:
         return ModelSpec("directory", str(path), given, None, path)
     if not path.is_file():
         raise ModelError(f"{text} is neither a regular file nor a directory")
-    if path.suffix.lower() == ".safetensors":
+    if path.name.lower().endswith((".safetensors", ".safetensors.index.json")):
         return ModelSpec("safetensors", str(path), given, None, path)
     if path.suffix.lower() in CHECKPOINT_SUFFIXES:
         return ModelSpec("checkpoint", str(path), given, None, path)

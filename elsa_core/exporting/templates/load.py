@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,13 @@ def load_torch(format: str, bundle: Path = HERE) -> Any:
     facts = manifest(bundle)
     file = bundle / facts["artefacts"][format]["file"]
     load_operators(facts, bundle)
-    if format == "torchscript":
-        return torch.jit.load(str(file), map_location=facts["model"]["device"])
-    if format == "aoti":
-        return torch._inductor.aoti_load_package(str(file))
-    return torch.export.load(str(file)).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says at each load that TorchScript is deprecated
+        if format == "torchscript":
+            return torch.jit.load(str(file), map_location=facts["model"]["device"])
+        if format == "aoti":
+            return torch._inductor.aoti_load_package(str(file))
+        return torch.export.load(str(file)).module()
 
 
 def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:

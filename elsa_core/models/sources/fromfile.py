@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from elsa_core.models.sources.libraries import (
 from elsa_core.models.sources.published import torchvision_resized
 from elsa_core.models.sources.recipe import Recipe, from_config, parse_json, read_json
 from elsa_core.models.sources.recognise import explain_misfit, fit_named, label, recognise
+from elsa_core.models.sources.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.models.sources.weights import Weights, read_checkpoint, read_safetensors
 from elsa_core.models.spec import CONFIG_NAMES, parse
 
@@ -36,11 +40,13 @@ Size = tuple[int, int] | None
 
 
 def read_weights(path: Path) -> Weights:
-    """Read a .safetensors file or a PyTorch checkpoint.
+    """Read a .safetensors file, an index of several, or a PyTorch checkpoint.
 
     Raises:
         ModelError: the file is malformed, needs pickle, or holds NaN or infinity.
     """
+    if is_index(path):
+        return read_sharded(path)
     safe = path.suffix.lower() == ".safetensors"
     return read_safetensors(path) if safe else read_checkpoint(path)
 
@@ -54,6 +60,9 @@ def weights_in(directory: Path) -> Path:
     for name in _WEIGHTS_NAMES:
         if (directory / name).is_file():
             return directory / name
+    indices = sorted(directory.glob(f"*{INDEX_SUFFIX}"))
+    if len(indices) == 1:
+        return indices[0]
     others = sorted(directory.glob("*.safetensors"))
     if len(others) == 1:
         return others[0]
@@ -148,8 +157,8 @@ def apply(
         return model, target
     _check_scale(plain, shapes, weights.path, recipe)
     try:
-        with quiet():
-            model = _convert(target, recipe, weights)
+        with quiet(), _one_file(weights) as file:
+            model = _convert(target, recipe, weights, file)
     except BUILD_ERRORS as error:
         why = explain_misfit(recipe, shapes)
         raise ModelError(
@@ -166,10 +175,24 @@ def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -
         raise ModelError(f"{path} does not fit {label(recipe)}: {explain_misfit(recipe, shapes)}")
 
 
-def _convert(target: Recipe, recipe: Recipe, weights: Weights) -> nn.Module:
+@contextmanager
+def _one_file(weights: Weights) -> Iterator[Path]:
+    """The file of the weights; shards are joined into one that vanishes afterwards."""
+    if not is_index(weights.path):
+        yield weights.path
+        return
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory(prefix="elsa-shards-") as scratch:
+        path = Path(scratch) / "model.safetensors"
+        save_file({name: t.contiguous() for name, t in weights.tensors.items()}, path)
+        yield path
+
+
+def _convert(target: Recipe, recipe: Recipe, weights: Weights, file: Path) -> nn.Module:
     """Let the library read the file its own way: renamed tensors, resized position embeddings."""
     if target.library == "open_clip":
-        return load_open_clip(target, recipe, str(weights.path))
+        return load_open_clip(target, recipe, str(file))
     if target.library == "torchvision":
         model = build(target)
         model.load_state_dict(torchvision_resized(model, weights.tensors))
@@ -180,7 +203,7 @@ def _convert(target: Recipe, recipe: Recipe, weights: Weights) -> nn.Module:
     published = get_pretrained_cfg(recipe.name)
     cfg: dict[str, Any] = published.to_dict(remove_source=True) if published is not None else {}
     cfg.pop("label_offset", None)
-    cfg.update(file=str(weights.path), custom_load=False)
+    cfg.update(file=str(file), custom_load=False)
     cfg["input_size"] = recipe.preprocess.input_size
     if recipe.num_classes is not None:
         cfg["num_classes"] = recipe.num_classes
