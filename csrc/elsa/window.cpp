@@ -113,20 +113,26 @@ struct Work {
   std::atomic<bool> out_of_memory{false};
 };
 
-void work_on_items(int64_t worker, int64_t, void* context) {
+struct Worker {
+  Work& work;
+  int64_t index;
+};
+
+int64_t take(void* context) {
+  const Worker& worker = *static_cast<const Worker*>(context);
+  return worker.work.queues.take(worker.index);
+}
+
+void work_on_items(int64_t index, int64_t, void* context) {
   Work& work = *static_cast<Work*>(context);
   static thread_local Scratch scratch;
-  WindowWorkspace workspace = {};
-  workspace.memory = scratch.get(work.kernel.workspace(work.problem, work.plan));
-  if (workspace.memory == nullptr) {
+  float* const memory = scratch.get(work.kernel.workspace(work.problem, work.plan));
+  if (memory == nullptr) {
     work.out_of_memory = true;
     return;
   }
-  for (int64_t item = work.queues.take(worker); item >= 0;) {
-    const int64_t upcoming = work.queues.take(worker);
-    work.kernel.run(work.problem, work.plan, item, upcoming, workspace);
-    item = upcoming;
-  }
+  Worker worker = {work, index};
+  work.kernel.run(work.problem, work.plan, memory, take, &worker);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "pack.h"
 #include "simd.h"
 #include "tiles.h"
+#include "window_tiles.h"
 
 #ifndef ELSA_KERNEL
 #error "define ELSA_KERNEL (the table) and ELSA_KERNEL_NAME (its name)"
@@ -17,13 +18,18 @@ namespace {
 constexpr int64_t kBlockTiles = (56 + kTileRows - 1) / kTileRows;
 constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
 constexpr int64_t kCachedScores = 4096;  // 16 KiB, half of a first-level cache
+constexpr int64_t kSumChain = 64;        // keys summed in one chain of additions
 constexpr int64_t kRegions = 8;          // two on each shifted axis
 constexpr float kNormEps = 1e-12f;       // of torch.nn.functional.normalize
 
-// Offsets of a thread's arrays in its workspace, in floats.
-struct Layout {
-  int64_t tokens[2], keys, values, query, scores, block_out, row_max, reference, rescale, bias,
-      rows, out, maximum, sum, total;
+// The tokens of one window.
+struct Tokens {
+  int64_t window = -1;  // batch index * windows + window, or -1
+  bool masked = false;  // some of its tokens do not mix
+  const char** source;  // [tokens], channels of each
+  char** target;        // [tokens], where the output goes; null for padding
+  uint8_t* region;      // [tokens], where masked: those of equal region mix
+  float* mask;          // [regions][tokens]: what is added to the scores of a region's queries
 };
 
 int64_t value_width(const WindowAttention& a) { return round_up(a.head_dim, kLanes); }
@@ -32,39 +38,46 @@ bool shifted(const WindowAttention& a) { return a.shift[0] || a.shift[1] || a.sh
 
 int64_t item_rows(const WindowPlan& plan) { return (plan.tokens + plan.splits - 1) / plan.splits; }
 
-Layout layout(const WindowAttention& a, const WindowPlan& plan) {
-  const int64_t state = plan.key_blocks > 1 ? item_rows(plan) : kBlockRows;
-  int64_t top = 0;
-  const auto take = [&top](int64_t floats) {
-    const int64_t start = top;
-    top += round_up(floats, 16);
-    return start;
-  };
-  // Pointers first: they need the strictest alignment.
-  constexpr int64_t kPointer = sizeof(void*) / sizeof(float);
-  const int64_t regions = shifted(a) ? round_up(plan.tokens, 4) / 4 : 0;
-  const int64_t masks = shifted(a) ? kRegions * mask_stride(plan) : 0;
-  Layout l;
-  for (int i = 0; i < 2; ++i) l.tokens[i] = take(2 * kPointer * plan.tokens + regions + masks + 32);
-  l.keys = take((plan.key_block + kPanel) * a.head_dim);
-  l.values = take(plan.key_block * value_width(a));
-  l.query = take(kBlockRows * kQueryStride);
-  l.scores = take(kBlockRows * kScoreStride);
-  l.block_out = take(kBlockRows * value_width(a));
-  l.row_max = take(round_up(kBlockRows, kLanes) * kLanes);
-  l.reference = take(kBlockRows + kLanes);
-  l.rescale = take(kBlockRows + kLanes);
-  l.bias = take(shifted(a) ? kBlockRows * kScoreStride : 0);
-  l.rows = take(kLanes * round_up(a.head_dim, kLanes));
-  l.out = take(state * value_width(a));
-  l.maximum = take(state + kLanes);  // these two are read in whole vectors
-  l.sum = take(state + kLanes);
-  l.total = top;
-  return l;
-}
+// Offsets of a thread's arrays in its workspace, in floats.
+struct Layout {
+  int64_t tokens[2], keys, values, query, scores, block_out, row_max, reference, rescale, bias,
+      rows, out, maximum, sum, total;
+  int64_t score_stride, query_stride;
+
+  Layout(const WindowAttention& a, const WindowPlan& plan) {
+    const int64_t state = plan.key_blocks > 1 ? item_rows(plan) : kBlockRows;
+    total = 0;
+    const auto take = [this](int64_t floats) {
+      const int64_t start = total;
+      total += round_up(floats, 16);
+      return start;
+    };
+    // An odd number of cache lines spreads rows over the sets.
+    const auto spread = [](int64_t floats) { return round_up(floats + 16, 32) - 16; };
+    score_stride = spread(round_up(smaller(plan.key_block, plan.tokens), kPanel));
+    query_stride = spread(round_up(a.head_dim, kLanes));
+    constexpr int64_t kPointer = sizeof(void*) / sizeof(float);
+    const int64_t regions = shifted(a) ? round_up(plan.tokens, 4) / 4 : 0;
+    const int64_t masks = shifted(a) ? kRegions * mask_stride(plan) : 0;
+    for (int i = 0; i < 2; ++i) tokens[i] = take(2 * kPointer * plan.tokens + masks + regions);
+    keys = take((plan.key_block + kPanel) * a.head_dim);
+    values = take(plan.key_block * value_width(a));
+    query = take(kBlockRows * query_stride);
+    scores = take(kBlockRows * score_stride);
+    block_out = take(kBlockRows * value_width(a));
+    row_max = take(round_up(kBlockRows, kLanes) * kLanes);
+    reference = take(kBlockRows + kLanes);
+    rescale = take(kBlockRows + kLanes);
+    bias = take(shifted(a) ? kBlockRows * score_stride : 0);
+    rows = take(kLanes * round_up(a.head_dim, kLanes));
+    out = take(state * value_width(a));
+    maximum = take(state + kLanes);  // these two are read in whole vectors
+    sum = take(state + kLanes);
+  }
+};
 
 int64_t workspace(const WindowAttention& a, const WindowPlan& plan) {
-  return layout(a, plan).total;
+  return Layout(a, plan).total;
 }
 
 // Carves the arrays of `t` out of `memory`.
@@ -165,20 +178,23 @@ struct TokenRows {
   }
 };
 
-// Fetches what the upcoming item reads, a few cache lines at a time.
+// Fetches what the upcoming item reads into the second-level cache, a few rows at a time.
 struct Fetch {
   const char* const* source = nullptr;
+  int64_t left = 0;  // rows of this operand
   int64_t tokens = 0;
+  int operand = 3;
   int64_t offset[3];
   int64_t bytes = 0;  // of a row
 
-  int64_t lines() const { return tokens * 3 * (bytes / 64 + 1); }
   ELSA_INLINE void step(int64_t rows) {
-    for (; rows > 0 && tokens > 0; --rows, --tokens, ++source) {
-      for (const int64_t o : offset) {
-        const char* p = *source + o;
-        const char* const end = p + bytes;
-        for (; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+    for (; rows > 0 && operand < 3; --rows) {
+      const char* p = source[--left] + offset[operand];
+      const char* const end = p + bytes;
+      for (; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+      if (left == 0) {
+        left = tokens;
+        ++operand;
       }
     }
   }
@@ -190,36 +206,45 @@ struct Tile {
   int64_t rows;
 };
 
-// One item: a range of query rows of one window and head, in row blocks of a few register tiles.
-class Item {
+// A worker: takes items, each a range of query rows of one window and head, and folds the keys into
+// them in row blocks of a few register tiles.
+class Worker {
  public:
-  Item(const WindowAttention& a, const WindowPlan& plan, int64_t item, int64_t upcoming,
-       WindowWorkspace& workspace)
-      : a_(a), plan_(plan), workspace_(workspace), at_(layout(a, plan)), memory_(workspace.memory) {
-    const int64_t index = item / plan.splits;
-    const int64_t split = item - index * plan.splits;
-    const int64_t window = index / a.heads;
-    packed_ = index;
-    head_ = index - window * a.heads;
-    first_row_ = split * plan.tokens / plan.splits;
-    rows_ = (split + 1) * plan.tokens / plan.splits - first_row_;
-    width_ = value_width(a);
-    tokens_ = &find(window);
-    scale_ = a.logit_scale ? a.logit_scale[head_] : a.scale;
-    scaled_ = plan.bias != nullptr || tokens_->masked || !(scale_ > 0.0f);
-    for (int i = 0; i < 3; ++i) {
-      operand_[i] = {tokens_->source, offset(head_, i), a.dtype, a.logit_scale && i < 2};
-    }
-    if (upcoming >= 0) prepare_fetch(upcoming / plan.splits);
+  Worker(const WindowAttention& a, const WindowPlan& plan, float* memory)
+      : a_(a),
+        plan_(plan),
+        at_(a, plan),
+        memory_(memory),
+        width_(value_width(a)),
+        size_(element_size(a.dtype)),
+        in_place_(a.dtype == DType::kFloat32 && a.head_dim % 4 == 0 && !a.logit_scale),
+        direct_(a.dtype == DType::kFloat32 && width_ == a.head_dim && plan.key_blocks == 1) {
+    for (int i = 0; i < 2; ++i) place(a, plan, memory + at_.tokens[i], tokens_[i]);
+    const int64_t keys = round_up(smaller(plan.key_block, plan.tokens), kLanes);
+    const int64_t together = kCachedScores / (kTileRows * keys);
+    together_ = together < 1 ? 1 : smaller(together, kBlockTiles);
   }
 
-  void run() {
+  void item(int64_t item, int64_t upcoming) {
+    index_ = item / plan_.splits;
+    const int64_t split = item - index_ * plan_.splits;
+    const int64_t window = index_ / a_.heads;
+    head_ = index_ - window * a_.heads;
+    first_row_ = split * plan_.tokens / plan_.splits;
+    rows_ = (split + 1) * plan_.tokens / plan_.splits - first_row_;
+    if (tokens_[current_].window != window) {
+      current_ ^= 1;
+      find_tokens(a_, plan_, window, tokens_[current_]);
+    }
+    window_ = &tokens_[current_];
+    scale_ = a_.logit_scale ? a_.logit_scale[head_] : a_.scale;
+    scaled_ = plan_.bias != nullptr || window_->masked || !(scale_ > 0.0f);
+    for (int i = 0; i < 3; ++i) {
+      operand_[i] = {window_->source, offset(head_, i), a_.dtype, a_.logit_scale && i < 2};
+    }
     const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
-    int64_t together =
-        kCachedScores / (kTileRows * round_up(smaller(plan_.key_block, plan_.tokens), kLanes));
-    together = together < 1 ? 1 : smaller(together, kBlockTiles);
-    const int64_t blocks = (tiles + together - 1) / together;
-    rows_per_call_ = (plan_.tokens + tiles - 1) / tiles;
+    const int64_t blocks = (tiles + together_ - 1) / together_;
+    prepare_fetch(upcoming < 0 ? index_ : upcoming / plan_.splits, tiles);
     for (block_ = 0; block_ < plan_.key_blocks; ++block_) {
       first_key_ = block_ * plan_.key_block;
       keys_ = smaller(plan_.key_block, plan_.tokens - first_key_);
@@ -234,44 +259,33 @@ class Item {
   }
 
  private:
-  Tokens& find(int64_t window) {
-    WindowWorkspace& w = workspace_;
-    if (w.tokens[w.current].window != window) {
-      w.current ^= 1;
-      fill(w.tokens[w.current], window);
-    }
-    return w.tokens[w.current];
-  }
-  void fill(Tokens& t, int64_t window) {
-    if (t.window == window) return;
-    place(a_, plan_, memory_ + at_.tokens[&t - workspace_.tokens], t);
-    find_tokens(a_, plan_, window, t);
-  }
   // Bytes from a token's channels to the head's query (0), key (1) or value (2).
   int64_t offset(int64_t head, int64_t which) const {
     const int64_t index = a_.head_first ? 3 * head + which : which * a_.heads + head;
-    return index * a_.head_dim * element_size(a_.dtype);
+    return index * a_.head_dim * size_;
   }
 
-  void prepare_fetch(int64_t index) {
-    if (index == packed_) return;
+  void prepare_fetch(int64_t index, int64_t tiles) {
+    fetch_.operand = 3;
+    if (index == index_) return;
     const int64_t window = index / a_.heads;
-    Tokens* next = tokens_;
-    if (window != tokens_->window) {
-      next = &workspace_.tokens[workspace_.current ^ 1];
-      fill(*next, window);
+    Tokens* next = window_;
+    if (window != window_->window) {
+      next = &tokens_[current_ ^ 1];
+      if (next->window != window) find_tokens(a_, plan_, window, *next);
     }
     const int64_t head = index - window * a_.heads;
-    fetch_.source = next->source;
-    fetch_.tokens = plan_.tokens;
-    fetch_.bytes = a_.head_dim * element_size(a_.dtype);
+    fetch_ = {next->source, plan_.tokens, plan_.tokens, 0, {}, a_.head_dim * size_};
     for (int i = 0; i < 3; ++i) fetch_.offset[i] = offset(head, i);
+    const int64_t calls =
+        tiles * ((plan_.tokens + kPanel - 1) / kPanel + (width_ + kPanel - 1) / kPanel);
+    rows_per_call_ = (3 * plan_.tokens + calls - 1) / calls;
   }
 
   ELSA_NOINLINE void pack() {
     const bool whole = plan_.key_blocks == 1;
-    if (whole && workspace_.packed == packed_) return;
-    workspace_.packed = whole ? packed_ : -1;
+    if (whole && packed_ == index_) return;
+    packed_ = whole ? index_ : -1;
     pack_keys(operand_[1], first_key_, keys_, a_.head_dim, memory_ + at_.rows, memory_ + at_.keys);
     pack_values(operand_[2], first_key_, keys_, a_.head_dim, memory_ + at_.values);
   }
@@ -289,21 +303,37 @@ class Item {
     block_row_ = first_row_ + row;
     // State rows are kept for the whole item when several key blocks pass over it.
     state_ = plan_.key_blocks > 1 ? row : 0;
-    copy_queries();
+    point_at_rows();
     scores();
     softmax();
     weigh_values();
     if (block_ > 0) merge();
-    if (block_ + 1 == plan_.key_blocks) write_out();
+    if (!direct_ && block_ + 1 == plan_.key_blocks) write_out();
     return next;
   }
 
-  void copy_queries() {
+  // Where queries are read and sums are written: the image itself, or copies of this block's rows.
+  void point_at_rows() {
+    const char* const* source = window_->source + block_row_;
     float* q = memory_ + at_.query;
     const int64_t padded = round_up(a_.head_dim, 4);
-    for (int64_t i = 0; i < block_rows_; ++i, q += kQueryStride) {
+    for (int64_t i = 0; i < block_rows_; ++i) {
+      if (in_place_) {
+        query_rows_[i] = reinterpret_cast<const float*>(source[i] + operand_[0].offset);
+        continue;
+      }
+      query_rows_[i] = q;
       operand_[0].copy(block_row_ + i, 0, a_.head_dim, q);
       for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
+      q += at_.query_stride;
+    }
+    char* const* target = window_->target + block_row_;
+    float* const out = memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
+    for (int64_t i = 0; i < block_rows_; ++i) {
+      out_rows_[i] = out + i * width_;
+      if (!direct_ || !target[i]) continue;
+      out_rows_[i] = reinterpret_cast<float*>(target[i]) + head_ * a_.head_dim;
+      for (int64_t d = 0; d < width_; d += 16) __builtin_prefetch(out_rows_[i] + d, 1, 3);
     }
   }
 
@@ -311,11 +341,11 @@ class Item {
     float* row_max = memory_ + at_.row_max;
     for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i)
       store(row_max + i * kLanes, splat(-kInf));
-    ScoreTile t = {};
+    RowScores t = {};
     t.depth = a_.head_dim;
     t.scaled = scaled_;
     t.scale = scale_;
-    t.visible = kMaxKeyBlock;
+    t.stride = at_.score_stride;
     prepare_bias(t);
     const float* bias = t.bias;
     const int64_t wide = wide_keys(keys_);
@@ -323,30 +353,29 @@ class Item {
       const bool narrow = panel == wide;
       t.panel = memory_ + at_.keys + round_up(panel, kPanel) * a_.head_dim;
       t.valid = (narrow ? keys_ : wide) - panel;
+      const RowScoreFunction* tile_for =
+          narrow ? RowTiles::narrow : RowTiles::score[t.valid > kLanes];
       for (int64_t i = 0; i < tile_count_; ++i) {
         const Tile& tile = tiles_[i];
-        t.query = memory_ + at_.query + tile.local * kQueryStride;
-        t.scores = memory_ + at_.scores + tile.local * kScoreStride + panel;
+        t.query = query_rows_ + tile.local;
+        t.scores = memory_ + at_.scores + tile.local * at_.score_stride + panel;
         t.row_max = row_max + tile.local * kLanes;
         if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
-        if (narrow) {
-          Tiles::narrow[tile.rows - 1](t);
-        } else {
-          Tiles::score[t.valid > kLanes][tile.rows - 1](t);
-        }
+        tile_for[tile.rows - 1](t);
+        fetch_.step(rows_per_call_);
       }
       panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
     }
   }
 
   // The bias itself, or where tokens do not mix a copy of this block's part with the mask added.
-  void prepare_bias(ScoreTile& t) {
+  void prepare_bias(RowScores& t) {
     const float* bias = nullptr;
     if (plan_.bias) {
       bias = plan_.bias + head_ * plan_.bias_stride[0] + block_row_ * plan_.bias_stride[1] +
              first_key_;
     }
-    if (!tokens_->masked) {
+    if (!window_->masked) {
       t.bias = bias;
       t.bias_stride = plan_.bias_stride[1];
       t.bias_end = plan_.bias ? plan_.bias + (a_.heads - 1) * plan_.bias_stride[0] +
@@ -356,11 +385,11 @@ class Item {
     }
     float* copy = memory_ + at_.bias;
     t.bias = copy;
-    t.bias_stride = kScoreStride;
-    t.bias_end = copy + kBlockRows * kScoreStride;
-    for (int64_t i = 0; i < block_rows_; ++i, copy += kScoreStride) {
-      const int64_t region = tokens_->region[block_row_ + i];
-      const float* mask = tokens_->mask + region * mask_stride(plan_) + first_key_;
+    t.bias_stride = at_.score_stride;
+    t.bias_end = copy + kBlockRows * at_.score_stride;
+    for (int64_t i = 0; i < block_rows_; ++i, copy += at_.score_stride) {
+      const int64_t region = window_->region[block_row_ + i];
+      const float* mask = window_->mask + region * mask_stride(plan_) + first_key_;
       int64_t j = 0;
       if (bias == nullptr) {
         for (; j < keys_; j += kLanes) store(copy + j, load(mask + j));
@@ -393,7 +422,7 @@ class Item {
     }
     const int64_t count = round_up(keys_, kLanes);
     float* row = memory_ + at_.scores;
-    for (int64_t i = 0; i < block_rows_; ++i, row += kScoreStride) {
+    for (int64_t i = 0; i < block_rows_; ++i, row += at_.score_stride) {
       store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
     }
     for (int64_t i = 0; i < block_rows_; i += kLanes) {
@@ -405,15 +434,14 @@ class Item {
     }
   }
 
-  // scores * values, into the state or this block's own sums.
+  // scores * values, into the state, this block's own sums, or (normalised) the output itself.
   ELSA_NOINLINE void weigh_values() {
-    const int64_t chunks = (keys_ + kSumChunk - 1) / kSumChunk;
-    float* out = memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
-    ValueTile t = {};
-    t.out_stride = width_;
+    const int64_t chunks = (keys_ + kSumChain - 1) / kSumChain;
+    RowSums t = {};
+    t.stride = at_.score_stride;
     const float* panel = memory_ + at_.values;
-    for (int64_t c = 0; c < width_; c += kPanel) {
-      t.value_stride = smaller(kPanel, width_ - c);
+    for (; t.column < width_; t.column += kPanel) {
+      t.value_stride = smaller(kPanel, width_ - t.column);
       int64_t key = 0;
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t end = (chunk + 1) * keys_ / chunks;
@@ -422,10 +450,11 @@ class Item {
         t.count = end - key;
         for (int64_t i = 0; i < tile_count_; ++i) {
           const Tile& tile = tiles_[i];
-          t.weights = memory_ + at_.scores + tile.local * kScoreStride + key;
-          t.out = out + tile.local * width_ + c;
-          Tiles::value[t.value_stride > kLanes][tile.rows - 1](t);
-          if (c == 0 && chunk == 0) fetch_.step(rows_per_call_);
+          t.weights = memory_ + at_.scores + tile.local * at_.score_stride + key;
+          t.out = out_rows_ + tile.local;
+          t.factor = direct_ && end == keys_ ? memory_ + at_.sum + tile.local : nullptr;
+          RowTiles::value[t.value_stride > kLanes][tile.rows - 1](t);
+          fetch_.step(rows_per_call_);
         }
         key = end;
       }
@@ -446,9 +475,9 @@ class Item {
   }
 
   ELSA_NOINLINE void write_out() {
-    const int64_t column = head_ * a_.head_dim * element_size(a_.dtype);
+    const int64_t column = head_ * a_.head_dim * size_;
     for (int64_t i = 0; i < block_rows_; ++i) {
-      char* const target = tokens_->target[block_row_ + i];
+      char* const target = window_->target[block_row_ + i];
       if (target == nullptr) continue;  // padding
       float* row = memory_ + at_.out + (state_ + i) * width_;
       const float factor = memory_[at_.sum + state_ + i];
@@ -461,25 +490,39 @@ class Item {
 
   const WindowAttention& a_;
   const WindowPlan& plan_;
-  WindowWorkspace& workspace_;
   const Layout at_;
   float* const memory_;
-  int64_t packed_, head_, first_row_, rows_, width_;
-  Tokens* tokens_;
+  const int64_t width_, size_;
+  const bool in_place_;  // queries are read where they lie
+  const bool direct_;    // outputs are written where they belong
+  int64_t together_;     // register tiles of a row block
+  Tokens tokens_[2];     // this item's window, and the next one's
+  int current_ = 0;
+  int64_t packed_ = -1;  // window * heads + head whose packed keys are in memory, or -1
+  // The current item.
+  int64_t index_, head_, first_row_, rows_;
+  Tokens* window_;
   float scale_;
   bool scaled_;
   TokenRows operand_[3];  // query, key, value
   Fetch fetch_;
-  int64_t rows_per_call_;
+  int64_t rows_per_call_ = 0;
   // The current key block and row block.
   int64_t block_, first_key_, keys_;
   int64_t block_row_, block_rows_, state_, tile_count_;
   Tile tiles_[kBlockTiles];
+  const float* query_rows_[kBlockRows];
+  float* out_rows_[kBlockRows];
 };
 
-void run(const WindowAttention& a, const WindowPlan& plan, int64_t item, int64_t upcoming,
-         WindowWorkspace& workspace) {
-  Item(a, plan, item, upcoming, workspace).run();
+void run(const WindowAttention& a, const WindowPlan& plan, float* memory,
+         int64_t (*take)(void* context), void* context) {
+  Worker worker(a, plan, memory);
+  for (int64_t item = take(context); item >= 0;) {
+    const int64_t upcoming = take(context);
+    worker.item(item, upcoming);
+    item = upcoming;
+  }
 }
 
 }  // namespace

@@ -21,31 +21,13 @@ struct WindowPlan {
   const char* pad;  // the channels of a padded token
 };
 
-// The tokens of one window.
-struct Tokens {
-  int64_t window = -1;  // batch index * windows + window, or -1
-  bool masked = false;  // some of its tokens do not mix
-  const char** source;  // [tokens], channels of each
-  char** target;        // [tokens], where the output goes; null for padding
-  uint8_t* region;      // [tokens], where masked: those of equal region mix
-  float* mask;          // [regions][tokens]: what is added to the scores of a region's queries
-};
-
-// Per-thread memory, carved out of one allocation.
-struct WindowWorkspace {
-  float* memory;
-  int64_t packed = -1;  // window * heads + head whose packed keys are in memory, or -1
-  Tokens tokens[2];     // this item's window, and the next one's
-  int current = 0;
-};
-
 struct WindowKernel {
   const char* name;
   int64_t row_tile;  // query rows of one register tile
   int64_t (*workspace)(const WindowAttention& problem, const WindowPlan& plan);  // in floats
-  // `upcoming` is the item that this thread takes next, or -1: its operands are fetched meanwhile.
-  void (*run)(const WindowAttention& problem, const WindowPlan& plan, int64_t item,
-              int64_t upcoming, WindowWorkspace& workspace);
+  // Works on the items that take(context) hands out, until it answers -1.
+  void (*run)(const WindowAttention& problem, const WindowPlan& plan, float* workspace,
+              int64_t (*take)(void* context), void* context);
 };
 
 #if defined(__x86_64__) || defined(_M_X64)

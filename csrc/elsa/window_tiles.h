@@ -1,0 +1,218 @@
+// Micro-kernels over rows that lie anywhere: queries are read and outputs written where the image
+// has them. Otherwise as tiles.h, whose panels and register tiles they share.
+#pragma once
+
+#include "simd.h"
+#include "tiles.h"
+
+namespace elsa {
+namespace {
+
+struct RowScores {
+  const float* const* query;  // [R] rows of `depth`; the narrow tile reads whole groups of 4
+  const float* panel;
+  int64_t depth;
+  float* scores;  // [R][stride]
+  int64_t stride;
+  float* row_max;  // [R][kLanes], running
+  int64_t valid;   // keys that exist from the panel's start on
+  bool scaled;     // scores are multiplied by scale here (and not in the softmax)
+  float scale;
+  const float* bias;  // [R][bias_stride], null for none; read only where `scaled`
+  int64_t bias_stride;
+  const float* bias_end;  // no read at or beyond it
+};
+
+template <int R, int V>
+void row_score_tile(const RowScores& t) {
+  Floats acc[R][V];
+  const float* query[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    query[r] = t.query[r];
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
+  }
+  const float* const bias = t.bias;
+  const int64_t bias_stride = t.bias_stride;
+  if (bias) {
+    // The next panel's part of the bias: too many rows for the hardware to follow.
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float* ahead = bias + r * bias_stride + V * kLanes;
+      for (int i = 0; i < V * kLanes; i += 16) __builtin_prefetch(ahead + i);
+    }
+  }
+  const float* panel = t.panel;
+  const int64_t depth = t.depth;
+  for (int64_t d = 0; d < depth; ++d) {
+    Floats key[V];
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Floats q = splat(query[r][d]);
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
+    }
+    panel += kPanel;
+  }
+  // Copies, because the compiler must assume that the stores below change `t`.
+  const int64_t valid = t.valid, stride = t.stride;
+  const bool whole = valid >= V * kLanes;
+  if (t.scaled) {
+    const float scale = t.scale;
+    const float* const bias_end = t.bias_end;
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) {
+        acc[r][v] = acc[r][v] * scale;
+        if (bias) {
+          const float* p = bias + r * bias_stride + v * kLanes;
+          acc[r][v] += whole ? load(p) : load_before(p, bias_end);
+        }
+      }
+    }
+  }
+  if (!whole) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = keep_first(acc[r][v], valid - v * kLanes);
+    }
+  }
+  float* scores = t.scores;
+  float* const row_max = t.row_max;
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    Floats m = load(row_max + r * kLanes);
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) {
+      store(scores + v * kLanes, acc[r][v]);
+      m = max(acc[r][v], m);
+    }
+    store(row_max + r * kLanes, m);
+    scores += stride;
+  }
+}
+
+// The last few keys, as narrow_score_tile.
+template <int R>
+void row_narrow_tile(const RowScores& t) {
+  constexpr int kGroups = (R + 3) / 4;
+  Floats acc[kGroups * 4];
+  const float* query[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) query[r] = t.query[r];
+  ELSA_UNROLL
+  for (int r = 0; r < kGroups * 4; ++r) acc[r] = Floats{};
+  const float* panel = t.panel;
+  for (int64_t d = 0; d < t.depth; d += 4) {
+    const Floats key = load(panel);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) acc[r] = acc[r] + load_repeated(query[r] + d) * key;
+    panel += kLanes;
+  }
+  float sums[kGroups][kLanes];  // [key][row of the group]
+  ELSA_UNROLL
+  for (int g = 0; g < kGroups; ++g) {
+    const Floats* x = acc + 4 * g;
+    const Floats a = shuffle<Interleave<0>>(x[0], x[1]), b = shuffle<Interleave<1>>(x[0], x[1]);
+    const Floats c = shuffle<Interleave<0>>(x[2], x[3]), d = shuffle<Interleave<1>>(x[2], x[3]);
+    store(sums[g], (shuffle<Exchange<2, 0>>(a, c) + shuffle<Exchange<2, 1>>(a, c)) +
+                       (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d)));
+  }
+  const int64_t count = t.valid;
+  float* scores = t.scores;
+  for (int r = 0; r < R; ++r, scores += t.stride) {
+    float most = t.row_max[r * kLanes];
+    store(scores, splat(-kInf));
+    for (int64_t j = 0; j < count; ++j) {
+      float s = sums[r / 4][j * 4 + r % 4];
+      if (t.scaled) s = s * t.scale + (t.bias ? t.bias[r * t.bias_stride + j] : 0.0f);
+      scores[j] = s;
+      most = s > most ? s : most;
+    }
+    t.row_max[r * kLanes] = most;
+  }
+}
+
+struct RowSums {
+  const float* weights;  // [R][stride]
+  int64_t stride;
+  const float* values;  // [count][value_stride]
+  int64_t value_stride;
+  int64_t count;
+  float* const* out;  // [R] rows, from `column` on
+  int64_t column;
+  bool accumulate;
+  const float* factor;  // [R], multiplied on at the end; null for none
+};
+
+template <int R, int V>
+void row_value_tile(const RowSums& t) {
+  Floats acc[R][V];
+  const float* weights[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    weights[r] = t.weights + r * t.stride;
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
+  }
+  const float* values = t.values;
+  const int64_t count = t.count, value_stride = t.value_stride;
+  for (int64_t j = 0; j < count; ++j) {
+    Floats value[V];
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Floats w = splat(weights[r][j]);
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
+    }
+    values += value_stride;
+  }
+  float* out[R];
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) out[r] = t.out[r] + t.column;
+  if (t.accumulate) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] += load(out[r] + v * kLanes);
+    }
+  }
+  if (const float* const factor = t.factor) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] *= factor[r];
+    }
+  }
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) store(out[r] + v * kLanes, acc[r][v]);
+  }
+}
+
+using RowScoreFunction = void (*)(const RowScores&);
+using RowValueFunction = void (*)(const RowSums&);
+
+template <class Rows>
+struct RowTileTable;
+template <int... I>
+struct RowTileTable<Lanes<I...>> {
+  // Indexed by [vectors - 1][rows - 1].
+  static constexpr RowScoreFunction score[2][kTileRows] = {{row_score_tile<I + 1, 1>...},
+                                                           {row_score_tile<I + 1, 2>...}};
+  static constexpr RowScoreFunction narrow[kTileRows] = {row_narrow_tile<I + 1>...};
+  static constexpr RowValueFunction value[2][kTileRows] = {{row_value_tile<I + 1, 1>...},
+                                                           {row_value_tile<I + 1, 2>...}};
+};
+using RowTiles = RowTileTable<MakeLanes<kTileRows>::type>;
+
+}  // namespace
+}  // namespace elsa
