@@ -1,7 +1,9 @@
 """Ctrl-C and `kill` unwind the stack, so that no temporary file outlives the command.
 
-An exception that a signal handler raises inside an import or a destructor may be swallowed there.
-The request is therefore remembered, and `check` raises it again at the next step.
+An exception that a signal handler raises inside a destructor may be swallowed there. The request is
+therefore remembered, and `check` raises it again at the next step. Inside an import it may end the
+process (C++ that runs Python while a library is loaded lets no exception through), so that there it
+waits for the import's end.
 """
 
 from __future__ import annotations
@@ -9,11 +11,19 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
+_RETRY_SECONDS = 0.02
 _requested: list[int] = []
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C. CPython notes a plain KeyboardInterrupt that leaves code run by a C extension, even
+    where it is caught further up, and at the end kills the process instead of exiting with a code.
+    """
 
 
 def install() -> None:
     """Handle SIGTERM, and SIGINT unless the caller had it ignored (`nohup`, a job of a shell)."""
+    signal.signal(signal.SIGALRM, _retry)
     signal.signal(signal.SIGTERM, _handle)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
@@ -39,10 +49,27 @@ def cause(error: BaseException) -> BaseException:
 
 def _handle(number: int, frame: FrameType | None) -> None:
     _requested.append(number)
-    _raise(number)
+    _retry(number, frame)
+
+
+def _retry(number: int, frame: FrameType | None) -> None:
+    """Raise what was asked for, unless an import is under way: then look again a little later."""
+    if _importing(frame):
+        signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
+    else:
+        _raise(_requested[0])
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _raise(number: int) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if number == signal.SIGINT:
-        raise KeyboardInterrupt
+        raise Interrupted
     raise SystemExit(128 + number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     chosen = _backend_name(
-        q.device.type, q.dtype, int(q.shape[-1]), int(v.shape[-1]), precision, backend
+        q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision, backend
     )
     if dropout_p > 0.0:
         _check_dropout(dropout_p, backend)

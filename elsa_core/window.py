@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -79,11 +80,11 @@ def window_attention(
     window, shift = _geometry(qkv, window_size, shift_size, grid)
     head_dim = _head_dim(qkv, num_heads, layout)
     _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
-    if math.isnan(mask_value) or mask_value > 0:
+    if not mask_value <= 0:  # NaN too
         raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
     name = _backend_name(qkv.device.type, qkv.dtype, head_dim, head_dim, precision, backend)
     run = torch.ops.elsa.window_attention_eager.default
-    if name != "eager" and _has_kernel(qkv.device.type):
+    if name != "eager":
         run = torch.ops.elsa.window_attention.default
     image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
     if image.stride(-1) != 1:
@@ -93,16 +94,6 @@ def window_attention(
         head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
     )  # fmt: skip
     return out if qkv.dim() == 5 else out.squeeze(1)
-
-
-def _has_kernel(device_type: str) -> bool:
-    """Whether the loaded libraries bring the operator for a device."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type, "CompositeExplicitAutograd")
-    return torch._C._dispatch_has_kernel_for_dispatch_key("elsa::window_attention", key)
-
-
-# A constant for the compiler, like the backend's name.
-_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Terms(NamedTuple):
@@ -154,23 +145,23 @@ def _sizes(qkv: Tensor) -> tuple[int, ...]:
 def _head_dim(qkv: Tensor, num_heads: int, layout: str) -> int:
     if layout not in LAYOUTS:
         raise ArgumentError(f"layout={layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
-    channels = qkv.shape[-1]
+    channels = index(qkv.shape[-1])  # a constant for the compiler
     if num_heads < 1 or channels == 0 or channels % (3 * num_heads):
         raise ArgumentError(
             f"num_heads={num_heads} does not divide C: qkv has {channels} channels, which must be "
             "3 * num_heads * head_dim"
         )
-    return int(channels // (3 * num_heads))
+    return channels // (3 * num_heads)
 
 
 def _check_terms(qkv: Tensor, terms: _Terms, num_heads: int, tokens: int) -> None:
-    index = terms.bias_index
-    if index is not None:
+    places = terms.bias_index
+    if places is not None:
         if terms.bias is None:
             raise ArgumentError("bias_index needs bias: the table [L, num_heads] that it reads")
-        if index.dtype != torch.int64:
-            raise ArgumentError(f"bias_index must be int64, not {index.dtype}")
-        _check(qkv, "bias_index", index, (tokens, tokens), any_dtype=True)
+        if places.dtype != torch.int64:
+            raise ArgumentError(f"bias_index must be int64, not {places.dtype}")
+        _check(qkv, "bias_index", places, (tokens, tokens), any_dtype=True)
         if terms.bias.dim() != 2 or terms.bias.shape[1] != num_heads or not terms.bias.shape[0]:
             raise ArgumentError(
                 f"bias of shape {list(terms.bias.shape)} is no table [L, {num_heads}], which "

@@ -1,0 +1,228 @@
+"""`elsa.window_attention` in plain PyTorch against a reference spelt out step by step."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core.backends import eager_window
+from elsa_core.errors import ArgumentError
+
+HEADS, HEAD_DIM = 3, 8
+CHANNELS = HEADS * HEAD_DIM
+CASES = (
+    # image, window, shift, grid
+    ((1, 14, 14), (1, 7, 7), (0, 0, 0), False),
+    ((1, 14, 14), (1, 7, 7), (0, 3, 3), False),
+    ((1, 9, 17), (1, 4, 6), (0, 2, 3), False),
+    ((1, 5, 3), (1, 7, 7), (0, 3, 0), False),
+    ((4, 5, 6), (2, 3, 4), (1, 1, 2), False),
+    ((1, 12, 8), (1, 4, 4), (0, 0, 0), True),
+)
+
+
+def reference(
+    qkv: Tensor,
+    bias: Tensor,
+    pad: Tensor,
+    window: Any,
+    shift: Any,
+    grid: bool,
+    cosine: Tensor | None,
+) -> Tensor:
+    """One token at a time: which window and region each padded, rolled token lies in."""
+    batch, *size, _ = qkv.shape
+    counts = [-(-n // w) for n, w in zip(size, window, strict=True)]
+    padded = [c * w for c, w in zip(counts, window, strict=True)]
+    out = torch.zeros(batch, *size, CHANNELS, dtype=qkv.dtype)
+    members: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for place in product(*(range(p) for p in padded)):
+        key = tuple(
+            p % c if grid else p // w for p, c, w in zip(place, counts, window, strict=True)
+        )
+        members.setdefault(key, []).append(place)
+    for image, places in product(range(batch), members.values()):
+        sources = [
+            tuple((p + s) % n for p, s, n in zip(place, shift, size, strict=True))
+            if all(p < n for p, n in zip(place, size, strict=True))
+            else None
+            for place in places
+        ]
+        rows = torch.stack([pad if s is None else qkv[(image, *s)] for s in sources])
+        q, k, v = rows.view(len(places), 3, HEADS, HEAD_DIM).permute(1, 2, 0, 3)
+        if cosine is None:
+            scores = q @ k.mT / math.sqrt(HEAD_DIM)
+        else:
+            scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * cosine.view(-1, 1, 1)
+        regions = [
+            tuple(
+                (p >= n - w) + (p >= n - s) if s else 0
+                for p, n, w, s in zip(place, padded, window, shift, strict=True)
+            )
+            for place in places
+        ]
+        apart = torch.tensor([[a != b for b in regions] for a in regions])
+        scores = scores + bias + torch.where(apart, -100.0, 0.0)
+        answer = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        for source, row in zip(sources, answer, strict=True):
+            if source is not None:
+                out[(image, *source)] = row
+    return out
+
+
+def inputs(size: Any, window: Any, dtype: torch.dtype = torch.float64, batch: int = 2) -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    tokens = math.prod(window)
+    return draw(batch, *size, 3 * CHANNELS), draw(HEADS, tokens, tokens), draw(3 * CHANNELS)
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize(("size", "window", "shift", "grid"), CASES)
+def test_against_the_definition(
+    size: Any, window: Any, shift: Any, grid: bool, cosine: bool
+) -> None:
+    qkv, bias, pad = inputs(size, window)
+    logit_scale = torch.tensor([3.0, 10.0, 30.0], dtype=torch.float64) if cosine else None
+    out = elsa.window_attention(
+        qkv, bias, num_heads=HEADS, window_size=window, shift_size=shift, pad_qkv=pad,
+        logit_scale=logit_scale, grid=grid, backend="eager",
+    )  # fmt: skip
+    wanted = reference(qkv, bias, pad, window, shift, grid, logit_scale)
+    assert (out - wanted).abs().max() < 1e-13
+
+
+def test_layouts_tables_and_flat_images_say_the_same() -> None:
+    qkv, bias, pad = inputs((1, 10, 9), (1, 4, 4))
+    call = {"num_heads": HEADS, "window_size": (4, 4), "shift_size": (1, 2), "backend": "eager"}
+    wanted = elsa.window_attention(qkv[:, 0], bias, pad_qkv=pad, **call)
+    order = torch.arange(3 * CHANNELS).view(3, HEADS, HEAD_DIM).transpose(0, 1).flatten()
+    swapped = elsa.window_attention(
+        qkv[:, 0, ..., order], bias, pad_qkv=pad[order], layout="head", **call
+    )
+    index = torch.arange(16 * 16).view(16, 16)
+    table = bias.permute(1, 2, 0).reshape(-1, HEADS)
+    read = elsa.window_attention(qkv[:, 0], table, bias_index=index, pad_qkv=pad, **call)
+    strided = torch.cat([qkv, qkv], -1)[:, 0, ..., : 3 * CHANNELS]
+    torch.testing.assert_close(swapped, wanted, rtol=0, atol=1e-14)
+    assert torch.equal(read, wanted)
+    assert torch.equal(elsa.window_attention(strided, bias, pad_qkv=pad, **call), wanted)
+
+
+def test_windows_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, bias, pad = inputs((1, 14, 14), (1, 4, 4))
+    call = {"num_heads": HEADS, "window_size": (1, 4, 4), "shift_size": (0, 2, 2)}
+    whole = elsa.window_attention(qkv, bias, pad_qkv=pad, backend="eager", **call)
+    monkeypatch.setattr(eager_window, "_SCORES_ALIVE", 5 * HEADS * 16 * 16)
+    parts = elsa.window_attention(qkv, bias, pad_qkv=pad, backend="eager", **call)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-14)
+
+
+def operands(dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+    qkv, bias, pad = inputs((1, 5, 6), (1, 3, 3), dtype, batch=1)
+    scale = torch.tensor([2.0, 3.0, 4.0], dtype=dtype)
+    tensors = [t.requires_grad_() for t in (qkv, bias, pad, scale)]
+    qkv, bias, pad, scale = tensors
+    window, shift = [1, 3, 3], [0, 1, 2]
+    return qkv, bias, None, pad, scale, HEADS, window, shift, 0.3, -100.0, "qkv", False, "strict"
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(torch.ops.elsa.window_attention_eager.default, operands(torch.float32))
+
+
+def test_gradients() -> None:
+    index = torch.randint(7, (9, 9), generator=torch.Generator().manual_seed(0))
+
+    def run(qkv: Tensor, table: Tensor, pad: Tensor, scale: Tensor) -> Tensor:
+        return elsa.window_attention(
+            qkv, table, bias_index=index, num_heads=HEADS, window_size=(1, 3, 3),
+            shift_size=(0, 1, 2), pad_qkv=pad, logit_scale=scale,
+        )  # fmt: skip
+
+    qkv, _, _, pad, scale, *_ = operands()
+    table = torch.randn(7, HEADS, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(run, (qkv, table, pad, scale), fast_mode=True)
+
+
+def module() -> torch.nn.Module:
+    class Windows(torch.nn.Module):
+        def forward(self, qkv: Tensor, bias: Tensor) -> Tensor:
+            out: Tensor = elsa.window_attention(
+                qkv, bias, num_heads=HEADS, window_size=(4, 4), shift_size=(2, 2)
+            )
+            return out
+
+    return Windows()
+
+
+def test_compiles_whole_and_exports_with_a_dynamic_batch() -> None:
+    qkv, bias, _ = inputs((1, 10, 9), (1, 4, 4), torch.float32, batch=3)
+    qkv = qkv[:, 0]
+    wanted = module()(qkv, bias)
+    compiled = torch.compile(module(), fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(qkv, bias), wanted)
+    batch = torch.export.Dim("batch", min=1, max=16)
+    program = torch.export.export(module(), (qkv, bias), dynamic_shapes=({0: batch}, None))
+    assert torch.equal(program.module()(qkv[:2], bias), wanted[:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"window_size": (4, 4, 4)}, "expected"),
+        ({"window_size": (0, 4)}, "must be positive"),
+        ({"shift_size": (4, 0)}, "smaller than"),
+        ({"shift_size": (-1, 0)}, "at least 0"),
+        ({"num_heads": 5}, "does not divide"),
+        ({"num_heads": 0}, "does not divide"),
+        ({"layout": "kqv"}, "layout='kqv' is unknown"),
+        ({"grid": True, "shift_size": (0, 0)}, "grid=True needs"),
+        ({"mask_value": math.nan}, "mask_value"),
+        ({"precision": "exact"}, "precision"),
+        ({"backend": "fast"}, "backend='fast' is unknown"),
+        ({"bias": torch.zeros(HEADS, 16, 15)}, "bias of shape"),
+        ({"bias": torch.zeros(HEADS, 16, 16, dtype=torch.float16)}, "bias must be float32"),
+        ({"bias_index": torch.zeros(16, 16, dtype=torch.int32)}, "bias_index must be int64"),
+        ({"bias": None, "bias_index": torch.zeros(16, 16, dtype=torch.int64)}, "needs bias"),
+        ({"pad_qkv": torch.zeros(7)}, "pad_qkv of shape"),
+        ({"logit_scale": torch.zeros(2)}, "logit_scale of shape"),
+        ({"qkv": torch.zeros(1, 10, 9, 72, dtype=torch.int64)}, "must be floating"),
+        ({"qkv": torch.zeros(10, 9, 72)}, "expected"),
+        ({"qkv": torch.zeros(1, 10, 9, 0)}, "does not divide"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], words: str) -> None:
+    call: dict[str, Any] = {
+        "qkv": torch.zeros(1, 10, 9, 72), "bias": torch.zeros(HEADS, 16, 16), "num_heads": HEADS,
+        "window_size": (4, 4), "shift_size": (2, 2),
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match=words):
+        elsa.window_attention(**(call | change))
+
+
+@pytest.mark.parametrize("size", [(0, 10, 9), (2, 0, 9)])
+def test_an_empty_batch_and_an_empty_image(size: tuple[int, int, int]) -> None:
+    out = elsa.window_attention(
+        torch.zeros(*size, 3 * CHANNELS), num_heads=HEADS, window_size=(4, 4), backend="eager"
+    )
+    assert out.shape == (*size, CHANNELS)
+
+
+def test_a_bias_index_beyond_its_table_is_an_error_not_memory() -> None:
+    qkv, _, _ = inputs((1, 4, 4), (1, 4, 4), torch.float32)
+    with pytest.raises((IndexError, RuntimeError)):
+        elsa.window_attention(
+            qkv, torch.zeros(5, HEADS), bias_index=torch.full((16, 16), 5), num_heads=HEADS,
+            window_size=(1, 4, 4),
+        )  # fmt: skip
