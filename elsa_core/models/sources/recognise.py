@@ -320,7 +320,7 @@ def _probe(recipe: Recipe) -> tuple[nn.Module, torch.Tensor]:
     """Run a shallow version on fixed weights and a fixed image; float32, on the CPU."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         with UninitialisedParameters():
-            model = _shallow(recipe)
+            model = shallow(recipe)
         generator = torch.Generator().manual_seed(_PROBE_SEED)
         largest = max(tensor.numel() for tensor in model.parameters())
         noise = 0.1 * torch.randn(largest, generator=generator)
@@ -337,7 +337,7 @@ def _probe(recipe: Recipe) -> tuple[nn.Module, torch.Tensor]:
         return model, torch.cat([feature.flatten() for feature in features])
 
 
-def _shallow(recipe: Recipe) -> nn.Module:
+def shallow(recipe: Recipe) -> nn.Module:
     """Build the recipe with two blocks and a small grid where its library allows that."""
     if recipe.library == "open_clip":
         cfg: Any = recipe.model_cfg
