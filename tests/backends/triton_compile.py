@@ -11,7 +11,9 @@ import torch
 from elsa_core.backends.triton.launch import Call, Launch, plan_call
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-POINTERS = {"W": "fp16", "LSE": "fp32", "PO": "fp32", "PL": "fp32"}
+POINTERS = {
+    "W": "fp16", "LSE": "fp32", "PO": "fp32", "PL": "fp32", "Index": "i64", "Logit": "fp32",
+}  # fmt: skip
 
 
 def compile_launch(
