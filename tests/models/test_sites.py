@@ -180,7 +180,7 @@ KINDS = {
     "volo_d1_224": [("OutlookAttention", "outlook", 9, False, "linear layer")],
     "efficientvit_b0": [("LiteMLA", "linear", None, False, "no softmax")],
     "mobilevitv2_050": [("LinearSelfAttention", "linear", None, False, "separable")],
-    "swinv2_tiny_window8_256": [("WindowAttention", "window", 64, False, "eager")],
+    "swinv2_tiny_window8_256": [("SwinTransformerV2Block", "window", 64, True, "adapter")],
     "mvitv2_tiny": [("MultiScaleAttention", "global", 3136, True, "adapter")],
     "samvit_base_patch16": [("Attention", "window", 196, True, "adapter")],
     "hiera_tiny_224": [("MaskUnitAttention", "window", 64, True, "redirected")],

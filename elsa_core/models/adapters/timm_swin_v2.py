@@ -1,0 +1,125 @@
+"""timm's Swin-V2 blocks, both implementations, on `elsa_core.window_attention`.
+
+Read against timm 1.0.20 to 1.0.31. Queries and keys are normalised inside the operator. The bias
+that a small network makes of the relative positions, the same for every image, is computed once for
+the weights as they are (`derived`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block, WindowAttention
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock, WindowMultiHeadAttention
+from torch import Tensor
+
+from elsa_core.models.adapters.windows import (
+    attend_windows,
+    cosine_scale,
+    derived,
+    must_call,
+    why_not,
+)
+
+
+class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc]  # timm is untyped
+    """Swin-V2's block, whose attention reads the projection of the whole image as it lies."""
+
+    elsa_base = SwinTransformerV2Block
+    elsa_attention = "attn"
+    elsa_entry = "_attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowAttention)
+
+    def _attn(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> [B, H, W, C]."""
+        attn = self.attn
+        if must_call(attn):
+            out: Tensor = super()._attn(x)
+            return out
+        sources = (
+            *attn.cpb_mlp.parameters(), attn.relative_coords_table, attn.logit_scale,
+            attn.q_bias, attn.k_bias, attn.v_bias,
+        )  # fmt: skip
+        terms: _Terms = derived(attn, _terms, sources)
+        if terms.qkv_bias is None:
+            qkv = attn.qkv(x)
+        elif attn.qkv_bias_separate:
+            qkv = attn.qkv(x) + terms.qkv_bias
+        else:
+            qkv = F.linear(x, attn.qkv.weight, terms.qkv_bias)
+        out = attend_windows(
+            self,
+            qkv,
+            terms.table,
+            bias_index=attn.relative_position_index,
+            num_heads=attn.num_heads,
+            window_size=self.window_size,
+            shift_size=self.shift_size,
+            pad_qkv=terms.qkv_bias,
+            logit_scale=terms.scale,
+        )
+        joined: Tensor = attn.proj_drop(attn.proj(out))
+        return joined
+
+
+class _Terms(NamedTuple):
+    table: Tensor  # [L, heads], to be read at relative_position_index
+    scale: Tensor  # [heads]
+    qkv_bias: Tensor | None  # [3 * C]
+
+
+def _terms(attn: Any) -> _Terms:
+    table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
+    bias = None
+    if attn.q_bias is not None:
+        bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
+    return _Terms(16 * torch.sigmoid(table), cosine_scale(attn.logit_scale), bias)
+
+
+class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[misc]
+    """The other implementation's block (Christoph Reich's): a bias for each pair of tokens."""
+
+    elsa_base = SwinTransformerV2CrBlock
+    elsa_attention = "attn"
+    elsa_entry = "_shifted_window_attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowMultiHeadAttention)
+
+    def _shifted_window_attn(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> [B, H, W, C]."""
+        attn = self.attn
+        if must_call(attn):
+            out: Tensor = super()._shifted_window_attn(x)
+            return out
+        sources = (*attn.meta_mlp.parameters(), attn.relative_coordinates_log, attn.logit_scale)
+        bias, scale = derived(attn, _pairwise_terms, sources)
+        out = attend_windows(
+            self,
+            attn.qkv(x),
+            bias,
+            num_heads=attn.num_heads,
+            window_size=self.window_size,
+            shift_size=self.shift_size,
+            pad_qkv=attn.qkv.bias,
+            logit_scale=scale,
+        )
+        joined: Tensor = attn.proj_drop(attn.proj(out))
+        return joined
+
+
+def _pairwise_terms(attn: Any) -> tuple[Tensor, Tensor]:
+    """The bias [heads, T, T] and the factors [heads]."""
+    return attn._relative_positional_encodings().squeeze(0), cosine_scale(attn.logit_scale)

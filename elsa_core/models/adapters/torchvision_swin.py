@@ -1,0 +1,94 @@
+"""torchvision's Swin attention, v1 and v2, on `elsa_core.window_attention`.
+
+Read against torchvision 0.20 to 0.30. Unlike the paper's code it pads first and rolls the padded
+image, and it does not shift an axis that one window covers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
+
+from elsa_core.models.adapters.windows import attend_windows, cosine_scale, derived
+
+
+class ElsaShiftedWindowAttention(ShiftedWindowAttention):  # type: ignore[misc]
+    """Swin's attention of an image [B, H, W, C] -> [B, H, W, C], any floating dtype."""
+
+    elsa_base = ShiftedWindowAttention
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.attention_dropout > 0.0:
+            out: Tensor = super().forward(x)
+            return out
+        terms = _Terms(self.relative_position_bias_table, None, self.qkv.bias)
+        return _attended(self, x, terms)
+
+
+class ElsaShiftedWindowAttentionV2(ShiftedWindowAttentionV2):  # type: ignore[misc]
+    """Swin-V2's cosine attention of an image [B, H, W, C] -> [B, H, W, C], any floating dtype."""
+
+    elsa_base = ShiftedWindowAttentionV2
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.attention_dropout > 0.0:
+            out: Tensor = super().forward(x)
+            return out
+        sources = (
+            *self.cpb_mlp.parameters(), self.relative_coords_table, self.logit_scale, self.qkv.bias,
+        )  # fmt: skip
+        return _attended(self, x, derived(self, _cosine_terms, sources))
+
+
+class _Terms(NamedTuple):
+    table: Tensor  # [L, heads], to be read at relative_position_index
+    scale: Tensor | None  # [heads] in cosine attention
+    qkv_bias: Tensor | None  # [3 * C]
+
+
+def _cosine_terms(attn: Any) -> _Terms:
+    table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
+    bias = attn.qkv.bias
+    if bias is not None:  # keys have none
+        q, k, v = bias.chunk(3)
+        bias = torch.cat((q, torch.zeros_like(k), v))
+    return _Terms(16 * torch.sigmoid(table), cosine_scale(attn.logit_scale), bias)
+
+
+def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
+    height, width = x.shape[1:3]
+    rows, columns = attn.window_size
+    below, right = -height % rows, -width % columns
+    shift = [
+        0 if window >= size else shift
+        for window, size, shift in zip(
+            attn.window_size, (height + below, width + right), attn.shift_size, strict=True
+        )
+    ]
+    padded = any(shift) and (below > 0 or right > 0)
+    if padded:  # the roll carries padding with it, unlike the operator's own
+        x = F.pad(x, (0, 0, 0, right, 0, below))
+    tokens = rows * columns
+    out = attend_windows(
+        attn,
+        F.linear(x, attn.qkv.weight, terms.qkv_bias),
+        terms.table,
+        bias_index=attn.relative_position_index.view(tokens, tokens),
+        num_heads=attn.num_heads,
+        window_size=attn.window_size,
+        shift_size=shift,
+        pad_qkv=terms.qkv_bias,
+        logit_scale=terms.scale,
+    )
+    if padded:
+        out = out[:, :height, :width]
+    joined = F.linear(out, attn.proj.weight, attn.proj.bias)
+    return F.dropout(joined, attn.dropout, attn.training)
