@@ -69,6 +69,32 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
         )
 
 
+def check_plan_alone(all_sites: bool) -> None:
+    """Refuse options that a plan has already settled.
+
+    Raises: click.UsageError.
+    """
+    if all_sites or _given(_CHOICES):
+        raise click.UsageError(
+            "--plan names sites and kernels itself: leave --include, --exclude, --precision, "
+            "--backend and --all-sites out"
+        )
+
+
+def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
+    """Patch exactly the sites that the plan in `path` names.
+
+    Raises: ModelError where it is no plan or does not fit the model.
+    """
+    with session.stage("patching"):
+        from elsa_core.models.patch import unpatch
+        from elsa_core.models.sources.plan import apply_plan, read_plan
+
+        plan = read_plan(path)
+        unpatch(loaded.model)
+        return apply_plan(loaded.model, plan, path)
+
+
 def _given(names: tuple[str, ...]) -> bool:
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT

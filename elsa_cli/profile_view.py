@@ -121,7 +121,8 @@ def _sweep(session: Session, rows: list[Document]) -> None:
         name = page.point_name(row)
         if row["profile"] is None:
             lines.append([name, f"no: {row['status']}", *[""] * 4])
-            session.log(f"{name}: {row['status']}: {row['reason']}")
+            if len(rows) > 1:  # one alone ends the command with this line
+                session.log(f"{name}: {row['status']}: {row['reason']}")
             continue
         found = row["profile"]
         runs = {run["name"]: run for run in found["runs"]}

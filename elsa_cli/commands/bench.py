@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import bench_trace, bench_tune
+from elsa_cli import bench_compare, bench_models, bench_trace, bench_tune
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
@@ -16,6 +16,7 @@ from elsa_cli.options import (
     PRECISIONS,
     Command,
     DeviceName,
+    Listed,
     output_options,
     pass_session,
     resolve_device,
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 
 @click.command("bench", cls=Command)
-@click.argument("subject", type=click.Choice(["attention"]), metavar="attention")
+@click.argument(
+    "subject", type=click.Choice(["attention", "models"]), metavar="[attention|models]",
+    required=False,
+)  # fmt: skip
 @click.option(
     "--device", type=DeviceName(), default="auto", show_default=True,
     help="auto, cpu, cuda or cuda:N.",
@@ -53,11 +57,19 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True,
-    help="Samples of each contender.",
+    help="Samples of each contender (models: at least).",
 )  # fmt: skip
 @click.option(
     "--budget", type=click.FloatRange(0.1, 3600), default=20.0, show_default=True,
     metavar="SECONDS", help="Limit of one case; it takes fewer rounds then.",
+)  # fmt: skip
+@click.option(
+    "--limit", type=click.FloatRange(1), metavar="SECONDS",
+    help="Begin no further model after this time; --resume goes on.",
+)  # fmt: skip
+@click.option(
+    "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
+    help="Of models: what to measure against, as in `elsa profile`.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
@@ -70,12 +82,22 @@ if TYPE_CHECKING:
     "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="Draw time and memory against tokens (.png or .svg).",
 )  # fmt: skip
+@click.option("--resume", is_flag=True, help="Models: go on with what --output holds.")
+@click.option(
+    "--compare", metavar="FILE",
+    help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
+)  # fmt: skip
+@click.option(
+    "--from", "earlier", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="With --compare: an earlier run instead of a new one.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace existing files.")
 @click.option("--allow-busy", is_flag=True, help="Write results although others use the machine.")
 @output_options
 @pass_session
-def command(session: Session, /, subject: str, **given: Any) -> None:
-    """Time exact attention against every peer that takes the same case, side by side.
+def command(session: Session, /, subject: str | None, **given: Any) -> None:
+    """Time exact attention against every peer that takes the same case, side by side; or whole
+    models, patched against every way one would otherwise run them.
 
     Peers are PyTorch's attention backends, an eager softmax, ONNX Runtime (CPU) and FlexAttention
     (--flex). Rounds are interleaved; errors are against float64; a ratio above 1 means that elsa
@@ -83,7 +105,19 @@ def command(session: Session, /, subject: str, **given: Any) -> None:
 
     --trace measures nothing: it shows a call's partitions, what becomes of its states and how deep
     its merges are, and replays them; a GPU's schedule needs no GPU. --tune times tiles on a GPU.
+    --compare measures the cases of an earlier or published run again; exit code 1 if any became
+    worse.
     """
+    published = bench_compare.published(given["compare"])
+    subject = _subject(subject, published, given)
+    if given["earlier"] is not None:
+        bench_compare.files(session, given["earlier"], published)
+        return
+    if published is not None and not (given["tables"] or given["patterns"] or given["quick"]):
+        given["patterns"] = bench_compare.names(published)
+    if subject == "models":
+        bench_models.run(session, given, published)
+        return
     from torch import device as torch_device
     from torch.cuda import is_available
 
@@ -115,11 +149,34 @@ def command(session: Session, /, subject: str, **given: Any) -> None:
     _check_targets(device, given)
     with session.stage("measuring") as update:
         report = attention.run(chosen, device=device, settings=settings, progress=update)
-    _show(session, report)
+    _show(session, report, published)
     wrong = [f"{r.case.name}: {name}" for r in report.cases for name in r.own_wrong]
     if wrong:
         raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
     _write(session, report, given)
+    if published is not None:
+        bench_compare.judge(session, results.document(report), published)
+
+
+def _subject(subject: str | None, published: dict[str, Any] | None, given: dict[str, Any]) -> str:
+    """What is measured: named, or that of the document to compare with."""
+    if given["earlier"] is not None and published is None:
+        raise click.UsageError("--from goes with --compare")
+    of_file = None if published is None else published["command"].partition(" ")[2]
+    if subject is None and of_file is None:
+        raise click.UsageError("Missing argument 'attention' or 'models'")
+    if None not in (subject, of_file) and subject != of_file:
+        raise click.UsageError(f"--compare: {given['compare']} holds {of_file}, not {subject}")
+    chosen = str(subject or of_file)
+    of_models = {"--limit": given["limit"], "--baselines": given["baselines"],
+                 "--resume": given["resume"]}  # fmt: skip
+    of_attention = {"--trace": given["trace"], "--tune": given["tune"], "--shape": given["shapes"],
+                    "--plot": given["plot"], "--flex": given["flex"],
+                    "--precision": given["precision"]}  # fmt: skip
+    for flag, value in (of_models if chosen == "attention" else of_attention).items():
+        if value:
+            raise click.UsageError(f"{flag} is not for {chosen}")
+    return chosen
 
 
 def _check_modes(given: dict[str, Any]) -> None:
@@ -201,10 +258,11 @@ def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
 
 
-def _show(session: Session, report: Report) -> None:
+def _show(session: Session, report: Report, published: dict[str, Any] | None) -> None:
     from elsa_core.bench import environment, results, tables
 
-    session.document("bench attention", report.environment, report.to_dict())
+    added = bench_compare.added(results.document(report), published)
+    session.document("bench attention", report.environment, report.to_dict() | added)
     session.line(environment.label(report.environment), "bold")
     columns = (">ms", "best peer", ">ms", ">ratio", ">GFLOP/s", ">error", ">peer's")
     for table in dict.fromkeys(result.case.table for result in report.cases):

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 @click.option("--all-sites", is_flag=True, help="Fail when any attention site cannot be patched.")
 @kernel_options
 @click.option(
+    "--plan",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Patch exactly the sites of a plan that `elsa profile --policy` wrote.",
+)
+@click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
@@ -50,6 +56,7 @@ def command(
     model: str,
     check: bool,
     all_sites: bool,
+    plan: Path | None,
     output: Path | None,
     force: bool,
     dry_run: bool,
@@ -68,8 +75,13 @@ def command(
     # Images are read by the check alone: whoever names some wants one.
     check = check or options.images is not None
     _check_target(output, force)
+    if plan is not None:
+        pipeline.check_plan_alone(all_sites)
     loaded = pipeline.open_model(session, model, options)
-    report = pipeline.patch_model(session, loaded, options, strict=all_sites)
+    if plan is None:
+        report = pipeline.patch_model(session, loaded, options, strict=all_sites)
+    else:
+        report = pipeline.patch_by_plan(session, loaded, plan)
     routes = pipeline.routes(session, loaded, report)
     outcome = pipeline.check_model(session, loaded, options) if check else None
     good = outcome is None or outcome.ok

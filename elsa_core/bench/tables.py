@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from elsa_core.bench import model_tables
 from elsa_core.bench.environment import label
 from elsa_core.errors import ArgumentError
 
@@ -32,6 +33,7 @@ _BLOCK: Final = re.compile(
 )
 _MARKER: Final = re.compile(r"<!-- (?:begin|end):bench:[^\n]*?-->")
 
+_COMMANDS: Final = ("bench attention", "bench models")
 _NAMED: Final = 8  # cases that a summary names; the table has them all
 
 Document = dict[str, Any]
@@ -75,18 +77,16 @@ def load(path: Path) -> Document:
     """Read a result document.
 
     Raises:
-        ArgumentError: the file is missing, or is no document of `elsa bench attention`.
+        ArgumentError: the file is missing, or is no document of `elsa bench`.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArgumentError(
-            f"{path}: no such result; `elsa bench attention -o` writes it"
-        ) from None
+        raise ArgumentError(f"{path}: no such result; `elsa bench -o` writes it") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path}: not a result document: {error}") from error
-    if not isinstance(document, dict) or document.get("command") != "bench attention":
-        raise ArgumentError(f"{path}: not a result document of `elsa bench attention`")
+    if not isinstance(document, dict) or document.get("command") not in _COMMANDS:
+        raise ArgumentError(f"{path}: not a result document of `elsa bench`")
     return document
 
 
@@ -96,15 +96,16 @@ def render(document: Document, table: str) -> str:
     Raises:
         ArgumentError: the document has no such table.
     """
+    models = document["command"] == "bench models"
     if table == "summary":
-        return summary(document) + "\n"
+        return (model_tables.summary if models else summary)(document) + "\n"
     cases = [case for case in document["results"]["cases"] if case["case"]["table"] == table]
     if not cases:
         known = ", ".join(dict.fromkeys(c["case"]["table"] for c in document["results"]["cases"]))
         raise ArgumentError(f"table: the document has no {table!r}; it has {known}, summary")
     if table == "sweep":
         return _sweep(cases)
-    columns, rows = table_of(cases)
+    columns, rows = (model_tables.table_of if models else table_of)(cases)
     return markdown(columns, rows)
 
 

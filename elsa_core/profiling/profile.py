@@ -83,7 +83,7 @@ def profile(
     names = variants.chosen(baselines, device)
     tell("patching", 0, 0)
     plain, patched, report = _both(model, precision, backend, include, exclude)
-    found = _sites_of(plain, report, first)
+    found = _sites_of(plain, report, first) if sites else ()
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
     contenders = list(built.contenders)
     clocks: dict[str, SiteClock] = {}

@@ -36,7 +36,7 @@ from elsa_core.profiling.document import (
 )
 from elsa_core.profiling.profile import profile
 from elsa_core.profiling.room import limited
-from elsa_core.profiling.variants import first_line, is_out_of_memory
+from elsa_core.profiling.variants import first_line, forget_compiled, is_out_of_memory
 from elsa_core.version import __version__
 
 Progress = Callable[[str, int, int], None]
@@ -163,7 +163,7 @@ def run(
                 rows.append(_row(point, NOT_APPLICABLE, refusal))
             else:
                 tell("loading", 0, 0)
-                torch._dynamo.reset()  # its limit of recompilations would stop a long sweep
+                forget_compiled()
                 loaded, row = _measured(plan, point, group, loaded, tell)
                 rows.append(row)
             document["results"]["complete"] = len(rows) == len(points)

@@ -6,6 +6,7 @@ All of them share the model's weights; only the modules around the weights are c
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -234,6 +235,14 @@ def _graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
         replay = timing.captured(call)
         torch.cuda.synchronize()
     return replay, max(0, torch.cuda.max_memory_allocated() - before)
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile made so far: its limit of recompilations would end a long sweep in
+    plain eager, without a word."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def unpatched_copy(model: nn.Module) -> nn.Module:

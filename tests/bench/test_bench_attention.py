@@ -225,4 +225,4 @@ def test_percentiles_are_nearest_rank() -> None:
     assert results.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert results.percentile([1.0], 0.9) == 1.0
     assert results.percentile(range(1, 101), 0.9) == 90
-    assert results._finite({"a": math.nan, "b": 1.0}) == {"a": None, "b": 1.0}
+    assert results.finite({"a": math.nan, "b": 1.0}) == {"a": None, "b": 1.0}

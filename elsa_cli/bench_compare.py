@@ -1,0 +1,96 @@
+"""`elsa bench --compare`: a run beside a published one; what became worse ends with exit code 1."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elsa_cli.console import Session
+from elsa_cli.errors import VerdictError
+
+if TYPE_CHECKING:
+    from elsa_core.bench.compare import Comparison
+
+Document = dict[str, Any]
+
+
+def published(given: str | None) -> Document | None:
+    """The document that --compare names: a file, or one that elsa ships.
+
+    Raises: ArgumentError.
+    """
+    if given is None:
+        return None
+    from elsa_core.bench import tables
+
+    shipped = tables.RESULTS / f"{given}.json"
+    named = re.fullmatch(r"[\w-]+", given) and shipped.is_file() and not Path(given).exists()
+    return tables.load(shipped if named else Path(given))
+
+
+def names(document: Document) -> tuple[str, ...]:
+    """Patterns that match the cases of a document, and them alone."""
+    special = re.compile(r"([*?[])")
+    return tuple(special.sub(r"[\1]", c["case"]["name"]) for c in document["results"]["cases"])
+
+
+def files(session: Session, own: Path, other: Document | None) -> None:
+    """Compare an earlier run with another one; nothing is measured."""
+    from elsa_core.bench import tables
+    from elsa_core.errors import ArgumentError
+
+    assert other is not None
+    document = tables.load(own)
+    if document["command"] != other["command"]:
+        raise ArgumentError(f"{own} holds {document['command']}, not {other['command']}")
+    results = document["results"] | added(document, other)
+    session.document(document["command"], document["environment"], results)
+    judge(session, document, other)
+
+
+def added(own: Document, other: Document | None) -> Document:
+    """What --compare adds to the results of a JSON document."""
+    return {} if other is None else {"comparison": _compared(own, other).to_dict()}
+
+
+def judge(session: Session, own: Document, other: Document) -> None:
+    """Show both runs side by side; regressions end the command.
+
+    Raises: VerdictError.
+    """
+    from elsa_core.bench import environment
+
+    found = _compared(own, other)
+    session.line()
+    session.line(f"against {environment.label(other['environment'])}", "bold")
+    rows = []
+    for row in found.rows:
+        spans = (f"{row.own_low:.2f}-{row.own_high:.2f}",
+                 f"{row.published_low:.2f}-{row.published_high:.2f}")  # fmt: skip
+        cells = [row.name, f"{row.own:.2f}", spans[0], f"{row.published:.2f}", spans[1]]
+        if found.same_machine:
+            cells.append(f"{(row.seconds or 0) * 1e3:.3g}/{(row.published_seconds or 0) * 1e3:.3g}")
+        mark = {"regression": "FAIL worse", "better": "better"}.get(row.verdict, "")
+        rows.append([*cells, f"{mark} {row.note}".strip()])
+    times = (">ms now/then",) if found.same_machine else ()
+    columns = ("case", ">ratio", ">", ">published", ">", *times, "")
+    session.table(columns, rows)
+    worse = found.regressions
+    missing = f"; {len(found.missing)} of its cases were not measured" if found.missing else ""
+    line = f"{len(found.rows)} cases compared, {len(worse)} worse{missing}"
+    session.line(line, "bold red" if worse else "bold", even_quiet=True)
+    if worse:
+        named = ", ".join(row.name for row in worse[:5])
+        more = f" and {len(worse) - 5} more" if len(worse) > 5 else ""
+        raise VerdictError(f"worse than published: {named}{more}")
+
+
+def _compared(own: Document, other: Document) -> Comparison:
+    from elsa_core.bench.compare import compare
+    from elsa_core.errors import ModelError
+
+    try:
+        return compare(own, other)
+    except (KeyError, TypeError, StopIteration, IndexError, AttributeError) as error:
+        raise ModelError(f"a document to compare lacks what `elsa bench` writes: {error}") from None

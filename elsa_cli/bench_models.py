@@ -1,0 +1,134 @@
+"""`elsa bench models`: whole models, patched against every way one would otherwise run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elsa_cli import bench_compare
+from elsa_cli.console import Session
+from elsa_cli.errors import TargetError, VerdictError
+from elsa_cli.options import resolve_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from elsa_core.bench.models import ModelCase
+
+Document = dict[str, Any]
+
+
+def run(session: Session, given: dict[str, Any], published: Document | None) -> None:
+    """Measure the models that the options name, keep them in --output as they come, show them."""
+    import torch
+
+    from elsa_core.bench import environment, models
+
+    # Listing what a GPU would measure needs none.
+    listed = given["dry_run"] and given["device"] != "auto"
+    device = torch.device(given["device"] if listed else resolve_device(given["device"]))
+    cases = models.select(
+        device.type, tables=given["tables"], patterns=given["patterns"], quick=given["quick"],
+        dtype=given["dtype"],
+    )  # fmt: skip
+    if given["dry_run"]:
+        _list(session, cases, device)
+        return
+    target: Path | None = given["output"]
+    _check_target(target, device, given)
+    settings = models.settings(
+        device, baselines=given["baselines"], rounds=given["rounds"],
+        budget_seconds=given["budget"], seed=given["seed"], backend=given["backend"],
+    )  # fmt: skip
+    document = models.started(settings, environment.describe(device))
+    if given["resume"] and target is not None and target.exists():
+        document = models.read(target, document)
+
+    def keep(document: Document) -> None:
+        if target is not None:
+            models.write(document, target)
+            if target not in session.written:
+                session.written.append(target)
+
+    try:
+        with session.stage("measuring") as update:
+            models.run(
+                cases, document, device=device, keep=keep, limit_seconds=given["limit"],
+                progress=update,
+            )  # fmt: skip
+    except BaseException:
+        if document["results"]["cases"]:
+            _show(session, document, published)
+        raise
+    _show(session, document, published)
+    left = len(cases) - len(document["results"]["cases"])
+    if left > 0:
+        hint = f"; --resume -o {target} goes on" if target is not None else ""
+        session.line(f"{left} of {len(cases)} models are left{hint}")
+    wrong = [case["case"]["name"] for case in document["results"]["cases"] if case["wrong"]]
+    if wrong:
+        raise VerdictError(f"wrong results: {', '.join(wrong)}")
+    if published is not None:
+        bench_compare.judge(session, document, published)
+
+
+def _check_target(target: Path | None, device: torch.device, given: dict[str, Any]) -> None:
+    from elsa_core.bench import environment
+    from elsa_core.errors import UnavailableError
+
+    if target is None:
+        return
+    if not target.parent.is_dir():
+        raise TargetError(f"{target}: its folder does not exist; create it first")
+    if target.exists() and not (given["force"] or given["resume"]):
+        raise TargetError(f"{target} exists; use --resume to go on, or --force to replace it")
+    why = environment.busy(device)
+    if why and not given["allow_busy"]:
+        raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
+
+
+def _list(session: Session, cases: tuple[ModelCase, ...], device: torch.device) -> None:
+    from torch.cuda import is_available
+
+    from elsa_core.bench import environment
+
+    there = device.type == "cpu" or is_available()
+    results = {"dry_run": True, "models": [case.to_dict() for case in cases]}
+    session.document("bench models", environment.describe(device if there else "cpu"), results)
+    rows = [
+        [case.name, case.model, str(case.image_size), str(case.batch), case.dtype,
+         "-" if case.window is None else str(case.window)]
+        for case in cases
+    ]  # fmt: skip
+    session.table(("case", "model", ">px", ">batch", "dtype", ">window"), rows)
+    session.line(f"{len(cases)} models on {device}; nothing was measured", even_quiet=True)
+
+
+def _show(session: Session, document: Document, published: Document | None) -> None:
+    from elsa_core.bench import environment, model_tables
+
+    results = document["results"] | bench_compare.added(document, published)
+    session.document("bench models", document["environment"], results)
+    session.line(environment.label(document["environment"]), "bold")
+    rows = []
+    for case in document["results"]["cases"]:
+        runs = {m["contender"]: m for m in case["measurements"]}
+        name = case["case"]["name"]
+        if not runs:
+            rows.append([name, "no: not measured", *[""] * 4])
+            session.log(f"{name}: {next(iter(case['left_out'].values()), '')}")
+            continue
+        best, own, gain = runs[case["best_peer"]], runs[case["best_own"]], case["gain"]
+        verdict = "FAIL wrong" if case["wrong"] else gain["verdict"]
+        rows.append([
+            name, f"{best['contender']} {best['seconds'] * 1e3:.3g}", f"{own['seconds'] * 1e3:.3g}",
+            f"{gain['value']:.2f}", f"{gain['low']:.2f}-{gain['high']:.2f}", verdict,
+        ])  # fmt: skip
+    session.table(("model", ">best baseline, ms", ">patched", ">gain", ">95%", ""), rows)
+    lines = [w for case in document["results"]["cases"] for w in case["warnings"]]
+    for line in dict.fromkeys(lines if session.verbose else ()):
+        session.warn(line)
+    if document["results"]["busy"]:
+        session.warn(f"the machine was not free: {document['results']['busy']}")
+    text = model_tables.summary(document)
+    session.line(text.partition("Patched")[1] + text.partition("Patched")[2], even_quiet=True)

@@ -1,0 +1,132 @@
+"""`elsa bench --compare`: one run beside a published one, and what became worse."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+Document = dict[str, Any]
+
+REGRESSION: Final = "regression"
+BETTER: Final = "better"
+SAME: Final = "same"
+_MARGIN: Final = 0.05  # by which intervals have to be apart: machines of one name differ by as much
+_ERRORS: Final = 2.0  # times the published error, from which on it is another computation
+_MACHINE: Final = ("cpu", "threads", "gpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of both runs.
+
+    Attributes:
+        name: the case.
+        own, published: best peer's time over elsa's.
+        own_low, own_high, published_low, published_high: intervals of these ratios.
+        verdict: `REGRESSION` where the own interval lies below the published one by more than 5%,
+            or the error is over twice the published; `BETTER`, `SAME`.
+        seconds, published_seconds: of elsa; None where the machines differ.
+        note: what the verdict rests on, where it is not the ratio.
+    """
+
+    name: str
+    own: float
+    own_low: float
+    own_high: float
+    published: float
+    published_low: float
+    published_high: float
+    verdict: str
+    seconds: float | None
+    published_seconds: float | None
+    note: str
+
+    def to_dict(self) -> Document:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All cases that both runs have. Ratios against peers of the same run compare machines that
+    differ; times do only where `same_machine`."""
+
+    rows: tuple[Row, ...]
+    same_machine: bool
+    missing: tuple[str, ...]
+
+    @property
+    def regressions(self) -> tuple[Row, ...]:
+        """What became worse."""
+        return tuple(row for row in self.rows if row.verdict == REGRESSION)
+
+    def to_dict(self) -> Document:
+        """Plain data for JSON."""
+        return {
+            "rows": [row.to_dict() for row in self.rows],
+            "same_machine": self.same_machine,
+            "missing": list(self.missing),
+        }
+
+
+def compare(own: Document, published: Document) -> Comparison:
+    """Set two result documents of the same command side by side.
+
+    Args:
+        own: of this machine, now.
+        published: what it is held against. Its cases that `own` lacks are `missing`.
+    """
+    same = all(own["environment"].get(n) == published["environment"].get(n) for n in _MACHINE)
+    mine = {case["case"]["name"]: case for case in own["results"]["cases"]}
+    rows, missing = [], []
+    for case in published["results"]["cases"]:
+        name = case["case"]["name"]
+        there, here = _figures(case), _figures(mine[name]) if name in mine else None
+        if there is None:
+            continue
+        if here is None:
+            missing.append(name)
+        else:
+            rows.append(_row(name, here, there, same))
+    return Comparison(tuple(rows), same, tuple(missing))
+
+
+@dataclass(frozen=True)
+class _Figures:
+    ratio: float
+    low: float
+    high: float
+    seconds: float
+    error: float | None
+
+
+def _figures(case: Document) -> _Figures | None:
+    """What is compared of a case, None where it was not measured or has no peer."""
+    if "gain" in case:
+        gain = case["gain"]
+        if gain is None:
+            return None
+        run = next(m for m in case["measurements"] if m["contender"] == case["best_own"])
+        error = case["errors"][0] if case["errors"] else None
+        return _Figures(gain["value"], gain["low"], gain["high"], run["seconds"], error)
+    first = case["case"]["precisions"][0]
+    run = next((m for m in case["measurements"] if m["precision"] == first), None)
+    if run is None or run["ratio"] is None:
+        return None
+    return _Figures(run["ratio"], run["ratio_p10"], run["ratio_p90"], run["seconds"], run["error"])
+
+
+def _row(name: str, own: _Figures, published: _Figures, same: bool) -> Row:
+    verdict, note = SAME, ""
+    if own.high < published.low * (1 - _MARGIN):
+        verdict = REGRESSION
+    elif own.low > published.high * (1 + _MARGIN):
+        verdict = BETTER
+    known = own.error is not None and published.error is not None
+    if known and not own.error <= _ERRORS * published.error:  # type: ignore[operator]
+        verdict = REGRESSION
+        note = f"error {own.error:.1e}, published {published.error:.1e}"
+    return Row(
+        name, own.ratio, own.low, own.high, published.ratio, published.low, published.high,
+        verdict, own.seconds if same else None, published.seconds if same else None, note,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""README's tables of `elsa bench models`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from elsa_core.bench.environment import label
+
+Document = dict[str, Any]
+
+
+def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: time of every run, the gain with its interval, memory, errors."""
+    names = list(dict.fromkeys(m["contender"] for c in cases for m in c["measurements"]))
+    names.sort(key=lambda name: (name.startswith("patched"), 0))
+    dtypes = {case["case"]["dtype"] for case in cases}
+    columns = ["model", ">px", ">batch", *(["dtype"] if len(dtypes) > 1 else [])]
+    columns += [f">{name}, ms" for name in names]
+    columns += [">gain (95%)", ">MB best baseline / elsa", ">error elsa / original"]
+    rows = []
+    for case in cases:
+        asked = case["case"]
+        row = [asked["label"], str(asked["image_size"]), str(asked["batch"])]
+        row += [asked["dtype"]] if len(dtypes) > 1 else []
+        found = {m["contender"]: m for m in case["measurements"]}
+        row += [_time(found.get(name), case) for name in names]
+        row += [_gain(case), _memory(found, case), _errors(case)]
+        rows.append(row)
+    return columns, rows
+
+
+def summary(document: Document) -> str:
+    """Where it was measured, where patching won, and by how much at most."""
+    cases = [c for c in document["results"]["cases"] if c["gain"] is not None and not c["wrong"]]
+    verdicts = [case["gain"]["verdict"] for case in cases]
+    text = f"Measured on {label(document['environment'])}. Patched models are faster than the "
+    text += f"fastest baseline in {verdicts.count('faster')} of {len(cases)} cases, slower in "
+    text += f"{verdicts.count('slower')}; the rest shows no difference."
+    failed = [c for c in document["results"]["cases"] if c["gain"] is None]
+    if failed:
+        named = ", ".join(
+            f"{c['case']['name']} ({next(iter(c['left_out'].values()), '')})" for c in failed
+        )
+        text += f" Not measured: {named}."
+    wrong = [c["case"]["name"] for c in document["results"]["cases"] if c["wrong"]]
+    if wrong:
+        text += f" Wrong results: {', '.join(wrong)}."
+    if document["results"]["busy"]:
+        text += f" The machine was not free: {document['results']['busy']}."
+    return text
+
+
+def _time(measured: Document | None, case: Document) -> str:
+    if measured is None:
+        return "-"
+    if measured["contender"] in case["wrong"]:
+        return "wrong"
+    text = f"{measured['seconds'] * 1e3:.3g}"
+    best = (case["best_peer"], case["best_own"])
+    return f"**{text}**" if measured["contender"] in best else text
+
+
+def _gain(case: Document) -> str:
+    gain = case["gain"]
+    if gain is None:
+        return "-"
+    return f"{gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
+
+
+def _memory(found: dict[str, Document], case: Document) -> str:
+    cells = []
+    for name in (case["best_peer"], case["best_own"]):
+        held = found.get(name, {}).get("memory_bytes")
+        cells.append("-" if held is None else f"{held / 1e6:.0f}")
+    return " / ".join(cells)
+
+
+def _errors(case: Document) -> str:
+    if case["errors"] is None:
+        return "-"
+    return " / ".join("-" if error is None else f"{error:.1e}" for error in case["errors"])

@@ -1,0 +1,376 @@
+"""`elsa bench models`: whole models, patched against every way one would otherwise run them.
+
+The models and sizes of the ELSA paper's tables, at batch 8 and over sweeps of resolution. Each case
+is one `elsa_core.profiling.profile.profile`; its result goes into the document at once, so that a
+long run can be stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from elsa_core.bench import environment
+from elsa_core.bench.cases import DTYPES
+from elsa_core.bench.results import SCHEMA_VERSION, finite, write_text
+from elsa_core.errors import ArgumentError, ElsaError, ModelError
+from elsa_core.models.check import check
+from elsa_core.models.patch import patch
+from elsa_core.profiling import variants
+from elsa_core.profiling.profile import profile
+from elsa_core.profiling.report import ProfileReport
+from elsa_core.profiling.room import limited
+from elsa_core.version import __version__
+
+COMMAND: Final = "bench models"
+Progress = Callable[[str, int, int], None]
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One model at one size.
+
+    Attributes:
+        table: "batch8" (the paper's tables) or "resolution" (sweeps).
+        label: what the tables call the model.
+        model: `timm:...` or `open_clip:...` (its image tower).
+        image_size: side in pixels.
+        window: window size of a Swin, None for its own.
+        quick: whether the short run includes it.
+    """
+
+    table: str
+    label: str
+    model: str
+    image_size: int
+    batch: int
+    dtype: str = "fp32"
+    precision: str = "strict"
+    window: int | None = None
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique in its device's tables: `batch8/ViT-B-224x8-fp32`."""
+        label = self.label.replace(" ", "-")
+        return f"{self.table}/{label}-{self.image_size}x{self.batch}-{self.dtype}"
+
+    def to_dict(self) -> Document:
+        """Plain data for JSON."""
+        return {"name": self.name, **asdict(self)}
+
+
+_PAPER: Final = (
+    # label, model, side, window, too long for a CPU at batch 8
+    ("ViT-T", "timm:vit_tiny_patch16_224", 224, None, False),
+    ("ViT-S", "timm:vit_small_patch16_224", 224, None, False),
+    ("ViT-M", "timm:vit_medium_patch16_gap_256", 256, None, False),
+    ("ViT-B", "timm:vit_base_patch16_224", 224, None, False),
+    ("Swin-T W8", "timm:swin_tiny_patch4_window7_224", 256, 8, False),
+    ("Swin-T W16", "timm:swin_tiny_patch4_window7_224", 256, 16, False),
+    ("Swin-S W8", "timm:swin_small_patch4_window7_224", 256, 8, False),
+    ("Swin-S W16", "timm:swin_small_patch4_window7_224", 256, 16, False),
+    ("CLIP B/32", "open_clip:ViT-B-32", 224, None, False),
+    ("CLIP B/16", "open_clip:ViT-B-16", 224, None, False),
+    ("CLIP L/14", "open_clip:ViT-L-14", 224, None, True),
+    ("CLIP L/14@336", "open_clip:ViT-L-14-336", 336, None, True),
+    ("SAM B", "timm:samvit_base_patch16", 1024, None, True),
+)
+_SWEPT: Final = (
+    ("ViT-T", "timm:vit_tiny_patch16_224", (224, 384, 512, 768, 1024)),
+    ("ViT-B", "timm:vit_base_patch16_224", (224, 384, 512, 768, 1024)),
+    ("Swin-T", "timm:swin_tiny_patch4_window7_224", (224, 448, 672, 896)),
+)
+_QUICK: Final = ("ViT-T", "Swin-T W8", "CLIP B/32")
+
+
+def _paper(device_type: str) -> Iterable[ModelCase]:
+    for dtype in ("fp32", "fp16") if device_type == "cuda" else ("fp32",):
+        for label, model, side, window, long in _PAPER:
+            batch = 1 if long and device_type == "cpu" else 8
+            yield ModelCase("batch8", label, model, side, batch, dtype, window=window,
+                            quick=label in _QUICK)  # fmt: skip
+
+
+def _sweeps(device_type: str) -> Iterable[ModelCase]:
+    for dtype in ("fp32", "fp16") if device_type == "cuda" else ("fp32",):
+        for label, model, sides in _SWEPT:
+            for side in sides:
+                quick = label == "ViT-T" and side in (224, 384)
+                yield ModelCase("resolution", label, model, side, 1, dtype, quick=quick)
+
+
+TABLES: Final[dict[str, dict[str, tuple[ModelCase, ...]]]] = {
+    device_type: {"batch8": tuple(_paper(device_type)), "resolution": tuple(_sweeps(device_type))}
+    for device_type in ("cpu", "cuda")
+}
+"""Cases by device type and table, in the order in which they are measured."""
+
+
+def select(
+    device_type: str,
+    *,
+    tables: Sequence[str] = (),
+    patterns: Sequence[str] = (),
+    quick: bool = False,
+    dtype: str | None = None,
+) -> tuple[ModelCase, ...]:
+    """The cases of a device; arguments as of `elsa_core.bench.cases.select`.
+
+    Raises:
+        ArgumentError: a table that does not exist, or nothing matches.
+    """
+    of_device = TABLES.get(device_type, {})
+    for table in tables:
+        if table not in of_device:
+            raise ArgumentError(f"table: no table {table!r}; use one of {', '.join(of_device)}")
+    chosen = tuple(
+        case
+        for name, cases in of_device.items()
+        for case in cases
+        if (not tables or name in tables)
+        and (not quick or case.quick)
+        and dtype in (None, case.dtype)
+        and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
+    )
+    if not chosen:
+        raise ArgumentError("cases: no model matches the selection; --dry-run lists them")
+    return chosen
+
+
+def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
+    """The model of a case with random weights from `seed`; of a CLIP the image tower.
+
+    Raises:
+        ElsaError: its library is missing or cannot build it.
+    """
+    from elsa_core.models.load import load
+
+    size = case.image_size
+    if case.window is None:
+        model = load(case.model, image_size=size, seed=seed)
+        tower: nn.Module = model.visual if case.model.startswith("open_clip:") else model  # type: ignore[assignment]
+    else:
+        import timm
+
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            tower = timm.create_model(
+                case.model.removeprefix("timm:"), img_size=size, window_size=case.window
+            )
+    return tower.eval().to(device=device, dtype=DTYPES[case.dtype])
+
+
+def run(
+    cases: Sequence[ModelCase],
+    document: Document,
+    *,
+    device: torch.device,
+    keep: Callable[[Document], None] = lambda document: None,
+    limit_seconds: float | None = None,
+    progress: Progress | None = None,
+) -> Document:
+    """Measure the cases that the document does not hold yet.
+
+    A case that fails is a row with its reason. None begins after `limit_seconds`.
+
+    Args:
+        cases: from `select`.
+        document: from `started` or `read`; changed in place.
+        device: where the models run.
+        keep: called with the document after each case.
+        limit_seconds: of the whole run; None for no limit.
+        progress: called with (what, index, number of cases).
+    """
+    results = document["results"]
+    present = {result["case"]["name"] for result in results["cases"]}
+    missing = [case for case in cases if case.name not in present]
+    end = None if limit_seconds is None else time.monotonic() + limit_seconds
+    matmul = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no peer may compute fp32 in TF32
+    try:
+        for i, case in enumerate(missing):
+            if end is not None and time.monotonic() > end:
+                break
+            results["busy"] = results["busy"] or environment.busy(device)
+
+            def tell(what: str, done: int, total: int, i: int = i, name: str = case.name) -> None:
+                if progress is not None:
+                    progress(f"{name}: {what}", i, len(missing))
+
+            results["cases"].append(measure(case, device, results["settings"], tell))
+            _in_order(results["cases"], cases)
+            results["complete"] = len(results["cases"]) >= len(cases)
+            keep(document)
+            _free(device)
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+    return document
+
+
+def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
+    """One case as plain data; see `result`."""
+    variants.forget_compiled()
+    try:
+        with limited(device):
+            tell("building", 0, 0)
+            model = build(case, device, settings["seed"])
+            generator = torch.Generator().manual_seed(settings["seed"])
+            shape = (case.batch, 3, case.image_size, case.image_size)
+            images = torch.randn(shape, generator=generator).to(device, DTYPES[case.dtype])
+            found = profile(
+                model, images, baselines=settings["baselines"], precision=case.precision,
+                backend=settings["backend"], rounds=settings["rounds"], seed=settings["seed"],
+                budget_seconds=settings["budget_seconds"], sites=False, progress=tell,
+            )  # fmt: skip
+            tell("checking", 0, 0)
+            return result(case, found, *_checked(model, images, case, settings["backend"]))
+    except (ElsaError, RuntimeError, MemoryError) as error:
+        return _empty(case, variants.first_line(error))
+
+
+def result(
+    case: ModelCase, found: ProfileReport, errors: tuple[float, float] | None, failures: list[str]
+) -> Document:
+    """The plain data of a measured case.
+
+    `measurements` are runs (`elsa_core.profiling.report.Run`) without `ratio`, which becomes
+    `ratio_to_best` for elsa's; `errors` are (elsa's, the original's) relative errors against
+    float64 on one image, None where they could not be checked.
+    """
+    runs = []
+    for run_ in found.runs:
+        plain = run_.to_dict()
+        plain["contender"] = plain.pop("name")
+        plain["precision"] = case.precision if plain.pop("patched") else None
+        runs.append(plain)
+    return {
+        "case": case.to_dict(),
+        "measurements": runs,
+        "best_peer": found.best_baseline,
+        "best_own": found.best_patched,
+        "gain": found.gain.to_dict(),
+        "sites": [found.patched, found.patched + found.kept],
+        "errors": None if errors is None else list(errors),
+        "wrong": ["patched"] if failures else [],
+        "left_out": dict(found.left_out),
+        "warnings": [*found.warnings, *failures],
+    }
+
+
+def _checked(
+    model: nn.Module, images: torch.Tensor, case: ModelCase, backend: str
+) -> tuple[tuple[float, float] | None, list[str]]:
+    patched = variants.shared_copy(model)
+    patch(patched, precision=case.precision, backend=backend)
+    try:
+        found = check(patched, images[:1], stress=False, batch_size=1)
+    except (ElsaError, RuntimeError, MemoryError):
+        return None, []
+    one = found.cases[0]
+    return (one.patched_error, one.original_error), list(found.failures)
+
+
+def _empty(case: ModelCase, reason: str) -> Document:
+    return {
+        "case": case.to_dict(), "measurements": [], "best_peer": "", "best_own": "", "gain": None,
+        "sites": [0, 0], "errors": None, "wrong": [], "left_out": {"all": reason}, "warnings": [],
+    }  # fmt: skip
+
+
+def _in_order(results: list[Document], cases: Sequence[ModelCase]) -> None:
+    places = {case.name: i for i, case in enumerate(cases)}
+    results.sort(key=lambda each: places.get(each["case"]["name"], len(places)))
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# The document and its file
+
+
+def settings(
+    device: torch.device,
+    *,
+    baselines: Sequence[str] | None = None,
+    rounds: int = 20,
+    budget_seconds: float = 20.0,
+    seed: int = 0,
+    backend: str = "auto",
+) -> Document:
+    """How to measure, as plain data.
+
+    Raises:
+        ArgumentError, UnavailableError: as `elsa_core.profiling.variants.chosen`.
+    """
+    return {
+        "baselines": list(variants.chosen(baselines, device)),
+        "rounds": rounds,
+        "budget_seconds": budget_seconds,
+        "seed": seed,
+        "backend": backend,
+    }
+
+
+def started(chosen: Document, described: Document) -> Document:
+    """An empty document: settings from `settings`, environment from `environment.describe`."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "elsa_version": __version__,
+        "command": COMMAND,
+        "environment": described,
+        "results": {"settings": chosen, "busy": "", "complete": False, "cases": []},
+    }
+
+
+def read(path: Path, fresh: Document) -> Document:
+    """The document that a run left in `path`, to go on with it.
+
+    Args:
+        path: the file.
+        fresh: what `started` gives now; the file must be of the same machine and settings.
+
+    Raises:
+        ArgumentError: it is of another machine or of other settings.
+        ModelError: it cannot be read, or is no such document.
+    """
+    try:
+        document: Document = json.loads(path.read_text(encoding="utf-8"))
+        found, described = document["results"], document["environment"]
+        right = document["command"] == COMMAND and isinstance(found["busy"], str)
+        names = [str(each["case"]["name"]) for each in found["cases"]]
+        held = {key: found["settings"].get(key) for key in fresh["results"]["settings"]}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} is no result of `elsa bench models`") from error
+    if not right or len(set(names)) < len(names):
+        raise ModelError(f"{path} is no result of `elsa bench models`")
+    if held != fresh["results"]["settings"]:
+        raise ArgumentError(f"{path} was measured with other settings; use another file or --force")
+    for name in ("cpu", "threads", "gpu"):
+        if described.get(name) != fresh["environment"].get(name):
+            raise ArgumentError(f"{path} was measured on another machine ({described.get(name)})")
+    return document
+
+
+def write(document: Document, path: Path) -> Path:
+    """Write a document, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    return write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", path)

@@ -1,0 +1,220 @@
+"""`elsa bench models` and `--compare`: cases, documents, tables, regressions."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from elsa_cli.main import run
+from elsa_core.bench import compare, environment, models, tables
+from elsa_core.bench.models import ModelCase
+from elsa_core.errors import ArgumentError
+
+CPU = torch.device("cpu")
+TINY = {
+    "cpu": {
+        "batch8": (
+            ModelCase("batch8", "ViT-T", "timm:vit_tiny_patch16_224", 32, 2, quick=True),
+            ModelCase("batch8", "Swin-T W4", "timm:swin_tiny_patch4_window7_224", 64, 1, window=4),
+        ),
+    }
+}
+SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.3")
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "busy", lambda _: "")
+    monkeypatch.setattr(models, "TABLES", TINY)
+
+
+def test_the_papers_models_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for device in ("cpu", "cuda"):
+        cases = models.select(device)
+        assert len({case.name for case in cases}) == len(cases)
+        labels = {case.label for case in cases if case.table == "batch8"}
+        assert {"ViT-T", "ViT-S", "ViT-M", "ViT-B", "Swin-T W8", "Swin-S W16", "SAM B"} <= labels
+        assert {"CLIP B/32", "CLIP B/16", "CLIP L/14", "CLIP L/14@336"} <= labels
+        assert 1 < len(models.select(device, quick=True)) < 10
+    assert {case.batch for case in models.select("cuda", tables=["batch8"])} == {8}
+    with pytest.raises(ArgumentError, match="no table 'x'"):
+        models.select("cpu", tables=["x"])
+    with pytest.raises(ArgumentError, match="--dry-run"):
+        models.select("cpu", patterns=["x"])
+
+
+@pytest.mark.parametrize("case", models.TABLES["cpu"]["batch8"], ids=lambda case: case.name)
+def test_every_model_can_be_built(case: ModelCase) -> None:
+    """On the meta device: shapes alone, as the case asks for them."""
+    if case.model.startswith("open_clip:"):
+        pytest.importorskip("open_clip")
+    with torch.device("meta"):
+        model = models.build(case, torch.device("meta"), 0)
+    if case.window is not None:
+        windows = {m.window_size for m in model.modules() if hasattr(m, "window_size")}
+        assert (case.window, case.window) in windows
+    assert any(p.is_meta for p in model.parameters())
+
+
+def test_a_run_is_kept_resumed_shown_and_rendered(
+    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
+) -> None:
+    line = ["bench", "models", *SHORT, "-o", "m.json", "--json"]
+    assert run([*line, "--quick"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    schema.validate(document)
+    assert document["command"] == "bench models" and document["results"]["complete"]
+    [first] = document["results"]["cases"]
+    assert first["sites"] == [12, 12] and first["wrong"] == []
+    assert first["errors"][0] <= 2 * first["errors"][1] + 5e-7
+    assert {m["contender"] for m in first["measurements"]} == {"eager", "patched"}
+    assert run(line) == 2 and "--resume" in capsys.readouterr().err
+    assert run([*line, "--resume"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    schema.validate(again)
+    assert again["results"]["cases"][0] == first
+    swin = again["results"]["cases"][1]
+    assert swin["case"]["window"] == 4
+    assert "sdpa" in {m["contender"] for m in swin["measurements"]}  # Swin leaves it off
+    kept = tables.load(Path("m.json"))
+    assert kept["results"] == again["results"]
+    lines = tables.render(kept, "batch8").splitlines()
+    assert lines[0].startswith("| model | px | batch | eager, ms | sdpa, ms | patched, ms | gain")
+    assert lines[2].startswith("| ViT-T | 32 | 2 | ") and len(lines) == 4
+    assert "faster than the fastest baseline in " in tables.render(kept, "summary")
+    assert run([*line[:-1], "--resume", "--rounds", "4"]) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_a_limit_leaves_models_for_later(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter([0.0, 0.5, 100.0])
+
+    class Time:
+        monotonic = staticmethod(lambda: next(clock))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "time", Time)
+        assert run(["bench", "models", *SHORT, "-o", "m.json", "--limit", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 2 models are left; --resume -o m.json goes on" in out
+    assert not tables.load(Path("m.json"))["results"]["complete"]
+
+
+def test_a_model_that_fails_is_a_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = ModelCase("batch8", "Odd", "timm:vit_tiny_patch16_224", 33, 1)
+    monkeypatch.setattr(models, "TABLES", {"cpu": {"batch8": (bad, TINY["cpu"]["batch8"][0])}})
+    assert run(["bench", "models", *SHORT, "-o", "m.json"]) == 0
+    out, err = capsys.readouterr()
+    assert "no: not measured" in out and "multiple of the patch size" in err
+    document = tables.load(Path("m.json"))
+    assert "| Odd | 33 | 1 | - |" in tables.render(document, "batch8")
+    assert "Not measured: batch8/Odd-33x1-fp32 (" in tables.render(document, "summary")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["models", "--trace"], "--trace is not for models"),
+        (["attention", "--limit", "5"], "--limit is not for attention"),
+        (["models", "--device", "cpu", "--baselines", "x"], "'x' is unknown"),
+        (["models", "--device", "cpu", "-o", "none/m.json"], "folder does not exist"),
+        ([], "Missing argument"),
+        (["models", "--compare", "attention_cpu"], "holds attention, not models"),
+        (["models", "--from", "m.json"], "--from goes with --compare"),
+        (["--compare", "nothing.json"], "no such result"),
+    ],
+)
+def test_wrong_arguments(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    code = run(["bench", *arguments])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1 and words in err
+
+
+def test_a_file_to_resume_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for content in ("", "[]", '{"command": "bench models", "results": {"cases": 3}}'):
+        Path("m.json").write_text(content)
+        assert run(["bench", "models", *SHORT, "-o", "m.json", "--resume"]) == 4
+        assert "m.json is no result of `elsa bench models`" in capsys.readouterr().err
+        assert Path("m.json").read_text() == content
+
+
+# --compare
+
+
+@pytest.fixture
+def published() -> dict[str, Any]:
+    return tables.load(tables.RESULTS / "attention_cpu.json")
+
+
+def worse(document: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The same run with elsa slower by a factor in its first case."""
+    changed = copy.deepcopy(document)
+    own = changed["results"]["cases"][0]["measurements"][0]
+    for key in ("ratio", "ratio_p10", "ratio_p90"):
+        own[key] /= factor
+    return changed
+
+
+def test_the_same_run_is_no_regression(published: dict[str, Any]) -> None:
+    found = compare.compare(published, published)
+    assert found.same_machine and not found.regressions and not found.missing
+    assert {row.verdict for row in found.rows} == {"same"}
+    assert len(found.rows) > 80 and found.rows[0].seconds is not None
+
+
+def test_regressions_are_called(published: dict[str, Any]) -> None:
+    name = published["results"]["cases"][0]["case"]["name"]
+    found = compare.compare(worse(published, 2.0), published)
+    assert [row.name for row in found.regressions] == [name]
+    assert compare.compare(published, worse(published, 2.0)).rows[0].verdict == "better"
+    wrong = copy.deepcopy(published)
+    wrong["results"]["cases"][0]["measurements"][0]["error"] *= 3
+    wrong["environment"]["cpu"] = "Another"
+    found = compare.compare(wrong, published)
+    assert [row.name for row in found.regressions] == [name]
+    assert "error" in found.rows[0].note and found.rows[0].seconds is None
+
+
+def test_compare_of_two_files(
+    capsys: pytest.CaptureFixture[str],
+    published: dict[str, Any],
+    schema: jsonschema.Draft202012Validator,
+) -> None:
+    Path("mine.json").write_text(json.dumps(worse(published, 2.0)))
+    Path("same.json").write_text(json.dumps(published))
+    line = ["bench", "--compare", "attention_cpu", "--from"]
+    assert run([*line, "same.json"]) == 0
+    assert "cases compared, 0 worse" in capsys.readouterr().out
+    assert run([*line, "mine.json"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAIL worse" in out and err.startswith("error: worse than published: vit/")
+    assert run([*line, "mine.json", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    schema.validate(document)
+    assert document["results"]["comparison"]["rows"][0]["verdict"] == "regression"
+    Path("mine.json").write_text('{"command": "bench attention", "results": {}}')
+    assert run([*line, "mine.json"]) == 4
+
+
+def test_a_run_is_compared_with_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "models", *SHORT, "--quick", "-o", "m.json"]) == 0
+    document = json.loads(Path("m.json").read_text())
+    gain = document["results"]["cases"][0]["gain"]
+    gain |= {"value": 900.0, "low": 800.0, "high": 1000.0}  # nobody's machine gets there
+    Path("m.json").write_text(json.dumps(document))
+    capsys.readouterr()
+    assert run(["bench", *SHORT, "--compare", "m.json"]) == 1
+    out, err = capsys.readouterr()
+    assert "1 cases compared, 1 worse" in out and "batch8/ViT-T-32x2-fp32" in err

@@ -1,0 +1,303 @@
+"""`elsa profile` as a user runs it: results, files, sweeps that stop, and whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from elsa_core.models.patch import patched_sites
+from elsa_core.profiling import sweep
+
+from .conftest import Answer, Elsa
+
+MODEL = "vit_tiny_patch16_224"
+FAST = ("--rounds", "3", "--budget", "0.2", "--no-errors")
+TINY = (MODEL, "--img", "32", *FAST)
+SCHEMA = json.loads(
+    resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text(encoding="utf-8")
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    hidden = [path.name for path in tmp_path.rglob("*") if path.name.startswith(".")]
+    assert not hidden, hidden
+
+
+def results(answer: Answer, code: int = 0) -> dict[str, Any]:
+    """The results of the one document on stdout, which keeps to the schema."""
+    assert answer.code == code, answer.err
+    found = json.loads(answer.out)
+    jsonschema.validate(found, SCHEMA, cls=jsonschema.Draft202012Validator)
+    part: dict[str, Any] = found["results"]
+    return part
+
+
+def sizes(found: dict[str, Any]) -> list[int]:
+    return [row["configuration"]["image_size"][0] for row in found["points"]]
+
+
+def errors_of(answer: Answer) -> list[str]:
+    """What stderr holds besides the warnings about a machine that others use too."""
+    return [line for line in answer.err.splitlines() if not line.startswith("warning: ")]
+
+
+def test_a_profile_for_people(elsa: Elsa) -> None:
+    answer = elsa("profile", "vit_tiny", "--img", "32", "--rounds", "6", "--budget", "1")
+    assert answer.code == 0 and errors_of(answer) == []
+    lines = answer.out.splitlines()
+    assert lines[0] == "vit_tiny → vit_tiny_patch16_224 · random weights"
+    assert any(line.startswith("32 px, batch 1, fp32, strict · ") for line in lines)
+    assert "without sdpa: fused attention is on already: the same as eager" in lines
+    table = [line.split()[0] for line in lines if line.startswith(("eager", "patched", "blocks."))]
+    assert table[:2] == ["eager", "patched"] and len(table) == 12  # ten sites of twelve
+    assert any(line.startswith("2 more sites") for line in lines)
+    assert any(line.startswith("rest of the model") for line in lines)
+    assert any(line.startswith("12 of 12 sites patched · ") for line in lines)
+    assert lines[-1].startswith("Next: elsa profile vit_tiny --img 32")
+    drawn = [line for line in lines if not line.startswith(("12 of", "Next"))]
+    assert max(map(len, drawn)) <= 80
+
+
+def test_a_sweep_as_a_document(elsa: Elsa) -> None:
+    answer = elsa(
+        "profile", MODEL, *FAST, "--img", "32,48", "--batch-size", "1,2", "--dtype", "bf16",
+        "--precision", "turbo,strict", "--no-sites", "--json", "-o", "p.json",
+    )  # fmt: skip
+    found = results(answer)
+    assert found["complete"] and len(found["points"]) == 8
+    assert found["settings"]["baselines"] == ["eager", "sdpa"]
+    refused = [row for row in found["points"] if row["status"] != "done"]
+    assert {(r["configuration"]["dtype"], r["configuration"]["precision"]) for r in refused} == {
+        ("bf16", "turbo")
+    }
+    assert "turbo" in refused[0]["reason"]
+    measured = [row["profile"] for row in found["points"] if row["status"] == "done"]
+    assert {(p["batch"], p["image_size"][0], p["dtype"]) for p in measured} == {
+        (b, s, "bfloat16") for b in (1, 2) for s in (32, 48)
+    }
+    assert json.loads(Path("p.json").read_text())["results"] == found
+
+
+def test_quiet_and_several_points(elsa: Elsa) -> None:
+    answer = elsa("profile", MODEL, *FAST, "--img", "32,48", "--no-sites", "-q")
+    assert answer.code == 0 and len(answer.out.splitlines()) == 1
+    assert answer.out.startswith("patched against the best baseline: ")
+    assert answer.err == ""
+
+
+def test_a_sweep_stops_and_goes_on(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C keeps what is finished; --resume measures the rest, and that alone."""
+    real, measured = sweep.profile, []
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        measured.append(args[1][0].shape[-1])
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **named)
+
+    monkeypatch.setattr(sweep, "profile", interrupted)
+    line = ("profile", MODEL, *FAST, "--img", "32,48,64", "--no-sites", "--json")
+    answer = elsa(*line, "-o", "p.json")
+    assert errors_of(answer) == ["interrupted; p.json is complete"]
+    first = results(answer, 130)
+    assert not first["complete"] and sizes(first) == [32]
+    assert json.loads(Path("p.json").read_text())["results"] == first
+    elsa(*line, "-o", "p.json").fails(2, "p.json exists", "--force", "--resume")
+    again = results(elsa(*line, "--resume", "p.json"))
+    assert again["complete"] and sizes(again) == [32, 48, 64]
+    assert again["points"][0] == first["points"][0]
+    assert measured == [32, 48, 48, 64]
+    assert results(elsa(*line, "--resume", "p.json")) == again
+    assert len(measured) == 4
+
+
+def test_an_interrupt_without_a_file_still_shows_the_rows(
+    elsa: Elsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = sweep.profile, []
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **named)
+
+    monkeypatch.setattr(sweep, "profile", interrupted)
+    answer = elsa("profile", MODEL, *FAST, "--img", "32,48", "--no-sites")
+    assert answer.code == 130
+    assert "32 px, batch 1, fp32, strict" in answer.out
+
+
+def test_out_of_memory_is_a_row(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sweep.profile
+
+    def hungry(model: Any, inputs: Any, **named: Any) -> Any:
+        if inputs[0].shape[-1] == 48:
+            torch.empty(2**60)
+        return real(model, inputs, **named)
+
+    monkeypatch.setattr(sweep, "profile", hungry)
+    line = ("profile", MODEL, *FAST, "--no-sites", "--json")
+    found = results(elsa(*line, "--img", "32,48,64"))
+    assert [row["status"] for row in found["points"]] == ["done", "out of memory", "done"]
+    assert "DefaultCPUAllocator" in found["points"][1]["reason"]
+    answer = elsa(*line, "--img", "48", "-o", "none.json")
+    assert [row["status"] for row in results(answer, 3)["points"]] == ["out of memory"]
+    assert len(errors_of(answer)) == 1 and "nothing fits in memory" in answer.err
+
+
+def test_a_model_that_does_not_fit(elsa: Elsa) -> None:
+    """Known before it is built: a row of the sweep, and the other rows are measured."""
+    line = ("profile", "vit_giant_patch14_224", *FAST, "--no-sites", "--json")
+    answer = elsa(*line, "--img", "16380")
+    row = results(answer, 3)["points"][0]
+    assert row["status"] == "out of memory" and "GiB" in row["reason"]
+    assert len(errors_of(answer)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((MODEL, "--baselines", "eager,tensorrt"), 2, ("'tensorrt' is unknown", "compile")),
+        ((MODEL, "--img", "32,65"), 2, ("65", "multiple of the patch size")),
+        ((MODEL, "--img", "0"), 2, ("--img-size",)),
+        ((MODEL, "--img", "32,,48"), 2, ("--img-size",)),
+        ((MODEL, "--batch-size", "1,x"), 2, ("--batch-size",)),
+        ((MODEL, "--dtype", "fp8"), 2, ("--dtype",)),
+        ((MODEL, "--dtype", "bf16", "--precision", "turbo"), 2, ("turbo",)),
+        ((MODEL, "--rounds", "2"), 2, ("--rounds",)),
+        ((MODEL, "-o", "none/p.json"), 2, ("none/p.json cannot be written",)),
+        ((MODEL, "--html", "/proc/none/r.html"), 2, ("/proc/none/r.html cannot be written",)),
+        ((MODEL, "--plot", "r.pdf"), 2, (".png or .svg",)),
+        ((MODEL, "--html", "r", "-o", "r"), 2, ("the same",)),
+        ((MODEL, "--policy", "faster", "--precision", "strict,turbo"), 2, ("one --precision",)),
+        ((MODEL, "--policy", "faster", "--no-sites"), 2, ("--no-sites",)),
+        ((MODEL, "--resume", "a", "-o", "b"), 2, ("--resume",)),
+        (("vit_bas_patch16_224",), 4, ("vit_base_patch16_224",)),
+        (("resnet18", "--img", "32", *FAST), 1, ("nothing to patch",)),
+    ],
+)
+def test_bad_input_is_one_line(
+    elsa: Elsa, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    elsa("profile", *arguments).fails(code, *words)
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(elsa: Elsa) -> None:
+    elsa("profile", *TINY, "--device", "cuda").fails(3, "--device cuda")
+    elsa("profile", *TINY, "--baselines", "compile+graph").fails(3, "needs a CUDA GPU")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[1]", "no object"),
+        ('{"command": "check"}', "environment"),
+        ('{"command": "profile", "environment": {}, "results": {"x": NaN}}', "NaN"),
+        (
+            '{"schema_version": 1, "command": "profile", "environment": {}, "results": {"model": '
+            '{}, "settings": {}, "complete": false, "points": [{"status": "done"}]}}',
+            "configuration of a point",
+        ),
+    ],
+)
+def test_a_file_to_resume_that_is_none(elsa: Elsa, content: str, words: str) -> None:
+    Path("p.json").write_text(content)
+    elsa("profile", *TINY, "--resume", "p.json").fails(4, "p.json", words)
+    assert Path("p.json").read_text() == content
+
+
+def test_a_file_to_resume_of_something_else(elsa: Elsa) -> None:
+    assert elsa("profile", *TINY, "--no-sites", "-o", "p.json").code == 0
+    kept = Path("p.json").read_text()
+    line = (MODEL, "--img", "48", "--no-sites", "--resume", "p.json")
+    elsa("profile", *line, *FAST, "--baselines", "control").fails(2, "another sweep", "baselines")
+    elsa("profile", "vit_small_patch16_224", *line[1:], *FAST).fails(2, "another sweep")
+    document = json.loads(kept)
+    document["environment"]["cpu"] = "Another"
+    Path("p.json").write_text(json.dumps(document))
+    elsa("profile", *line, *FAST).fails(2, "another machine", "Another")
+
+
+def test_a_plan_leaves_slow_sites_alone(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the profile to `elsa patch --plan`: a site that measured slower stays as it was."""
+    from elsa_core.profiling import profile as module
+
+    real = module.profiles
+
+    def half(*args: Any, **named: Any) -> Any:
+        """Odd blocks are slower by a third, the others faster, whatever this machine says."""
+        from dataclasses import replace
+
+        from elsa_core.profiling.measure import Ratio
+
+        rows = real(*args, **named)
+        fast, slow = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.75, 0.7, 0.8, 9)
+        return tuple(
+            replace(
+                row, ratio=slow if ".1." in row.path or ".3." in row.path else fast,
+                extra=("slow",) if ".1." in row.path or ".3." in row.path else (),
+            )
+            for row in rows
+        )  # fmt: skip
+
+    monkeypatch.setattr(module, "profiles", half)
+    answer = elsa("profile", *TINY, "--policy", "faster")
+    assert answer.code == 0, answer.err
+    assert "plan: plan.json (10 sites patched, 2 left alone where ELSA was slower)" in answer.out
+    assert "Next: elsa patch vit_tiny_patch16_224 --plan plan.json -o DIR" in answer.out
+    plan = json.loads(Path("plan.json").read_text())
+    assert set(plan["kept"]) == {"blocks.1.attn", "blocks.3.attn"}
+    assert "0.75x" in plan["kept"]["blocks.1.attn"]
+    assert plan["sites"][:3] == ["blocks.0.attn", "blocks.2.attn", "blocks.4.attn"]
+    elsa("profile", *TINY, "--policy", "faster").fails(2, "plan.json exists")
+    patched = elsa("patch", MODEL, "--img", "32", "--plan", "plan.json", "-o", "saved")
+    assert patched.code == 0, patched.err
+    assert "10 of 12 sites patched" in patched.out and "slower when profiled: 0.75x" in patched.out
+    import elsa_core
+
+    assert set(patched_sites(elsa_core.load("./saved"))) == set(plan["sites"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sites": ["blocks.99.attn"]}, "blocks.99.attn"),
+        ({"sites": []}, "names no sites"),
+        ({"sites": "blocks.0.attn"}, "lists of text"),
+        ({"kept": ["blocks.0.attn"]}, "kept must map"),
+        ({"kept": {"blocks.0.attn": 3}}, "kept must map"),
+        ({"precision": "exact"}, "exact"),
+        ({"backend": ["native"]}, "must be text"),
+        ({"schema_version": 2}, "schema_version"),
+        ({"sites": ["blocks.0.mlp"]}, "nothing to patch"),
+    ],
+    ids=str,
+)
+def test_a_hostile_plan(elsa: Elsa, change: dict[str, Any], words: str) -> None:
+    plan = {
+        "schema_version": 1, "precision": "strict", "backend": "auto", "include": [],
+        "exclude": [], "sites": ["blocks.0.attn"], "kept": {},
+    }  # fmt: skip
+    Path("plan.json").write_text(json.dumps(plan | change))
+    elsa("patch", MODEL, "--img", "32", "--plan", "plan.json").fails(4, "plan.json", words)
+
+
+def test_a_plan_stands_alone(elsa: Elsa) -> None:
+    line = ("patch", MODEL, "--img", "32", "--plan", "plan.json")
+    elsa(*line).fails(4, "plan.json", "No such file")
+    for more in (("--precision", "ieee"), ("--include", "*"), ("--all-sites",)):
+        elsa(*line, *more).fails(2, "--plan", "leave")

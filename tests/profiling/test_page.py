@@ -1,0 +1,146 @@
+"""The page of --html and the charts of --plot: whole, escaped, and right in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.profiling import figures, page
+
+pytest.importorskip("matplotlib")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.fixture
+def chromium() -> str:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("Chromium is not installed: the page was not loaded in a browser")
+    return found
+
+
+def dumped(browser: str, path: Path, profile: Path) -> tuple[str, str]:
+    """The page's DOM after loading, and what the browser's console said."""
+    done = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", "--dump-dom",
+            f"file://{path}",
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return done.stdout, "\n".join(console)
+
+
+# Runs in the page: what a reader would miss is told in the title.
+_LOOK = """<script>
+window.onerror = (text) => { document.title = "error: " + text; };
+window.onload = () => {
+  const charts = [...document.querySelectorAll("figure > svg")];
+  const boxes = charts.map((chart) => chart.getBoundingClientRect());
+  const drawn = boxes.filter((box) => box.width > 200 && box.height > 100).length;
+  const loads = performance.getEntriesByType("resource").length;
+  const wide = document.documentElement.scrollWidth > window.innerWidth;
+  const texts = charts.reduce((sum, chart) => sum + chart.querySelectorAll("text").length, 0);
+  document.title = `${charts.length} charts, ${drawn} drawn, ${loads} loads, wide ${wide}, ` +
+    `texts ${texts > 20}`;
+};
+</script>"""
+
+
+def test_a_browser_shows_the_charts(
+    chromium: str, document: dict[str, Any], tmp_path: Path
+) -> None:
+    text = page.page(document)
+    assert "<script" not in text
+    path = tmp_path / "report.html"
+    path.write_text(text.replace("</head>", f"{_LOOK}</head>"), encoding="utf-8")
+    dom, console = dumped(chromium, path, tmp_path / "profile")
+    title = re.search("<title>(.*?)</title>", dom)
+    assert title is not None and console == ""
+    # Latency, throughput, memory (where it could be measured), and the sites of two points.
+    memory = any(r["memory_bytes"] for r in document["results"]["points"][0]["profile"]["runs"])
+    count = 5 if memory else 4
+    assert title[1] == f"{count} charts, {count} drawn, 0 loads, wide false, texts true"
+
+
+def test_a_page_holds_everything_and_fetches_nothing(document: dict[str, Any]) -> None:
+    text = page.page(document)
+    assert text.count("<svg") == text.count("</svg>") == text.count("<figure")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:|//)""", text)
+    assert "A &lt;CPU&gt; &amp; more" in text and "<CPU>" not in text
+    assert "2026-01-02" in text and "rest of the model" in text
+    assert "192 px, batch 1, fp32, strict" in text
+    for run in document["results"]["points"][0]["profile"]["runs"]:
+        assert run["name"] in text
+    assert "not complete" not in text
+
+
+def test_hostile_names_stay_text(document: dict[str, Any]) -> None:
+    evil = "<img src=x onerror=alert(1)>$\\frac"
+    document["results"]["model"]["name"] = evil
+    for row in document["results"]["points"]:
+        row["profile"]["runs"][0]["name"] = evil
+        row["profile"]["sites"][0]["path"] = evil
+        row["profile"]["warnings"] = [evil]
+    text = page.page(document)
+    assert "<img" not in text and "&lt;img" in text
+
+
+def test_rows_that_were_not_measured(document: dict[str, Any], tmp_path: Path) -> None:
+    document["results"]["complete"] = False
+    document["results"]["points"][1] |= {
+        "status": "out of memory", "reason": "too <large>", "profile": None,
+    }  # fmt: skip
+    text = page.page(document)
+    assert "out of memory: too &lt;large&gt;" in text and "not complete" in text
+    assert text.count("<svg") in (3, 4)  # bars now, and one point's sites
+    document["results"]["points"] = document["results"]["points"][1:]
+    assert "<svg" not in page.page(document)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_plots_are_written(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
+    path = figures.plot(document, tmp_path / f"plot{suffix}")
+    head = path.read_bytes()[:200]
+    assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in head
+    with pytest.raises(ArgumentError, match="use --force"):
+        figures.check_plot(path, force=False)
+
+
+def test_series_are_told_apart(document: dict[str, Any]) -> None:
+    rows = document["results"]["points"]
+    other = [
+        {**row, "configuration": {**row["configuration"], "dtype": "fp16", "batch": 8}}
+        for row in rows
+    ]
+    names = {figures.series_name(row, [*rows, *other], "image_size") for row in [*rows, *other]}
+    assert names == {"batch 1, fp32", "batch 8, fp16"}
+    assert figures.series_name(rows[0], rows, "image_size") == ""
+
+
+def test_charts_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UnavailableError, match="matplotlib"):
+        figures.check()
+
+
+def test_the_headline_in_words() -> None:
+    def said(verdict: str, value: float) -> str:
+        gain = {"value": value, "low": 0.9, "high": 1.3, "rounds": 4, "verdict": verdict}
+        return page.gain_text({"gain": gain, "best_patched": "patched", "best_baseline": "compile"})
+
+    assert said("faster", 1.2).startswith("patched is 1.20x (0.90 to 1.30) as fast as compile")
+    assert said("slower", 0.8).startswith("patched is slower than compile")
+    assert said("no difference", 1.0).startswith("no difference between patched and compile")
+    assert "4 rounds prove nothing" in said("unsure", 2.0)
+    run = {"name": "eager", "bound": "host", "seconds": 0.002, "device_seconds": 0.0005}
+    assert "eager computes for 0.50 of 2.00 ms" in page.bound_text({"runs": [run]})
+    assert page.bound_text({"runs": [run | {"bound": "device"}]}) == ""
