@@ -66,7 +66,6 @@ void run_attention(Context& c, Attention& a, void* out) {
 // query [B, H, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv], attn_mask -> [B, H, Nq, Dv].
 class AttentionKernel {
  public:
-  static constexpr const char* kName = "Attention";
   static constexpr const char* kLabel = "elsa::Attention";
   static constexpr size_t kInputs = 4, kRequired = 3, kFree = 3;
 
@@ -181,7 +180,6 @@ class AttentionKernel {
 // qkv [B, N, 3 * H * D], as the projection leaves it, attn_mask -> [B, N, H * D].
 class PackedAttentionKernel {
  public:
-  static constexpr const char* kName = "PackedAttention";
   static constexpr const char* kLabel = "elsa::PackedAttention";
   static constexpr size_t kInputs = 2, kRequired = 1, kFree = 1;
 

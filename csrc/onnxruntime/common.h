@@ -257,16 +257,14 @@ inline size_t element_size(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
 }
 
-// The operator `Kernel::kName` for one element type. A Kernel offers: kName, kRank, kInputs,
-// kRequired and kFree (inputs whose type may differ from the first one's), a constructor from
-// Attributes, compute(Context&) and last(inputs' last sizes): the output's last size.
+// An operator of one name for one element type. A Kernel offers kLabel (what errors call it),
+// kInputs, kRequired (how many of them every node has), kFree (the first whose type may differ from
+// the operator's), a constructor from Attributes, and compute(Context&).
 template <class Kernel>
 struct Operator : OrtCustomOp {
-  Operator(const OrtApi* runtime, ElementType element) : OrtCustomOp{} {
-    api = runtime;
-    type = element;
+  Operator(const char* name, ElementType type) : OrtCustomOp{}, name(name), type(type) {
     version = kApiVersion;
-    GetName = [](const OrtCustomOp*) { return Kernel::kName; };
+    GetName = [](const OrtCustomOp* self) { return static_cast<const Operator*>(self)->name; };
     GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
     GetInputTypeCount = [](const OrtCustomOp*) { return Kernel::kInputs; };
     GetInputType = [](const OrtCustomOp* self, size_t index) -> int {
@@ -305,8 +303,8 @@ struct Operator : OrtCustomOp {
     const Kernel kernel;
     const OrtApi* const api;
   };
-  const OrtApi* api;
-  ElementType type;
+  const char* const name;
+  const ElementType type;
 };
 
 }  // namespace

@@ -9,37 +9,44 @@
 namespace elsa::ort {
 namespace {
 
+// A model whose nodes need different function bodies holds them under numbered names, because
+// functions of one name are new in ONNX Runtime 1.27. To the library they are one operator.
+constexpr const char* kAttentionNames[] = {"Attention", "Attention_2", "Attention_3",
+                                           "Attention_4"};
+constexpr const char* kPackedNames[] = {"PackedAttention", "PackedAttention_2", "PackedAttention_3",
+                                        "PackedAttention_4"};
+constexpr const char* kWindowNames[] = {"WindowAttention", "WindowAttention_2", "WindowAttention_3",
+                                        "WindowAttention_4"};
+
 // The domain `elsa` of one runtime: a process may hold several copies of ONNX Runtime.
 class Domain {
  public:
   explicit Domain(const OrtApi* api) : api(api) {
     check(CreateCustomOpDomain(api, "elsa", &domain_));
-    for (const ElementType type : {kFloat, kFloat16, kBFloat16}) {
-      add(std::make_unique<Operator<AttentionKernel>>(api, type), attention_);
-      add(std::make_unique<Operator<PackedAttentionKernel>>(api, type), packed_);
-      add(std::make_unique<Operator<WindowAttentionKernel>>(api, type), window_);
-    }
+    add<AttentionKernel>(kAttentionNames);
+    add<PackedAttentionKernel>(kPackedNames);
+    add<WindowAttentionKernel>(kWindowNames);
   }
   void add_to(OrtSessionOptions* options) const { check(AddCustomOpDomain(api, options, domain_)); }
 
   const OrtApi* const api;
 
  private:
-  template <class Op>
-  void add(std::unique_ptr<Op> op, std::vector<std::unique_ptr<Op>>& owner) {
-    check(CustomOpDomain_Add(api, domain_, op.get()));
-    owner.push_back(std::move(op));
+  template <class Kernel, size_t kCount>
+  void add(const char* const (&names)[kCount]) {
+    for (const char* name : names) {
+      for (const ElementType type : {kFloat, kFloat16, kBFloat16}) {
+        // Never destroyed: sessions may outlive every static object of this library.
+        check(CustomOpDomain_Add(api, domain_, new Operator<Kernel>(name, type)));
+      }
+    }
   }
 
   OrtCustomOpDomain* domain_ = nullptr;
-  std::vector<std::unique_ptr<Operator<AttentionKernel>>> attention_;
-  std::vector<std::unique_ptr<Operator<PackedAttentionKernel>>> packed_;
-  std::vector<std::unique_ptr<Operator<WindowAttentionKernel>>> window_;
 };
 
 const Domain& domain_of(const OrtApi* api) {
   static std::mutex mutex;
-  // Sessions may outlive every static object of this library, so this one is never destroyed.
   static auto& domains = *new std::vector<std::unique_ptr<Domain>>();
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& domain : domains) {

@@ -11,7 +11,6 @@ namespace {
 // -> [B, depth, height, width, H * D].
 class WindowAttentionKernel {
  public:
-  static constexpr const char* kName = "WindowAttention";
   static constexpr const char* kLabel = "elsa::WindowAttention";
   static constexpr size_t kInputs = 4, kRequired = 1, kFree = 1;
 

@@ -274,7 +274,7 @@ def _window_lines(body: Body) -> list[str]:
     image = "qkv"
     lines = _window_sizes()
     if body.shifted:
-        lines += _roll(image, "rolled", "shift_size", back=False)
+        lines += _roll(image, "rolled", back=False)
         image = "rolled"
     if body.padded:
         lines += _pad(body, image)
@@ -283,7 +283,7 @@ def _window_lines(body: Body) -> list[str]:
         *_cut(body, image, "cut"),
         "heads = Constant<value_int : int = @num_heads>()",
         "heads_1d = Reshape(heads, minus_1)",
-        "front = Concat<axis = 0>(zero, minus_1, tokens)",
+        "front = Concat<axis = 0>(zero, windows, tokens)",
         *_split_channels(body),
         *_window_scores(body),
         "weights = Softmax<axis = -1>(scores)",
@@ -296,7 +296,7 @@ def _window_lines(body: Body) -> list[str]:
         lines += [f"cropped = Slice({image}, three_zeros, sizes, axes)"]
         image = "cropped"
     if body.shifted:
-        return [*lines, *_roll(image, "out", "shift_size", back=True)]
+        return [*lines, *_roll(image, "out", back=True)]
     return [*lines, f"out = Identity({image})"]
 
 
@@ -315,6 +315,7 @@ def _window_sizes() -> list[str]:
         "counts = Div(sizes_last, window)",
         "padded_sizes = Mul(counts, window)",
         "tokens = ReduceProd<keepdims = 1>(window, zero)",
+        "windows = ReduceProd<keepdims = 1>(counts, zero)",
         *(f"at_{i} = Constant<value = int64[1] {{{i}}}>()" for i in range(3)),
         *(f"count_{i} = Gather(counts, at_{i})" for i in range(3)),
         *(f"window_{i} = Gather(window, at_{i})" for i in range(3)),
@@ -322,14 +323,14 @@ def _window_sizes() -> list[str]:
     ]
 
 
-def _roll(image: str, out: str, attribute: str, *, back: bool) -> list[str]:
+def _roll(image: str, out: str, *, back: bool) -> list[str]:
     """Roll the three axes by -shift, or back by +shift."""
     way = "back" if back else "roll"
-    lines = [f"{way}_by = Constant<value_ints : ints = @{attribute}>()"]
-    if back:
-        lines += [f"{way}_at = Sub(sizes, {way}_by)"]
-    else:
-        lines += [f"{way}_at = Mod({way}_by, sizes)"]
+    lines = [
+        f"{way}_by = Constant<value_ints : ints = @shift_size>()",
+        f"{way}_within = Mod({way}_by, sizes)",
+        f"{way}_at = Sub(sizes, {way}_within)" if back else f"{way}_at = Identity({way}_within)",
+    ]
     for i in range(3):
         target = out if i == 2 else f"{out}_{i}"
         lines += [
