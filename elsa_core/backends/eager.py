@@ -171,7 +171,19 @@ def backward(
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    _settle_exp(compute)
+    return compute
+
+
+@functools.cache
+def _settle_exp(dtype: torch.dtype) -> None:
+    """Take the first exp of the process on one thread.
+
+    MKL picks the kernel of a vector function at its first call; where several threads make that
+    call at once, one of them may run a kernel of half the digits (pytorch/pytorch issue 188792).
+    """
+    torch.exp(torch.zeros(1, dtype=dtype, device="cpu"))
 
 
 def _block_sizes(query: Tensor, key: Tensor) -> tuple[int, int]:
