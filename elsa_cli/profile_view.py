@@ -14,6 +14,7 @@ _SLOWEST = 10
 
 def show(session: Session, document: Document) -> None:
     """The points, finished or not: one in full, several as rows."""
+    from elsa_core.profiling import page
     from elsa_core.profiling.document import DONE
 
     results = document["results"]
@@ -24,9 +25,7 @@ def show(session: Session, document: Document) -> None:
         _one(session, done[0])
     else:
         _sweep(session, rows)
-    for line in dict.fromkeys(w for row in done for w in row["profile"]["warnings"]):
-        session.warn(line)
-    for line in dict.fromkeys(n for row in done for n in row["profile"]["notes"]):
+    for line in page.warning_lines(done):
         session.warn(line)
 
 

@@ -60,7 +60,7 @@ class OutOfMemoryError(CommandError):
     "compile+graph, or all.  [default: eager,sdpa; on CUDA also compile and CUDA graphs]",
 )  # fmt: skip
 @click.option(
-    "--rounds", type=click.IntRange(3, 1000), default=15, show_default=True,
+    "--rounds", type=click.IntRange(3, 1000), default=20, show_default=True,
     help="Samples of each run; more where they disagree.",
 )  # fmt: skip
 @click.option(
@@ -98,12 +98,13 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     apart. Several sizes, batches, dtypes or precisions make a sweep, which --resume continues.
     """
     from elsa_cli import profile_view
-    from elsa_cli.probes import environment
 
     targets = _targets(given)
     with session.stage("importing torch"):
+        from elsa_core.bench import environment
+
         plan, points = _planned(session, model, given)
-    document = _document(plan, given, environment())
+    document = _document(plan, given, environment.describe(plan.device))
     keep = _keeper(session, given["resume"] or given["output"])
     try:
         with session.stage("profiling") as update:

@@ -63,7 +63,7 @@ def metric_charts(document: Document) -> list[tuple[str, str]]:
     for metric in _METRICS:
         if all(run[metric[1]] is None for row in rows for run in row["profile"]["runs"]):
             continue
-        figure = _figure(6.2, 3.9)
+        figure = _figure(5.4, 3.7)
         _draw_metric(figure.subplots(), rows, *metric)
         found.append((metric[0], _svg(figure)))
     return found
@@ -154,6 +154,8 @@ def _lines(
     lines: dict[tuple[str, str, bool], list[tuple[int, str, float]]],
     ticks: dict[int, str],
 ) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     counts = [0, 0]
     for (name, extra, is_ours), points in lines.items():
         points.sort()
@@ -168,6 +170,9 @@ def _lines(
     axes.set(xscale="log", yscale="log" if positive else "linear")
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
+    if positive:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.tick_params(axis="x", labelsize=8)
     axes.legend(fontsize=7)
 

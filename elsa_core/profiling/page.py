@@ -56,8 +56,7 @@ def page(document: Document) -> str:
         "" if results["complete"] else '<p class="warning">This sweep is not complete.</p>',
         *(_gain(row) for row in rows),
     ]
-    warnings = dict.fromkeys(line for row in rows for line in row["profile"]["warnings"])
-    parts += [f'<p class="warning">{_text(line)}</p>' for line in warnings]
+    parts += [f'<p class="warning">{_text(line)}</p>' for line in warning_lines(rows)]
     if rows:
         parts.append("<h2>Against what one would otherwise run</h2>")
         charts = (_figure(title, svg) for title, svg in figures.metric_charts(document))
@@ -80,6 +79,17 @@ def page(document: Document) -> str:
         f"<title>elsa profile: {_text(name)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def warning_lines(rows: Sequence[Document]) -> list[str]:
+    """Warnings and notes of measured points, one line for each point that has any."""
+    found = [(row, [*row["profile"]["warnings"], *row["profile"]["notes"]]) for row in rows]
+    several = len(rows) > 1
+    return [
+        (f"{point_name(row)}: " if several else "") + "; ".join(lines)
+        for row, lines in found
+        if lines
+    ]
 
 
 def point_name(row: Document) -> str:

@@ -120,11 +120,13 @@ def profile(
         routes = served(patched, arguments, list(patched_sites(patched)))
         before, after = (samples[name] for name in _WATCHED)
         rows = profiles(found, before, after, routes, judged, seed)
-        cover = _cover(samples)
+        covers = _cover(samples)
+        cover = {name: each.value for name, each in covers.items()}
         warnings += tuple(
-            f"the sites of {name} add up to {part:.0%} of its time"
-            for name, part in cover.items()
-            if abs(part - 1) > _COVERED
+            f"the sites of {name} add up to {each.value:.0%} of its time"
+            for name, each in covers.items()
+            if each.rounds >= measure.FEWEST_ROUNDS
+            and not (each.low < 1 + _COVERED and each.high > 1 - _COVERED)
         )
     return ProfileReport(
         device=str(device),
@@ -150,11 +152,11 @@ def profile(
     )
 
 
-def _cover(samples: Samples) -> dict[str, float]:
+def _cover(samples: Samples) -> dict[str, Ratio]:
     """By run, the time of the watched forwards, whose parts the sites are, over the others'."""
     names = {watched.partition(",")[0]: watched for watched in _WATCHED}
     return {
-        name: ratio(_seconds(samples, watched), _seconds(samples, name)).value
+        name: ratio(_seconds(samples, watched), _seconds(samples, name))
         for name, watched in names.items()
     }
 
