@@ -21,6 +21,7 @@ _WRITTEN = MappingProxyType(
         "timm.layers.attention.Attention": ("timm_attention", "ElsaAttention"),
         "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
         "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
+        "timm.models.maxxvit.PartitionAttentionCl": ("timm_maxxvit", "ElsaPartitionAttentionCl"),
         "timm.models.swin_transformer.SwinTransformerBlock": (
             "timm_swin",
             "ElsaSwinTransformerBlock",
@@ -32,6 +33,10 @@ _WRITTEN = MappingProxyType(
         "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": (
             "timm_swin_v2",
             "ElsaSwinTransformerV2CrBlock",
+        ),
+        "torchvision.models.maxvit.PartitionAttentionLayer": (
+            "torchvision_maxvit",
+            "ElsaPartitionAttentionLayer",
         ),
         "torchvision.models.swin_transformer.ShiftedWindowAttention": (
             "torchvision_swin",
