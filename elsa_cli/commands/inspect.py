@@ -2,30 +2,71 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from elsa_cli.console import Session
-from elsa_cli.options import Command, Options, model_options, output_options, pass_session
+from elsa_cli.options import (
+    Command,
+    Options,
+    optional_model_options,
+    output_options,
+    pass_session,
+)
 
 
 @click.command("inspect", cls=Command)
-@model_options
+@optional_model_options
+@click.option("--all", "everything", is_flag=True, help="Every architecture; MODEL is a glob.")
+@click.option("--check", "checked", is_flag=True, help="With --all: prove a small version of each.")
+@click.option(
+    "--state",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --all: continue the run that this file holds (JSON lines).",
+)
+@click.option(
+    "--page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --all: write the table as Markdown.",
+)
 @output_options
 @pass_session
-def command(session: Session, /, model: str, **given: Any) -> None:
+def command(
+    session: Session,
+    /,
+    model: str | None,
+    everything: bool,
+    checked: bool,
+    state: Path | None,
+    page: Path | None,
+    **given: Any,
+) -> None:
     """List every attention site of MODEL: class, kind, heads, tokens, share of the FLOPs, and
     whether it can be patched or why not.
 
     MODEL is a timm name or the beginning of one (the shortest match is taken and shown),
     open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file, or a directory
-    that `elsa patch -o` wrote.
+    that `elsa patch -o` wrote. Of a bundle that `elsa export` wrote its manifest is shown.
+
+    With --all, every architecture of timm and open_clip is examined, or those whose name a glob
+    selects ('timm:swin*', 'open_clip:*').
     """
-    from elsa_cli import pipeline, render
+    from elsa_cli import coverage_view, pipeline, render
     from elsa_cli.probes import environment
 
+    if everything:
+        coverage_view.run(session, model, checked, state, page)
+        return
+    if checked or state is not None or page is not None:
+        raise click.UsageError("--check, --state and --page go with --all")
+    if model is None:
+        raise click.UsageError("missing MODEL; --all inspects every architecture")
     options = Options.of(given)
+    if _is_bundle(model):
+        _show_bundle(session, Path(model))
+        return
     loaded = pipeline.open_model(session, model, options)
     with session.stage("inspecting"):
         from elsa_core.models.sites import inspect
@@ -40,6 +81,49 @@ def command(session: Session, /, model: str, **given: Any) -> None:
                  "bold", even_quiet=True)  # fmt: skip
     if good:
         session.line(f"Next: {session.again('patch', '--check')}", "dim")
+
+
+def _is_bundle(model: str) -> bool:
+    path = Path(model).expanduser()
+    return (path / "manifest.json").is_file() or (path.suffix == ".zip" and path.is_file())
+
+
+def _show_bundle(session: Session, path: Path) -> None:
+    """What a bundle says of itself; nothing of it is run."""
+    from elsa_cli.probes import environment
+    from elsa_core.exporting.archive import unpacked
+    from elsa_core.exporting.manifest import read_manifest
+
+    with session.stage(f"reading {path}"), unpacked(path.expanduser()) as directory:
+        manifest = read_manifest(directory)
+    content = manifest.content
+    session.document("inspect", environment(), {"bundle": content})
+    model = content["model"]
+    session.line(f"{model.get('name')} · weights: {model.get('weights')}", "bold")
+    session.line(f"{model['dtype']} · {model['device']} · elsa {content.get('elsa_version')}")
+    session.line()
+    tensors = [
+        [kind, str(one.get("name")), "x".join(map(str, one.get("shape", ()))), str(one["dtype"])]
+        for kind, key in (("input", "inputs"), ("output", "outputs"))
+        for one in content[key]
+    ]
+    session.table(["tensor", "name", "shape", "dtype"], tensors)
+    session.line()
+    rows = [
+        [one["file"], ", ".join(one.get("operators", ())), _runtime(one),
+         f"{manifest.files[one['file']].size / 1e6:.1f}"]
+        for one in manifest.artefacts.values()
+    ]  # fmt: skip
+    session.table(["artefact", "operators", "runtime", ">MB"], rows, wrap=1)
+    session.line()
+    session.line(f"{len(manifest.artefacts)} artefacts, {len(manifest.files)} files",
+                 "bold", even_quiet=True)  # fmt: skip
+    session.line(f"Next: elsa verify {path}", "dim")
+
+
+def _runtime(artefact: dict[str, Any]) -> str:
+    given = artefact.get("runtime", {})
+    return ", ".join(f"{name} {given[name]}" for name in ("torch", "onnxruntime") if name in given)
 
 
 def _verdict(name: str, good: int, total: int, flops: int | None) -> str:

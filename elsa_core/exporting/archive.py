@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.exporting.manifest import (
     MANIFEST_NAME,
     MAX_BYTES,
@@ -64,6 +64,8 @@ def unpacked(path: Path) -> Iterator[Path]:
         try:
             with zipfile.ZipFile(path) as archive:
                 _extract(archive, target, path)
+        except ElsaError:
+            raise
         except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
             raise ModelError(f"{path} is a damaged zip file: {error}") from None
         yield target

@@ -34,8 +34,15 @@ from elsa_core.exporting.manifest import (
     hashed,
 )
 from elsa_core.exporting.readme import readme
-from elsa_core.exporting.reference import Reference, make_reference, write_reference
+from elsa_core.exporting.reference import (
+    Reference,
+    flat,
+    judge,
+    make_reference,
+    write_reference,
+)
 from elsa_core.exporting.subject import Subject, subject_of
+from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import ArtefactReport, run_artefact
 from elsa_core.models import save as saving
@@ -152,6 +159,7 @@ def export(
         target = given.resolve()
         _check_target(target, given, zip, force)
         subject = subject_of(model, loaded, inputs, seed)
+        _check_support(subject, chosen)
         _check_room(subject, chosen, target, given)
         check = _checked(subject, check, say)
         say("computing the reference in float64")
@@ -195,6 +203,13 @@ def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
             pass
     except ModelError:
         raise ArgumentError(f"{given} (-o) is not a bundle that elsa wrote: not replaced") from None
+
+
+def _check_support(subject: Subject, chosen: _Choices) -> None:
+    for name in chosen.formats:
+        answer = support(name, subject.device, str(subject.dtype).removeprefix("torch."))
+        if not answer.ok:
+            raise ArgumentError(f"format {name}: {answer.reason}, or leave it out of --formats")
 
 
 def _check_room(subject: Subject, chosen: _Choices, target: Path, given: Path) -> None:
@@ -315,6 +330,8 @@ def _write_artefact(
             step=_step(subject),
         )
         if name == "pt2":
+            if chosen.dynamic_size:
+                _prove_other_size(subject, program)
             exported_program.save_program(program, path)
         else:
             exported_program.compile_program(program, path)
@@ -355,6 +372,24 @@ def _write_onnx(subject: Subject, chosen: _Choices, path: Path) -> tuple[str, ..
     if not names and chosen.onnx_mode != "standard":
         raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
     return tuple(names)
+
+
+def _prove_other_size(subject: Subject, program: torch.export.ExportedProgram) -> None:
+    """The program reproduces the model at a larger image too, by the same criterion."""
+    shape = list(subject.inputs[0].shape)
+    shape[2:] = [side + _step(subject) for side in shape[2:]]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(shape, generator=generator).to(subject.inputs[0])
+    reference = make_reference(subject.model, (images,))
+    module = program.module()
+    with torch.no_grad():
+        outputs = {
+            size: [t.cpu().double().numpy() for t in flat(module(images[:size]))]
+            for size in reference.norms
+        }
+    bad = next((each for each in judge(reference, outputs) if each.reason), None)
+    if bad is not None:
+        raise ExportError(f"model.pt2 does not reproduce the model at {shape[2:]}: {bad.reason}")
 
 
 def _step(subject: Subject) -> int:

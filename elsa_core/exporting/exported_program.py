@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     with quiet():
         # Example inputs are a copy of data that the bundle holds anyway.
         program._example_inputs = None
-        torch.export.save(program, path)
+        # Python writes the bytes: torch's own writer aborts the process where the disk is full.
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def compile_program(program: torch.export.ExportedProgram, path: Path) -> None:

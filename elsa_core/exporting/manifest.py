@@ -115,14 +115,15 @@ def parse_manifest(text: str, where: str) -> Manifest:
 def inside(name: str) -> bool:
     """Whether a relative path, in POSIX form, stays inside the bundle."""
     path = PurePosixPath(name)
-    return (
-        bool(name)
+    return bool(
+        name
         and len(name) <= 255
         and name.isprintable()
         and "\\" not in name
         and ":" not in name
         and not path.is_absolute()
         and str(path) == name
+        and path.parts
         and ".." not in path.parts
         and "." not in path.parts
     )
@@ -137,10 +138,11 @@ def _files(given: Any, where: str) -> dict[str, FileEntry]:
             raise ModelError(f"{where}: the path {name[:120]!r} leads outside the bundle")
         size = entry.get("size") if isinstance(entry, dict) else None
         digest = entry.get("sha256") if isinstance(entry, dict) else None
-        good = type(size) is int and size >= 0 and isinstance(digest, str)
-        if not good or not _SHA256.fullmatch(str(digest)):
+        if type(size) is not int or size < 0:
             raise ModelError(f"{where}: {name[:120]!r} must have a size and a sha256")
-        result[name] = FileEntry(int(size), str(digest))
+        if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+            raise ModelError(f"{where}: {name[:120]!r} must have a size and a sha256")
+        result[name] = FileEntry(size, digest)
     return result
 
 

@@ -49,6 +49,7 @@ def export_torchscript(
 
     traced = attempt("tracing to TorchScript", model, trace)
     names = operators.check(operators.in_text(str(traced.inlined_graph)), inputs[0].device.type)
-    with quiet():
-        torch.jit.save(traced, path, _extra_files={FACTS_NAME: facts})
+    # Python writes the bytes: torch's own writer aborts the process where the disk is full.
+    with quiet(), path.open("wb") as file:
+        torch.jit.save(traced, file, _extra_files={FACTS_NAME: facts})
     return names

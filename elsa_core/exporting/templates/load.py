@@ -142,15 +142,19 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     picture = image if isinstance(image, Image.Image) else Image.open(image)
     channels, height, width = given["input_size"]
     picture = picture.convert("RGB" if channels == 3 else "L")
-    scale = max(height / picture.height, width / picture.width) / given["crop_pct"]
-    size = (max(width, round(picture.width * scale)), max(height, round(picture.height * scale)))
+    # The shorter side is resized to floor(size / crop_pct), the longer one follows.
+    rows, columns = int(height / given["crop_pct"]), int(width / given["crop_pct"])
+    if rows * picture.width >= columns * picture.height:
+        size = (max(width, rows * picture.width // picture.height), rows)
+    else:
+        size = (columns, max(height, columns * picture.height // picture.width))
     methods = {
         "nearest": Image.Resampling.NEAREST,
         "bilinear": Image.Resampling.BILINEAR,
         "lanczos": Image.Resampling.LANCZOS,
     }
     picture = picture.resize(size, methods.get(given["interpolation"], Image.Resampling.BICUBIC))
-    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
     picture = picture.crop((left, top, left + width, top + height))
     pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
     normalised = (pixels - np.float32(given["mean"])) / np.float32(given["std"])

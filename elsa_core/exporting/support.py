@@ -1,0 +1,62 @@
+"""What can be exported: format x device x dtype, one answer for the refusal and for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elsa_core.backends.support import Support
+from elsa_core.exporting.manifest import FORMATS
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "float16", "bfloat16")
+_RUNTIMES = {
+    "torchscript": "Python or C++ with torch from 2.10, and the bundle's library",
+    "onnx": "ONNX Runtime from 1.17, any language; the bundle's library optional",
+    "pt2": "Python with the torch that exported it or later, and the bundle's library",
+    "aoti": "Python with the torch that compiled it, and the bundle's library",
+}
+_GPU = "Python with torch and elsa's package (Triton kernels); no C++ process yet"
+
+
+def support(format: str, device: str, dtype: str) -> Support:
+    """Whether a format can hold a model of this dtype on this device, and where it runs or why not.
+
+    Args:
+        format: one of `FORMATS`.
+        device: "cpu" or "cuda".
+        dtype: "float32", "float16" or "bfloat16".
+    """
+    refusal = _refusal(format, device, dtype)
+    if refusal:
+        return Support(False, refusal)
+    return Support(True, _RUNTIMES[format] if device == "cpu" else _GPU)
+
+
+def _refusal(format: str, device: str, dtype: str) -> str:
+    if format == "onnx" and device == "cuda":
+        return "ONNX is exported and verified on the CPU: use --device cpu"
+    if format == "onnx" and dtype == "bfloat16":
+        return "ONNX Runtime's CPU kernels take no bfloat16: use float32 or float16"
+    if format == "aoti" and device == "cuda":
+        return "needs GPU kernels compiled ahead of time, which elsa has not yet"
+    return ""
+
+
+def rows() -> Iterator[tuple[str, str, str, Support]]:
+    """Every combination with its answer, in the order of the docs."""
+    for format in FORMATS:
+        for device in DEVICES:
+            for dtype in DTYPES:
+                yield format, device, dtype, support(format, device, dtype)
+
+
+def table() -> str:
+    """The answers as a Markdown table; dtypes that share an answer share a row."""
+    lines = ["| format | device | dtype | runs in |", "|---|---|---|---|"]
+    groups: dict[tuple[str, str, Support], list[str]] = {}
+    for format, device, dtype, answer in rows():
+        groups.setdefault((format, device, answer), []).append(dtype)
+    for (format, device, answer), dtypes in groups.items():
+        where = answer.reason if answer.ok else f"no: {answer.reason}"
+        lines.append(f"| {format} | {device} | {', '.join(dtypes)} | {where} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,38 @@
+"""One bundle for all tests of the package: a small ViT in every format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from elsa_core.exporting.bundle import Bundle, export
+from elsa_core.models.load import Loaded, load_model
+from elsa_core.models.patch import patch
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models here are tiny: threads that wait for each other cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def vit() -> Loaded:
+    """A patched ViT of six small blocks at 64 pixels."""
+    loaded = load_model("test_vit", image_size=64, seed=4)
+    patch(loaded.model)
+    return loaded
+
+
+@pytest.fixture(scope="package")
+def bundle(vit: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The ViT in all formats that need no second compiler run."""
+    target = tmp_path_factory.mktemp("bundle") / "vit"
+    return export(vit.model, target, loaded=vit)

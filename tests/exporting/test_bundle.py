@@ -1,0 +1,376 @@
+"""`export`: what a bundle holds, that it runs alone, and that a failure leaves nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from elsa_cli.main import run
+from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
+from elsa_core.exporting import bundle as bundling
+from elsa_core.exporting import operators, reference, tracing
+from elsa_core.exporting.bundle import Bundle, export
+from elsa_core.exporting.manifest import hashed, inside, read_manifest
+from elsa_core.exporting.templates import load as template
+from elsa_core.exporting.towers import tower_of
+from elsa_core.exporting.verify import ArtefactReport, verify
+from elsa_core.models.check import check
+from elsa_core.models.load import Loaded, load_model
+from elsa_core.models.patch import patch, patched_sites, unpatch
+
+FORMATS = ("torchscript", "onnx", "pt2")
+
+
+def entries(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def quick(vit: Loaded, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Export TorchScript alone, with the check done and without the fresh process."""
+    report = check(vit.model, vit.example_inputs(1), stress=False)
+
+    def passed(_directory: Path, name: str, *_: Any) -> ArtefactReport:
+        return ArtefactReport(name, "ok", "", {1: (0.0, 1.0)})
+
+    monkeypatch.setattr(bundling, "run_artefact", passed)
+
+    def call(target: Path, **options: Any) -> Bundle:
+        chosen = {"formats": ("torchscript",), "loaded": vit, "check": report} | options
+        return export(vit.model, target, **chosen)
+
+    return call
+
+
+# --- what is in it -----------------------------------------------------------------------------
+
+
+def test_what_a_bundle_holds(bundle: Bundle, vit: Loaded) -> None:
+    manifest = bundle.manifest
+    assert entries(bundle.path) == [
+        "README.md", "config.json", "elsa_plan.json", "lib", "load.py", "manifest.json",
+        "model.onnx", "model.pt2", "model.safetensors", "model.ts", "reference.npz",
+    ]  # fmt: skip
+    assert [each.status for each in bundle.artefacts] == ["ok"] * 3
+    assert manifest == json.loads((bundle.path / "manifest.json").read_text())
+    assert manifest["inputs"] == [
+        {"name": "image", "dtype": "float32", "shape": ["batch", 3, 64, 64],
+         "dynamic": {"0": "batch"}}
+    ]  # fmt: skip
+    assert manifest["outputs"] == [{"name": "logits", "dtype": "float32", "shape": ["batch", 1000]}]
+    assert manifest["preprocess"]["mean"] == list(vit.mean)
+    assert manifest["check"]["ok"] and manifest["model"]["precision"] == "strict"
+    schema = manifest["operators"]["elsa::attention"]["schema"]
+    assert schema == str(torch.ops.elsa.attention.default._schema)
+    assert manifest["artefacts"]["torchscript"]["operators"] == ["elsa::attention"]
+    assert manifest["artefacts"]["onnx"]["operators"]
+    assert manifest["libraries"]["lib/libelsa_torch.so"]["minimum"] == "2.10"
+    assert manifest["libraries"]["lib/libelsa_torch.so"]["gpu_archs"] == []
+    assert "batch x 3 x 64 x 64" in (bundle.path / "README.md").read_text()
+    for size in ("1", "2", "3"):
+        verification = manifest["artefacts"]["pt2"]["verification"]["batches"][size]
+        assert verification["error"] <= verification["allowed"]
+
+
+def test_the_bundle_loads_again_as_a_model(bundle: Bundle, vit: Loaded) -> None:
+    again = load_model(bundle.path)
+    assert patched_sites(again.model).keys() == patched_sites(vit.model).keys()
+    with torch.no_grad():
+        inputs = vit.example_inputs(2)
+        assert torch.equal(again.model(*inputs), vit.model(*inputs))
+
+
+def test_verify_repeats_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(bundle.path), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert results["ok"] and results["failures"] == []
+    assert {name: each["status"] for name, each in results["artefacts"].items()} == dict.fromkeys(
+        FORMATS, "ok"
+    )
+
+
+def test_load_py_runs_alone_on_an_image(bundle: Bundle, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (80, 100, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    command = [sys.executable, str(bundle.path / "load.py"), "image.png", "--format", "onnx"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    order = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    inputs = template.preprocess(tmp_path / "image.png", bundle.path)
+    # Here the package has loaded the operators already; load_operators leaves them alone.
+    logits = template.load("torchscript", bundle.path)(inputs)[0]
+    assert order == logits[0].argsort()[::-1][:5].tolist()
+
+
+def test_load_py_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert template.main([str(tmp_path / "none.png")]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and len(errors.splitlines()) == 1
+
+
+def test_load_py_preprocesses_as_timm_does(bundle: Bundle, vit: Loaded) -> None:
+    from timm.data import create_transform
+
+    pixels = np.random.default_rng(1).integers(0, 255, (90, 70, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    transform = create_transform(
+        vit.input_size, mean=vit.mean, std=vit.std, crop_pct=vit.crop_pct,
+        interpolation=vit.interpolation,
+    )  # fmt: skip
+    ours = template.preprocess(image, bundle.path)
+    assert ours.shape == (1, 3, 64, 64) and ours.dtype == np.float32
+    assert np.abs(ours[0] - transform(image).numpy()).max() < 0.05
+
+
+# --- targets, failures, interrupts -------------------------------------------------------------
+
+
+def test_an_existing_target_needs_force(quick: Any, tmp_path: Path) -> None:
+    target = quick(tmp_path / "deep" / "out").path
+    with pytest.raises(ArgumentError, match="exists: use --force"):
+        quick(target)
+    quick(target, force=True)
+    assert entries(tmp_path / "deep") == ["out"]
+    (target / "thesis.tex").touch()
+    with pytest.raises(ArgumentError, match=r"elsa wrote.*thesis\.tex"):
+        quick(target, force=True)
+
+
+def test_zip(quick: Any, tmp_path: Path) -> None:
+    made = quick(tmp_path / "out", zip=True)
+    assert made.path == tmp_path / "out.zip" and entries(tmp_path) == ["out.zip"]
+    with zipfile.ZipFile(made.path) as archive:
+        assert "lib/libelsa_torch.so" in archive.namelist()
+    assert verify(made.path, run=False).ok
+    with pytest.raises(ArgumentError, match="exists: use --force"):
+        quick(tmp_path / "out.zip", zip=True)
+    quick(tmp_path / "out.zip", zip=True, force=True)
+    (tmp_path / "thesis.zip").write_bytes(b"mine")
+    with pytest.raises(ArgumentError, match="not a bundle"):
+        quick(tmp_path / "thesis.zip", zip=True, force=True)
+    assert entries(tmp_path) == ["out.zip", "thesis.zip"]
+
+
+STAGES = (
+    "make_reference", "_write_weights", "write_reference", "_write_artefact", "_write_libraries",
+    "readme", "run_artefact", "hashed", "write_zip",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_failure_at_any_stage_leaves_nothing(
+    quick: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: Any
+) -> None:
+    (tmp_path / "mine").write_text("kept")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(bundling, stage, fail)
+    expected = KeyboardInterrupt if error is KeyboardInterrupt else UnavailableError
+    zipped = stage == "write_zip"
+    with pytest.raises(expected):
+        quick(tmp_path / "new" / "out", zip=zipped)
+    assert entries(tmp_path) == ["mine"]
+
+
+def test_a_disk_that_is_full(quick: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system of 3 MB, where this process may mount one."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = os.getuid() == 0 and not subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)],
+        capture_output=True, check=False,
+    ).returncode  # fmt: skip
+    if not mounted:
+        pytest.skip("a small tmpfs needs the right to mount")
+    try:
+        with pytest.raises(UnavailableError, match="MB are free"):
+            quick(small / "out", formats=("torchscript", "onnx", "pt2"))
+        monkeypatch.setattr(bundling, "_check_room", lambda *_: None)
+        for zipped in (False, True):
+            with pytest.raises(UnavailableError, match="No space left"):
+                quick(small / "out", zip=zipped)
+            assert entries(small) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"formats": ("tflite",)}, "'tflite'"),
+        ({"formats": ()}, "choose among"),
+        ({"onnx_mode": "best"}, "onnx_mode='best'"),
+        ({"opset": 12}, "18 or 23"),
+        ({"dynamic_size": True}, "name pt2"),
+        ({"inputs": torch.zeros(0, 3, 64, 64)}, "batch"),
+    ],
+)
+def test_arguments_that_cannot_be(
+    quick: Any, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        quick(tmp_path / "out", **options)
+    assert entries(tmp_path) == []
+
+
+def test_models_that_cannot_be(vit: Loaded, tmp_path: Path) -> None:
+    plain = load_model("test_vit", image_size=64)
+    with pytest.raises(NothingPatchedError, match="call patch first"):
+        export(plain.model, tmp_path / "out")
+    patch(plain.model)
+    plain.model.train()
+    with pytest.raises(ArgumentError, match=r"call model\.eval\(\) first"):
+        export(plain.model, tmp_path / "out")
+    with pytest.raises(ArgumentError, match="float64"):
+        export(plain.model.eval().double(), tmp_path / "out")
+    plain.model.float()
+    patch(plain.model, backend="eager")
+    with pytest.raises(ExportError, match="elsa::attention_eager, which no library holds"):
+        export(plain.model, tmp_path / "out", formats=("torchscript",))
+    assert entries(tmp_path) == []
+
+
+# --- models that disagree ----------------------------------------------------------------------
+
+
+class Untraceable(nn.Module):
+    """Refuses every tracer, as a forward with data-dependent control flow does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise RuntimeError("no tracer here\nand more")
+        return x
+
+
+class Baked(nn.Module):
+    """Takes a number out of the graph, which a trace makes a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + float(x.abs().mean()))
+
+
+@pytest.mark.parametrize("format", ["torchscript", "pt2"])
+def test_a_model_that_cannot_be_traced_names_the_module(tmp_path: Path, format: str) -> None:
+    loaded = load_model("test_vit", image_size=64)
+    model: Any = loaded.model
+    model.blocks[1].mlp.drop1 = Untraceable()
+    patch(model)
+    with pytest.raises(ExportError) as caught:
+        export(model, tmp_path / "out", formats=(format,))
+    message = str(caught.value)
+    assert "'blocks.1.mlp.drop1' (Untraceable): no tracer here" in message and "\n" not in message
+    assert entries(tmp_path) == []
+
+
+def test_an_artefact_that_does_not_reproduce_the_model_is_not_kept(tmp_path: Path) -> None:
+    loaded = load_model("test_vit", image_size=64)
+    model: Any = loaded.model
+    model.head_drop = Baked()
+    patch(model)
+    with pytest.raises(ExportError, match=r"model\.ts does not reproduce the model: at batch 1"):
+        export(model, tmp_path / "out", formats=("torchscript",))
+    assert entries(tmp_path) == []
+
+
+def test_a_failed_check_exports_nothing(vit: Loaded, tmp_path: Path) -> None:
+    report = check(vit.model, vit.example_inputs(1), stress=False)
+    bad = dataclasses.replace(report, ok=False, failures=("model on 'noise': too far off",))
+    with pytest.raises(ExportError, match="too far off"):
+        export(vit.model, tmp_path / "out", check=bad)
+    assert entries(tmp_path) == []
+
+
+# --- the criterion -----------------------------------------------------------------------------
+
+
+def test_the_judgement_can_fail(vit: Loaded) -> None:
+    inputs = tuple(vit.example_inputs(3))
+    made = reference.make_reference(vit.model, inputs)
+    with torch.no_grad():
+        good = {size: [vit.model(inputs[0][:size]).numpy()] for size in (1, 2, 3)}
+    assert not any(each.reason for each in reference.judge(made, good))
+    off = {size: [outputs[0] * np.float32(1.00001)] for size, outputs in good.items()}
+    assert all("allowed" in each.reason for each in reference.judge(made, off))
+    nan = {size: [np.full_like(outputs[0], np.nan)] for size, outputs in good.items()}
+    assert all("not finite" in each.reason for each in reference.judge(made, nan))
+    short = good | {2: [good[2][0][:1]]}
+    assert [bool(each.reason) for each in reference.judge(made, short)] == [False, True, False]
+    assert all(each.reason for each in reference.judge(made, {}))
+
+
+def test_outputs_that_are_no_tensors() -> None:
+    with pytest.raises(ExportError, match="returns Tensor, str"):
+        reference.flat((torch.zeros(1), "x"))
+
+
+def test_graphs_without_our_operators() -> None:
+    with pytest.raises(ExportError, match="none of elsa's operators"):
+        operators.check((), "cpu")
+    assert operators.in_text("x = elsa::attention(q)\ny = elsa::window_attention(q)") == (
+        "attention", "window_attention",
+    )  # fmt: skip
+
+
+def test_hooks_are_gone_after_an_attempt() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ExportError, match=r"'0' \(Linear\): .*mat1"):
+        tracing.attempt("it", model, lambda: model(torch.zeros(1, 3)))
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+
+
+# --- towers ------------------------------------------------------------------------------------
+
+
+def test_the_text_tower_computes_what_the_clip_does() -> None:
+    pytest.importorskip("open_clip")
+    loaded = load_model("open_clip:ViT-S-32-alt", image_size=64)
+    clip: Any = loaded.model
+    tower = tower_of(clip, "text")
+    images, tokens = loaded.example_inputs(2)
+    with torch.no_grad():
+        assert torch.equal(tower(tokens), clip.encode_text(tokens))
+        assert torch.equal(tower_of(clip, "image")(images), clip.encode_image(images))
+    assert not any(name.startswith("visual") for name in tower.state_dict())
+    assert len(patch(tower).patched) == len(clip.transformer.resblocks)
+    unpatch(tower)
+    with pytest.raises(ArgumentError, match="'sound'"):
+        tower_of(clip, "sound")
+    with pytest.raises(ArgumentError, match="not a CLIP"):
+        tower_of(nn.Linear(2, 2), "text")
+
+
+# --- small things ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("model.ts", True), ("lib/libelsa_torch.so", True), ("", False), ("/etc/passwd", False),
+        ("../x", False), ("a/../x", False), ("a//b", False), ("./a", False), ("a/", False),
+        ("C:/x", False), ("a\\b", False), ("a\nb", False), ("..", False), (".", False),
+        ("a" * 300, False),
+    ],
+)  # fmt: skip
+def test_paths_that_stay_inside(name: str, good: bool) -> None:
+    assert inside(name) is good
+
+
+def test_hashes_are_of_the_files(bundle: Bundle) -> None:
+    manifest = read_manifest(bundle.path)
+    assert manifest.files["model.ts"] == hashed(bundle.path / "model.ts")
+    assert "manifest.json" not in manifest.files and "load.py" in manifest.files

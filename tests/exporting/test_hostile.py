@@ -1,0 +1,232 @@
+"""`verify` on bundles that were damaged or made to do harm: one line, and nothing outside."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elsa_cli.main import run
+from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.exporting import archive
+from elsa_core.exporting.bundle import Bundle
+from elsa_core.exporting.manifest import hashed
+from elsa_core.exporting.verify import verify
+
+
+@pytest.fixture
+def copy(bundle: Bundle, tmp_path: Path) -> Path:
+    """A bundle that the test may damage."""
+    return Path(shutil.copytree(bundle.path, tmp_path / "vit"))
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = directory / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["model.ts", "model.onnx", "model.pt2", "model.safetensors",
+                                  "lib/libelsa_torch.so", "load.py", "reference.npz"])  # fmt: skip
+def test_one_flipped_byte(copy: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    assert run(["verify", str(copy)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and name in lines[0] and "differs from its sha256" in lines[0]
+
+
+def test_missing_extra_and_short_files(copy: Path) -> None:
+    (copy / "model.ts").unlink()
+    (copy / "lib" / "more.so").touch()
+    path = copy / "load.py"
+    path.write_bytes(path.read_bytes()[:-1])
+    report = verify(copy)
+    assert not report.ok and report.artefacts == ()
+    assert "model.ts is missing" in report.failures
+    assert "lib/more.so is not in the manifest" in report.failures
+    assert any(line.startswith("load.py has") for line in report.failures)
+
+
+@pytest.mark.parametrize("name", ["model.ts", "lib", "manifest.json"])
+def test_links_are_refused(copy: Path, tmp_path: Path, name: str) -> None:
+    elsewhere = (copy / name).rename(tmp_path / "elsewhere")
+    (copy / name).symlink_to(elsewhere)
+    with pytest.raises(ModelError, match=r"is a link|no regular file"):
+        verify(copy)
+
+
+def _add_file(path: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda m: m["files"].update({path: {"size": 1, "sha256": "0" * 64}})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_add_file("/etc/passwd"), "leads outside"),
+        (_add_file("../secret"), "leads outside"),
+        (_add_file("lib/../../secret"), "leads outside"),
+        (_add_file("manifest.json"), "leads outside"),
+        (lambda m: m.update(schema_version=2), "schema_version 2"),
+        (lambda m: m.update(schema_version=True), "no schema_version"),
+        (lambda m: m.update(schema_version="1"), "no schema_version"),
+        (lambda m: m.update(kind="other"), "not the manifest"),
+        (lambda m: m.update(files=[]), "files must be"),
+        (lambda m: m.update(files={}), "files must be"),
+        (lambda m: m["files"].update({"a": 3}), "size and a sha256"),
+        (lambda m: m["files"]["model.ts"].update(size=-1), "size and a sha256"),
+        (lambda m: m["files"]["model.ts"].update(sha256="0"), "size and a sha256"),
+        (lambda m: m.update(artefacts={}), "artefacts must name"),
+        (lambda m: m.update(artefacts={"exe": {"file": "load.py"}}), "artefacts must name"),
+        (lambda m: m["artefacts"].update(pt2={}), "names no file"),
+        (lambda m: m["artefacts"]["pt2"].update(file="/bin/sh"), "not among the files"),
+        (lambda m: m.update(artefacts_libraries={}), "artefacts_libraries"),
+        (lambda m: m["artefacts_libraries"].update(torch=["/x.so"]), "not among the files"),
+        (lambda m: m["model"].update(device="tpu"), "malformed"),
+        (lambda m: m["model"].update(dtype="save"), "malformed"),
+        (lambda m: m["reference"].update(batch_sizes=[0]), "malformed"),
+        (lambda m: m["reference"].update(batch_sizes=[10**9]), "malformed"),
+        (lambda m: m["reference"].update(batch_sizes=[9]), "reference"),
+        (lambda m: m["reference"].update(eps="x"), "reference"),
+        (lambda m: m["reference"].update(eps=1.0), "no numbers"),
+        (lambda m: m.update(inputs=[]), "malformed"),
+    ],
+)
+def test_manifests_that_cannot_be(
+    copy: Path, change: Callable[[dict[str, Any]], Any], words: str
+) -> None:
+    rewrite(copy, change)
+    with pytest.raises(ModelError) as caught:
+        verify(copy)
+    message = str(caught.value)
+    assert words in message and "\n" not in message
+
+
+def test_manifests_that_are_not_json(copy: Path) -> None:
+    for content in (b"", b"[1]", b"\xff", b'{"a": 1, "a": 2}', b"[" * 100_000, b"x" * 17_000_000):
+        (copy / "manifest.json").write_bytes(content)
+        with pytest.raises(ModelError, match=r"manifest\.json"):
+            verify(copy)
+
+
+def test_a_reference_that_holds_a_pickle(copy: Path) -> None:
+    import numpy as np
+
+    objects = np.array([{"run": "me"}], dtype=object)
+    np.savez(copy / "reference.npz", **{"input.0": objects, "oracle.0": objects})
+    entry = hashed(copy / "reference.npz")
+    rewrite(copy, lambda m: m["files"]["reference.npz"].update(vars(entry)))
+    with pytest.raises(ModelError, match=r"reference\.npz"):
+        verify(copy)
+
+
+def test_an_artefact_that_computes_something_else(copy: Path) -> None:
+    """All hashes right, and the oracle another: the run tells, in a process of its own."""
+
+    def other(manifest: dict[str, Any]) -> None:
+        norms = manifest["reference"]["original_norms"]
+        manifest["reference"]["original_norms"] = {k: [[0.0, 0.0]] for k in norms}
+        manifest["reference"]["eps"] = 1e-12
+        for name in ("onnx", "pt2"):
+            del manifest["artefacts"][name]
+
+    rewrite(copy, other)
+    report = verify(copy)
+    assert [each.status for each in report.artefacts] == ["failed"]
+    assert report.failures[0].startswith("torchscript: at batch 1: error")
+
+
+@pytest.mark.parametrize(
+    "given", ["nothing", "nothing.zip", "manifest.json", "empty", "text.zip", "/dev/null"]
+)
+def test_what_is_no_bundle(copy: Path, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "empty").mkdir()
+    (copy / "text.zip").write_text("no zip")
+    assert run(["verify", str(copy / given)]) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+
+
+# --- zips --------------------------------------------------------------------------------------
+
+
+def zipped(directory: Path) -> Path:
+    target = directory.with_suffix(".zip")
+    archive.write_zip(directory, target)
+    return target
+
+
+def test_a_zip_of_a_zip_bomb(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("manifest.json", "{}")
+        with file.open("model.ts", "w", force_zip64=True) as sink:
+            for _ in range(256):
+                sink.write(bytes(1 << 20))
+    assert path.stat().st_size < 1_000_000
+    with pytest.raises(ModelError, match="zip bomb"):
+        verify(path)
+
+
+@pytest.mark.parametrize("name", ["../out.py", "/tmp/out.py", "lib/../../out.py", "a\\..\\out.py"])
+def test_a_zip_with_a_path_outside(copy: Path, tmp_path: Path, name: str) -> None:
+    path = zipped(copy)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(zipfile.ZipInfo(name), "print('out')")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ModelError, match="leads outside"):
+        verify(path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_zip_with_a_link(copy: Path) -> None:
+    path = zipped(copy)
+    info = zipfile.ZipInfo("lib/link.so")
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(info, "/etc/passwd")
+    with pytest.raises(ModelError, match="is a link"):
+        verify(path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_zip_with_a_name_twice(copy: Path) -> None:
+    path = zipped(copy)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("load.py", "print('other')")
+    with pytest.raises(ModelError, match="occurs twice"):
+        verify(path)
+
+
+def test_a_zip_that_is_damaged_cut_or_has_more(copy: Path) -> None:
+    path = zipped(copy)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as file:
+        start = file.getinfo("model.safetensors").header_offset
+    path.write_bytes(whole[: start + 200] + b"x" + whole[start + 201 :])
+    with pytest.raises(ModelError, match="damaged zip"):
+        verify(path)
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match=r"no bundle|damaged"):
+        verify(path)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("more.bin", b"x" * 100)
+    assert verify(path, run=False).failures == ("more.bin is not in the manifest",)
+
+
+def test_no_room_to_unpack(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = zipped(copy)
+    free = shutil._ntuple_diskusage(1, 1, 0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(archive.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(UnavailableError, match="0 are free"):
+        verify(path, run=False)
