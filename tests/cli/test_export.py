@@ -1,0 +1,79 @@
+"""`elsa export` and `elsa verify` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.conftest import Elsa
+
+TINY = ("test_vit", "--img", "32")
+
+
+def test_export_and_verify_a_weights_file(elsa: Elsa, tmp_path: Path) -> None:
+    """A file with another head and size, which says nothing of its architecture."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=11, img_size=32)
+    save_file(model.state_dict(), tmp_path / "mine.safetensors")
+    answer = elsa("export", "mine.safetensors", "--arch", "test_vit", "--formats", "torchscript")
+    assert answer.code == 0, answer.err
+    assert "✓ model.ts" in answer.out and "1 of 1 artefacts reproduce" in answer.out
+    assert answer.err.count("TorchScript is deprecated") == 1
+    manifest = json.loads((tmp_path / "test_vit-elsa" / "manifest.json").read_text())
+    assert manifest["outputs"][0]["shape"] == ["batch", 11]
+    assert manifest["inputs"][0]["shape"] == ["batch", 3, 32, 32]
+    again = elsa("verify", "test_vit-elsa", "--files-only")
+    assert again.code == 0 and "files match; nothing was run" in again.out
+    elsa("export", *TINY, "-o", "test_vit-elsa").fails(2, "exists", "--force")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--formats", "tflite"), 2, ("'tflite'", "choose among")),
+        (("--formats", ""), 2, ("choose among",)),
+        (("--opset", "12"), 2, ("12",)),
+        (("--tower", "image"), 2, ("--tower", "not a CLIP")),
+        (("--dynamic-size", "--formats", "onnx"), 2, ("--dynamic-size",)),
+        (("--include", "nothing.*"), 1, ("nothing to patch",)),
+        (("--backend", "eager", "--formats", "torchscript"), 5, ("attention_eager",)),
+        (("-o", "/proc/elsa", "--formats", "torchscript"), 2, ("/proc/elsa",)),
+    ],
+)
+def test_what_cannot_be_exported(
+    elsa: Elsa, tmp_path: Path, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    elsa("export", *TINY, "--quiet", *arguments).fails(code, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 8, b"\x08" + b"\0" * 7 + b"{}      "])
+def test_malformed_weights(elsa: Elsa, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    elsa("export", "bad.safetensors").fails(4, "bad.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
+
+
+def test_shapes_that_do_not_fit_are_named(elsa: Elsa, tmp_path: Path) -> None:
+    state = timm.create_model("test_vit", img_size=32).state_dict()
+    state["blocks.0.attn.qkv.weight"] = torch.zeros(5, 5)
+    save_file(state, tmp_path / "odd.safetensors")
+    elsa("export", "odd.safetensors", "--arch", "test_vit").fails(4, "blocks.0.attn.qkv.weight")
+
+
+def test_a_clip_needs_a_tower(elsa: Elsa, tmp_path: Path) -> None:
+    pytest.importorskip("open_clip")
+    clip = ("export", "open_clip:ViT-S-32-alt", "--img", "32")
+    elsa(*clip).fails(2, "--tower image or --tower text")
+    elsa(*clip, "--tower", "text", "--images", "folder").fails(2, "token ids")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_says_what_is_no_bundle(elsa: Elsa, tmp_path: Path) -> None:
+    elsa("verify", "nothing").fails(4, "no such bundle")
+    elsa("verify", tmp_path).fails(4, "no bundle")
