@@ -51,7 +51,17 @@ ELSA_INLINE void store_first(float* p, Floats x, int64_t count) {
 }
 
 // Compares false on NaN, so that a NaN in `a` gives `b`: the same rule as x86's maxps.
-ELSA_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+ELSA_INLINE Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(
+      _mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(
+      _mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
 
 template <int... I>
 struct Lanes {};

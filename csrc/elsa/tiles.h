@@ -245,30 +245,26 @@ struct TileTable<Lanes<I...>> {
 using Tiles = TileTable<MakeLanes<kTileRows>::type>;
 
 // scores -> exp2((scores - maximum) * to_log2) in place; lane-wise partial sums. `count` is a
-// multiple of kLanes; surplus lanes hold -inf.
+// multiple of kLanes; surplus lanes hold -inf. One vector at a time: the processor overlaps them by
+// itself, and the constants stay in registers.
 ELSA_INLINE Floats exponentiate(float* scores, int64_t count, float maximum, float to_log2) {
-  Floats sum[4] = {};
+  Floats sum[2] = {};
   int64_t j = 0;
-  for (; j + 4 * kLanes <= count; j += 4 * kLanes) {
+  for (; j + 2 * kLanes <= count; j += 2 * kLanes) {
     ELSA_UNROLL
-    for (int u = 0; u < 4; ++u) {
+    for (int u = 0; u < 2; ++u) {
       float* p = scores + j + u * kLanes;
       const Floats e = exp2_nonpositive((load(p) - maximum) * to_log2);
       store(p, e);
       sum[u] += e;
     }
   }
-  // At most three vectors are left. Each position keeps its accumulator, so that a row's sum does
-  // not depend on how many masked lanes follow it.
-  ELSA_UNROLL
-  for (int u = 0; u < 3; ++u) {
-    if (j + u * kLanes >= count) break;
-    float* p = scores + j + u * kLanes;
-    const Floats e = exp2_nonpositive((load(p) - maximum) * to_log2);
-    store(p, e);
-    sum[u] += e;
+  if (j < count) {
+    const Floats e = exp2_nonpositive((load(scores + j) - maximum) * to_log2);
+    store(scores + j, e);
+    sum[0] += e;
   }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  return sum[0] + sum[1];
 }
 
 // Lane r of the result is the maximum, or the sum, of the lanes of rows[r]: kLanes reductions for

@@ -58,6 +58,7 @@ WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64
   plan.tokens = 1;
   for (int i = 0; i < 3; ++i) {
     plan.extent[i] = extent[i];
+    plan.roll[i] = a.shift[i] % extent[i];
     plan.windows[i] = ceil_div(extent[i], a.window[i]);
     plan.tokens *= a.window[i];
     heads *= plan.windows[i];

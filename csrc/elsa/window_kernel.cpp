@@ -111,7 +111,8 @@ ELSA_NOINLINE void find_tokens(const WindowAttention& a, const WindowPlan& plan,
     if (a.grid) return c * plan.windows[axis] + at[axis];
     const int64_t rolled = at[axis] * a.window[axis] + c;
     if (rolled >= plan.extent[axis]) return -1;
-    return (rolled + a.shift[axis]) % plan.extent[axis];
+    const int64_t place = rolled + plan.roll[axis];
+    return place < plan.extent[axis] ? place : place - plan.extent[axis];
   };
   const char* const image = static_cast<const char*>(a.qkv) + batch * a.stride[0] * size;
   char* const out = static_cast<char*>(a.out);

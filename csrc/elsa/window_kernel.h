@@ -11,6 +11,7 @@ namespace elsa {
 struct WindowPlan {
   int64_t extent[3];   // depth, height, width
   int64_t windows[3];  // along each axis
+  int64_t roll[3];     // the shift, below the extent
   int64_t tokens;      // of a window
   int64_t key_block;   // keys whose scores exist at a time
   int64_t key_blocks;  // merged one after another
