@@ -1,0 +1,244 @@
+"""The ONNX Runtime library on its own: hand-made models, hostile ones, threads, old runtimes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elsa_core.exporting import ort_library
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+from onnx import TensorProto, helper  # noqa: E402
+
+FLOAT, HALF, DOUBLE, INT, BOOL = (
+    TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT64, TensorProto.BOOL,
+)  # fmt: skip
+NUMPY = {
+    FLOAT: np.float32, HALF: np.float16, DOUBLE: np.float64, INT: np.int64, BOOL: np.bool_,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    return str(ort_library.build())
+
+
+def model(op_type: str, types: list[int | None], **attributes: Any) -> bytes:
+    """One node whose inputs have a type but no shape; None is an input left out."""
+    names = [f"input_{i}" if kind is not None else "" for i, kind in enumerate(types)]
+    node = helper.make_node(op_type, names, ["out"], domain="elsa", **attributes)
+    inputs = [
+        helper.make_tensor_value_info(name, kind, None)
+        for name, kind in zip(names, types, strict=True)
+        if kind is not None
+    ]
+    first = next(kind for kind in types if kind is not None)
+    out = helper.make_tensor_value_info("out", first, None)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsa", 1)]
+    made = helper.make_model(
+        helper.make_graph([node], "one", inputs, [out]), opset_imports=opsets, ir_version=8
+    )
+    serialized: bytes = made.SerializeToString()
+    return serialized
+
+
+def session(library: str, made: bytes, threads: int = 2) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    options.register_custom_ops_library(library)
+    return ort.InferenceSession(made, options, providers=["CPUExecutionProvider"])
+
+
+def run(on: Any, *arrays: np.ndarray) -> np.ndarray:
+    names = [given.name for given in on.get_inputs()]
+    out: np.ndarray = on.run(None, dict(zip(names, arrays, strict=True)))[0]
+    return out
+
+
+def softmax_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, kind: type = np.float64
+) -> np.ndarray:
+    q, k, v = (x.astype(kind) for x in (q, k, v))
+    scores = q @ k.swapaxes(-1, -2) * kind(q.shape[-1] ** -0.5)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    result: np.ndarray = weights / weights.sum(-1, keepdims=True) @ v
+    return result
+
+
+def error(out: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.linalg.norm(out - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_packed_attention_on_the_sessions_threads(threads: int, library: str) -> None:
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((3, 197, 3 * 4 * 16), dtype=np.float32)
+    on = session(library, model("PackedAttention", [FLOAT], num_heads=4), threads)
+    q, k, v = qkv.reshape(3, 197, 3, 4, 16).transpose(2, 0, 3, 1, 4)
+    exact = softmax_attention(q, k, v).transpose(0, 2, 1, 3).reshape(3, 197, 64)
+    peer = softmax_attention(q, k, v, np.float32).transpose(0, 2, 1, 3).reshape(3, 197, 64)
+    assert error(run(on, qkv), exact) <= 2 * error(peer, exact) + 2.4e-7
+
+
+def test_two_threads_share_a_session(library: str) -> None:
+    on = session(library, model("Attention", [FLOAT] * 3))
+    rng = np.random.default_rng(0)
+    given = [
+        [rng.standard_normal((2, 3, n, 32), np.float32) for n in (m, 77, 77)] for m in (50, 90)
+    ]
+    alone = [run(on, *arrays) for arrays in given]
+    wrong = []
+
+    def work(index: int) -> None:
+        for _ in range(30):
+            if not np.array_equal(run(on, *given[index]), alone[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_sessions_come_and_go(library: str) -> None:
+    made = model("PackedAttention", [FLOAT], num_heads=2)
+    qkv = np.ones((1, 5, 3 * 2 * 8), np.float32)
+    for _ in range(5):
+        on = session(library, made)
+        assert np.allclose(run(on, qkv), 1)
+        del on
+        gc.collect()
+
+
+def test_one_true_is_no_mask_and_one_false_hides_everything(library: str) -> None:
+    on = session(library, model("Attention", [FLOAT, FLOAT, FLOAT, BOOL]))
+    q = np.random.default_rng(0).standard_normal((1, 2, 9, 8), np.float32)
+    plain = session(library, model("Attention", [FLOAT] * 3))
+    assert np.array_equal(run(on, q, q, q, np.array(True)), run(plain, q, q, q))
+    assert not run(on, q, q, q, np.array([[False]])).any()
+
+
+def test_empty_inputs_give_empty_or_zero_outputs(library: str) -> None:
+    on = session(library, model("Attention", [FLOAT] * 3))
+    f = np.float32
+    assert (
+        run(on, np.ones((0, 2, 3, 4), f), np.ones((0, 2, 3, 4), f), np.ones((0, 2, 3, 4), f)).size
+        == 0
+    )
+    out = run(on, np.ones((1, 2, 3, 4), f), np.ones((1, 2, 0, 4), f), np.ones((1, 2, 0, 5), f))
+    assert out.shape == (1, 2, 3, 5)
+    assert not out.any()
+    packed = session(library, model("PackedAttention", [FLOAT], num_heads=2))
+    assert run(packed, np.ones((2, 0, 12), f)).shape == (2, 0, 4)
+
+
+WINDOW = {"num_heads": 2, "window_size": [1, 2, 2], "shift_size": [0, 1, 1]}
+Q = (FLOAT, (1, 1, 2, 4))
+IMAGE = (FLOAT, (1, 1, 4, 4, 12))
+PACKED = (FLOAT, (1, 2, 12))
+# op, attributes, (dtype, shape) of each input (None: left out), words of the error
+HOSTILE: dict[str, tuple[str, dict[str, Any], list[Any], str]] = {
+    "rank": ("Attention", {}, [(FLOAT, (3, 4))] * 3, "4 dimensions"),
+    "scalars": ("Attention", {}, [(FLOAT, ())] * 3, "4 dimensions"),
+    "rank 9": ("Attention", {}, [(FLOAT, (1,) * 9)] * 3, "9 dimensions"),
+    "head_dim 0": ("Attention", {}, [(FLOAT, (1, 1, 2, 0))] * 3, "head_dim"),
+    "head_dim 257": ("Attention", {}, [(FLOAT, (1, 1, 2, 257))] * 3, "head_dim"),
+    "batches": ("Attention", {}, [(FLOAT, (2, 1, 2, 4)), Q, Q], "batch"),
+    "tokens": ("Attention", {}, [Q, Q, (FLOAT, (1, 1, 3, 4))], "tokens"),
+    "heads": ("Attention", {}, [(FLOAT, (1, 3, 2, 4)), *[(FLOAT, (1, 2, 2, 4))] * 2], "multiple"),
+    "no key heads": ("Attention", {}, [Q, *[(FLOAT, (1, 0, 2, 4))] * 2], "multiple"),
+    "mask shape": ("Attention", {}, [Q, Q, Q, (FLOAT, (3, 2))], "attn_mask"),
+    "mask rank": ("Attention", {}, [Q, Q, Q, (FLOAT, (1, 1, 1, 2, 2))], "attn_mask"),
+    "mask dtype": ("Attention", {}, [Q, Q, Q, (INT, (2, 2))], "attn_mask"),
+    "mask of another half": ("Attention", {}, [Q, Q, Q, (HALF, (2, 2))], "attn_mask"),
+    "no num_heads": ("PackedAttention", {}, [PACKED], "num_heads"),
+    "num_heads 0": ("PackedAttention", {"num_heads": 0}, [PACKED], "num_heads"),
+    "num_heads < 0": ("PackedAttention", {"num_heads": -3}, [PACKED], "num_heads"),
+    "num_heads a text": ("PackedAttention", {"num_heads": "4"}, [PACKED], "num_heads"),
+    "channels": ("PackedAttention", {"num_heads": 5}, [PACKED], "12 channels"),
+    "no channels": ("PackedAttention", {"num_heads": 2}, [(FLOAT, (1, 2, 0))], "head_dim"),
+    "image rank": ("WindowAttention", WINDOW, [(FLOAT, (1, 4, 4, 12))], "5 dimensions"),
+    "image channels": ("WindowAttention", WINDOW, [(FLOAT, (1, 1, 4, 4, 13))], "13 channels"),
+    "no window_size": ("WindowAttention", {"num_heads": 2}, [IMAGE], "window_size"),
+    "two axes": ("WindowAttention", {**WINDOW, "window_size": [2, 2]}, [IMAGE], "window_size"),
+    "window 0": ("WindowAttention", {**WINDOW, "window_size": [1, 0, 2]}, [IMAGE], "window_size"),
+    "vast": ("WindowAttention", {**WINDOW, "window_size": [2**62] * 3}, [IMAGE], "window_size"),
+    "large": ("WindowAttention", {**WINDOW, "window_size": [60000] * 3}, [IMAGE], "tokens"),
+    "long shift": ("WindowAttention", {**WINDOW, "shift_size": [0, 2, 0]}, [IMAGE], "shift_size"),
+    "a grid that does not divide": (
+        "WindowAttention",
+        {**WINDOW, "shift_size": [0, 0, 0], "grid": 1},
+        [(FLOAT, (1, 1, 4, 5, 12))],
+        "grid",
+    ),
+    "bias shape": ("WindowAttention", WINDOW, [IMAGE, (FLOAT, (2, 4, 3))], "bias"),
+    "bias dtype": ("WindowAttention", WINDOW, [IMAGE, (HALF, (2, 4, 4))], "bias"),
+    "pad_qkv": ("WindowAttention", WINDOW, [IMAGE, None, (FLOAT, (11,))], "pad_qkv"),
+    "logit_scale": ("WindowAttention", WINDOW, [IMAGE, None, None, (FLOAT, (3,))], "logit_scale"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_model_is_an_error_not_a_crash(case: str, library: str) -> None:
+    op_type, attributes, inputs, words = HOSTILE[case]
+    made = model(op_type, [None if i is None else i[0] for i in inputs], **attributes)
+    arrays = [np.ones(i[1], NUMPY[i[0]]) for i in inputs if i is not None]
+    with pytest.raises(Exception, match=re.escape(words)) as caught:
+        run(session(library, made), *arrays)
+    assert "elsa::" in str(caught.value)
+
+
+@pytest.mark.parametrize("types", [[DOUBLE] * 3, [INT] * 3, [FLOAT, HALF, FLOAT], [FLOAT, FLOAT]])
+def test_wrong_types_are_refused_when_the_model_is_read(types: list[int], library: str) -> None:
+    with pytest.raises(Exception, match="ONNXRuntimeError"):
+        session(library, model("Attention", types))
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm of binutils is not installed")
+def test_it_exports_one_function_and_needs_no_runtime(library: str) -> None:
+    exported = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    functions = [line.split()[-1] for line in exported.splitlines() if line.split()[1] in "TW"]
+    assert functions == ["RegisterCustomOps"]
+    needed = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    assert not re.search(r"\b(_?Py|Ort|_ZN2at|_ZN3c10)", needed)
+
+
+def test_an_older_runtime_is_told_so(library: str) -> None:
+    """A runtime that knows API version 16 at most, played by this process."""
+    said = []
+    status_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
+    create_status = status_type(lambda code, text: said.append((code, text)) or 1)
+    entries = (ctypes.c_void_p * 275)()
+    entries[0] = ctypes.cast(create_status, ctypes.c_void_p)
+    get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(
+        lambda version: ctypes.addressof(entries) if version <= 16 else None
+    )
+    base = (ctypes.c_void_p * 2)(ctypes.cast(get_api, ctypes.c_void_p), None)
+    register = ctypes.CDLL(library).RegisterCustomOps
+    register.restype = ctypes.c_void_p
+    assert register(None, ctypes.byref(base)) == 1
+    assert said
+    assert b"1.17 or later" in said[0][1]
+
+
+def test_building_again_does_nothing(library: str) -> None:
+    before = Path(library).stat().st_mtime_ns
+    assert str(ort_library.build()) == library == str(ort_library.library_path())
+    assert Path(library).stat().st_mtime_ns == before
