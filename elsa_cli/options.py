@@ -104,12 +104,13 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     """Several values of one type with commas between them: `224,384`. Gives a tuple without
     repetitions."""
 
-    def __init__(self, each: click.ParamType) -> None:  # type: ignore[type-arg]
+    def __init__(self, each: click.ParamType, shown: str = "") -> None:  # type: ignore[type-arg]
         self.each = each
         self.name = f"{each.name} list"
+        self.shown = shown or each.name.upper()
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return f"{self.each.name.upper()}[,...]"
+        return f"{self.shown}[,...]"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -219,14 +220,20 @@ def model_options(function: Function) -> Function:
     return _model_options(function, ImageSize(), click.Choice(DTYPES))
 
 
+def optional_model_options(function: Function) -> Function:
+    """`model_options` where MODEL may be missing (None)."""
+    return _model_options(function, ImageSize(), click.Choice(DTYPES), required=False)
+
+
 def swept_model_options(function: Function) -> Function:
     """`model_options` that take several sizes and dtypes."""
-    return _model_options(function, Listed(ImageSize()), Listed(click.Choice(DTYPES)))
+    return _model_options(function, Listed(ImageSize(), "PIXELS|HxW"),
+                          Listed(click.Choice(DTYPES), "|".join(DTYPES)))  # fmt: skip
 
 
-def _model_options(function: Function, size: Any, dtype: Any) -> Function:
+def _model_options(function: Function, size: Any, dtype: Any, *, required: bool = True) -> Function:
     options: list[Callable[[Function], Function]] = [
-        click.argument("model", shell_complete=completion.models),
+        click.argument("model", required=required, shell_complete=completion.models),
         click.option(
             "--img-size", "--img", type=size, help="Input size, when not the model's own."
         ),

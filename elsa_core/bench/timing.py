@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,15 +72,21 @@ def interleaved(
     rounds: int,
     sample: Callable[[Contender], Sample],
     enough: Callable[[dict[str, list[Sample]]], bool] | None = None,
+    shuffle: random.Random | None = None,
 ) -> dict[str, list[Sample]]:
     """One sample of each contender in each round, so that drift meets all alike.
 
-    Ends after `rounds`, or as soon as `enough` says so of the samples so far.
+    In a circle everybody follows the same one in every round. Where what a call leaves in the
+    caches matters to the next, `shuffle` makes each round's order a random one. Ends after
+    `rounds`, or as soon as `enough` says so of the samples so far.
     """
     samples: dict[str, list[Sample]] = {c.name: [] for c in contenders}
     with _no_garbage_collection():
         for i in range(rounds):
-            for contender in rotated(contenders, i):
+            order = rotated(contenders, i)
+            if shuffle is not None:
+                shuffle.shuffle(order)
+            for contender in order:
                 with contender.context(), torch.inference_mode():
                     samples[contender.name].append(sample(contender))
             if enough is not None and enough(samples):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,57 +79,28 @@ def profile(
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     arguments = next(iter(as_cases(inputs).values()))
     first = next(value for value in arguments if isinstance(value, Tensor))
-    device = first.device
-    names = variants.chosen(baselines, device)
-    tell("patching", 0, 0)
-    plain, patched, report = _both(model, precision, backend, include, exclude)
-    found = _sites_of(plain, report, first) if sites else ()
-    built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
-    contenders = list(built.contenders)
-    clocks: dict[str, SiteClock] = {}
-    if sites:
-        paths = [site.path for site in found]
-        for name, source in zip(_WATCHED, (plain, patched), strict=True):
-            watched = variants.shared_copy(source)
-            clocks[name] = SiteClock(watched, paths, device)
-            contenders.append(Contender(name, _caller(watched, arguments)))
+    names = variants.chosen(baselines, first.device)
     settings = Settings(rounds, budget_seconds, seed)
-    watch = trust.Watch(device)
-    samples = measure.take_samples(
-        contenders, device, settings, clocks, lambda done, total: tell("rounds", done, total)
-    )
-    spreads = {c.name: spread(_seconds(samples, c.name)).relative for c in built.contenders}
-    warnings = watch.warnings(spreads)
-    tell("memory", 0, 0)
-    runs = _runs(built, samples, device, first.shape[0], seed)
-    best = {
-        side: min(
-            (r for r in runs if r.patched is side and r.name != variants.CONTROL),
-            key=lambda r: r.seconds,
-        ).name
-        for side in (False, True)
-    }
-    rows: tuple[SiteProfile, ...] = ()
-    cover: dict[str, float] = {}
-    notes: list[str] = []
-    if sites:
+    with _current(first.device):
+        tell("patching", 0, 0)
+        plain, patched, report = _both(model, precision, backend, include, exclude)
+        found = _sites_of(plain, report, first) if sites else None
+        built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
+        watched, clocks = _watched(plain, patched, arguments, found, first.device)
+        watch = trust.Watch(first.device)
+        samples = measure.take_samples(
+            (*built.contenders, *watched), first.device, settings, clocks,
+            lambda done, total: tell("rounds", done, total),
+        )  # fmt: skip
+        spreads = {c.name: spread(_seconds(samples, c.name)).relative for c in built.contenders}
+        warnings = watch.warnings(spreads)
+        tell("memory", 0, 0)
+        runs = _runs(built, samples, first.device, first.shape[0], seed)
         tell("sites", 0, 0)
-        judged: Mapping[str, tuple[float, float]] = {}
-        if errors:
-            judged, notes = _errors(patched, arguments)
-        routes = served(patched, arguments, list(patched_sites(patched)))
-        before, after = (samples[name] for name in _WATCHED)
-        rows = profiles(found, before, after, routes, judged, seed)
-        covers = _cover(samples)
-        cover = {name: each.value for name, each in covers.items()}
-        warnings += tuple(
-            f"the sites of {name} add up to {each.value:.0%} of its time"
-            for name, each in covers.items()
-            if each.rounds >= measure.FEWEST_ROUNDS
-            and not (each.low < 1 + _COVERED and each.high > 1 - _COVERED)
-        )
+        located = _located(patched, arguments, found, samples, errors, seed)
+    best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     return ProfileReport(
-        device=str(device),
+        device=str(first.device),
         dtype=str(first.dtype if first.is_floating_point() else "").removeprefix("torch."),
         batch=first.shape[0],
         image_size=(first.shape[-2], first.shape[-1]) if first.dim() == 4 else None,
@@ -139,17 +110,80 @@ def profile(
         weight_bytes=_weight_bytes(model),
         runs=runs,
         left_out=built.left_out,
-        best_baseline=best[False],
-        best_patched=best[True],
-        gain=_related(samples, best[False], best[True], seed),
-        sites=rows,
-        cover=cover,
+        best_baseline=best,
+        best_patched=own,
+        gain=_related(samples, best, own, seed),
+        sites=located.rows,
+        cover=located.cover,
         patched=len(report.patched),
         kept=len(report.kept),
-        warnings=warnings,
-        notes=tuple(notes),
+        warnings=warnings + located.warnings,
+        notes=located.notes,
         patch=report,
     )
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's memory counters, events and graphs speak of the current GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
+    fit = (run for run in runs if run.patched is patched and run.name != variants.CONTROL)
+    return min(fit, key=lambda run: run.seconds).name
+
+
+def _watched(
+    plain: nn.Module,
+    patched: nn.Module,
+    arguments: tuple[Any, ...],
+    found: Sequence[AttentionSite] | None,
+    device: torch.device,
+) -> tuple[list[Contender], dict[str, SiteClock]]:
+    """Further copies whose sites are timed; none where no sites are asked for."""
+    contenders: list[Contender] = []
+    clocks: dict[str, SiteClock] = {}
+    if found is not None:
+        for name, source in zip(_WATCHED, (plain, patched), strict=True):
+            copied = variants.shared_copy(source)
+            clocks[name] = SiteClock(copied, [site.path for site in found], device)
+            contenders.append(Contender(name, _caller(copied, arguments)))
+    return contenders, clocks
+
+
+@dataclass(frozen=True)
+class _Located:
+    """What is known of the sites; see `ProfileReport`."""
+
+    rows: tuple[SiteProfile, ...] = ()
+    cover: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _located(
+    patched: nn.Module,
+    arguments: tuple[Any, ...],
+    found: Sequence[AttentionSite] | None,
+    samples: Samples,
+    errors: bool,
+    seed: int,
+) -> _Located:
+    if found is None:
+        return _Located()
+    judged, notes = _errors(patched, arguments) if errors else ({}, [])
+    routes = served(patched, arguments, list(patched_sites(patched)))
+    before, after = (samples[name] for name in _WATCHED)
+    rows = profiles(found, before, after, routes, judged, seed)
+    covers = _cover(samples)
+    warnings = tuple(
+        f"the sites of {name} add up to {each.value:.0%} of its time"
+        for name, each in covers.items()
+        if each.rounds >= measure.FEWEST_ROUNDS
+        and not (each.low < 1 + _COVERED and each.high > 1 - _COVERED)
+    )
+    cover = {name: each.value for name, each in covers.items()}
+    return _Located(rows, cover, warnings, tuple(notes))
 
 
 def _cover(samples: Samples) -> dict[str, Ratio]:

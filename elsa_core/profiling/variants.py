@@ -53,12 +53,14 @@ def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
         device: where the model runs.
 
     Raises:
-        ArgumentError: an unknown name.
+        ArgumentError: an unknown name, or a device whose calls cannot be timed.
         UnavailableError: a CUDA graph without a GPU.
     """
     cuda = device.type == "cuda"
+    if device.type not in DEFAULTS:
+        raise ArgumentError(f"device: cpu and cuda can be profiled, not {device.type}")
     if names is None:
-        names = DEFAULTS.get(device.type, DEFAULTS["cpu"])
+        names = DEFAULTS[device.type]
     elif "all" in names:
         names = [name for name in BASELINES if cuda or not name.endswith(GRAPH)]
     for name in names:

@@ -158,6 +158,8 @@ def test_which_runs_stand_beside_which() -> None:
     assert variants.ours(["eager", "sdpa"]) == ("patched",)
     with pytest.raises(ArgumentError, match=r"'tensorrt' is unknown; choose from eager, control"):
         variants.chosen(["tensorrt"], CPU)
+    with pytest.raises(ArgumentError, match="cpu and cuda can be profiled, not mps"):
+        variants.chosen(None, torch.device("mps"))
     with pytest.raises(UnavailableError, match=r"compile\+graph needs a CUDA GPU"):
         variants.chosen(["compile+graph"], CPU)
 
