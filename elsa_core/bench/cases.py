@@ -21,6 +21,7 @@ DTYPES: Final = {
 }
 SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
 SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
+WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Case:
             value [batch, heads, keys, head_dim].
         dtype: a key of `DTYPES`.
         mask: "none", or "additive": one of shape [1, heads, queries, keys] in the inputs' dtype.
+        window: 0; or the side of square windows, of which `batch` counts all: elsa reads them with
+            `window_attention` from `WINDOW_IMAGES` square images as a projection leaves them, the
+            mask being the bias, and peers are given windows ready-made.
         precisions: the precisions of `elsa_core.attention` to measure side by side.
         goal: the least ratio (best peer's time / time of the first precision) aimed at.
         quick: whether the short run includes it.
@@ -46,6 +50,7 @@ class Case:
     head_dim: int
     dtype: str = "fp32"
     mask: str = "none"
+    window: int = 0
     precisions: tuple[str, ...] = ("strict",)
     goal: float | None = None
     quick: bool = False
@@ -147,6 +152,14 @@ def _cpu_vit() -> Iterable[Case]:
         yield _square("vit", shape, goal=goal, quick=shape[2] < 1000)
 
 
+def _cpu_window() -> Iterable[Case]:
+    # Windows, heads, side: the stages of Swin at 224 with windows of 7, and larger windows.
+    goals = {(256, 3, 7): 2.2, (16, 12, 7): 2.2, (64, 4, 12): 1.9, (16, 3, 16): 1.45}
+    for (windows, heads, side), goal in goals.items():
+        shape = (windows, heads, side * side, 32)
+        yield _square("window", shape, mask="additive", window=side, goal=goal, quick=side == 7)
+
+
 def _cpu_sweep() -> Iterable[Case]:
     for mask in ("none", "additive"):
         for head_dim in SWEEP_HEAD_DIMS:
@@ -204,7 +217,11 @@ def _cuda_million() -> Iterable[Case]:
 
 
 TABLES: Final[dict[str, dict[str, tuple[Case, ...]]]] = {
-    "cpu": {"vit": tuple(_cpu_vit()), "sweep": tuple(_cpu_sweep())},
+    "cpu": {
+        "vit": tuple(_cpu_vit()),
+        "window": tuple(_cpu_window()),
+        "sweep": tuple(_cpu_sweep()),
+    },
     "cuda": {
         **{t: tuple(c for c in _cuda_prefill() if c.table == t) for t in ("fp32", "fp16", "bf16")},
         "decode": tuple(_cuda_decode()),

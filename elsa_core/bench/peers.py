@@ -16,9 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elsa_core.attention import attention, explain
 from elsa_core.bench import environment
-from elsa_core.bench.cases import Case
+from elsa_core.bench.cases import WINDOW_IMAGES, Case
 from elsa_core.bench.timing import Contender
 from elsa_core.errors import ElsaError
+from elsa_core.window import window_attention
 
 _SDPA: Final = {
     "cpu": {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-math": SDPBackend.MATH},
@@ -63,7 +64,10 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
     """
     found = Field([], {})
     for precision in case.precisions:
-        _try(found, f"elsa-{precision}", functools.partial(_elsa, tensors, precision, backend))
+        make = functools.partial(_elsa, tensors, precision, backend)
+        if case.window:
+            make = functools.partial(_elsa_windows, case, tensors, precision, backend)
+        _try(found, f"elsa-{precision}", make)
     device = tensors.query.device
     too_large = _too_large(case, device)
     for name, choice in _SDPA[device.type].items():
@@ -112,6 +116,35 @@ def _elsa(tensors: Inputs, precision: str, backend: str) -> Contender:
     call = functools.partial(attention, query, key, value, mask, **chosen)
     notes = {"backend": route.backend, "schedule": route.schedule, "arithmetic": route.arithmetic}
     return Contender(f"elsa-{precision}", call, precision=precision, notes=notes)
+
+
+def _elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+    """Windows read from the images [images, H, W, 3 * C] that they would have been cut from."""
+    side, head_dim = case.window, case.head_dim
+    across = math.isqrt(case.batch // WINDOW_IMAGES)  # windows along an axis of an image
+    cut = (WINDOW_IMAGES, across, across)
+    parts = torch.stack(tensors[:3])  # [3, windows, heads, T, head_dim]
+    parts = parts.unflatten(1, cut).unflatten(
+        5, (side, side)
+    )  # [3, n, y, x, heads, h, w, head_dim]
+    image = parts.permute(1, 2, 5, 3, 6, 0, 4, 7).flatten(5).flatten(3, 4).flatten(1, 2)
+    bias = None if tensors.mask is None else tensors.mask[0]
+
+    def call() -> Tensor:
+        return window_attention(
+            image, bias, num_heads=case.heads, window_size=(side, side),
+            precision=precision, backend=backend,
+        )  # fmt: skip
+
+    def read(returned: object) -> Tensor:
+        assert isinstance(returned, Tensor)
+        windows = returned.unflatten(-1, (case.heads, head_dim)).unflatten(2, (across, side))
+        windows = windows.unflatten(1, (across, side)).permute(0, 1, 3, 5, 2, 4, 6)
+        return windows.flatten(4, 5).flatten(0, 2)
+
+    route = explain(*tensors, precision=precision, backend=backend)
+    notes = {"backend": route.backend, "arithmetic": route.arithmetic}
+    return Contender(f"elsa-{precision}", call, precision=precision, read=read, notes=notes)
 
 
 def _sdpa(name: str, choice: SDPBackend, tensors: Inputs) -> Contender:

@@ -20,14 +20,17 @@ from elsa_core.errors import ArgumentError, UnavailableError
 
 CASE = Case("vit", 1, 2, 33, 33, 16, goal=1e-6)
 MASKED = Case("sweep", 1, 2, 21, 21, 16, mask="additive")
+WINDOWS = Case("window", 16, 2, 9, 9, 16, mask="additive", window=3)
 QUICK = Settings(rounds=3, budget_seconds=0.05)
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
     seen: list[tuple[str, int, int]] = []
-    found = attention.run([CASE, MASKED], settings=QUICK, progress=lambda *args: seen.append(args))
-    assert seen == [(CASE.name, 0, 2), (MASKED.name, 1, 2)]
+    found = attention.run(
+        [CASE, MASKED, WINDOWS], settings=QUICK, progress=lambda *args: seen.append(args)
+    )
+    assert seen == [(CASE.name, 0, 3), (MASKED.name, 1, 3), (WINDOWS.name, 2, 3)]
     return found
 
 

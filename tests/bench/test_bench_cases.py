@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from elsa_core.bench.cases import (
     SWEEP_HEAD_DIMS,
     SWEEP_TOKENS,
     TABLES,
+    WINDOW_IMAGES,
     Case,
     inputs,
     select,
@@ -46,6 +49,13 @@ def test_the_cpu_tables_are_whole() -> None:
     }
 
 
+def test_windows_fill_square_images() -> None:
+    for case in TABLES["cpu"]["window"]:
+        across = math.isqrt(case.batch // WINDOW_IMAGES)
+        assert WINDOW_IMAGES * across**2 == case.batch
+        assert case.window**2 == case.queries == case.keys
+
+
 def test_the_gpu_tables_are_whole() -> None:
     tables = TABLES["cuda"]
     assert all(case.precisions == ("strict", "turbo", "lean") for case in tables["fp32"])
@@ -72,13 +82,16 @@ def test_what_a_case_says_of_itself() -> None:
 
 def test_selection() -> None:
     quick = select("cpu", quick=True)
-    assert 3 <= len(quick) <= 10 and {c.table for c in quick} == {"vit", "sweep"}
+    assert 3 <= len(quick) <= 10 and {c.table for c in quick} == {"vit", "window", "sweep"}
     assert {c.table for c in select("cuda", tables=["decode"])} == {"decode"}
     one = select("cpu", patterns=["vit/1x12x197*"])
     assert [c.name for c in one] == ["vit/1x12x197x64-fp32"]
     for wrong, words in (
         ({"device_type": "mps"}, "no cases for 'mps'; use one of cpu, cuda"),
-        ({"device_type": "cpu", "tables": ["fp32"]}, "no table 'fp32'; use one of vit, sweep"),
+        (
+            {"device_type": "cpu", "tables": ["fp32"]},
+            "no table 'fp32'; use one of vit, window, sweep",
+        ),
         ({"device_type": "cpu", "patterns": ["nothing"]}, "match nothing; --dry-run"),
     ):
         with pytest.raises(ArgumentError, match=words):
