@@ -140,7 +140,8 @@ def _elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> 
         assert isinstance(returned, Tensor)
         windows = returned.unflatten(-1, (case.heads, head_dim)).unflatten(2, (across, side))
         windows = windows.unflatten(1, (across, side)).permute(0, 1, 3, 5, 2, 4, 6)
-        return windows.flatten(4, 5).flatten(0, 2)
+        joined: Tensor = windows.flatten(4, 5).flatten(0, 2)
+        return joined
 
     route = explain(*tensors, precision=precision, backend=backend)
     notes = {"backend": route.backend, "arithmetic": route.arithmetic}
