@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ OPSETS = (18, 23)
 # Protocol buffers end at 2 GB; beyond this the weights lie in a file beside the model.
 INLINE_BYTES_MAX = 1_900_000_000
 EXTERNAL_SUFFIX = ".data"
+BATCH = "batch"  # the name of the open dimension
 
 
 def export_onnx(
@@ -67,8 +69,10 @@ def export_onnx(
             f"input_names has {len(input_names)} names for {len(example_inputs)} inputs"
         )
     program = _program(module, example_inputs, dynamic_batch)
-    model = _translate(program, mode, opset, dynamic_batch)
+    model = _translate(program, mode, opset)
     _rename(model, input_names, output_names)
+    if dynamic_batch:
+        _name_batch(model)
     return _write(model, Path(path))
 
 
@@ -82,7 +86,7 @@ def _program(
     if dynamic_batch:
         # A batch of one would be taken for a constant.
         inputs = tuple(torch.cat([t, t]) if t.shape[0] == 1 else t for t in inputs)
-        batch = torch.export.Dim("batch", min=1)
+        batch = torch.export.Dim(BATCH, min=1)
         shapes = tuple({0: batch} for _ in inputs)
 
     def export() -> torch.export.ExportedProgram:
@@ -94,9 +98,7 @@ def _program(
     return program
 
 
-def _translate(
-    program: torch.export.ExportedProgram, mode: str, opset: int, dynamic_batch: bool
-) -> ir.Model:
+def _translate(program: torch.export.ExportedProgram, mode: str, opset: int) -> ir.Model:
     from elsa_core.exporting import onnx_nodes
 
     try:
@@ -133,6 +135,21 @@ def _rename(
             raise ArgumentError(f"{kind}_names are not all different: {', '.join(names)}")
         for value, name in zip(values, names, strict=True):
             value.name = name
+
+
+def _name_batch(model: ir.Model) -> None:
+    """Call the batch dimension "batch" wherever the tracer's symbol for it stands."""
+    import onnx_ir as ir
+
+    shape = model.graph.inputs[0].shape
+    if shape is None or not isinstance(shape[0], ir.SymbolicDim) or not shape[0].value:
+        raise ExportError("the batch is a constant in the exported graph")
+    symbol = re.compile(rf"\b{re.escape(shape[0].value)}\b")
+    values = [*model.graph.inputs, *(out for node in model.graph for out in node.outputs)]
+    for value in values:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and size.value and value.shape is not None:
+                value.shape[axis] = symbol.sub(BATCH, size.value)
 
 
 def _default_names(kind: str, count: int) -> list[str]:

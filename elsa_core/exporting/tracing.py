@@ -20,21 +20,34 @@ _LARGEST_LINE = 300
 
 
 def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result:
-    """Run `action`, which runs the model once; a failure becomes one line that names the module.
+    """Run `action`, which runs the model; a failure becomes one line that names the module.
+
+    Only after a failure does it run again, followed by hooks: patched blocks of windows leave their
+    attention to the original forward where a hook waits for its call.
 
     Raises:
         ExportError: `action` raised; the innermost module whose forward was running is named.
     """
-    entered: list[tuple[str, str]] = []
     try:
-        with _following(model, entered), quiet(), torch.no_grad(), _plain_multihead():
+        with quiet(), torch.no_grad(), _plain_multihead():
             return action()
     except (ElsaError, MemoryError, OSError):
         raise
     except Exception as error:
-        path, name = entered[-1] if entered else ("", type(model).__name__)
+        path, name = _where(model, action)
         where = f"module {path!r} ({name})" if path else f"the model ({name})"
         raise ExportError(f"{what} failed in {where}: {first_line(error)}") from error
+
+
+def _where(model: nn.Module, action: Callable[[], object]) -> tuple[str, str]:
+    """Path and class of the module in which `action` fails."""
+    entered: list[tuple[str, str]] = []
+    try:
+        with _following(model, entered), quiet(), torch.no_grad(), _plain_multihead():
+            action()
+    except Exception:
+        return entered[-1] if entered else ("", type(model).__name__)
+    return "", type(model).__name__
 
 
 @contextmanager
