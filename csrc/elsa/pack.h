@@ -158,7 +158,13 @@ ELSA_INLINE void store_row(const float* row, float factor, int64_t count, DType 
     return;
   }
   uint16_t* p = static_cast<uint16_t*>(out);
-  for (int64_t i = 0; i < count; ++i) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats x = load(row + i) * factor;
+    *reinterpret_cast<HalvesUnaligned*>(p + i) =
+        dtype == DType::kFloat16 ? to_half(x) : to_bfloat(x);
+  }
+  for (; i < count; ++i) {
     const float x = row[i] * factor;
     p[i] = dtype == DType::kFloat16 ? to_half(x) : to_bfloat(x);
   }

@@ -31,6 +31,7 @@ constexpr int kLanes = 4;
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 typedef float FloatsUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint16_t HalvesUnaligned __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
@@ -238,6 +239,27 @@ ELSA_INLINE uint16_t to_bfloat(float x) {
   __builtin_memcpy(&bits, &x, 4);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// The same for a register.
+ELSA_INLINE Halves to_half(Floats x) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Halves>(
+      _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  return reinterpret_cast<Halves>(
+      _mm256_cvtps_ph(reinterpret_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+  Halves h;
+  for (int i = 0; i < kLanes; ++i) h[i] = to_half(x[i]);
+  return h;
+#endif
+}
+ELSA_INLINE Halves to_bfloat(Floats x) {
+  const Bits bits = reinterpret_cast<Bits>(x);
+  const Bits nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const Bits nan = bits >> 16 | 0x40u;
+  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : nearest, Halves);
 }
 
 // Four floats at p, repeated over the register.
