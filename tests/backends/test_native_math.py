@@ -40,9 +40,15 @@ extern "C" void run(int what, const void* in, void* out, size_t count) {
     if (what == 4) z[i] = to_half(x[i]);
     if (what == 5) z[i] = to_bfloat(x[i]);
   }
+  for (size_t i = 0; i < count; i += kLanes) {
+    if (what == 6 || what == 7) {
+      const Floats v = load(x + i);
+      *reinterpret_cast<HalvesUnaligned*>(z + i) = what == 6 ? to_half(v) : to_bfloat(v);
+    }
+  }
 }
 """
-EXP2, LOG, FROM_HALF, FROM_BFLOAT, TO_HALF, TO_BFLOAT = range(6)
+EXP2, LOG, FROM_HALF, FROM_BFLOAT, TO_HALF, TO_BFLOAT, TO_HALVES, TO_BFLOATS = range(8)
 
 
 class Math:
@@ -132,7 +138,8 @@ def test_half_and_bfloat_to_float(math: Math) -> None:
     assert np.array_equal(bfloat.view(np.uint32), every.astype(np.uint32) << 16)
 
 
-def test_float_to_half_and_bfloat(math: Math) -> None:
+@pytest.mark.parametrize(("to_half", "to_bfloat"), [(TO_HALF, TO_BFLOAT), (TO_HALVES, TO_BFLOATS)])
+def test_float_to_half_and_bfloat(math: Math, to_half: int, to_bfloat: int) -> None:
     import torch
 
     bits = np.arange(0, 1 << 32, 4099, np.uint64).astype(np.uint32)
@@ -140,8 +147,8 @@ def test_float_to_half_and_bfloat(math: Math) -> None:
     x = np.concatenate([bits, ties, ties | 0x80000000, ties ^ 0x8000]).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         half = x.astype(np.float16)
-    assert np.array_equal(math(TO_HALF, x, np.uint16).view(np.float16), half, equal_nan=True)
-    found = torch.from_numpy(math(TO_BFLOAT, x, np.uint16).view(np.int16)).view(torch.bfloat16)
+    assert np.array_equal(math(to_half, x, np.uint16).view(np.float16), half, equal_nan=True)
+    found = torch.from_numpy(math(to_bfloat, x, np.uint16).view(np.int16)).view(torch.bfloat16)
     expected = torch.from_numpy(x).to(torch.bfloat16)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(0.0), expected.nan_to_num(0.0))
