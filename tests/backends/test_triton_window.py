@@ -1,0 +1,166 @@
+"""The window kernels without a GPU: interpreted against float64, planned, compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elsa_core.backends.triton import launch, tiling, window, window_tiling
+from elsa_core.backends.triton.window import Given
+from elsa_core.backends.triton.window_tiling import WindowShape
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+from triton_compile import compile_launch
+from window_interpreted import CASES
+
+BEYOND = ("overflow", "overflow long", "cosine overflow")
+BAND = {torch.float32: 2.5e-7, torch.float16: 5e-4}
+TABLES = ["default", *sorted(p.stem for p in tiling.TABLES.glob("*.json"))]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict]:
+    """Every case of window_interpreted.py, run once in a process of its own."""
+    script = Path(__file__).with_name("window_interpreted.py")
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {row["name"]: row for row in rows}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_interpreted(interpreted, name):
+    """By twice the error of the eager backend, which computes half precision in float32."""
+    row, (_, dtype, precision, _) = interpreted[name], CASES[name]
+    assert row["finite"] and row["dense"]
+    if name not in BEYOND:
+        limit = 1e-3 if precision == "turbo" else 2 * row["peer"] + BAND[dtype]
+        assert row["error"] <= limit
+
+
+def test_cosine_of_huge_rows(interpreted):
+    """Norms beyond float32: PyTorch's normalize gives zeros, the exact path does not."""
+    row = interpreted["cosine overflow"]
+    assert row["error"] < 3e-7 < row["peer"]
+
+
+def test_several_windows_a_program(interpreted):
+    """A last group that is not full, and one window of a group that takes the exact path."""
+    assert interpreted["grouped"] == {"name": "grouped", "equal": True, "finite": True}
+
+
+def test_index_beyond_the_table(interpreted):
+    row = interpreted["beyond the table"]
+    assert row["rows"] == row["windows"]
+
+
+def given(
+    size=(8, 1, 56, 56), heads=3, dim=32, win=(1, 7, 7), shift=(0, 3, 3), dtype=torch.float16,
+    precision="strict", bias="dense", cosine=False, pad=False, pixels=None,
+) -> Given:  # fmt: skip
+    """Arguments without data."""
+    tokens = win[0] * win[1] * win[2]
+    q = torch.empty(*size, 3 * heads * dim, dtype=dtype, device="meta")
+    shape = (169, heads) if bias == "table" else (heads, tokens, tokens)
+    return Given(
+        q, torch.empty(shape, dtype=dtype, device="meta") if bias else None,
+        torch.empty(tokens, tokens, dtype=torch.int64, device="meta") if bias == "table" else None,
+        torch.empty(3 * heads * dim, dtype=dtype, device="meta") if pad else None,
+        torch.empty(heads, device="meta") if cosine else None,
+        heads, win, shift, dim**-0.5, -100.0, "qkv", False, precision,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_serve_every_call(name):
+    table = window_tiling.load_table(name)
+    assert not table.measured or name == "h200"
+    for mode in launch.MODES:
+        for dim in (1, 16, 24, 32, 64, 80, 128, 256):
+            for tokens in (1, 4, 16, 49, 64, 65, 144, 256, 392, 576, 4096):
+                for windows, heads in ((1, 1), (512, 3), (100_000, 4)):
+                    shape = WindowShape(windows, heads, tokens, dim)
+                    plan = window_tiling.plan(shape, mode, table, 132)
+                    assert plan.padded_dim >= dim
+                    if plan.whole:
+                        assert plan.block_m == plan.block_n >= tokens
+                        assert plan.programs == -(-windows // plan.count) * heads
+                        assert plan.count <= window_tiling.MOST_WINDOWS
+                    else:
+                        assert plan.count == 1
+                        assert plan.programs == windows * heads * -(-tokens // plan.block_m)
+                    assert plan.whole is False or mode != "exact"
+
+
+def test_windows_are_grouped_where_programs_abound():
+    tile = window_tiling.WindowTile("half", 64, 64, 64, 64, 4, 3, windows=8, resident=3)
+    assert window_tiling.windows_each(512, 3, 132, tile) == 4
+    assert window_tiling.windows_each(128, 6, 132, tile) == 2
+    assert window_tiling.windows_each(32, 12, 132, tile) == 1
+    assert window_tiling.windows_each(1, 1, 132, tile) == 1
+    assert window_tiling.windows_each(1 << 20, 3, 132, tile) == 8
+
+
+def test_plan_does_not_depend_on_the_image():
+    """Sizes are run-time arguments: images of one kind share every constant."""
+    constants = []
+    for side in (56, 63, 112):
+        call = window.plan_call(given(size=(8, 1, side, side)))
+        names = [p.name for p in call.kernel.params if p.is_constexpr]
+        constants.append({name: call.tail[name] for name in names})
+    assert constants[0] == constants[1] == constants[2]
+
+
+def test_plan_counts_windows():
+    call = window.plan_call(given(size=(2, 3, 15, 20), win=(2, 7, 7), shift=(1, 3, 3), pad=True))
+    assert call.tail["windows"] == 2 * 2 * 3 * 3
+    assert (call.tail["PADDED"], call.tail["VOLUME"], call.tail["SHIFTED"]) == (2, True, True)
+
+
+def test_large_images_have_wide_offsets():
+    assert not window.plan_call(given(size=(64, 1, 1024, 1024))).tail["WIDE"]
+    assert window.plan_call(given(size=(1, 1, 4096, 4096))).tail["WIDE"]
+
+
+def test_empty_image():
+    for shape in ((0, 1, 7, 7, 96), (2, 1, 0, 7, 96)):
+        q = torch.empty(shape)
+        out = window.window_attention(
+            q, None, None, None, None, 1, (1, 7, 7), (0, 0, 0), 1.0, -100.0, "qkv", False, "strict"
+        )
+        assert out.shape == (*shape[:-1], 32)
+
+
+COMPILED = [
+    ("cuda", 80, (1, 7, 7)), ("cuda", 90, (1, 7, 7)), ("cuda", 120, (1, 12, 12)),
+    ("hip", "gfx942", (1, 7, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "arch", "win"), COMPILED)
+def test_compiles(target, arch, win):
+    call = window.plan_call(given(size=(8, 1, 60, 60), win=win, pad=True))
+    code = compile_launch(call, torch.float16, target, arch).asm
+    assert ("hsaco" if target == "hip" else "cubin") in code
+
+
+def test_strict_compiles_to_tensor_cores():
+    call = window.plan_call(given(dtype=torch.float32, cosine=True))
+    assert "wgmma" in compile_launch(call, torch.float32, "cuda", 90).asm["ptx"]
+
+
+def test_ieee_has_no_tensor_core_instruction():
+    call = window.plan_call(given(dtype=torch.float32, precision="ieee", win=(1, 4, 4)))
+    ptx = compile_launch(call, torch.float32, "cuda", 90).asm["ptx"]
+    assert "mma" not in ptx and "fma.rn.f32" in ptx

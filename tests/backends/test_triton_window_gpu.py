@@ -1,0 +1,242 @@
+"""The window kernels on a real GPU: every precision, by twice the error of what models compute."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+from tune_window import BAND, GEOMETRY, TURBO, composite, distance, float64, make, poison
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+MODES = [
+    (torch.float32, "strict"), (torch.float32, "lean"), (torch.float32, "ieee"),
+    (torch.float32, "turbo"),
+    (torch.float16, "strict"), (torch.bfloat16, "strict"), (torch.float16, "lean"),
+]  # fmt: skip
+
+
+def kernel(given):
+    from elsa_core.backends.triton.window import window_attention
+
+    return window_attention(*given)
+
+
+def agree(given):
+    poison()
+    out = kernel(given)
+    reference = float64(given)
+    assert out.shape == reference.shape and out.dtype == given.qkv.dtype and out.is_contiguous()
+    assert torch.isfinite(out).all()
+    ours, theirs = distance(out, reference), distance(composite(given), reference)
+    turbo = given.precision == "turbo"
+    limit = TURBO if turbo else 2 * theirs + BAND[given.qkv.dtype]
+    assert ours <= limit, f"{ours:.2e} against {theirs:.2e}"
+
+
+def swin(batch, height, width, window, shift, dtype, precision="strict", heads=3, **options):
+    return make(
+        batch, (1, height, width), heads, 32, (1, window, window), (0, shift, shift), options,
+        dtype, precision,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+@pytest.mark.parametrize("name", list(GEOMETRY))
+def test_geometry(name, dtype, precision):
+    agree(make(*GEOMETRY[name], dtype, precision))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24])
+def test_windows(dtype, window):
+    for shift in {0, window // 2, window - 1}:
+        agree(swin(1, 2 * window + 1, 3 * window, window, shift, dtype, pad=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("side", [7, 8, 13, 14, 15, 56, 100])
+def test_sizes(dtype, side):
+    agree(swin(2, side, side + 3, 7, 3, dtype, pad=True))
+    agree(swin(1, side, 7, 7, 3, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16])
+def test_windows_a_program(dtype, count):
+    """Any number of windows a program gives the same bits."""
+    from elsa_core.backends.triton import window
+
+    given = swin(3, 21, 35, 7, 3, dtype, pad=True)
+    plan, windows = window.tile_plan(given), 3 * 3 * 5
+    out = torch.full_like(kernel(given), math.nan)
+    call = window.plan_call(
+        given, plan._replace(count=count, programs=-(-windows // count) * given.num_heads)
+    )
+    call(*[given.qkv if t is None else t for t in given[:5]], out)
+    assert torch.equal(out, kernel(given))
+
+
+@pytest.mark.parametrize("precision", ["strict", "lean", "ieee", "turbo"])
+@pytest.mark.parametrize("window", [7, 12])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 1e-30])
+def test_scales(precision, window, scale):
+    given = swin(1, 2 * window, 2 * window, window, 3, torch.float32, precision)
+    agree(given._replace(scale=scale))
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("window", [7, 12])
+@pytest.mark.parametrize(
+    "case", ["huge", "top", "outlier", "token", "denormal", "zero", "tiny", "balance", "values"]
+)
+def test_no_finite_input_overflows(case, window, cosine):
+    given = swin(1, 2 * window, 2 * window, window, 3, torch.float32, cosine=cosine)
+    q, k, v = given.qkv.unflatten(-1, (3, 3, 32)).unbind(-3)
+    if case == "huge":
+        q *= 1e15
+        k *= 1e15
+    elif case == "top":
+        given.qkv.mul_(5e37)
+    elif case == "outlier":
+        for t, channel in ((k, 5), (q, 9), (v, 3)):
+            t[..., channel] *= 2**20
+    elif case == "token":
+        k[:, :, 3, 4] *= 2**24
+        v[:, :, 3, 4] *= 2**30
+    elif case == "denormal":
+        given.qkv.mul_(1e-39)
+    elif case == "zero":
+        given.qkv.zero_()
+    elif case == "tiny":
+        v *= 1e-35
+        k *= 1e-20
+    elif case == "balance":
+        q[..., 5] *= 2**-24
+        k[..., 5] *= 2**24
+    elif case == "values":
+        v *= torch.logspace(-30, 30, 32, device="cuda")
+    poison()
+    out, reference = kernel(given), float64(given)
+    assert torch.isfinite(out).all()
+    theirs = distance(composite(given), reference)
+    if case in ("top", "zero") or not math.isfinite(theirs) or theirs > 0.1:
+        return
+    band = 1e-3 if case == "denormal" else BAND[torch.float32]
+    assert distance(out, reference) <= 2 * theirs + band
+    if case == "values":
+        columns = (out.double() - reference).flatten(0, 3).norm(dim=0)
+        assert (columns / reference.flatten(0, 3).norm(dim=0)).max() < 2e-5
+
+
+def test_nan_stays_in_its_window():
+    for dtype in (torch.float32, torch.float16):
+        given = swin(2, 14, 14, 7, 0, dtype)
+        given.qkv[1, 0, 9, 2, 3 * 32 + 5] = math.nan
+        bad = kernel(given).isnan()
+        assert bad[1, 0, 7:, :7, :32].all()
+        bad[1, 0, 7:, :7, :32] = False
+        assert not bad.any()
+
+
+def test_strides():
+    for dtype in (torch.float32, torch.float16):
+        given = swin(2, 14, 21, 7, 3, dtype)
+        expected = kernel(given)
+        turned = given.qkv.transpose(2, 3).contiguous().transpose(2, 3)
+        assert torch.equal(kernel(given._replace(qkv=turned)), expected)
+        wide = torch.cat([given.qkv, given.qkv], -1)[..., : given.qkv.shape[-1]]
+        assert torch.equal(kernel(given._replace(qkv=wide)), expected)
+        every = torch.cat([given.qkv, given.qkv], 2)[:, :, : given.qkv.shape[2]]
+        assert torch.equal(kernel(given._replace(qkv=every)), expected)
+
+
+def test_many_windows():
+    for dtype in (torch.float32, torch.float16):
+        agree(swin(40_000, 2, 4, 2, 1, dtype, heads=2))
+
+
+def test_more_than_2_to_31_elements():
+    """The batch, and one image, hold more elements than 32 bits count."""
+    for batch, side, window in ((60, 1024, 8), (1, 4992, 8)):
+        shape = (batch, 1, side, side, 96)
+        if batch == 1:
+            shape = (1, 1, side, side, 96)
+        q = torch.randn(shape, device="cuda", dtype=torch.float16)
+        assert q.numel() > 1 << 31
+        given = swin(1, 8, 8, window, 0, torch.float16, heads=1)._replace(qkv=q)
+        out = kernel(given)
+        last = given._replace(qkv=q[-1:, :, -16:, -16:].contiguous())
+        assert torch.equal(out[-1:, :, -16:, -16:], kernel(last))
+        del out, q
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_swin_block(dtype):
+    """timm's block with the operator between its projections, padded and shifted in both axes."""
+    block_of = pytest.importorskip("timm.models.swin_transformer").SwinTransformerBlock
+    block = block_of(96, (58, 60), num_heads=3, head_dim=32, window_size=7, shift_size=3)
+    block = block.eval().to("cuda", dtype)
+    attn = block.attn
+    torch.nn.init.normal_(attn.relative_position_bias_table, std=0.5)
+    torch.nn.init.normal_(attn.qkv.bias, std=0.5)
+    x = torch.randn(3, 58, 60, 96, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        attn.fused_attn = False
+        theirs = block._attn(x)
+        given = swin(1, 7, 7, 7, 3, dtype)._replace(
+            qkv=attn.qkv(x).unsqueeze(1), bias=attn._get_rel_pos_bias()[0].contiguous(),
+            pad_qkv=attn.qkv.bias, scale=attn.scale,
+        )  # fmt: skip
+        ours = attn.proj(kernel(given).squeeze(1))
+        reference = block.double()._attn(x.double())
+    assert distance(ours, reference) <= 2 * distance(theirs, reference) + BAND[dtype]
+
+
+def test_sizes_do_not_recompile():
+    from elsa_core.backends.triton.window_tile import window_tile
+
+    def count():
+        return sum(len(c[0]) for c in window_tile.device_caches.values())
+
+    kernel(swin(64, 56, 56, 7, 3, torch.float16))
+    kernel(swin(1, 56, 56, 7, 3, torch.float16))
+    before = count()
+    for side in range(63, 141, 7):
+        kernel(swin(1, side, 56, 7, 3, torch.float16))
+    assert count() == before
+
+
+def test_cuda_graph():
+    given = swin(2, 28, 28, 7, 3, torch.float32)
+    expected = kernel(given).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel(given)
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_host_cost():
+    """A warm call of the kernel costs the host at most 25 us."""
+    for dtype in (torch.float16, torch.float32):
+        given = swin(1, 14, 14, 7, 3, dtype)
+        kernel(given)
+        best = math.inf
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):
+                kernel(given)
+            best = min(best, (time.perf_counter() - start) / 50)
+        print(f"host cost {dtype}: {best * 1e6:.1f} us")
+        assert best <= 25e-6
