@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import ops  # noqa: F401  (registers the operators)
+from elsa_core import calls, ops  # noqa: F401  (ops registers the operators)
 from elsa_core import precision as precisions
 from elsa_core.backends import eager
 from elsa_core.backends.support import Backend, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
+
+_ATTENTION = torch.ops.elsa.attention.default
+_EAGER = torch.ops.elsa.attention_eager.default
 
 BACKENDS = ("auto", "native", "triton", "eager")
 # Which backends `auto` asks, in order. A device type that is not listed is served by eager.
@@ -91,6 +94,10 @@ def attention(
     Reference:
         ELSA (arXiv 2604.23798), Eq. 4 and Theorem 1.
     """
+    if not calls.watched() and not torch._C._is_any_autocast_enabled() and dropout_p == 0.0:
+        answer = _direct(query, key, value, attn_mask, is_causal, scale, precision, backend)
+        if answer is not None:
+            return answer if return_lse else answer[0]
     if torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
@@ -102,17 +109,61 @@ def attention(
     if dropout_p > 0.0:
         _check_dropout(dropout_p, backend)
         out, lse = eager.attention(q, k, v, mask, is_causal, scale, dropout_p=dropout_p)
-    elif chosen == "eager":
-        out, lse = torch.ops.elsa.attention_eager.default(
-            q, k, v, mask, is_causal, scale, precision
-        )
     else:
-        out, lse = torch.ops.elsa.attention.default(q, k, v, mask, is_causal, scale, precision)
+        operator = _EAGER if chosen == "eager" else _ATTENTION
+        out, lse = operator(q, k, v, mask, is_causal, scale, precision)
     if query.dim() != 4:
         leading = _leading_dims(query, key, value)
         out = out.reshape(*leading, *out.shape[2:])
         lse = lse.reshape(*leading, *lse.shape[2:])
     return (out, lse) if return_lse else out
+
+
+def _direct(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    precision: str,
+    backend: str,
+) -> tuple[Tensor, Tensor] | None:
+    """Serve an ordinary call that nobody watches, with the least host time; None for any other.
+
+    Ordinary are plain tensors [B, H, N, D] of one dtype and device, whose heads are equal and that
+    pass every check of `_operands` as they are, where autograd has nothing to record.
+    """
+    shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
+    if not (
+        len(shape) == 4
+        and value.shape == others
+        and (others == shape or (others[:2] == shape[:2] and others[3:] == shape[3:]))
+        and key.dtype == dtype
+        and value.dtype == dtype
+        and dtype.is_floating_point
+        and key.device == device
+        and value.device == device
+        and type(query) is Tensor
+        and type(key) is Tensor
+        and type(value) is Tensor
+    ) or calls.differentiates(query, key, value, attn_mask):
+        return None
+    if attn_mask is not None:
+        attn_mask = _checked_mask(attn_mask, query, key, is_causal)
+    head_dim = shape[3]
+    if scale is None:
+        scale = head_dim**-0.5 if head_dim else 1.0
+    chosen = _cached_name(device, dtype, head_dim, head_dim, precision, backend)
+    arguments = (query, key, value, attn_mask, is_causal, scale, precision)
+    result: tuple[Tensor, Tensor]
+    if chosen == "triton" and not torch._C._autograd._profiler_enabled():
+        from elsa_core.backends import triton
+
+        result = triton.attention(*arguments)
+    else:
+        result = calls.below_autograd(_EAGER if chosen == "eager" else _ATTENTION, *arguments)
+    return result
 
 
 def explain(
@@ -207,8 +258,15 @@ def _ask(request: Request, name: str) -> Support:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_name(request: Request, backend: str) -> str:
-    return _select(request, backend)[0]
+def _cached_name(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    backend: str,
+) -> str:
+    return _select(Request(device.type, dtype, head_dim, value_dim, precision), backend)[0]
 
 
 def _backend_name(
@@ -219,7 +277,7 @@ def _backend_name(
     precision: str,
     backend: str,
 ) -> str:
-    return _cached_name(Request(device_type, dtype, head_dim, value_dim, precision), backend)
+    return _cached_name(torch.device(device_type), dtype, head_dim, value_dim, precision, backend)
 
 
 # A constant for the compiler: asking a backend may build or load a library, which cannot be traced.
@@ -296,7 +354,7 @@ def _checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool
         )
     if attn_mask.device != query.device:
         raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
-    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    full = (*query.shape[:3], key.shape[2])
     if attn_mask.dim() < 4:
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
     for size, wanted in zip(attn_mask.shape, full, strict=False):

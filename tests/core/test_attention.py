@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
 import torch._dynamo.config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core import attention as elsa_attention
+from elsa_core import calls
 from elsa_core.backends import native
 from elsa_core.errors import ArgumentError, UnavailableError
 
@@ -332,6 +337,86 @@ def test_autocast_casts_as_pytorch_does(backend: str) -> None:
     q, k, v = make(1, 2, 9, 8), make(1, 2, 9, 8, seed=1).bfloat16(), make(1, 2, 9, 8, seed=2)
     with torch.autocast("cpu", torch.bfloat16):
         assert elsa.attention(q, k, v, backend=backend).dtype == torch.bfloat16
+
+
+# The short way of an ordinary call
+
+
+@pytest.fixture
+def shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that were called below autograd."""
+    taken = []
+    below = calls.below_autograd
+
+    def record(operator, *arguments):
+        taken.append(operator.name())
+        return below(operator, *arguments)
+
+    monkeypatch.setattr(calls, "below_autograd", record)
+    return taken
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_an_ordinary_call_takes_the_short_way(mode, backend: str, shortcuts: list[str]) -> None:
+    q, k, v = make(2, 3, 9, 8), make(2, 3, 12, 8, seed=1), make(2, 3, 12, 8, seed=2)
+    mask = make(9, 12, seed=3)
+    with mode():
+        out, lse = elsa.attention(q, k, v, mask, backend=backend, return_lse=True)
+    assert shortcuts == [f"elsa::attention{'' if backend == 'native' else '_eager'}"]
+    leaf = q.clone().requires_grad_()
+    long, long_lse = elsa.attention(leaf, k, v, mask, backend=backend, return_lse=True)
+    assert len(shortcuts) == 1
+    assert torch.equal(out, long)
+    assert torch.equal(lse, long_lse)
+    assert not out.requires_grad
+    assert long.requires_grad
+
+
+def test_whoever_watches_a_call_sees_it(shortcuts: list[str]) -> None:
+    q = make(1, 2, 5, 8)
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        with Recorder():
+            elsa.attention(q, q, q)
+        assert "elsa::attention" in seen
+        graph = torch.jit.trace(lambda x: elsa.attention(x, x, x), (q,), check_trace=False).graph
+        assert "elsa::attention" in str(graph)
+        graph = make_fx(lambda x: elsa.attention(x, x, x))(q).graph
+        assert any("elsa.attention" in str(node.target) for node in graph.nodes)
+        with FakeTensorMode() as fake:
+            assert elsa.attention(*[fake.from_tensor(q)] * 3).shape == q.shape
+        with torch.autocast("cpu", torch.bfloat16):
+            assert elsa.attention(q, q, q).dtype == torch.bfloat16
+        assert not shortcuts
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_gpu_kernel_is_called_past_the_dispatcher(monkeypatch, needs_grad: bool) -> None:
+    """On the CPU, with the kernel and the choice of backend replaced."""
+    from elsa_core.backends import eager, triton
+
+    taken = []
+
+    def kernel(*arguments):
+        taken.append(arguments)
+        return eager.attention(*arguments)
+
+    monkeypatch.setattr(triton, "attention", kernel)
+    monkeypatch.setattr(sys.modules["elsa_core.attention"], "_cached_name", lambda *_: "triton")
+    native.load()
+    q = make(1, 2, 5, 8).requires_grad_(needs_grad)
+    out = elsa.attention(q, q, q)
+    assert len(taken) == (0 if needs_grad else 1)
+    assert_as_exact_as_sdpa(out.detach(), q.detach(), q.detach(), q.detach())
+    with torch.no_grad(), torch.autograd.profiler.profile():  # which has to find the operator
+        elsa.attention(q, q, q)
+    assert len(taken) == (0 if needs_grad else 1)
 
 
 # What is refused, and in which words

@@ -1,0 +1,39 @@
+"""Calls of operators with less to pass through, where nobody could tell the difference.
+
+An operator with a formula for its gradient has an autograd kernel in Python, which every call
+outside inference mode passes through and which costs as much as the rest of a small call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+
+def watched() -> bool:
+    """Whether a compiler, a tracer, a transform or a dispatch mode watches this thread.
+
+    Then what is called must be what is written, and Python must not branch on lengths.
+    """
+    return bool(
+        torch.compiler.is_compiling()  # first: a constant for the compiler, which reads no further
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def differentiates(*arguments: Any) -> bool:
+    """Whether autograd would record a call of these arguments."""
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+
+
+def below_autograd(operator: Any, *arguments: Any) -> Any:
+    """Call an operator that nobody watches and that autograd would not record."""
+    if torch.is_inference_mode_enabled():  # already below it
+        return operator(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
