@@ -1,0 +1,114 @@
+"""`elsa inspect --all`: the run over every architecture, its table and its page."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from elsa_cli.console import Session
+
+if TYPE_CHECKING:
+    from elsa_core.models.coverage import Coverage
+
+
+def run(
+    session: Session, match: str | None, checked: bool, state: Path | None, page: Path | None
+) -> None:
+    """Examine the architectures that the glob `match` selects, and show what was found.
+
+    Raises: click.UsageError (nothing matches), ModelError (`state`), VerdictError (a model
+    differs, or fails).
+    """
+    from elsa_cli.errors import VerdictError
+    from elsa_cli.probes import environment
+
+    with session.stage("listing architectures"):
+        from elsa_core.models import coverage
+
+        names = coverage.architectures(match or "*")
+    if not names:
+        raise click.UsageError(
+            f"no architecture matches {match!r}: with --all, MODEL is a glob like 'timm:swin*'"
+        )
+    with session.stage("examining") as update:
+        records = list(coverage.examine_all(names, checked=checked, state=state, progress=update))
+    total = coverage.summarise(records)
+    results = {
+        "summary": {
+            "architectures": total.architectures,
+            "attentive": total.attentive,
+            "complete": total.complete,
+            "share": total.share,
+            "sites": total.sites,
+            "patchable": total.patchable,
+            "verdicts": total.verdicts,
+        },
+        "architectures": [record.to_dict() for record in records],
+    }
+    session.document("inspect --all", environment(), results)
+    if page is not None:
+        _write(session, page, coverage.to_markdown(records, _versions()))
+    _table(session, coverage.by_family(records))
+    bad = [record for record in records if record.verdict in (coverage.DIFFERS, coverage.FAILED)]
+    for record in records:
+        if record.reason and record.verdict not in (coverage.AGREES, coverage.NOT_CHECKED):
+            session.line(f"{record.name}: {record.verdict}: {record.reason}", "yellow")
+    verdicts = ", ".join(f"{n} {verdict}" for verdict, n in sorted(total.verdicts.items()))
+    session.line(
+        f"{total.complete} of {total.attentive} architectures with softmax attention are patched "
+        f"whole ({total.share:.1%}) · {verdicts}",
+        "bold" if not bad else "bold red",
+        even_quiet=True,
+    )
+    if bad:
+        raise VerdictError(f"{len(bad)} architectures differ or fail, {bad[0].name} first")
+
+
+def _table(session: Session, families: dict[str, list[Coverage]]) -> None:
+    rows = []
+    for family, members in families.items():
+        kept: Counter[str] = Counter()
+        for record in members:
+            for one in record.kept:
+                kept[one.module_class.rpartition(".")[2]] += one.sites
+        verdicts = Counter(record.verdict for record in members)
+        rows.append([
+            family,
+            str(len(members)),
+            str(sum(record.sites for record in members)),
+            str(sum(record.patchable for record in members)),
+            ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())),
+            ", ".join(f"{count} {name}" for name, count in kept.items()),
+        ])  # fmt: skip
+    titles = ["family", ">models", ">sites", ">patched", "verdicts", "kept"]
+    session.table(titles, rows, wrap=5)
+    session.line()
+
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("torch", "timm", "open_clip_torch"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"Versions: {', '.join(found)}."
+
+
+def _write(session: Session, page: Path, text: str) -> None:
+    """Write under a temporary name, then rename."""
+    temporary = page.with_name(f"{page.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(page)
+    except OSError as error:
+        raise click.UsageError(f"--page: cannot write {page}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    session.written.append(page)
