@@ -28,7 +28,7 @@ class Count(TorchDispatchMode):
         self.calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func._schema.name.startswith("elsa::attention")
+        self.calls += func._schema.name.startswith(("elsa::attention", "elsa::window_attention"))
         return func(*args, **(kwargs or {}))
 
 

@@ -169,7 +169,7 @@ KINDS = {
     ],
     "xcit_nano_12_p16_224": [("XCA", "channel", None, False, "channels")],
     "davit_tiny": [
-        ("WindowAttention", "window", 49, True, "redirected"),
+        ("SpatialBlock", "window", 49, True, "adapter"),
         ("ChannelAttention", "channel", None, False, "channels"),
     ],
     "efficientformerv2_s0": [("Attention2d", "talking-heads", 49, False, "mixes heads")],

@@ -21,6 +21,8 @@ _WRITTEN = MappingProxyType(
         "timm.layers.attention.Attention": ("timm_attention", "ElsaAttention"),
         "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
         "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
+        "timm.models.davit.SpatialBlock": ("timm_windows", "ElsaSpatialBlock"),
+        "timm.models.twins.LocallyGroupedAttn": ("timm_windows", "ElsaLocallyGroupedAttn"),
         "timm.models.maxxvit.PartitionAttentionCl": ("timm_maxxvit", "ElsaPartitionAttentionCl"),
         "timm.models.swin_transformer.SwinTransformerBlock": (
             "timm_swin",

@@ -1,0 +1,78 @@
+"""Windows without bias or shift in timm's Twins and DaViT on `elsa_core.window_attention`.
+
+Read against timm 1.0.20 to 1.0.31.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models.davit import SpatialBlock, WindowAttention
+from timm.models.twins import LocallyGroupedAttn
+from torch import Tensor
+
+from elsa_core.models.adapters.windows import attend_windows, has_hooks, why_not
+
+
+class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm is untyped
+    """Twins' attention within groups: [B, H * W, C] -> [B, H * W, C]."""
+
+    elsa_base = LocallyGroupedAttn
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor, size: Any) -> Tensor:
+        if self.training and self.attn_drop.p > 0.0:
+            out: Tensor = super().forward(x, size)
+            return out
+        qkv = self.qkv(x).unflatten(1, tuple(size))
+        out = attend_windows(
+            self,
+            qkv,
+            None,
+            num_heads=self.num_heads,
+            window_size=(self.ws, self.ws),
+            scale=self.scale,
+            pad_qkv=self.qkv.bias,
+        )
+        joined: Tensor = self.proj_drop(self.proj(out.flatten(1, 2)))
+        return joined
+
+
+class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
+    """DaViT's block of window attention: [B, C, H, W] -> [B, C, H, W]."""
+
+    elsa_base = SpatialBlock
+    elsa_attention = "attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowAttention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attn = self.attn
+        if has_hooks(attn):
+            out: Tensor = super().forward(x)
+            return out
+        tokens = self.cpe1(x).permute(0, 2, 3, 1)
+        qkv = attn.qkv(self.norm1(tokens))
+        out = attend_windows(
+            self,
+            qkv,
+            None,
+            num_heads=attn.num_heads,
+            window_size=self.window_size,
+            scale=attn.scale,
+            pad_qkv=attn.qkv.bias,
+        )
+        tokens = tokens + self.drop_path1(attn.proj(out))
+        x = self.cpe2(tokens.permute(0, 3, 1, 2))
+        if self.mlp is None:
+            return x
+        tokens = x.permute(0, 2, 3, 1)
+        tokens = tokens + self.drop_path2(self.mlp(self.norm2(tokens)))
+        image: Tensor = tokens.permute(0, 3, 1, 2)
+        return image
