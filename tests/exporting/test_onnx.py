@@ -1,0 +1,254 @@
+"""Whole models as ONNX: three modes, two opsets, files, names, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elsa_core as elsa
+from elsa_core.errors import ArgumentError, ExportError
+from elsa_core.exporting import onnx as exporting
+from elsa_core.exporting import ort_library
+from elsa_core.exporting.onnx import export_onnx
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+timm = pytest.importorskip("timm")
+
+ULPS = 2.4e-7
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    return str(ort_library.build())
+
+
+@pytest.fixture(scope="module")
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model("test_vit", img_size=32, num_classes=7).eval()
+    elsa.patch(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(5, 3, 32, 32)
+
+
+def run(path: Path, images: Tensor, library: str | None = None) -> Tensor:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if library is not None:
+        options.register_custom_ops_library(library)
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+
+
+def agrees(out: Tensor, model: nn.Module, images: Tensor) -> None:
+    """The file's error is at most twice that of the model it came from."""
+    with torch.no_grad():
+        own = model(images)
+        exact = model.double()(images.double())
+        model.float()
+    assert out.shape == own.shape
+    scale = float(exact.norm())
+    assert float((out - exact).norm()) <= (2 * float((own - exact).norm()) + ULPS * scale)
+
+
+@pytest.mark.parametrize("opset", exporting.OPSETS)
+@pytest.mark.parametrize("mode", exporting.MODES)
+def test_every_mode_at_every_opset(
+    mode: str, opset: int, vit: nn.Module, images: Tensor, library: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    written = export_onnx(
+        vit, (images[:1],), path, mode=mode, opset=opset, input_names=["image"],
+        output_names=["logits"],
+    )  # fmt: skip
+    assert written == (path,)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    model = onnx.load(path)
+    assert {(o.domain, o.version) for o in model.opset_import if not o.domain} == {("", opset)}
+    own = [node for node in model.graph.node if node.domain == "elsa"]
+    assert len(own) == (0 if mode == "standard" else len(vit.blocks))  # type: ignore[arg-type]
+    assert len(model.functions) == (1 if mode == "custom" else 0)
+    assert model.graph.input[0].name == "image"
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert model.graph.output[0].name == "logits"
+    for batch in (1, 2, 5):
+        if mode != "custom-only":
+            agrees(run(path, images[:batch]), vit, images[:batch])
+        if mode != "standard":
+            agrees(run(path, images[:batch], library), vit, images[:batch])
+    if mode == "custom-only":
+        with pytest.raises(Exception, match="elsa:PackedAttention"):
+            run(path, images)
+
+
+def test_a_node_replaces_everything_between_the_projections(
+    vit: nn.Module, images: Tensor, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    export_onnx(vit, (images[:2],), path)
+    nodes = {out: node for node in onnx.load(path).graph.node for out in node.output}
+    own = [node for node in nodes.values() if node.domain == "elsa"]
+    assert [node.name for node in own] == [
+        f"blocks.{i}.attn/PackedAttention" for i in range(len(own))
+    ]
+    for node in own:
+        assert nodes[node.input[0]].op_type == "Add"  # the bias of the projection
+        readers = [n.op_type for n in nodes.values() if node.output[0] in n.input]
+        assert readers == ["MatMul"]
+
+
+def test_nothing_of_this_machine_is_in_the_file(
+    vit: nn.Module, images: Tensor, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    export_onnx(vit, (images[:2],), path)
+    content = path.read_bytes()
+    assert os.fsencode(Path(timm.__file__).parent) not in content
+    assert b"stack_trace" not in content
+
+
+def test_swin_keeps_the_image_as_it_lies(library: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, window_size=7, embed_dim=12, depths=(2, 2),
+        num_heads=(2, 4), num_classes=5,
+    ).eval()  # fmt: skip
+    if not any(
+        "Window" in s.module_class or "Swin" in s.module_class for s in elsa.patch(model).patched
+    ):
+        pytest.skip("windows have no adapter")
+    images = torch.randn(3, 3, 56, 56)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (images[:2],), path)
+    types = [node.op_type for node in onnx.load(path).graph.node]
+    assert types.count("WindowAttention") == 4
+    for batch in (1, 3):
+        agrees(run(path, images[:batch]), model, images[:batch])
+        agrees(run(path, images[:batch], library), model, images[:batch])
+
+
+class Towers(nn.Module):
+    """Attention with a mask, without one, and masked by a boolean: bodies of three kinds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        additive = torch.zeros(x.shape[1], x.shape[1]).masked_fill(~seen, -torch.inf)
+        first: Any = elsa.attention(heads, heads, heads, additive)
+        second: Any = elsa.attention(first, first, first)
+        third: Any = elsa.attention(second, second, second, seen)
+        joined: Tensor = third.transpose(1, 2).flatten(2)
+        return joined
+
+
+def test_bodies_of_several_kinds_get_names_of_their_own(library: str, tmp_path: Path) -> None:
+    model, x = Towers().eval(), torch.randn(3, 9, 16)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (x[:2],), path)
+    written = onnx.load(path)
+    names = [node.op_type for node in written.graph.node if node.domain == "elsa"]
+    assert names == ["Attention", "Attention_2", "Attention_3"]
+    assert [function.name for function in written.functions] == names
+    agrees(run(path, x), model, x)
+    agrees(run(path, x, library), model, x)
+
+
+def test_large_weights_lie_beside_the_model(
+    vit: nn.Module, images: Tensor, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "INLINE_BYTES_MAX", 1000)
+    path = tmp_path / "model.onnx"
+    written = export_onnx(vit, (images[:2],), path)
+    assert written == (path, tmp_path / "model.onnx.data")
+    assert sorted(tmp_path.iterdir()) == sorted(written)
+    assert path.stat().st_size < written[1].stat().st_size
+    agrees(run(path, images, library), vit, images)
+
+
+def test_a_failure_leaves_the_old_file(
+    vit: nn.Module, images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_text("before")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise onnx.checker.ValidationError("Nodes in a graph must be topologically sorted")
+
+    monkeypatch.setattr(onnx.checker, "check_model", refuse)
+    with pytest.raises(ExportError, match="topologically") as caught:
+        export_onnx(vit, (images[:2],), path)
+    assert "\n" not in str(caught.value)
+    assert path.read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_what_is_refused(vit: nn.Module, images: Tensor, tmp_path: Path) -> None:
+    path, first = tmp_path / "model.onnx", (images[:2],)
+    with pytest.raises(ArgumentError, match="mode"):
+        export_onnx(vit, first, path, mode="both")
+    with pytest.raises(ArgumentError, match="opset=17"):
+        export_onnx(vit, first, path, opset=17)
+    with pytest.raises(ArgumentError, match="input_names"):
+        export_onnx(vit, first, path, input_names=["a", "b"])
+    with pytest.raises(ExportError, match="no patched site"):
+        export_onnx(nn.Linear(4, 4), (torch.ones(2, 4),), path)
+    assert not list(tmp_path.iterdir())
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        out: Any = elsa.attention(x, x, x)
+        return out
+
+
+def test_a_model_that_cannot_be_traced_is_named_in_one_line(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Identity(), Branches())
+    with pytest.raises(ExportError, match=r"'1' \(Branches\)") as caught:
+        export_onnx(model, (torch.ones(2, 2, 4, 8),), tmp_path / "model.onnx")
+    assert "\n" not in str(caught.value)
+
+
+def test_double_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="float64"):
+        export_onnx(Towers().double(), (torch.randn(2, 9, 16).double(),), tmp_path / "model.onnx")
+
+
+def test_the_file_needs_neither_elsa_nor_torch(
+    vit: nn.Module, images: Tensor, library: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    export_onnx(vit, (images[:2],), path)
+    program = f"""
+import sys, numpy, onnxruntime as ort
+for library in (None, {library!r}):
+    options = ort.SessionOptions()
+    if library:
+        options.register_custom_ops_library(library)
+    session = ort.InferenceSession({str(path)!r}, options)
+    out, = session.run(None, {{"input": numpy.zeros((3, 3, 32, 32), numpy.float32)}})
+    assert out.shape == (3, 7) and numpy.isfinite(out).all()
+assert not {{"torch", "elsa_core", "onnx"}} & set(sys.modules)
+print("served")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout.strip() == "served", done.stderr
