@@ -160,21 +160,27 @@ def gpu_query(device: torch.device) -> str:
 
 
 def gpu_busy(device: torch.device) -> str:
-    """Who else uses the GPU, in words; empty where nobody does."""
-    which = gpu_query(device)
-    others = [
-        line
-        for line in nvidia_smi("--query-compute-apps=pid", which)
-        if line.isdigit() and int(line) != os.getpid()
-    ]
+    """Who else uses the GPU, in words; empty where nobody does.
+
+    Not right after work of one's own: the driver's utilisation looks back for up to a second.
+    """
+    others = gpu_others(device)
     if others:
-        return f"{len(others)} other process(es) use the GPU: {', '.join(others)}"
-    used = [
-        int(line) for line in nvidia_smi("--query-gpu=utilization.gpu", which) if line.isdigit()
-    ]
+        return others
+    lines = nvidia_smi("--query-gpu=utilization.gpu", gpu_query(device))
+    used = [int(line) for line in lines if line.isdigit()]
     if used and used[0] > BUSY_GPU:
         return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)"
     return ""
+
+
+def gpu_others(device: torch.device) -> str:
+    """Other processes on the GPU, in words; empty where there are none."""
+    lines = nvidia_smi("--query-compute-apps=pid", gpu_query(device))
+    others = [line for line in lines if line.isdigit() and int(line) != os.getpid()]
+    if not others:
+        return ""
+    return f"{len(others)} other process(es) use the GPU: {', '.join(others)}"
 
 
 def nvidia_smi(*query: str) -> list[str]:

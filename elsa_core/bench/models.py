@@ -202,7 +202,7 @@ def run(
         for i, case in enumerate(missing):
             if end is not None and time.monotonic() > end:
                 break
-            results["busy"] = results["busy"] or environment.busy(device)
+            results["busy"] = results["busy"] or _busy(device, first=i == 0)
 
             def tell(what: str, done: int, total: int, i: int = i, name: str = case.name) -> None:
                 if progress is not None:
@@ -286,6 +286,13 @@ def _empty(case: ModelCase, reason: str) -> Document:
         "case": case.to_dict(), "measurements": [], "best_peer": "", "best_own": "", "gain": None,
         "sites": [0, 0], "errors": None, "wrong": [], "left_out": {"all": reason}, "warnings": [],
     }  # fmt: skip
+
+
+def _busy(device: torch.device, *, first: bool) -> str:
+    """Why the machine is not free; after a case, the GPU's utilisation would be that case's."""
+    if device.type == "cpu" or first:
+        return environment.busy(device)
+    return environment.gpu_others(device)
 
 
 def _in_order(results: list[Document], cases: Sequence[ModelCase]) -> None:

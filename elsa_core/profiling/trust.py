@@ -23,7 +23,6 @@ class Watch:
         self._device = device
         self._ticks = environment.processor_times()
         self._throttles = throttle_count()
-        self._gpu = environment.gpu_busy(device) if device.type == "cuda" else ""
 
     def warnings(self, spreads: Mapping[str, float]) -> tuple[str, ...]:
         """One line for each reason to doubt.
@@ -35,9 +34,8 @@ class Watch:
         share = environment.others_share_between(self._ticks, environment.processor_times())
         if share > environment.BUSY_CPU:
             found.append(f"other programs used {share:.0%} of the processors meanwhile")
-        if self._gpu:
-            found.append(self._gpu)
         if self._device.type == "cuda":
+            found += filter(None, [environment.gpu_others(self._device)])
             found += gpu_throttling(environment.nvidia_smi, self._device)
         more = throttle_count() - self._throttles
         if more > 0:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from elsa_core.bench import timing
 from elsa_core.bench.timing import Contender
-from elsa_core.profiling import measure
+from elsa_core.profiling import measure, variants
 from elsa_core.profiling.measure import Ratio, Settings, ratio
+from elsa_core.profiling.sites import SiteClock
 
 CPU = torch.device("cpu")
 
@@ -132,3 +134,48 @@ def test_host_and_device_times_of_a_gpu_call(monkeypatch: pytest.MonkeyPatch) ->
     assert found.device == pytest.approx(1e-3)
     assert found.host is not None
     assert found.host < 0.01 < 0.02 <= found.seconds
+
+
+def test_sites_of_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a site lies between two events; nothing is awaited in between."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), nn.Identity()))
+    clock = SiteClock(model, ["0", "1"], torch.device("cuda"))
+    model(torch.zeros(1))
+    model(torch.zeros(1))
+    assert clock.read() == {"0": pytest.approx(2e-3), "1": pytest.approx(2e-3)}
+    clock.reset()
+    assert clock.read() == {"0": 0.0, "1": 0.0}
+
+
+def test_a_graph_replays_the_run_that_it_is_named_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`x+graph` captures the very call that `x` makes, and keeps what its pool took."""
+    allocated = iter([100, 400])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(allocated))
+    captured: list[Any] = []
+
+    def capture(call: Any) -> Any:
+        captured.append(call)
+        return lambda: "replayed"
+
+    monkeypatch.setattr(timing, "captured", capture)
+    plain, patched = nn.Identity(), nn.Identity()
+    names = ("eager", "eager+graph", "patched")
+    built = variants.build(plain, patched, (torch.zeros(1),), names)
+    assert [contender.name for contender in built.contenders] == list(names)
+    assert captured == [built.contenders[0].call]
+    assert built.contenders[1].call() == "replayed"
+    assert built.graph_bytes == {"eager+graph": 300}
+    assert built.left_out == {}
+
+
+def test_a_graph_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(variants, "_graphed", refuse)
+    built = variants.build(nn.Identity(), nn.Identity(), (), ("patched+graph",))
+    assert built.left_out == {"patched+graph": "operation not permitted when stream is capturing"}
