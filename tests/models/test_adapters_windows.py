@@ -1,4 +1,4 @@
-"""Windows without bias or shift, in timm's Twins and DaViT, on elsa: padded on both axes."""
+"""Windows without shift, in timm's Twins, DaViT and TinyViT, on elsa: padded on both axes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "davit_tiny",
         {"embed_dims": (16, 32), "num_heads": (2, 4), "depths": (1, 1), "window_size": 7},
     ),
+    "tiny-vit": (
+        "tiny_vit_5m_224",
+        {"embed_dims": (8, 32, 32), "num_heads": (1, 2, 4), "depths": (1, 1, 1),
+         "window_sizes": (7, 7, 5)},
+    ),
 }  # fmt: skip
-ADAPTERS = {"twins": "ElsaLocallyGroupedAttn", "davit": "ElsaSpatialBlock"}
+ADAPTERS = {
+    "twins": "ElsaLocallyGroupedAttn",
+    "davit": "ElsaSpatialBlock",
+    "tiny-vit": "ElsaTinyVitBlock",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +51,7 @@ def make(kind: str) -> nn.Module:
     model = timm.create_model(name, num_classes=6, **options).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if path.endswith("bias"):
+            if path.endswith(("bias", "attention_biases")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 

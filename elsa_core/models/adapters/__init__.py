@@ -22,6 +22,7 @@ _WRITTEN = MappingProxyType(
         "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
         "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
         "timm.models.davit.SpatialBlock": ("timm_windows", "ElsaSpatialBlock"),
+        "timm.models.tiny_vit.TinyVitBlock": ("timm_windows", "ElsaTinyVitBlock"),
         "timm.models.twins.LocallyGroupedAttn": ("timm_windows", "ElsaLocallyGroupedAttn"),
         "timm.models.maxxvit.PartitionAttentionCl": ("timm_maxxvit", "ElsaPartitionAttentionCl"),
         "timm.models.swin_transformer.SwinTransformerBlock": (

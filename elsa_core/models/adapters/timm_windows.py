@@ -1,4 +1,4 @@
-"""Windows without bias or shift in timm's Twins and DaViT on `elsa_core.window_attention`.
+"""Windows without shift in timm's Twins, DaViT and TinyViT on `elsa_core.window_attention`.
 
 Read against timm 1.0.20 to 1.0.31.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from timm.models.davit import SpatialBlock, WindowAttention
+from timm.models.tiny_vit import Attention as TinyVitAttention
+from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
@@ -75,4 +77,45 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
         tokens = x.permute(0, 2, 3, 1)
         tokens = tokens + self.drop_path2(self.mlp(self.norm2(tokens)))
         image: Tensor = tokens.permute(0, 3, 1, 2)
+        return image
+
+
+class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
+    """TinyViT's block of window attention: [B, H, W, C] -> [B, H, W, C]."""
+
+    elsa_base = TinyVitBlock
+    elsa_attention = "attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        attn = module.attn
+        if type(attn) is TinyVitAttention and attn.val_dim != attn.key_dim:
+            return "its values are of another width than its keys"
+        return why_not(attn, TinyVitAttention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attn, window = self.attn, self.window_size
+        if has_hooks(attn):
+            out: Tensor = super().forward(x)
+            return out
+        pad = None
+        if x.shape[1] % window or x.shape[2] % window:  # a padded token goes through the norm too
+            pad = attn.qkv(attn.norm(x.new_zeros(x.shape[-1])))
+        out = attend_windows(
+            self,
+            attn.qkv(attn.norm(x)),
+            attn.attention_biases.t(),
+            bias_index=attn.attention_bias_idxs,
+            num_heads=attn.num_heads,
+            window_size=(window, window),
+            scale=attn.scale,
+            pad_qkv=pad,
+            layout="head",
+        )
+        x = x + self.drop_path1(attn.proj(out))
+        tokens = self.local_conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        image: Tensor = tokens + self.drop_path2(self.mlp(tokens))
         return image
