@@ -348,19 +348,21 @@ def _checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool
         raise ArgumentError(
             "attn_mask and is_causal exclude each other: put the triangle in the mask"
         )
-    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    dtype = attn_mask.dtype
+    if dtype != query.dtype and dtype not in (torch.bool, torch.float32):
         raise ArgumentError(
-            f"attn_mask must be bool, float32 or the query's {query.dtype}, not {attn_mask.dtype}"
+            f"attn_mask must be bool, float32 or the query's {query.dtype}, not {dtype}"
         )
     if attn_mask.device != query.device:
         raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
-    full = (*query.shape[:3], key.shape[2])
-    if attn_mask.dim() < 4:
-        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
-    for size, wanted in zip(attn_mask.shape, full, strict=False):
+    shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
+    if len(shape) < 4:
+        attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + tuple(shape))
+        shape = attn_mask.shape
+    for size, wanted in zip(shape, full, strict=False):
         if size not in (1, wanted):
             raise ArgumentError(
-                f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {list(full)}"
+                f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}"
             )
     return attn_mask
 
