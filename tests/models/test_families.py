@@ -37,7 +37,6 @@ REDIRECTED: dict[str, dict[str, Any]] = {
     "pvt_v2_b0": {"img_size": 64},
     "vit_relpos_small_patch16_224": {"img_size": 64, "depth": 2},
     "hiera_tiny_224": {"img_size": 224, "stages": (1, 1, 1, 1)},
-    "twins_svt_small": {"img_size": 64},
     "mobilenetv4_hybrid_medium": {"img_size": 64},
     "fastvit_sa12": {"img_size": 64},
 }
