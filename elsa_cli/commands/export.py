@@ -118,7 +118,6 @@ def command(
     report = pipeline.patch_model(session, loaded, options, strict=False)
     routes = pipeline.routes(session, loaded, report)
     outcome = _check(session, loaded, options)
-    render.header(session, loaded, options, render.kernels(routes))
     with session.stage("exporting") as update:
         from elsa_core.exporting.bundle import export
 
@@ -138,7 +137,9 @@ def command(
             progress=lambda text: update(text, 0, 0),
         )
         session.written.append(bundle.path)
-    _say(session, bundle, options, environment())
+    session.document("export", environment(), bundle.to_dict())
+    render.header(session, loaded, options, render.kernels(routes))
+    _say(session, bundle)
 
 
 def _check_early(
@@ -187,9 +188,7 @@ def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
         return check(loaded.model, cases, batch_size=options.batch_size, progress=update)
 
 
-def _say(session: Session, bundle: Bundle, options: Options, environment: dict[str, Any]) -> None:
-    results = {"output": str(bundle.path), "manifest": bundle.manifest}
-    session.document("export", environment, results)
+def _say(session: Session, bundle: Bundle) -> None:
     rows = []
     for each in bundle.artefacts:
         entry = bundle.manifest["artefacts"][each.format]

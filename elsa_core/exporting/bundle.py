@@ -44,7 +44,7 @@ from elsa_core.exporting.reference import (
 from elsa_core.exporting.subject import Subject, subject_of
 from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
-from elsa_core.exporting.verify import ArtefactReport, run_artefact
+from elsa_core.exporting.verify import ArtefactReport, platform_tag, run_artefact
 from elsa_core.models import save as saving
 from elsa_core.models.sources.plan import PLAN_NAME
 from elsa_core.version import __version__
@@ -216,8 +216,8 @@ def _check_room(subject: Subject, chosen: _Choices, target: Path, given: Path) -
     """Say at once, not after minutes, that the disk cannot hold the bundle."""
     needed = (1 + len(chosen.formats)) * subject.weight_bytes()
     place = next(p for p in (target.parent, *target.parents) if p.exists())
-    free = shutil.disk_usage(place).free
-    if needed > free:
+    total, _, free = shutil.disk_usage(place)
+    if total and needed > free:  # a file system without a size (/proc) says why by itself
         raise UnavailableError(
             f"{given} (-o) needs about {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free "
             f"there; free some space, or name fewer --formats"
@@ -413,7 +413,7 @@ def _write_libraries(chosen: _Choices, staging: Path, say: Say) -> dict[str, dic
     """Copy the operator libraries that the artefacts need into lib/."""
     found: dict[str, dict[str, Any]] = {}
     place = {
-        "platform": f"{platform.system().lower()}-{platform.machine()}",
+        "platform": platform_tag(),
         "isa": [name.lower() for name in compiling.kernels()],
         "gpu_archs": [],
         "elsa_version": __version__,

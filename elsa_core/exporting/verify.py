@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,9 +168,35 @@ def run_artefacts(directory: Path, manifest: Manifest, say: Say) -> list[Artefac
     device = str(manifest.content["model"]["device"])
     reports = []
     for name in manifest.artefacts:
+        elsewhere = _made_for_elsewhere(manifest, name, device)
+        if elsewhere:
+            reports.append(ArtefactReport(name, "skipped", elsewhere, {}))
+            continue
         say(f"running {name} in a fresh process")
         reports.append(run_artefact(directory, name, reference, device))
     return reports
+
+
+def _made_for_elsewhere(manifest: Manifest, name: str, device: str) -> str:
+    """Why this machine cannot run an artefact at all; empty where it can be tried."""
+    if device == "cuda":
+        import torch
+
+        return "" if torch.cuda.is_available() else "it needs a CUDA GPU, and none is here"
+    here = platform_tag()
+    libraries = manifest.content.get("libraries")
+    runtime = "onnxruntime" if name == "onnx" else "torch"
+    for one in libraries.values() if isinstance(libraries, dict) else ():
+        if isinstance(one, dict) and one.get("runtime") == runtime:
+            made = str(one.get("platform"))[:60]
+            if made != here:
+                return f"its library is for {made}, this machine is {here}"
+    return ""
+
+
+def platform_tag() -> str:
+    """Operating system and architecture, as libraries are made for them: "linux-x86_64"."""
+    return f"{platform.system().lower()}-{platform.machine().lower()}"
 
 
 def run_artefact(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.conftest import Elsa
+from tests.cli.conftest import Elsa, environment
 
 TINY = ("test_vit", "--img", "32")
 
@@ -77,3 +81,20 @@ def test_a_clip_needs_a_tower(elsa: Elsa, tmp_path: Path) -> None:
 def test_verify_says_what_is_no_bundle(elsa: Elsa, tmp_path: Path) -> None:
     elsa("verify", "nothing").fails(4, "no such bundle")
     elsa("verify", tmp_path).fails(4, "no bundle")
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while the artefacts are being written, in a process of its own."""
+    command = [sys.executable, "-m", "elsa_cli", "export", *TINY, "-o", "out"]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob(".out.*.tmp/model.safetensors")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (130, "")
+    assert "interrupted; nothing was written" in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []

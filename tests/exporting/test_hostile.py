@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elsa_cli.main import run
 from elsa_core.errors import ModelError, UnavailableError
-from elsa_core.exporting import archive
+from elsa_core.exporting import archive, fresh
 from elsa_core.exporting.bundle import Bundle
 from elsa_core.exporting.manifest import hashed
 from elsa_core.exporting.verify import verify
@@ -127,6 +128,32 @@ def test_a_reference_that_holds_a_pickle(copy: Path) -> None:
     rewrite(copy, lambda m: m["files"]["reference.npz"].update(vars(entry)))
     with pytest.raises(ModelError, match=r"reference\.npz"):
         verify(copy)
+
+
+def test_what_this_machine_cannot_run_is_skipped_by_name(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def elsewhere(manifest: dict[str, Any]) -> None:
+        manifest["libraries"]["lib/libelsa_torch.so"]["platform"] = "linux-riscv64"
+        manifest["libraries"]["lib/libelsa_onnxruntime.so"]["platform"] = "linux-riscv64"
+
+    rewrite(copy, elsewhere)
+    report = verify(copy)
+    assert report.ok and set(report.skipped) == {"torchscript", "onnx", "pt2"}
+    assert all("is for linux-riscv64" in each.reason for each in report.artefacts)
+    assert run(["verify", str(copy)]) == 0
+    streams = capsys.readouterr()
+    assert "nothing was run" in streams.out and streams.err.count("was skipped") == 3
+    if not torch.cuda.is_available():
+        rewrite(copy, lambda m: m["model"].update(device="cuda"))
+        assert verify(copy).artefacts[0].reason == "it needs a CUDA GPU, and none is here"
+
+
+def test_a_missing_runtime_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "_BLOCKED", (*fresh._BLOCKED, "onnxruntime"))
+    rewrite(copy, lambda m: [m["artefacts"].pop(name) for name in ("torchscript", "pt2")])
+    report = verify(copy)
+    assert report.ok and report.artefacts[0].reason == "onnxruntime is not installed"
 
 
 def test_an_artefact_that_computes_something_else(copy: Path) -> None:
