@@ -46,7 +46,7 @@ BAND = {F32: 2.5e-7, F16: 5e-4, BF16: 4e-3}
 TURBO = 1e-3
 PRECISIONS = [(F32, "strict"), (F32, "turbo"), (F32, "ieee"), (F16, "strict"), (BF16, "strict")]
 START = time.time()
-DEVICE = "cuda"
+DEVICE = "cpu" if launch.INTERPRETED else "cuda"
 
 # name: (batch, size, heads, head_dim, window, shift, options)
 GEOMETRY: dict[str, tuple[Any, ...]] = {
@@ -78,6 +78,10 @@ GEOMETRY: dict[str, tuple[Any, ...]] = {
     "outlier channels": (1, (1, 14, 14), 3, 32, (1, 7, 7), (0, 3, 3), {"outlier": True}),
     "large logits": (1, (1, 14, 14), 3, 32, (1, 7, 7), (0, 3, 3), {"times": 12.0}),
 }  # fmt: skip
+
+for _w in (1, 2, 3, 6, 10, 14, 20):
+    _size = (1, 2 * _w + 1, 3 * _w)
+    GEOMETRY[f"window {_w}"] = (1, _size, 2, 32, (1, _w, _w), (0, _w // 2, _w - 1), {"pad": True})
 
 # batch, height and width, heads, head_dim, window, shift
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -310,6 +314,11 @@ def rows_for(shape: str, mode: str) -> list[tuple[int, ...]]:
     return rows[FEWER.get(shape, {}).get(mode, slice(None))]
 
 
+def cases() -> list[tuple[str, torch.dtype, str]]:
+    """What `check` runs: geometry, dtype, precision."""
+    return [(n, *p) for p in PRECISIONS for n in GEOMETRY if n in SOME or p[1] == "strict"]
+
+
 def code_of(shape: str, mode: str, row: tuple[int, ...]) -> tuple[Any, ...]:
     """Equal for candidates of one kernel: sizes and windows a program are run-time arguments."""
     _, _, _, dim, w, s = SHAPES[shape]
@@ -343,11 +352,7 @@ class Results:
 
 def prepare(results: Results, sections: list[str], seconds: float) -> set[Any]:
     """Check cases and compile candidates in parallel; returns the candidates that are right."""
-    checks = []
-    if "check" in sections:
-        checks = [
-            (n, *p) for p in PRECISIONS for n in GEOMETRY if n in SOME or p[1] == "strict"
-        ]  # fmt: skip
+    checks = cases() if "check" in sections else []
     tasks = kernels() if "tune" in sections else []
     right, failed = set(), 0
     workers = max(1, min(15, (os.cpu_count() or 2) - 1))
