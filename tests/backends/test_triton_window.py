@@ -103,6 +103,21 @@ def test_tables_serve_every_call(name):
                     assert plan.whole is False or mode != "exact"
 
 
+@pytest.mark.parametrize(("name", "room"), [("h200", 232448), ("default", 65536)])
+def test_tiles_fit_shared_memory(name, room):
+    """Operand tiles as the kernels keep them; 64 KiB is what the smallest GPU served has."""
+    table = window_tiling.load_table(name)
+    for mode, size in (("half", 2), ("split", 4), ("single", 4), ("exact", 4)):
+        for dim in (32, 64, 128, 256):
+            for tokens in (49, 64, 144, 576):
+                plan = window_tiling.plan(WindowShape(512, 3, tokens, dim), mode, table, 132)
+                row = plan.padded_dim * size
+                need = 3 * plan.block_m * row * (plan.tile.stages if plan.count > 1 else 1)
+                if not plan.whole:
+                    need = (plan.block_m + 2 * plan.block_n * plan.tile.stages) * row
+                assert need < room, plan
+
+
 def test_windows_are_grouped_where_programs_abound():
     tile = window_tiling.WindowTile("half", 64, 64, 64, 64, 4, 3, windows=8, resident=3)
     assert window_tiling.windows_each(512, 3, 132, tile) == 4

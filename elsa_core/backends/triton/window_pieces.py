@@ -6,8 +6,8 @@ tile by tile. Roll, padding, partition and their reverse are arithmetic on coord
 
 MODE: 0 half (float16 or bfloat16 operands as they are), 1 split (float32 as hi + lo float16, three
 products), 2 single (float32 as one scaled float16), 3 exact (float32 FMA; `window_fold` alone).
-A window with scores that might exceed 2**15 or values that fail the guard of `pieces.py` is
-computed by `exact_rows` in the same launch.
+A window is computed by `exact_rows` in the same launch where the largest entries of its queries
+and keys make scores beyond 2**15, or where its values fail the guard of `pieces.py`.
 BIAS: 0 none, 1 [heads, T, T], 2 a table [L, heads] with an index [T, T].
 PADDED: 0 no token is padded, 1 padded tokens are zeros, 2 padded tokens are `Pad` [3 * C].
 COSINE: rows of queries and keys are normalised and scores multiplied with `Logit` [heads].
@@ -36,7 +36,7 @@ RUNTIME_INTEGERS = [
 ]  # fmt: skip
 # of torch.nn.functional.normalize, which cosine attention is defined with
 NORM_EPS: tl.constexpr = tl.constexpr(1e-12)
-# the exponent of the factor of scaled products beyond which scores might exceed 2**15
+# the factor's exponent beyond which the product of the two largest entries might exceed 2**15
 SCORE_LIMIT: tl.constexpr = tl.constexpr(-14)
 
 
