@@ -8,18 +8,18 @@ _TORCH = """## Python with torch
 
 ```bash
 pip install {requirement} numpy pillow
-python load.py cat.jpg --format {format}
+{command}
 ```
 
-From code: `from load import load, preprocess`, then `load("{format}")(preprocess("cat.jpg"))` on
-numpy arrays; `load_torch("{format}")` gives the torch module. Either loads the operator library
-`{library}` first.
+`load.load("{format}")` is a function of numpy arrays, `load.load_torch("{format}")` the torch
+module.
+Either loads the operator library `{library}` first.
 """
 _ONNX = """## ONNX Runtime
 
 ```bash
 pip install onnxruntime numpy pillow
-python load.py cat.jpg --format onnx
+{command}
 ```
 
 From any language: {register}, then open `model.onnx`.
@@ -57,11 +57,16 @@ def readme(manifest: dict[str, Any]) -> str:
         if name in artefacts:
             oldest = artefacts[name]["runtime"]["torch"]
             parts.append(
-                _TORCH.format(requirement=f"'torch{oldest}'", format=name, library=library)
+                _TORCH.format(
+                    requirement=f"'torch{oldest}'",
+                    format=name,
+                    library=library,
+                    command=_command(manifest, name),
+                )
             )
             break
     if "onnx" in artefacts:
-        parts.append(_ONNX.format(register=_register(manifest)))
+        parts.append(_ONNX.format(register=_register(manifest), command=_command(manifest, "onnx")))
     if "torchscript" in artefacts:
         first = manifest["inputs"][0]
         kind = "zeros" if first["dtype"] == "int64" else "rand"
@@ -70,6 +75,19 @@ def readme(manifest: dict[str, Any]) -> str:
         parts.append(_CPP.format(library=library, example=f"torch::{kind}({{{size}}}{dtype})"))
     parts.append(_limits(manifest))
     return "\n".join(parts)
+
+
+def _command(manifest: dict[str, Any], format: str) -> str:
+    """One line of shell that runs the model once."""
+    if manifest["preprocess"] is not None:
+        return f"python load.py cat.jpg --format {format}"
+    arrays = ", ".join(
+        f"np.zeros(({', '.join(map(str, [1, *one['shape'][1:]]))}), '{one['dtype']}')"
+        for one in manifest["inputs"]
+    )
+    return (
+        f"python -c \"import load, numpy as np; print(load.load('{format}')({arrays})[0].shape)\""
+    )
 
 
 def _tensors(manifest: dict[str, Any]) -> str:

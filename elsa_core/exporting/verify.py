@@ -146,7 +146,7 @@ def compare_files(directory: Path, manifest: Manifest) -> list[str]:
         present[name] = path
     present.pop(MANIFEST_NAME, None)
     failures = [f"{name} is missing" for name in manifest.files if name not in present]
-    failures += [f"{name} is not in the manifest" for name in present if name not in manifest.files]
+    failures += [_extra(name) for name in present if name not in manifest.files]
     for name, entry in manifest.files.items():
         if name not in present:
             continue
@@ -160,6 +160,12 @@ def compare_files(directory: Path, manifest: Manifest) -> list[str]:
         elif found != entry:
             failures.append(f"{name} differs from its sha256: damaged or changed")
     return failures
+
+
+def _extra(name: str) -> str:
+    # Bytecode runs in load.py's place, so it counts; Python writes it where load.py is imported.
+    hint = ": delete __pycache__" if name.startswith("__pycache__/") else ""
+    return f"{name} is not in the manifest{hint}"
 
 
 def run_artefacts(directory: Path, manifest: Manifest, say: Say) -> list[ArtefactReport]:

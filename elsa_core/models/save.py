@@ -31,7 +31,7 @@ _OWN_NAMES = frozenset(
     (
         *(WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME),
         *("model.ts", "model.onnx", "model.onnx.data", "model.pt2", "model.aoti.pt2", "lib"),
-        *("manifest.json", "reference.npz", "load.py", "README.md"),
+        *("manifest.json", "reference.npz", "load.py", "README.md", "__pycache__"),
     )
 )
 

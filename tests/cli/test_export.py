@@ -14,7 +14,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.conftest import Elsa, environment
+from .conftest import Elsa, environment
 
 TINY = ("test_vit", "--img", "32")
 

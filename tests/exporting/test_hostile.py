@@ -49,12 +49,15 @@ def test_one_flipped_byte(copy: Path, name: str, capsys: pytest.CaptureFixture[s
 def test_missing_extra_and_short_files(copy: Path) -> None:
     (copy / "model.ts").unlink()
     (copy / "lib" / "more.so").touch()
+    (copy / "__pycache__").mkdir()
+    (copy / "__pycache__" / "load.cpython-311.pyc").touch()
     path = copy / "load.py"
     path.write_bytes(path.read_bytes()[:-1])
     report = verify(copy)
     assert not report.ok and report.artefacts == ()
     assert "model.ts is missing" in report.failures
     assert "lib/more.so is not in the manifest" in report.failures
+    assert any(line.endswith("delete __pycache__") for line in report.failures)
     assert any(line.startswith("load.py has") for line in report.failures)
 
 

@@ -1,0 +1,41 @@
+"""The table of formats, devices and dtypes: one answer for refusals and for the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from elsa_core.errors import ArgumentError
+from elsa_core.exporting import support
+from elsa_core.exporting.bundle import export
+from elsa_core.models.load import load_model
+from elsa_core.models.patch import patch
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- begin:export:support -->\n", "<!-- end:export:support -->"
+
+
+def test_every_combination_has_an_answer_and_a_reason() -> None:
+    answers = list(support.rows())
+    assert len(answers) == 4 * 2 * 3 == len({row[:3] for row in answers})
+    assert all(answer.reason for *_, answer in answers)
+    table = support.table()
+    assert all(answer.reason in table for *_, answer in answers)
+
+
+def test_the_refusal_is_the_table_s(tmp_path: Path) -> None:
+    loaded = load_model("test_vit", image_size=32, dtype=torch.bfloat16)
+    patch(loaded.model)
+    with pytest.raises(ArgumentError) as caught:
+        export(loaded.model, tmp_path / "out", loaded=loaded)
+    assert support.support("onnx", "cpu", "bfloat16").reason in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_readme_shows_the_table() -> None:
+    text = README.read_text(encoding="utf-8")
+    if BEGIN not in text:
+        pytest.skip("README.md does not show the table of formats")
+    assert text.split(BEGIN)[1].split(END)[0] == support.table()
