@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as Late
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,15 @@ class Results:
         temporary.replace(self.path)
 
 
+def answer(job: Any) -> dict[str, Any]:
+    """What a process found, or that it died."""
+    try:
+        row: dict[str, Any] = job.result()
+    except Exception as error:
+        row = {"ok": False, "error": repr(error)[:300]}
+    return row
+
+
 def prepare(results: Results, sections: list[str], seconds: float) -> set[Any]:
     """Check cases and compile candidates in parallel; returns the candidates that are right."""
     checks = cases() if "check" in sections else []
@@ -361,13 +371,13 @@ def prepare(results: Results, sections: list[str], seconds: float) -> set[Any]:
         jobs = [pool.submit(compile_one, *t) for t in reversed(tasks)]
         jobs += [pool.submit(check_one, *c) for c in checks]
         try:
-            for job in as_completed(jobs, timeout=max(30.0, left(seconds) - 60)):
-                row = job.result()
+            for job in as_completed(jobs, timeout=max(30.0, left(seconds) * 0.6)):
+                row = answer(job)
                 failed += not row["ok"]
                 results.add(row)
                 if "compile" in row and row["ok"]:
                     right.add(code_of(row["compile"], row["mode"], tuple(row["row"])))
-        except TimeoutError:
+        except Late:
             results.add({"skipped": "checks and compilations beyond the time"})
             for job in jobs:
                 job.cancel()
