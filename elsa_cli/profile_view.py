@@ -33,10 +33,24 @@ def next_steps(session: Session, document: Document, given: dict[str, Any]) -> N
     """What a user may want to do with the result."""
     model = document["results"]["model"]["given"]
     if given["policy"] is not None:
-        step = shlex.join(["elsa", "patch", model, "--plan", str(given["plan"]), "-o", "DIR"])
-        session.line(f"Next: {step}", "dim")
+        words = [model, *_as_loaded(given), "--plan", str(given["plan"]), "-o", "DIR"]
+        session.line(f"Next: {shlex.join(['elsa', 'patch', *words])}", "dim")
     elif given["html"] is None:
         session.line(f"Next: {session.again('profile', '--html', 'report.html')}", "dim")
+
+
+def _as_loaded(given: dict[str, Any]) -> list[str]:
+    """The options that load the profiled model again, where there was one size and dtype."""
+    from elsa_core.profiling.document import side
+
+    words = []
+    if given["img_size"] is not None and len(given["img_size"]) == 1:
+        words += ["--img", side(given["img_size"][0])]
+    if len(given["dtype"]) == 1 and given["dtype"][0] != "fp32":
+        words += ["--dtype", given["dtype"][0]]
+    if given["arch"] is not None:
+        words += ["--arch", given["arch"]]
+    return [*words, "--pretrained"] if given["pretrained"] else words
 
 
 def _header(session: Session, document: Document, done: list[Document]) -> None:

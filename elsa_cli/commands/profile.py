@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -114,9 +113,9 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     except BaseException:
         # What is finished is a result, whatever ended the sweep.
         if document["results"]["points"]:
-            _finish(session, document, targets, given["force"])
+            _finish(session, document, targets)
         raise
-    _finish(session, document, targets, given["force"])
+    _finish(session, document, targets)
     rows = document["results"]["points"]
     if not any(row["status"] == "done" for row in rows):
         raise OutOfMemoryError(f"nothing fits in memory: {rows[0]['reason']}")
@@ -223,7 +222,7 @@ def _keeper(session: Session, path: Path | None) -> Callable[[Document], None]:
     return keep
 
 
-def _finish(session: Session, document: Document, targets: dict[str, Path], force: bool) -> None:
+def _finish(session: Session, document: Document, targets: dict[str, Path]) -> None:
     """Show the result and write its pictures."""
     from elsa_cli import profile_view
 
@@ -232,17 +231,15 @@ def _finish(session: Session, document: Document, targets: dict[str, Path], forc
     done = any(row["status"] == "done" for row in document["results"]["points"])
     if not done:
         return
-    with contextlib.ExitStack() as stack:
-        if {"html", "plot"} & targets.keys():
-            stack.enter_context(session.stage("drawing"))
-        if "html" in targets:
-            from elsa_core.profiling import page
+    # No stage: after Ctrl-C the first one would end the command, and these files are results.
+    if "html" in targets:
+        from elsa_core.profiling import page
 
-            session.written.append(page.write(document, targets["html"]))
-        if "plot" in targets:
-            from elsa_core.profiling import figures
+        session.written.append(page.write(document, targets["html"]))
+    if "plot" in targets:
+        from elsa_core.profiling import figures
 
-            session.written.append(figures.plot(document, targets["plot"]))
+        session.written.append(figures.plot(document, targets["plot"]))
     for name in ("html", "plot"):
         if name in targets:
             session.line(f"{name}: {targets[name]}")

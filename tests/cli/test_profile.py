@@ -258,7 +258,7 @@ def test_a_plan_leaves_slow_sites_alone(elsa: Elsa, monkeypatch: pytest.MonkeyPa
     answer = elsa("profile", *TINY, "--policy", "faster")
     assert answer.code == 0, answer.err
     assert "plan: plan.json (10 sites patched, 2 left alone where ELSA was slower)" in answer.out
-    assert "Next: elsa patch vit_tiny_patch16_224 --plan plan.json -o DIR" in answer.out
+    assert "Next: elsa patch vit_tiny_patch16_224 --img 32 --plan plan.json -o DIR" in answer.out
     plan = json.loads(Path("plan.json").read_text())
     assert set(plan["kept"]) == {"blocks.1.attn", "blocks.3.attn"}
     assert "0.75x" in plan["kept"]["blocks.1.attn"]
