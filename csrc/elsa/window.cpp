@@ -11,13 +11,6 @@
 namespace elsa {
 namespace {
 
-constexpr int64_t kKeyGranule = 32;  // a multiple of every kernel's panel
-constexpr int64_t kMaxStateRows = 512;
-constexpr int64_t kPackingRows = 8;    // packing a window costs about as much as this many rows
-constexpr double kSerialWork = 2.5e5;  // multiply-adds below which waking threads does not pay
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The kernels of the instruction set that attention.cpp has chosen.
 const WindowKernel* chosen_kernel() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -33,22 +26,6 @@ const WindowKernel* chosen_kernel() {
     if (name && strcmp(name, kernel->name) == 0) return kernel;
   }
   return nullptr;
-}
-
-// The number of query ranges per window and head that finishes first on `threads` threads.
-int64_t choose_splits(const WindowPlan& plan, int64_t heads, int64_t least, int64_t row_tile,
-                      int64_t threads) {
-  const int64_t most = ceil_div(plan.tokens, row_tile);
-  int64_t best = least, best_cost = INT64_MAX;
-  for (int64_t splits = least; splits <= most && splits <= least + 4 * threads; ++splits) {
-    const int64_t rows = round_up(ceil_div(plan.tokens, splits), row_tile) + kPackingRows;
-    const int64_t cost = ceil_div(heads * splits, threads) * rows;
-    if (cost < best_cost) {
-      best = splits;
-      best_cost = cost;
-    }
-  }
-  return best;
 }
 
 WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64_t threads) {
@@ -67,7 +44,7 @@ WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64
   plan.key_block = round_up(ceil_div(plan.tokens, plan.key_blocks), kKeyGranule);
   plan.key_blocks = ceil_div(plan.tokens, plan.key_block);
   const int64_t least = plan.key_blocks > 1 ? ceil_div(plan.tokens, kMaxStateRows) : 1;
-  plan.splits = choose_splits(plan, heads, least, kernel.row_tile, threads);
+  plan.splits = choose_splits(heads, plan.tokens, least, kernel.row_tile, threads);
   plan.items = heads * plan.splits;
   return plan;
 }

@@ -1,4 +1,5 @@
-// Items handed to workers, and a worker's memory. No instruction set in here: drivers only.
+// How drivers cut problems, hand items to workers and keep a worker's memory. No instruction set in
+// here.
 #pragma once
 
 #include <stdint.h>
@@ -8,6 +9,30 @@
 
 namespace elsa {
 namespace {
+
+constexpr int64_t kKeyGranule = 32;  // a multiple of every kernel's panel
+constexpr int64_t kMaxStateRows = 512;
+constexpr int64_t kPackingRows = 8;    // packing a head costs about as much as this many query rows
+constexpr double kSerialWork = 2.5e5;  // multiply-adds below which waking threads does not pay
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The number of ranges, at least `least`, to cut the `rows` of each of `heads` into, so that
+// `threads` taking turns at equal items finish first.
+int64_t choose_splits(int64_t heads, int64_t rows, int64_t least, int64_t row_tile,
+                      int64_t threads) {
+  const int64_t most = ceil_div(rows, row_tile);
+  int64_t best = least, best_cost = INT64_MAX;
+  for (int64_t splits = least; splits <= most && splits <= least + 4 * threads; ++splits) {
+    const int64_t tiles = ceil_div(ceil_div(rows, splits), row_tile);
+    const int64_t cost = ceil_div(heads * splits, threads) * (tiles * row_tile + kPackingRows);
+    if (cost < best_cost) {
+      best = splits;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
 
 // A thread's memory, kept between calls: fresh pages cost more than a small attention.
 class Scratch {
