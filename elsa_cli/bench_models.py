@@ -96,11 +96,10 @@ def _list(session: Session, cases: tuple[ModelCase, ...], device: torch.device) 
     results = {"dry_run": True, "models": [case.to_dict() for case in cases]}
     session.document("bench models", environment.describe(device if there else "cpu"), results)
     rows = [
-        [case.name, case.model, str(case.image_size), str(case.batch), case.dtype,
-         "-" if case.window is None else str(case.window)]
+        [case.name, case.model, "-" if case.window is None else str(case.window)]
         for case in cases
     ]  # fmt: skip
-    session.table(("case", "model", ">px", ">batch", "dtype", ">window"), rows)
+    session.table(("case", "model", ">window"), rows)
     session.line(f"{len(cases)} models on {device}; nothing was measured", even_quiet=True)
 
 

@@ -10,6 +10,7 @@ from elsa_cli.console import Session
 Document = dict[str, Any]
 
 _SLOWEST = 10
+_WIDEST = 22  # characters of a path that the table has room for
 
 
 def show(session: Session, document: Document) -> None:
@@ -109,7 +110,7 @@ def _sites(session: Session, sites: list[Document]) -> None:
     for site in own[:_SLOWEST]:
         error = "-" if site["error"] is None else f"{site['error']:.1e}"
         rows.append([
-            site["path"] or "the model", page.tokens_text(site), str(site["num_heads"] or ""),
+            _place(site["path"]), page.tokens_text(site), str(site["num_heads"] or ""),
             _ms(site["seconds_before"]), _ms(site["seconds_after"]), _short(site["ratio"]),
             f"{site['share']:.1%}", error, site["backend"] or "-",
         ])  # fmt: skip
@@ -158,6 +159,13 @@ def _sweep(session: Session, rows: list[Document]) -> None:
     out = f"; {lost} not measured" if lost else ""
     session.line(f"patched against the best baseline: {said or 'nothing measured'}{out}",
                  "bold", even_quiet=True)  # fmt: skip
+
+
+def _place(path: str) -> str:
+    """A site's path, the end of a long one."""
+    if len(path) <= _WIDEST:
+        return path or "the model"
+    return "…" + path[1 - _WIDEST :]
 
 
 def _ms(seconds: float) -> str:

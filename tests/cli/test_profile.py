@@ -18,6 +18,7 @@ from elsa_core.profiling import sweep
 from .conftest import Answer, Elsa
 
 MODEL = "vit_tiny_patch16_224"
+SMALL = "test_vit"  # for whatever does not look at sites
 FAST = ("--rounds", "3", "--budget", "0.2", "--no-errors")
 TINY = (MODEL, "--img", "32", *FAST)
 SCHEMA = json.loads(
@@ -69,7 +70,7 @@ def test_a_profile_for_people(elsa: Elsa) -> None:
 
 def test_a_sweep_as_a_document(elsa: Elsa) -> None:
     answer = elsa(
-        "profile", MODEL, *FAST, "--img", "32,48", "--batch-size", "1,2", "--dtype", "bf16",
+        "profile", SMALL, *FAST, "--img", "32,48", "--batch-size", "1,2", "--dtype", "bf16",
         "--precision", "turbo,strict", "--no-sites", "--json", "-o", "p.json",
     )  # fmt: skip
     found = results(answer)
@@ -88,7 +89,7 @@ def test_a_sweep_as_a_document(elsa: Elsa) -> None:
 
 
 def test_quiet_and_several_points(elsa: Elsa) -> None:
-    answer = elsa("profile", MODEL, *FAST, "--img", "32,48", "--no-sites", "-q")
+    answer = elsa("profile", SMALL, *FAST, "--img", "32,48", "--no-sites", "-q")
     assert answer.code == 0 and len(answer.out.splitlines()) == 1
     assert answer.out.startswith("patched against the best baseline: ")
     assert answer.err == ""
@@ -105,7 +106,7 @@ def test_a_sweep_stops_and_goes_on(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) 
         return real(*args, **named)
 
     monkeypatch.setattr(sweep, "profile", interrupted)
-    line = ("profile", MODEL, *FAST, "--img", "32,48,64", "--no-sites", "--json")
+    line = ("profile", SMALL, *FAST, "--img", "32,48,64", "--no-sites", "--json")
     answer = elsa(*line, "-o", "p.json")
     assert errors_of(answer) == ["interrupted; p.json is complete"]
     first = results(answer, 130)
@@ -132,7 +133,7 @@ def test_an_interrupt_without_a_file_still_shows_the_rows(
         return real(*args, **named)
 
     monkeypatch.setattr(sweep, "profile", interrupted)
-    answer = elsa("profile", MODEL, *FAST, "--img", "32,48", "--no-sites")
+    answer = elsa("profile", SMALL, *FAST, "--img", "32,48", "--no-sites")
     assert answer.code == 130
     assert "32 px, batch 1, fp32, strict" in answer.out
 
@@ -146,7 +147,7 @@ def test_out_of_memory_is_a_row(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> 
         return real(model, inputs, **named)
 
     monkeypatch.setattr(sweep, "profile", hungry)
-    line = ("profile", MODEL, *FAST, "--no-sites", "--json")
+    line = ("profile", SMALL, *FAST, "--no-sites", "--json")
     found = results(elsa(*line, "--img", "32,48,64"))
     assert [row["status"] for row in found["points"]] == ["done", "out of memory", "done"]
     assert "DefaultCPUAllocator" in found["points"][1]["reason"]
@@ -221,9 +222,9 @@ def test_a_file_to_resume_that_is_none(elsa: Elsa, content: str, words: str) -> 
 
 
 def test_a_file_to_resume_of_something_else(elsa: Elsa) -> None:
-    assert elsa("profile", *TINY, "--no-sites", "-o", "p.json").code == 0
+    assert elsa("profile", SMALL, "--img", "32", *FAST, "--no-sites", "-o", "p.json").code == 0
     kept = Path("p.json").read_text()
-    line = (MODEL, "--img", "48", "--no-sites", "--resume", "p.json")
+    line = (SMALL, "--img", "48", "--no-sites", "--resume", "p.json")
     elsa("profile", *line, *FAST, "--baselines", "control").fails(2, "another sweep", "baselines")
     elsa("profile", "vit_small_patch16_224", *line[1:], *FAST).fails(2, "another sweep")
     document = json.loads(kept)
@@ -293,11 +294,11 @@ def test_a_hostile_plan(elsa: Elsa, change: dict[str, Any], words: str) -> None:
         "exclude": [], "sites": ["blocks.0.attn"], "kept": {},
     }  # fmt: skip
     Path("plan.json").write_text(json.dumps(plan | change))
-    elsa("patch", MODEL, "--img", "32", "--plan", "plan.json").fails(4, "plan.json", words)
+    elsa("patch", SMALL, "--img", "32", "--plan", "plan.json").fails(4, "plan.json", words)
 
 
 def test_a_plan_stands_alone(elsa: Elsa) -> None:
-    line = ("patch", MODEL, "--img", "32", "--plan", "plan.json")
+    line = ("patch", SMALL, "--img", "32", "--plan", "plan.json")
     elsa(*line).fails(4, "plan.json", "No such file")
     for more in (("--precision", "ieee"), ("--include", "*"), ("--all-sites",)):
         elsa(*line, *more).fails(2, "--plan", "leave")
