@@ -457,7 +457,7 @@ def _manifest(
             "name": subject.name,
             "class": f"{type(subject.model).__module__}.{type(subject.model).__qualname__}",
             "tower": subject.tower,
-            "weights": subject.weights,
+            "weights": "".join(c if c.isprintable() else "?" for c in subject.weights),
             "dtype": str(subject.dtype).removeprefix("torch."),
             "device": subject.device,
             "precision": subject.plan.precision,

@@ -154,6 +154,11 @@ def _check_artefacts(manifest: Manifest, where: str) -> None:
     for name, artefact in artefacts.items():
         if not isinstance(artefact, dict) or not isinstance(artefact.get("file"), str):
             raise ModelError(f"{where}: the artefact {name} names no file")
+        used = artefact.get("operators", [])
+        runtime = artefact.get("runtime", {})
+        texts = isinstance(used, list) and all(map(_is_text, used))
+        if not texts or not isinstance(runtime, dict) or not all(map(_is_text, runtime.values())):
+            raise ModelError(f"{where}: the artefact {name} has malformed operators or runtime")
         named.append(artefact["file"])
     libraries = manifest.content.get("artefacts_libraries")
     if not isinstance(libraries, dict) or not all(
@@ -174,9 +179,10 @@ def _check_reference(content: dict[str, Any], where: str) -> None:
         isinstance(model, dict)
         and model.get("dtype") in ("float32", "float16", "bfloat16")
         and model.get("device") in ("cpu", "cuda")
-        and isinstance(inputs, list)
-        and 0 < len(inputs) <= 16
-        and isinstance(content.get("outputs"), list)
+        and all(map(_is_text, (model.get("name"), model.get("weights"))))
+        and _is_text(content.get("elsa_version"))
+        and _are_tensors(inputs)
+        and _are_tensors(content.get("outputs"))
         and isinstance(content.get("operators"), dict)
         and isinstance(sizes, list)
         and sizes
@@ -186,3 +192,24 @@ def _check_reference(content: dict[str, Any], where: str) -> None:
     )
     if not good:
         raise ModelError(f"{where}: model, inputs, outputs, operators or reference is malformed")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value may be shown on a terminal as it is."""
+    return isinstance(value, str) and value.isprintable() and len(value) < 4096
+
+
+def _are_tensors(given: Any) -> bool:
+    """Whether this describes 1 to 64 tensors: name, dtype and shape each."""
+    return (
+        isinstance(given, list)
+        and 0 < len(given) <= 64
+        and all(
+            isinstance(one, dict)
+            and _is_text(one.get("name"))
+            and _is_text(one.get("dtype"))
+            and isinstance(one.get("shape"), list)
+            and all(type(size) is int or _is_text(size) for size in one["shape"])
+            for one in given
+        )
+    )

@@ -101,6 +101,16 @@ def test_verify_repeats_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -
     )
 
 
+def test_inspect_reads_a_bundle(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(bundle.path)]) == 0
+    out = capsys.readouterr().out
+    assert "test_vit · weights: random (seed 4)" in out and "3 artefacts, 10 files" in out
+    assert "elsa::attention" in out and "batchx3x64x64" in out
+    assert run(["inspect", str(bundle.path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["results"]["bundle"]
+    assert shown == bundle.manifest
+
+
 def test_load_py_runs_alone_on_an_image(bundle: Bundle, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (80, 100, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")

@@ -103,6 +103,12 @@ def _add_file(path: str) -> Callable[[dict[str, Any]], Any]:
         (lambda m: m["reference"].update(eps="x"), "reference"),
         (lambda m: m["reference"].update(eps=1.0), "no numbers"),
         (lambda m: m.update(inputs=[]), "malformed"),
+        (lambda m: m.update(outputs=["logits"]), "malformed"),
+        (lambda m: m["outputs"][0].pop("shape"), "malformed"),
+        (lambda m: m["model"].update(name="\x1b[2J"), "malformed"),
+        (lambda m: m["outputs"][0].update(name="a\nb"), "malformed"),
+        (lambda m: m["artefacts"]["pt2"].update(operators=3), "malformed operators"),
+        (lambda m: m["artefacts"]["pt2"].update(runtime=[]), "malformed operators"),
     ],
 )
 def test_manifests_that_cannot_be(
