@@ -68,7 +68,7 @@ def test_a_small_version_agrees(name: str) -> None:
 
 def test_what_goes_wrong_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(recipe: object) -> None:
-        raise RuntimeError("no such layer\nsecond line")
+        raise StopIteration("no such layer\nsecond line")
 
     monkeypatch.setattr(coverage, "build_meta", broken)
     found = coverage.examine("timm:test_vit")
