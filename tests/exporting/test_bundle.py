@@ -104,7 +104,7 @@ def test_verify_repeats_it(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -
 def test_inspect_reads_a_bundle(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(bundle.path)]) == 0
     out = capsys.readouterr().out
-    assert "test_vit · weights: random (seed 4)" in out and "3 artefacts, 10 files" in out
+    assert "test_vit · weights: random (seed 4)" in out and "3 artefacts, 11 files" in out
     assert "elsa::attention" in out and "batchx3x64x64" in out
     assert run(["inspect", str(bundle.path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["results"]["bundle"]
