@@ -335,6 +335,30 @@ def test_a_subclass_of_the_attention_is_not_taken_for_it() -> None:
     assert paths == ["layers.0.blocks.1", "layers.1.blocks.0", "layers.1.blocks.1"]
 
 
+class LowRank(nn.Module):
+    """A projection with an addition, as fine-tuning makes it; it has no bias of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.addition = nn.Sequential(
+            nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.addition(x)
+
+
+@pytest.mark.parametrize("kind", ["swin", "swin-v2-cr"])
+@torch.no_grad()
+def test_another_projection_says_what_padding_becomes(kind: str) -> None:
+    plain = make(kind)
+    for module in plain.modules():
+        if hasattr(module, "qkv"):
+            module.qkv = LowRank(module.qkv)
+    assert_same(plain, images(1), torch.float32)
+
+
 @torch.no_grad()
 def test_autocast_computes_in_its_dtype() -> None:
     for kind in KINDS:

@@ -12,7 +12,7 @@ from typing import Any
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
-from elsa_core.models.adapters.windows import attend_windows, must_call, why_not
+from elsa_core.models.adapters.windows import attend_windows, must_call, of_padding, why_not
 
 
 class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
@@ -44,7 +44,7 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
             window_size=self.window_size,
             shift_size=self.shift_size,
             scale=attn.scale,
-            pad_qkv=attn.qkv.bias,
+            pad_qkv=of_padding(attn.qkv, x),
         )
         joined: Tensor = attn.proj_drop(attn.proj(out))
         return joined

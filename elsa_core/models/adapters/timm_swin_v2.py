@@ -20,6 +20,7 @@ from elsa_core.models.adapters.windows import (
     cosine_scale,
     derived,
     must_call,
+    of_padding,
     why_not,
 )
 
@@ -113,7 +114,7 @@ class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[mi
             num_heads=attn.num_heads,
             window_size=self.window_size,
             shift_size=self.shift_size,
-            pad_qkv=attn.qkv.bias,
+            pad_qkv=of_padding(attn.qkv, x),
             logit_scale=scale,
         )
         joined: Tensor = attn.proj_drop(attn.proj(out))

@@ -13,7 +13,7 @@ from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
-from elsa_core.models.adapters.windows import attend_windows, has_hooks, why_not
+from elsa_core.models.adapters.windows import attend_windows, has_hooks, of_padding, why_not
 
 
 class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm is untyped
@@ -35,7 +35,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
             num_heads=self.num_heads,
             window_size=(self.ws, self.ws),
             scale=self.scale,
-            pad_qkv=self.qkv.bias,
+            pad_qkv=of_padding(self.qkv, x),
         )
         joined: Tensor = self.proj_drop(self.proj(out.flatten(1, 2)))
         return joined
@@ -60,15 +60,15 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
-        qkv = attn.qkv(self.norm1(tokens))
+        normed = self.norm1(tokens)
         out = attend_windows(
             self,
-            qkv,
+            attn.qkv(normed),
             None,
             num_heads=attn.num_heads,
             window_size=self.window_size,
             scale=attn.scale,
-            pad_qkv=attn.qkv.bias,
+            pad_qkv=of_padding(attn.qkv, normed),
         )
         tokens = tokens + self.drop_path1(attn.proj(out))
         x = self.cpe2(tokens.permute(0, 3, 1, 2))

@@ -41,6 +41,15 @@ def why_not(attention: object, expected: type[nn.Module]) -> str:
     return f"its attention is a {type(attention).__qualname__}, not a {expected.__qualname__}"
 
 
+def of_padding(projection: nn.Module, x: Tensor) -> Tensor | None:
+    """What a projection of tokens x [..., C] makes of a padded one, a zero: [3 * C], None for 0."""
+    if type(projection) is nn.Linear:
+        return projection.bias
+    # Something else took its place: a quantised layer, one with a low-rank addition.
+    padding: Tensor = projection(x.new_zeros(1, x.shape[-1])).squeeze(0)
+    return padding
+
+
 def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
     """The operator as the patched site asks for it: [B, H, W, 3 * C] -> [B, H, W, C]."""
     return window_attention(
