@@ -116,7 +116,8 @@ def _show_bundle(session: Session, path: Path) -> None:
     ]  # fmt: skip
     session.table(["artefact", "operators", "runtime", ">MB"], rows, wrap=1)
     session.line()
-    session.line(f"{len(manifest.artefacts)} artefacts, {len(manifest.files)} files",
+    count = len(manifest.artefacts)
+    session.line(f"{count} artefact{'s' if count != 1 else ''}, {len(manifest.files)} files",
                  "bold", even_quiet=True)  # fmt: skip
     session.line(f"Next: elsa verify {path}", "dim")
 
