@@ -96,10 +96,8 @@ void work_on_items(int64_t worker, int64_t, void* context) {
     work.out_of_memory = true;
     return;
   }
-  for (int64_t item = work.queues.take(worker); item >= 0;) {
-    const int64_t upcoming = work.queues.take(worker);
-    work.kernel.run(work.problem, work.plan, item, upcoming, workspace);
-    item = upcoming;
+  for (int64_t item; (item = work.queues.take(worker)) >= 0;) {
+    work.kernel.run(work.problem, work.plan, item, work.queues.next_of(worker), workspace);
   }
 }
 

@@ -31,7 +31,7 @@ struct Kernel {
   int64_t block_rows;  // query rows whose scores are in cache together
   int64_t sum_chain;   // keys summed in one chain of additions
   int64_t (*workspace)(const Attention& problem, const Plan& plan);  // in floats
-  // `upcoming` is the item that this thread takes next, or -1: its operands are fetched meanwhile.
+  // `upcoming` is the item that probably comes next, or -1: its operands are fetched meanwhile.
   void (*run)(const Attention& problem, const Plan& plan, int64_t item, int64_t upcoming,
               Workspace& workspace);
 };

@@ -96,9 +96,11 @@ struct Worker {
   int64_t index;
 };
 
-int64_t take(void* context) {
+int64_t take(void* context, int64_t* upcoming) {
   const Worker& worker = *static_cast<const Worker*>(context);
-  return worker.work.queues.take(worker.index);
+  const int64_t item = worker.work.queues.take(worker.index);
+  *upcoming = worker.work.queues.next_of(worker.index);
+  return item;
 }
 
 void work_on_items(int64_t index, int64_t, void* context) {

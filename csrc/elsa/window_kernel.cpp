@@ -235,7 +235,7 @@ class Worker {
     rows_ = (split + 1) * plan_.tokens / plan_.splits - first_row_;
     if (tokens_[current_].window != window) {
       current_ ^= 1;
-      find_tokens(a_, plan_, window, tokens_[current_]);
+      if (tokens_[current_].window != window) find_tokens(a_, plan_, window, tokens_[current_]);
     }
     window_ = &tokens_[current_];
     scale_ = a_.logit_scale ? a_.logit_scale[head_] : a_.scale;
@@ -517,13 +517,10 @@ class Worker {
 };
 
 void run(const WindowAttention& a, const WindowPlan& plan, float* memory,
-         int64_t (*take)(void* context), void* context) {
+         int64_t (*take)(void* context, int64_t* upcoming), void* context) {
   Worker worker(a, plan, memory);
-  for (int64_t item = take(context); item >= 0;) {
-    const int64_t upcoming = take(context);
-    worker.item(item, upcoming);
-    item = upcoming;
-  }
+  int64_t upcoming;
+  for (int64_t item; (item = take(context, &upcoming)) >= 0;) worker.item(item, upcoming);
 }
 
 }  // namespace

@@ -74,6 +74,13 @@ class Queues {
     }
     return -1;
   }
+  // What this worker takes next unless others take it first, or -1. To fetch its operands is worth
+  // it; to take it early would leave a worker that wakes late without any.
+  int64_t next_of(int64_t worker) const {
+    const Queue& q = queue_[worker % count_];
+    const int64_t item = q.next.load(std::memory_order_relaxed);
+    return item < q.end ? item : -1;
+  }
 
  private:
   static constexpr int64_t kMost = 64;  // more workers than this share them
