@@ -182,8 +182,11 @@ def explain(
     """Say which backend, schedule and arithmetic would serve `attention` with these arguments.
 
     Takes the arguments of `attention` (tensors' shapes, strides, dtypes and devices matter, their
-    values do not) and raises what it would raise.
+    values do not) and raises what it would raise. Where the published results show a loss near this
+    call, a reason says so.
     """
+    from elsa_core.bench.published import losing_case
+
     q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
     request = Request(q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)
     name, reasons = _select(request, backend)
@@ -194,6 +197,11 @@ def explain(
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         reasons = (*reasons, "gradients: recomputed block by block in plain PyTorch from the lse")
+    if name != "eager":
+        masked = mask is not None or is_causal
+        shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[3])
+        lost = losing_case(q.device.type, shape, k.shape[2], q.dtype, masked, precision)
+        reasons = (*reasons, lost) if lost else reasons
     implementation = _implementation(name)
     return Route(
         backend=name,
