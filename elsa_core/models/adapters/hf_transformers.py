@@ -42,7 +42,7 @@ def register(name: str = "elsa", *, precision: str = "strict", backend: str = "a
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     except ImportError as error:
         raise UnavailableError(
-            f"a transformers with AttentionMaskInterface is needed: pip install transformers ({error})"
+            f"a recent transformers is needed: pip install transformers ({error})"
         ) from None
     forward = functools.partial(attention_forward, precision=precision, backend=backend)
     AttentionInterface.register(name, forward)
