@@ -90,7 +90,7 @@ def test_windows_and_grids(kind: str, dtype: torch.dtype) -> None:
     assert all(site.operator_calls == site.calls > 0 for site in found.sites)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mlp", "torchvision"])
 @torch.no_grad()
 def test_one_graph_a_dynamic_batch_and_copies(kind: str) -> None:
     torch._dynamo.reset()

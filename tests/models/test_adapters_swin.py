@@ -177,7 +177,7 @@ def test_inspect_shows_one_site_for_each_block(kind: str) -> None:
     assert [s.patched for s in inspect(model, (3, *SIDES)).sites] == [True] * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*TIMM, "torchvision-v2"])
 @torch.no_grad()
 def test_one_graph_and_a_dynamic_batch(kind: str) -> None:
     torch._dynamo.reset()
@@ -314,12 +314,25 @@ def test_another_size_after_patching(kind: str) -> None:
 @torch.no_grad()
 def test_a_model_of_any_size() -> None:
     """`strict_img_size=False`: the mask is made for each image; exported with a dynamic size."""
-    plain = make("swin", img_size=64, strict_img_size=False)
+    plain = make("swin", img_size=64, strict_img_size=False, depths=(2,), num_heads=(2,))
     patched = copy.deepcopy(plain)
     patch(patched)
     for sides in ((64, 64), SIDES):
         expected, found = (model(images(1, sides)) for model in (plain, patched))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    any_size = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
+    program = torch.export.export(patched, (images(1, (96, 64)),), dynamic_shapes=(any_size,))
+    torch.testing.assert_close(program.module()(images(1)), found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", TIMM)
+@torch.no_grad()
+def test_a_trace_computes_on_other_images(kind: str) -> None:
+    model = make(kind)
+    patch(model)
+    model(images(1))
+    traced = torch.jit.trace(model, images(2), check_trace=False)
+    torch.testing.assert_close(traced(images(3)), model(images(3)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_subclass_of_the_attention_is_not_taken_for_it() -> None:
