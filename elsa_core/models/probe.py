@@ -46,7 +46,7 @@ class Observation:
         heads: the size of the dim before the queries.
         head_dim: the length that queries and keys were multiplied over.
         flops: of all products of two activations inside the site.
-        terms: further terms seen in the arguments: "mask", "rope", "causal".
+        terms: further terms seen in the arguments: "mask", "rope", "causal", "returns weights".
     """
 
     ran: bool = False
@@ -282,16 +282,19 @@ class _Recorder(TorchDispatchMode):
 
 
 def _argument_terms(module: nn.Module, args: Any, kwargs: Any) -> Iterator[str]:
-    """What a site's arguments tell: a mask, rotary positions, a shared bias, causality."""
+    """What a site's arguments tell: masks, rotary positions, a shared bias, causality, weights."""
     try:
         bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     except (TypeError, ValueError):
         return
+    bound.apply_defaults()
     for name, value in bound.arguments.items():
         if value is None or name == "self":
             continue
         if name == "is_causal" and value is True:
             yield "causal"
+        elif name == "need_weights" and value is True:  # these calls stay with PyTorch
+            yield "returns weights"
         elif isinstance(value, Tensor | tuple | list):
             if "mask" in name:
                 yield "mask"

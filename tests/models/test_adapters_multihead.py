@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import NothingPatchedError
 from elsa_core.models.patch import patch, unpatch
-from elsa_core.models.sites import find_sites
+from elsa_core.models.sites import find_sites, inspect
 
 WIDTH, HEADS, QUERIES, KEYS = 32, 4, 7, 9
 
@@ -285,3 +285,58 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
 
     with pytest.raises(NothingPatchedError):
         patch(Other(WIDTH, HEADS))
+
+
+@torch.no_grad()
+def test_torchvision() -> None:
+    models = pytest.importorskip("torchvision.models")
+    vit = models.VisionTransformer(
+        image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=48
+    )
+    randomised(vit)
+    assert_same(vit, torch.float32, lambda model, x: model(x), torch.randn(3, 3, 32, 32))
+
+
+VISION = {"image_size": 32, "patch_size": 8, "layers": 2, "width": 64, "head_width": 32}
+TEXT = {"context_length": 9, "vocab_size": 20, "width": 64, "heads": 2, "layers": 2}
+
+
+@pytest.mark.parametrize("pooler", [False, True], ids=["token", "attentional-pooler"])
+@torch.no_grad()
+def test_open_clip_towers(pooler: bool) -> None:
+    open_clip = pytest.importorskip("open_clip")
+    options = {"attentional_pool": True, "attn_pooler_heads": 2} if pooler else {}
+    model = open_clip.CLIP(64, VISION | options, TEXT).eval()
+    assert_same(model, torch.float32, lambda m, x: m.encode_image(x), torch.randn(3, 3, 32, 32))
+    ids = torch.randint(1, 20, (3, 9))
+    assert_same(model, torch.float32, lambda m: m.encode_text(ids))
+    patch(model, strict=True)
+    image = torch.randn(2, 3, 32, 32)
+    program = torch.export.export(model, (image, ids[:2]))
+    for a, b in zip(program.module()(image, ids[:2]), model(image, ids[:2]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@torch.no_grad()
+def test_coca_with_its_cross_attention() -> None:
+    coca = pytest.importorskip("open_clip.coca_model")
+    multimodal = {"context_length": 8, "vocab_size": 20, "width": 64, "heads": 2, "layers": 2}
+    vision = VISION | {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
+    text = TEXT | {"embed_cls": True, "output_tokens": True, "context_length": 8}
+    model = coca.CoCa(64, multimodal, text, vision).eval()
+    ids = torch.randint(1, 20, (2, 8))
+    assert_same(model, torch.float32, lambda m, x: m(x, ids)["logits"], torch.randn(2, 3, 32, 32))
+
+
+def test_inspect_says_where_the_weights_are_wanted() -> None:
+    class Wants(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, image):
+            x = image.flatten(1, 2)
+            return self.attn(x, x, x)[0]
+
+    (site,) = inspect(Wants(), (3, 5, WIDTH)).sites
+    assert "returns weights" in site.extra
