@@ -91,7 +91,8 @@ def region_mask(cut: Windows, mask_value: float, like: Tensor) -> Tensor | None:
             shape = [1, 1, 1]
             shape[axis] = size
             region = region * 3 + label.view(shape)
-    flat = partition(region[None, ..., None], Windows((*padded,), cut.window, (0, 0, 0), cut.grid))
+    whole = Windows((padded[0], padded[1], padded[2]), cut.window, (0, 0, 0), cut.grid)
+    flat = partition(region[None, ..., None], whole)
     label = flat.squeeze(-1)
     return torch.where(
         label[:, :, None] == label[:, None, :],

@@ -123,4 +123,5 @@ class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[mi
 
 def _pairwise_terms(attn: Any) -> tuple[Tensor, Tensor]:
     """The bias [heads, T, T] and the factors [heads]."""
-    return attn._relative_positional_encodings().squeeze(0), cosine_scale(attn.logit_scale)
+    bias = attn._relative_positional_encodings().squeeze(0).contiguous()  # keys side by side
+    return bias, cosine_scale(attn.logit_scale)
