@@ -278,8 +278,8 @@ def test_a_precision_that_the_dtype_does_not_take() -> None:
 def test_nothing_to_patch_says_what_was_found() -> None:
     with pytest.raises(NothingPatchedError, match="ResNet has no attention site"):
         patch(timm.create_model("resnet18"))
-    with pytest.raises(NothingPatchedError, match=r"x XCA \(.*over channels"):
-        patch(timm.create_model("xcit_nano_12_p16_224"))
+    with pytest.raises(NothingPatchedError, match=r"x CrossCovarianceAttn \(.*over channels"):
+        patch(timm.create_model("edgenext_xx_small"))
     with pytest.raises(NothingPatchedError, match="leave none of the 2 attention sites"):
         patch(make("vit"), exclude="*")
 
