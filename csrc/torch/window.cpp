@@ -54,6 +54,9 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
     STD_TORCH_CHECK(!grid || (shift[i] == 0 && sizes[i + 1] % window[i] == 0), kName,
                     ": grid needs sizes that are multiples of the window, and no shift");
   }
+  const int64_t rows = window[0] * window[1];
+  STD_TORCH_CHECK(rows <= INT32_MAX && rows * window[2] <= INT32_MAX, kName, ": a window of ",
+                  window[0], " x ", window[1], " x ", window[2], " tokens is too large");
   return a;
 }
 

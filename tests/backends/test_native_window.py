@@ -428,6 +428,7 @@ def test_every_instruction_set(isa: str) -> None:
         ((1, 1, 7, 7, 96), {"num_heads": 0}, "96 channels"),
         ((1, 1, 7, 7, 96), {"window": (1, 7)}, "3 entries"),
         ((1, 1, 7, 7, 96), {"window": (1, 0, 7)}, "window_size must be positive"),
+        ((1, 1, 7, 7, 96), {"window": (2**31 - 1,) * 3}, "too large"),
         ((1, 1, 7, 7, 96), {"shift": (0, 7, 0)}, "smaller than the window"),
         ((1, 1, 7, 7, 96), {"shift": (0, -1, 0)}, "at least 0"),
         ((1, 1, 8, 7, 96), {"grid": True}, "multiples of the window"),
