@@ -16,6 +16,7 @@ from elsa_core.exporting.onnx_functions import DOMAIN, VARIANTS_MAX, Body
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_OLDEST_IR = 8  # the first with functions, and all that opset 18 needs: old runtimes read no newer
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -103,6 +104,8 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
         _inline(model)
     else:
         model.graph.opset_imports[DOMAIN] = 1
+    if opset < onnx_functions.ATTENTION_OPSET:
+        model.ir_version = _OLDEST_IR
     _regroup_gelu(model)
     _name_nodes(model)
 
