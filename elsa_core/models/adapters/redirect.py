@@ -66,7 +66,7 @@ def support(cls: type[nn.Module], module: nn.Module) -> Support:
     """Whether this instance runs through `scaled_dot_product_attention` once redirected."""
     answer = calls_sdpa(cls)  # type: ignore[arg-type]  # a class is hashable
     if answer.ok and getattr(module, "scaled_cosine", False):  # open_clip: branches off before SDPA
-        return Support(False, "scaled cosine attention, computed in eager PyTorch: no adapter yet")
+        return Support(False, "scaled cosine attention: its own forward raises in open_clip 3.3")
     return answer
 
 
