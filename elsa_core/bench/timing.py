@@ -138,7 +138,7 @@ def time_cpu(
         contender.call()
         return timed(contender.call, calls[contender.name])
 
-    return interleaved(contenders, rounds, sample, shuffle=random.Random(0))
+    return interleaved(contenders, rounds, sample, shuffle=random.Random(0))  # noqa: S311
 
 
 def time_cuda(
