@@ -393,11 +393,16 @@ def _prove_other_size(subject: Subject, program: torch.export.ExportedProgram) -
 
 
 def _step(subject: Subject) -> int:
-    """Pixels that a side of the image must be a multiple of, 1 where it is not known."""
-    embed = getattr(subject.model, "patch_embed", None)
-    size = getattr(embed, "patch_size", None)
-    first = size[0] if isinstance(size, (tuple, list)) else size
-    return first if isinstance(first, int) else 1
+    """Pixels that a side of the image must be a multiple of, 1 where it is not known.
+
+    timm says by how much each stage of a model shrinks the image; the last one says it for all.
+    """
+    stages = getattr(subject.model, "feature_info", None)
+    if isinstance(stages, list) and stages and isinstance(stages[-1], dict):
+        shrunk = stages[-1].get("reduction")
+        if isinstance(shrunk, int) and shrunk > 0:
+            return shrunk
+    return 1
 
 
 def _facts(subject: Subject) -> str:
