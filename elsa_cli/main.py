@@ -36,7 +36,7 @@ Start here:
   elsa inspect vit_base_patch16_224
   elsa patch vit_base_patch16_224 --check
   elsa patch vit_base_patch16_224 -o DIR   (saves a model that loads again)
-  elsa export vit_base_patch16_224 -o DIR  (TorchScript, ONNX and pt2: runs without elsa)"""
+  elsa export vit_base_patch16_224 -o DIR  (a bundle that runs without elsa)"""
 
 
 class LazyGroup(click.Group):

@@ -104,16 +104,20 @@ def test_an_unknown_instruction_set_is_refused_not_ignored(library: Path) -> Non
 
 def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     slow = tmp_path / "slow-compiler"
-    slow.write_text('#!/bin/sh\n[ "$1" = --version ] && echo slow 1.0 && exit\nexec sleep 60\n')
+    slow.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo slow 1.0 && exit\n'
+        f"touch {tmp_path}/started-$$\nexec sleep 60\n"
+    )
     slow.chmod(0o755)
     program = "from elsa_core.backends import native\nnative.build()"
     environment = {**os.environ, "CXX": str(slow), "ELSA_CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=-3)
     cache = tmp_path / "cache" / "native"
     deadline = time.monotonic() + 60
-    while not list(cache.glob(".build-*")) and time.monotonic() < deadline:
+    while len(list(tmp_path.glob("started-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.2)
+    assert list(cache.glob(".build-*"))
+    time.sleep(0.5)
     process.send_signal(2)
     assert process.wait(timeout=30) != 0
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]

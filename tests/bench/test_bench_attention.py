@@ -165,8 +165,9 @@ def test_rounds_are_interleaved() -> None:
     samples = timing.time_cpu(contenders, rounds=3, batch_seconds=0.0, budget_seconds=5)
     assert {name: len(times) for name, times in samples.items()} == dict.fromkeys("abc", 3)
     # After the calls that warm each one up, a round has one warm and one timed call of everybody.
-    rounds = "".join(order[-18:])
-    assert rounds == "aabbcc" + "bbccaa" + "ccaabb"
+    rounds = ["".join(order[i : i + 6]) for i in range(len(order) - 18, len(order), 6)]
+    assert all(sorted(r) == list("aabbcc") and r[::2] == r[1::2] for r in rounds)
+    assert len(set(rounds)) > 1  # nobody always follows the same one
 
 
 def test_memory_of_a_score_matrix_is_seen() -> None:

@@ -54,7 +54,7 @@ def test_samples_are_taken_in_turns_until_they_agree() -> None:
         Contender("a", lambda: call("a", 0.002)),
         Contender("b", lambda: call("b", 0.004)),
     ]
-    samples = measure.take_samples(contenders, CPU, Settings(rounds=8, budget_seconds=1.0))
+    samples = measure.take_samples(contenders, CPU, Settings(rounds=8, budget_seconds=30.0))
     count = len(samples["a"])
     assert count == len(samples["b"]) >= 8
     rounds = ["".join(order[i : i + 2]) for i in range(len(order) - 2 * count, len(order), 2)]
