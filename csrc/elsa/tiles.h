@@ -41,6 +41,7 @@ struct ScoreTile {
   float* row_max;   // [R][kLanes], running
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
+  bool few;         // there are no more keys than lanes, in the whole problem
   bool scaled;      // scores are multiplied by scale here (and not in the softmax)
   float scale;
   const float* bias;  // [R][bias_stride], null for none
@@ -58,9 +59,10 @@ ELSA_INLINE Floats load_before(const float* p, const float* end) {
 
 template <int R, int V>
 void score_tile(const ScoreTile& t) {
-  Floats acc[R][V];
+  Floats acc[R][V], odd[R];
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
+    odd[r] = Floats{};
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
   }
@@ -74,7 +76,23 @@ void score_tile(const ScoreTile& t) {
   }
   const float* query = t.query;
   const float* panel = t.panel;
-  for (int64_t d = 0; d < t.depth; ++d) {
+  int64_t d = 0;
+  if (V == 1 && t.few) {
+    // Registers to spare: two chains, of even and of odd dimensions, round less and wait less.
+    for (; d + 2 <= t.depth; d += 2) {
+      const Floats first = load(panel), second = load(panel + kPanel);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) {
+        acc[r][0] = acc[r][0] + splat(query[r * kQueryStride]) * first;
+        odd[r] = odd[r] + splat(query[r * kQueryStride + 1]) * second;
+      }
+      panel += 2 * kPanel;
+      query += 2;
+    }
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][0] + odd[r];
+  }
+  for (; d < t.depth; ++d) {
     Floats key[V];
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
