@@ -1,0 +1,21 @@
+"""`--aoti`: a package that AOTInductor compiled, verified beside the operator library."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from elsa_core.exporting.bundle import export
+from elsa_core.models.load import load_model
+from elsa_core.models.patch import patch
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_a_compiled_package_reproduces_the_model(tmp_path: Path) -> None:
+    """Export itself runs the package in a fresh process at three batch sizes, or raises."""
+    loaded = load_model("test_vit", image_size=64)
+    patch(loaded.model)
+    export(loaded.model, tmp_path / "out", formats=("pt2",), aoti=True, loaded=loaded)
+    assert (tmp_path / "out" / "model.aoti.pt2").stat().st_size > 0
