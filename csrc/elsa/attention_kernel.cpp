@@ -201,7 +201,7 @@ class Item {
       store(row_max + i * kLanes, splat(-kInf));
     ScoreTile t = {};
     t.depth = a_.head_dim;
-    t.few = a_.keys <= kLanes;
+    t.few = wide_keys(a_.keys) <= kLanes;
     t.scaled = scaled_;
     t.scale = a_.scale;
     if (a_.mask.data) prepare_bias(t);

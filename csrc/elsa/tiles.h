@@ -27,6 +27,7 @@ constexpr int64_t wide_keys(int64_t keys) {
 }
 
 constexpr int64_t kMaxDim = 256;
+constexpr int kFewChunk = 16;       // head dimensions summed by themselves where keys are few
 constexpr int64_t kSumChunk = 100;  // keys summed in one accumulator chain; see values_tile
 // Constant strides let the compiler address every row of a tile from one register. An odd number of
 // cache lines spreads the rows over the sets.
@@ -41,7 +42,7 @@ struct ScoreTile {
   float* row_max;   // [R][kLanes], running
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
-  bool few;         // there are no more keys than lanes, in the whole problem
+  bool few;         // of the whole problem's keys no more than kLanes go into panels
   bool scaled;      // scores are multiplied by scale here (and not in the softmax)
   float scale;
   const float* bias;  // [R][bias_stride], null for none
@@ -57,12 +58,38 @@ ELSA_INLINE Floats load_before(const float* p, const float* end) {
   return x;
 }
 
+// Sums over whole chunks of the head dimension, for problems of few keys: registers are to spare,
+// and chains of 8, of even and of odd dimensions, round less and wait less. A sum over few keys has
+// no other error to hide this one. Returns the dimensions summed.
+template <int R>
+ELSA_INLINE int64_t few_scores(const float* const (&query)[R], const float* panel, int64_t depth,
+                               Floats (&sums)[R]) {
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) sums[r] = Floats{};
+  int64_t d = 0;
+  while (d + kFewChunk <= depth) {
+    Floats even[R], odd[R];
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) even[r] = odd[r] = Floats{};
+    for (const int64_t end = d + kFewChunk; d < end; d += 2, panel += 2 * kPanel) {
+      const Floats first = load(panel), second = load(panel + kPanel);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) {
+        even[r] = even[r] + splat(query[r][d]) * first;
+        odd[r] = odd[r] + splat(query[r][d + 1]) * second;
+      }
+    }
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) sums[r] += even[r] + odd[r];
+  }
+  return d;
+}
+
 template <int R, int V>
 void score_tile(const ScoreTile& t) {
-  Floats acc[R][V], odd[R];
+  Floats acc[R][V];
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
-    odd[r] = Floats{};
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
   }
@@ -78,19 +105,15 @@ void score_tile(const ScoreTile& t) {
   const float* panel = t.panel;
   int64_t d = 0;
   if (V == 1 && t.few) {
-    // Registers to spare: two chains, of even and of odd dimensions, round less and wait less.
-    for (; d + 2 <= t.depth; d += 2) {
-      const Floats first = load(panel), second = load(panel + kPanel);
-      ELSA_UNROLL
-      for (int r = 0; r < R; ++r) {
-        acc[r][0] = acc[r][0] + splat(query[r * kQueryStride]) * first;
-        odd[r] = odd[r] + splat(query[r * kQueryStride + 1]) * second;
-      }
-      panel += 2 * kPanel;
-      query += 2;
-    }
+    const float* rows[R];
+    Floats sums[R];
     ELSA_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][0] + odd[r];
+    for (int r = 0; r < R; ++r) rows[r] = query + r * kQueryStride;
+    d = few_scores(rows, panel, t.depth, sums);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][0] = sums[r];
+    panel += d * kPanel;
+    query += d;
   }
   for (; d < t.depth; ++d) {
     Floats key[V];

@@ -350,6 +350,7 @@ class Worker {
     prepare_bias(t);
     const float* bias = t.bias;
     const int64_t wide = wide_keys(keys_);
+    t.few = wide <= kLanes;
     for (int64_t panel = 0; panel < keys_;) {
       const bool narrow = panel == wide;
       t.panel = memory_ + at_.keys + round_up(panel, kPanel) * a_.head_dim;

@@ -16,6 +16,7 @@ struct RowScores {
   int64_t stride;
   float* row_max;  // [R][kLanes], running
   int64_t valid;   // keys that exist from the panel's start on
+  bool few;        // no more than kLanes keys go into panels
   bool scaled;     // scores are multiplied by scale here (and not in the softmax)
   float scale;
   const float* bias;  // [R][bias_stride], null for none; read only where `scaled`
@@ -45,7 +46,15 @@ void row_score_tile(const RowScores& t) {
   }
   const float* panel = t.panel;
   const int64_t depth = t.depth;
-  for (int64_t d = 0; d < depth; ++d) {
+  int64_t d = 0;
+  if (V == 1 && t.few) {
+    Floats sums[R];
+    d = few_scores(query, panel, depth, sums);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][0] = sums[r];
+    panel += d * kPanel;
+  }
+  for (; d < depth; ++d) {
     Floats key[V];
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);

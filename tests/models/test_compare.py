@@ -19,12 +19,12 @@ from elsa_core.models.proof.cases import (
     chunks,
     generated_inputs,
     hard_cases,
+    jittered,
     nearby,
     nudged,
 )
 from elsa_core.models.proof.compare import (
     Comparison,
-    Norms,
     Top1,
     floating_outputs,
     map_floating,
@@ -290,13 +290,24 @@ def test_nudged_moves_numbers_by_one_ulp_now_and_then() -> None:
         assert torch.equal(nudged(x, 3), moved) and not torch.equal(nudged(x, 4), moved)
 
 
-def test_more_runs_raise_the_original_error_alone() -> None:
+def test_jittered_keeps_what_is_large_and_what_is_not_finite() -> None:
+    x = torch.tensor([0.0, -math.inf, 1e-3, 1e3])
+    (moved,), same = jittered(((x,), {"ids": (ids := torch.arange(3))}), 3)
+    assert same["ids"] is ids and torch.equal(moved[:2], x[:2])
+    shift = (moved[2:] / x[2:] - 1).abs()
+    assert float(shift.min()) > 0 and float(shift.max()) < 0.1
+
+
+def test_more_samples_settle_what_one_leaves_in_doubt() -> None:
     comparison = compared(2.0**-14, 2.0**-10)
-    assert comparison.in_doubt and comparison.runs == 1
-    run = Norms()
-    run.add(torch.full((8, 16), 2.0**-11, dtype=torch.float64))
-    patched = comparison.patched_error
-    comparison.widen([Norms(), run])
-    assert comparison.original_error == pytest.approx(2.0**-11) and comparison.runs == 3
-    assert comparison.patched_error == patched and comparison.reason() == ""
+    assert comparison.in_doubt and comparison.samples == 1
+    for original, patched in ((2.0**-10, 2.0**-14), (2.0**-12, 2.0**-12)):
+        ones = torch.ones(8, 16, dtype=torch.float64)
+        comparison.add(ones, (ones * (1 + original)).float(), (ones * (1 - patched)).float())
+    assert comparison.reason() == "" and comparison.original_error < 2.0**-10
+    worse = compared(2.0**-14, 2.0**-10)
+    for _ in range(31):
+        ones = torch.ones(8, 16, dtype=torch.float64)
+        worse.add(ones, (ones * (1 + 2.0**-14)).float(), (ones * (1 - 2.0**-10)).float())
+    assert "allowed" in worse.reason()
     assert not compared(0.0, math.inf).in_doubt

@@ -82,7 +82,13 @@ class Norms:
 
 @dataclass
 class Comparison:
-    """One output of original and patched against the oracle, accumulated over batches."""
+    """One output of original and patched against the oracle, accumulated over batches.
+
+    `samples` counts the inputs that stand for one case: where one of them condemns the patched
+    model, nearby ones are run too, and the norms are those of all errors together. With few rows
+    and sharp logits a single dot product can carry the whole error, and one sample says little of
+    either model.
+    """
 
     factor: float
     eps: float | None = None
@@ -95,7 +101,7 @@ class Comparison:
     original_bad: int = 0
     patched_bad: int = 0
     mismatch: str = ""
-    runs: int = 1
+    samples: int = 1
 
     def add(self, oracle: Tensor, original: Tensor, patched: Tensor) -> None:
         """Takes tensors of one shape: oracle in float64, the other two in the model's dtype."""
@@ -121,17 +127,6 @@ class Comparison:
         self.original.add(one - exact)
         self.patched.add(two - exact)
         self.difference.add(two - one)
-
-    def widen(self, runs: list[Norms]) -> None:
-        """Takes more runs of the original that differ in rounding alone: its largest error counts.
-
-        Where attention is sharp (logits in the thousands) few rows between two keys carry the
-        whole error, and one run of the original says little about its own error.
-        """
-        self.runs += len(runs)
-        for run in runs:
-            self.original.square = max(self.original.square, run.square)
-            self.original.maximum = max(self.original.maximum, run.maximum)
 
     @property
     def band(self) -> float:
@@ -173,7 +168,7 @@ class Comparison:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the patched error is finite and too large for one run of the original."""
+        """Whether the patched error is finite and too large on the samples so far."""
         return 1.0 < self.excess < math.inf
 
     def reason(self) -> str:

@@ -11,7 +11,7 @@ from elsa_core.models.proof.capture import worst
 from elsa_core.models.proof.compare import Comparison, Top1, plain
 from elsa_core.reference import Drift
 
-_LARGEST = "the original's error is the largest of {} runs that differ in rounding alone"
+_SAMPLES = "errors are those of {} nearby inputs together, since one said too little"
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class SiteRecord:
     def result(self, path: str) -> SiteCheck:
         """The verdict on the site."""
         notes = list(dict.fromkeys(self.notes))
-        if self.worst is not None and self.worst.runs > 1:
-            notes.append(f"{self.case}: {_LARGEST.format(self.worst.runs)}")
+        if self.worst is not None and self.worst.samples > 1:
+            notes.append(f"{self.case}: {_SAMPLES.format(self.worst.samples)}")
         if self.calls and not self.operator_calls:
             notes.append("the elsa operator was never called here")
         reason = self.reason()
@@ -168,8 +168,8 @@ def model_check(
     notes = []
     if worst_one is not None and worst_one.oracle.maximum == 0.0:
         notes.append("the output is zero, so it shows nothing: the sites carry the proof")
-    if worst_one is not None and worst_one.runs > 1:
-        notes.append(_LARGEST.format(worst_one.runs))
+    if worst_one is not None and worst_one.samples > 1:
+        notes.append(_SAMPLES.format(worst_one.samples))
     return ModelCheck(
         case=name,
         output=output,
