@@ -410,7 +410,7 @@ def test_every_instruction_set(isa: str) -> None:
     if isa == native.isa():
         pytest.skip(f"{isa} kernels are what the other tests run")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-rs", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-x", "-rs", "-n0", "-p", "no:cacheprovider", __file__],
         capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "ELSA_CPU_ISA": isa, "OMP_NUM_THREADS": "2"},
     )  # fmt: skip

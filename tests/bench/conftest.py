@@ -1,22 +1,12 @@
-"""Measuring tests run on one thread: they test what is kept, not speed, and others may be busy."""
+"""What the tests of the benchmarks share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib import resources
 
 import jsonschema
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

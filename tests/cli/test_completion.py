@@ -49,6 +49,7 @@ def test_offers_files_for_paths() -> None:
     assert complete("elsa patch ./mod", 2) == ["./mod"]
 
 
+@pytest.mark.alone
 def test_is_fast_enough_for_a_key_press() -> None:
     times = []
     for _ in range(3):

@@ -38,6 +38,7 @@ def test_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not [name for name in modules if name.split(".")[0] in HEAVY]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("argument", ["--help", "--version"])
 def test_answers_within_0_4_seconds(process: Elsa, argument: str) -> None:
     process(argument)  # writes the byte code

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.models.load import Loaded, load_model
 from elsa_core.models.patch import patch
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models here are tiny: threads that wait for each other cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("OMP_NUM_THREADS", "1")
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,6 @@ from torch import nn
 from elsa_core.profiling import sweep
 from elsa_core.profiling.profile import profile
 from elsa_core.profiling.report import ProfileReport
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for one another on a busy machine measure the machine alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small_vit(depth: int = 2) -> nn.Module:

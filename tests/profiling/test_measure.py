@@ -69,6 +69,7 @@ def test_a_budget_too_small_still_gives_three_rounds() -> None:
     assert len(samples["a"]) == len(samples["b"]) == 3
 
 
+@pytest.mark.alone
 def test_warm_up_goes_on_while_calls_get_faster() -> None:
     waits = itertools.chain([0.05, 0.03, 0.015, 0.007], itertools.repeat(0.003))
     seen: list[float] = []
@@ -126,6 +127,7 @@ class FakeEvent:
         return float(end.at - self.at)
 
 
+@pytest.mark.alone
 def test_host_and_device_times_of_a_gpu_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host returns at once, the GPU is awaited: both are told apart."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

@@ -18,6 +18,8 @@ from elsa_core.profiling.report import ProfileReport
 
 from .conftest import small_vit
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

@@ -1,0 +1,30 @@
+"""How tests share a machine: side by side, one thread each, alone where time is measured."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Generator
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    # The models here are small: threads that wait for one another cost more than they bring. Tests
+    # of several threads ask for them.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """A test marked `alone` waits until no other one runs, and holds up those that would begin."""
+    folder = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    side_by_side = hasattr(item.config, "workerinput")  # then each folder is in one of all workers
+    alone = item.get_closest_marker("alone") is not None
+    with (folder.parent if side_by_side else folder).joinpath("processor.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        return (yield)
