@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from elsa_core import files
 from elsa_core.backends import compile as compiling
 from elsa_core.backends import native
 from elsa_core.errors import ArgumentError, ElsaError, ExportError, ModelError, UnavailableError
@@ -167,7 +168,7 @@ def export(
         with _staged(target, zip) as staging:
             manifest, reports = _write(subject, chosen, reference, check, staging, say)
     except OSError as error:
-        raise saving.explained(error, given) from error
+        raise files.explained(error, given) from error
     return Bundle(given, manifest, tuple(reports))
 
 
@@ -241,26 +242,21 @@ def _checked(subject: Subject, given: CheckReport | None, say: Say) -> CheckRepo
 def _staged(target: Path, zip: bool) -> Iterator[Path]:
     """A fresh directory that becomes the target on success and vanishes otherwise."""
     if not zip:
-        with saving.staged(target) as staging:
+        with files.staged(target) as staging:
             yield staging
         return
-    made = saving.make_parents(target.parent)
-    done = False
-    try:
-        with tempfile.TemporaryDirectory(
+    with (
+        files.parents_made(target),
+        tempfile.TemporaryDirectory(
             prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
-        ) as scratch:
-            staging = Path(scratch) / "bundle"
-            staging.mkdir()
-            yield staging
-            packed = Path(scratch) / "bundle.zip"
-            write_zip(staging, packed)
-            packed.replace(target)
-            done = True
-    finally:
-        if not done:
-            for parent in reversed(made):
-                saving.remove_if_empty(parent)
+        ) as scratch,
+    ):
+        staging = Path(scratch) / "bundle"
+        staging.mkdir()
+        yield staging
+        packed = Path(scratch) / "bundle.zip"
+        write_zip(staging, packed)
+        packed.replace(target)
 
 
 def _write(
@@ -282,7 +278,7 @@ def _write(
     shutil.copyfile(Path(template.__file__), staging / "load.py")
     (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
     # load.py reads the manifest, which can name hashes only when every file is final.
-    saving.write_json(staging / MANIFEST_NAME, manifest)
+    files.write_json(staging / MANIFEST_NAME, manifest)
     reports = []
     for name in chosen.formats:
         say(f"running {FILES[name]} in a fresh process")
@@ -293,11 +289,11 @@ def _write(
     entries = {p.relative_to(staging).as_posix(): hashed(p) for p in files_in(staging)}
     entries.pop(MANIFEST_NAME)
     manifest["files"] = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
-    saving.write_json(staging / MANIFEST_NAME, manifest)
+    files.write_json(staging / MANIFEST_NAME, manifest)
     for path in files_in(staging):
         # safetensors writes for its owner alone.
-        path.chmod(0o666 & ~saving.umask())
-        saving.flush(path)
+        path.chmod(0o666 & ~files.umask())
+        files.flush(path)
     return manifest, reports
 
 
@@ -307,7 +303,7 @@ def _write_weights(subject: Subject, staging: Path) -> None:
         return
     tensors = saving.separate(subject.model.state_dict())
     saving.write_tensors(tensors, staging / saving.WEIGHTS_NAME, {"format": "pt"})
-    saving.write_json(staging / PLAN_NAME, subject.plan.to_dict())
+    files.write_json(staging / PLAN_NAME, subject.plan.to_dict())
 
 
 def _write_artefact(

@@ -5,17 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from elsa_core.errors import ArgumentError, ModelError, UnavailableError
+from elsa_core import files
+from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.models.load import Loaded
 from elsa_core.models.sources.fromfile import CONFIG_METADATA
 from elsa_core.models.sources.plan import PLAN_NAME, Plan, plan_of
@@ -65,10 +62,10 @@ def save(
     try:
         target = given.resolve()
         check_target(target, given, force)
-        with staged(target) as staging:
+        with files.staged(target) as staging:
             write_files(loaded, plan_of(report), staging)
     except OSError as error:
-        raise explained(error, given) from error
+        raise files.explained(error, given) from error
     return given
 
 
@@ -81,10 +78,10 @@ def write_files(loaded: Loaded, plan: Plan, directory: Path) -> None:
         CONFIG_METADATA: json.dumps(config),
     }
     write_tensors(separate(loaded.model.state_dict()), directory / WEIGHTS_NAME, metadata)
-    write_json(directory / CONFIG_NAME, config)
+    files.write_json(directory / CONFIG_NAME, config)
     if loaded.recipe.library == "open_clip":
-        write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
-    write_json(directory / PLAN_NAME, plan.to_dict())
+        files.write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
+    files.write_json(directory / PLAN_NAME, plan.to_dict())
 
 
 def _config(loaded: Loaded) -> dict[str, Any]:
@@ -142,22 +139,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         text = str(error)
         full = "os error 28" in text or "No space left" in text
         raise OSError(errno.ENOSPC if full else errno.EIO, text.splitlines()[0][:200]) from error
-    flush(path)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, and have it on the disk."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    flush(path)
-
-
-def flush(path: Path) -> None:
-    """Have the bytes on the disk before the rename: a crash must not leave an empty file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.flush(path)
 
 
 def check_target(target: Path, given: Path, force: bool) -> None:
@@ -179,80 +161,3 @@ def check_target(target: Path, given: Path, force: bool) -> None:
         raise ArgumentError(
             f"{given} (-o) is not a directory that elsa wrote (it has {what}): not replaced"
         )
-
-
-@contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""
-    made = make_parents(target.parent)
-    staging: Path | None = None
-    done = False
-    try:
-        staging = Path(
-            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        )
-        yield staging
-        # mkdtemp makes directories that only their owner may enter.
-        staging.chmod(0o777 & ~umask())
-        _swap(staging, target)
-        done = True
-    finally:
-        if not done:
-            if staging is not None:
-                shutil.rmtree(staging, ignore_errors=True)
-            for parent in reversed(made):
-                remove_if_empty(parent)
-
-
-def _swap(staging: Path, target: Path) -> None:
-    """Rename `staging` to `target`; the old target comes back if that fails."""
-    if not target.exists():
-        staging.rename(target)
-        return
-    old = staging.with_suffix(".old")
-    try:
-        target.rename(old)
-        staging.rename(target)
-    finally:
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        elif old.exists():
-            old.rename(target)
-
-
-def make_parents(parent: Path) -> list[Path]:
-    """Make missing parents; return those made, outermost first."""
-    missing = [path for path in (parent, *parent.parents) if not path.exists()][::-1]
-    made: list[Path] = []
-    try:
-        for path in missing:
-            path.mkdir()
-            made.append(path)
-    except BaseException:
-        for path in reversed(made):
-            remove_if_empty(path)
-        raise
-    return made
-
-
-def remove_if_empty(path: Path) -> None:
-    """Remove a directory unless something is in it."""
-    try:
-        path.rmdir()
-    except OSError:
-        return
-
-
-def umask() -> int:
-    """The permission bits that new files of this process lack."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def explained(error: OSError, given: Path) -> ArgumentError | UnavailableError:
-    """What a user is told where writing `given` failed."""
-    reason = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1)):
-        return UnavailableError(f"{given} (-o) cannot be written: {reason}; free some space")
-    return ArgumentError(f"{given} (-o) cannot be written: {reason}")

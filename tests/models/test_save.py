@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.models import save as save_module
 from elsa_core.models.load import Loaded, load_model
@@ -151,12 +152,16 @@ def test_unwritable_targets(target: str, patched: tuple[Loaded, PatchReport]) ->
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("step", ["write_tensors", "write_json", "flush", "_swap"])
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [(save_module, "write_tensors"), (files, "write_json"), (files, "flush"), (files, "_swap")],
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_failure_at_any_step_leaves_nothing(
     tmp_path: Path,
     patched: tuple[Loaded, PatchReport],
     monkeypatch: pytest.MonkeyPatch,
+    module: Any,
     step: str,
     error: Any,
 ) -> None:
@@ -166,7 +171,7 @@ def test_a_failure_at_any_step_leaves_nothing(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(save_module, step, fail)
+    monkeypatch.setattr(module, step, fail)
     expected = KeyboardInterrupt if error is KeyboardInterrupt else UnavailableError
     with pytest.raises(expected):
         save(*patched, target, force=True)
