@@ -66,7 +66,8 @@ def attention(
 
     The signature, layout and meaning of `torch.nn.functional.scaled_dot_product_attention`. Inputs
     may have any strides and are never made contiguous. Scores, softmax and sums are float32, or
-    float64 for float64 inputs. Differentiable once in query, key, value and an additive mask.
+    float64 for float64 inputs. Differentiable once in query, key, value and an additive mask;
+    forward-mode AD and the derivatives of `torch.func` are served by the eager backend.
 
     Args:
         query: [..., Hq, Nq, D], floating; `...` is any number of batch dims.
@@ -106,8 +107,7 @@ def attention(
     chosen = _backend_name(
         q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision, backend
     )
-    if dropout_p > 0.0:
-        _check_dropout(dropout_p, backend)
+    if _eager_alone(backend, dropout_p):
         out, lse = eager.attention(q, k, v, mask, is_causal, scale, dropout_p=dropout_p)
     else:
         operator = _EAGER if chosen == "eager" else _ATTENTION
@@ -190,9 +190,9 @@ def explain(
     q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
     request = Request(q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)
     name, reasons = _select(request, backend)
-    if dropout_p > 0.0:
-        _check_dropout(dropout_p, backend)
-        reasons = (*reasons, f"{name}: dropout_p > 0 is served by eager")
+    alone = _eager_alone(backend, dropout_p)
+    if alone and name != "eager":
+        reasons = (*reasons, f"{name}: has no {alone}")
         name = "eager"
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -293,11 +293,16 @@ def _backend_name(
 _backend_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_dropout(dropout_p: float, backend: str) -> None:
-    if not dropout_p < 1.0:
+def _eager_alone(backend: str, dropout_p: float = 0.0) -> str:
+    """What of this call plain PyTorch alone can do, in words; empty where an operator serves."""
+    if not 0.0 <= dropout_p < 1.0:
         raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1)")
-    if backend not in ("auto", "eager"):
-        raise UnavailableError(f"backend={backend!r} has no dropout: use backend='auto' or 'eager'")
+    what = "dropout" if dropout_p > 0.0 else ""
+    if not what and calls.differentiates_otherwise():
+        what = "forward-mode AD or torch.func derivatives"
+    if what and backend not in ("auto", "eager"):
+        raise UnavailableError(f"backend={backend!r} has no {what}: use backend='auto' or 'eager'")
+    return what
 
 
 def _autocast(

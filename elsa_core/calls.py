@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
+
+_DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
 def watched() -> bool:
@@ -29,6 +32,20 @@ def watched() -> bool:
 def differentiates(*arguments: Any) -> bool:
     """Whether autograd would record a call of these arguments."""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+
+
+def differentiates_otherwise() -> bool:
+    """Whether forward-mode AD or a derivative of `torch.func` is at work.
+
+    The operators have formulas for reverse mode alone: they would drop a tangent without a word,
+    and `torch.func.grad` refuses them. A call has to be made of PyTorch's own operators then.
+    """
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return forward_ad._current_level >= 0 or any(t.key() in _DERIVATIVES for t in transforms)
+
+
+# A constant for the compiler, which guards its graphs on the transforms at work.
+differentiates_otherwise._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def below_autograd(operator: Any, *arguments: Any) -> Any:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from elsa_core.attention import _backend_name
+from elsa_core.attention import _backend_name, _eager_alone
+from elsa_core.backends import eager_window
 from elsa_core.errors import ArgumentError
 
 LAYOUTS = ("qkv", "head")
@@ -68,7 +69,8 @@ def window_attention(
 
     Returns:
         [B, (D,) H, W, C], dense, in qkv's dtype. Differentiable once in qkv, bias, pad_qkv and
-        logit_scale.
+        logit_scale; forward-mode AD and the derivatives of `torch.func` are served by the eager
+        backend.
 
     Raises:
         ArgumentError: an argument does not fit; the message names it.
@@ -83,13 +85,15 @@ def window_attention(
     if not mask_value <= 0:  # NaN too
         raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
     name = _backend_name(qkv.device.type, qkv.dtype, head_dim, head_dim, precision, backend)
-    run = torch.ops.elsa.window_attention_eager.default
-    if name != "eager":
-        run = torch.ops.elsa.window_attention.default
+    run: Callable[..., Tensor] = torch.ops.elsa.window_attention.default
+    if _eager_alone(backend):
+        run = eager_window.attention
+    elif name == "eager":
+        run = torch.ops.elsa.window_attention_eager.default
     image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
     if image.stride(-1) != 1:
         image = image.contiguous()
-    out: Tensor = run(
+    out = run(
         image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
         head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import torch._dynamo.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -258,7 +259,7 @@ def test_gradients_are_exact(case: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return elsa.attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True, return_lse=True)
 
-    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
 
 
 def test_gradients_follow_pytorch_in_float32(backend: str) -> None:
@@ -277,6 +278,78 @@ def test_gradients_follow_pytorch_in_float32(backend: str) -> None:
         assert relative(mine, reference) <= 2 * relative(theirs, reference) + 2e-7
 
 
+def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention of steps that PyTorch differentiates in every mode, as its own operator is not."""
+    return ((query @ key.mT) * query.shape[-1] ** -0.5 + mask).softmax(-1) @ value
+
+
+def dual_numbers(call, primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Tensor:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(p, t) for p, t in zip(primals, tangents, strict=True)]
+        return forward_ad.unpack_dual(call(*duals)).tangent
+
+
+def functional(call, primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Tensor:
+    return torch.func.jvp(call, primals, tangents)[1]
+
+
+def compiled(call, primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> Tensor:
+    torch._dynamo.reset()
+    return torch.compile(functional, fullgraph=True, backend="aot_eager")(call, primals, tangents)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("forward", [dual_numbers, functional, compiled])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_tangents_follow_pytorch_in_float32(backend: str, forward) -> None:
+    """They came out as zeros, without a word, where no operand required a gradient."""
+    shapes = [(2, 4, 40, 16), (2, 4, 1100, 16), (2, 4, 1100, 16), (4, 40, 1100)]
+    primals = tuple(make(*shape, seed=s) for s, shape in enumerate(shapes))
+    tangents = tuple(make(*shape, seed=9 + s) for s, shape in enumerate(shapes))
+    wide = [tuple(t.double() for t in group) for group in (primals, tangents)]
+    exact = functional(written_out, *wide)
+    peer = functional(written_out, primals, tangents)
+    ours = forward(lambda *a: elsa.attention(*a, backend=backend), primals, tangents)
+    assert relative(ours, exact) <= 2 * relative(peer, exact) + 2e-7
+
+
+def test_tangents_of_rows_that_see_nothing_are_zero() -> None:
+    q, mask = make(1, 2, 6, 8), torch.ones(6, 6, dtype=torch.bool)
+    mask[3] = False
+    tangent = functional(lambda x: elsa.attention(x, x, x, mask), (q,), (make(1, 2, 6, 8, seed=1),))
+    assert (tangent[:, :, 3] == 0).all()
+    assert torch.isfinite(tangent).all()
+    assert tangent[:, :, 4].abs().max() > 0
+
+
+DERIVATIVES = {
+    "grad": lambda f, x: torch.func.grad(lambda t: f(t).square().sum())(x),
+    "jacobian": lambda f, x: torch.func.jacfwd(f)(x),
+    "of each sample": lambda f, x: torch.func.vmap(torch.func.grad(lambda t: f(t).sum()))(x[None]),
+    "nested": lambda f, x: functional(
+        lambda t: functional(lambda y: y * f(t), (x,), (x,)), (x,), (x,)
+    ),
+    "hessian": lambda f, x: functional(torch.func.grad(lambda t: f(t).square().sum()), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("what", DERIVATIVES)
+def test_derivatives_of_torch_func(what: str) -> None:
+    x, mask = make(1, 2, 5, 4).double(), make(5, 5, seed=1).double()
+    ours = DERIVATIVES[what](lambda t: elsa.attention(t, t, t, mask), x)
+    torch.testing.assert_close(ours, DERIVATIVES[what](lambda t: written_out(t, t, t, mask), x))
+
+
+def test_a_backend_without_forward_mode_says_so() -> None:
+    q = make(1, 2, 5, 8)
+    with forward_ad.dual_level():
+        with pytest.raises(UnavailableError, match="native' has no forward-mode AD"):
+            elsa.attention(q, q, q, backend="native")
+        route = elsa.explain(q, q, q)
+    assert route.backend == "eager"
+    assert "native: has no forward-mode AD or torch.func derivatives" in route.reasons
+
+
 def test_dropout_keeps_the_normaliser_and_is_differentiable() -> None:
     q = make(1, 2, 64, 8).requires_grad_()
     ones = torch.ones(1, 2, 64, 1)
@@ -286,8 +359,9 @@ def test_dropout_keeps_the_normaliser_and_is_differentiable() -> None:
     assert out.std().item() > 0.05
     out.sum().backward()
     assert torch.isfinite(q.grad).all()
-    with pytest.raises(ArgumentError, match="dropout_p"):
-        elsa.attention(q, q, ones, dropout_p=1.5)
+    for wrong in (1.5, -0.1, math.nan):
+        with pytest.raises(ArgumentError, match="dropout_p"):
+            elsa.attention(q, q, ones, dropout_p=wrong)
     with pytest.raises(UnavailableError, match="dropout"):
         elsa.attention(q, q, ones, dropout_p=0.5, backend="native")
 
