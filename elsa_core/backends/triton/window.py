@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from elsa_core.backends.triton import launch, tiling, window_tiling
 from elsa_core.backends.triton.launch import CACHED_PLANS, LOG2E, MODES, Launch
@@ -86,6 +87,50 @@ def window_attention(
     return out
 
 
+class _Seen(NamedTuple):
+    """An index that was compared with Swin's own, as it was then."""
+
+    storage: StorageWeakRef
+    version: int
+    swin: bool
+
+
+_INDICES: dict[Any, _Seen] = {}
+
+
+def swin_index(window: Sequence[int]) -> Tensor:
+    """Swin's relative_position_index [T, T]: relative depth, height and width, row by row."""
+    axes = torch.meshgrid(*(torch.arange(size) for size in window), indexing="ij")
+    number = torch.zeros((), dtype=torch.int64)
+    for place, size in zip(axes, window, strict=True):
+        flat = place.flatten()
+        number = number * (2 * size - 1) + flat[:, None] - flat[None, :] + size - 1
+    return number
+
+
+def in_swin_order(given: Given) -> bool:
+    """Whether the index is Swin's own, which the kernel computes instead of reading.
+
+    An index is compared once, which waits for the GPU; never while a CUDA graph is captured. The
+    memory is remembered, not the tensor: a module may hand out a view of its buffer at each call.
+    """
+    index, window = given.bias_index, tuple(given.window_size)
+    if index is None or index.is_inference():  # what is written to those cannot be seen
+        return False
+    key = (index.data_ptr(), index.stride(), window)
+    seen = _INDICES.get(key)
+    if seen is None or seen.version != index._version or seen.storage.expired():
+        if index.is_meta or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        if len(_INDICES) >= CACHED_PLANS:
+            _INDICES.clear()
+        swin = torch.equal(index, swin_index(window).to(index.device))
+        seen = _Seen(StorageWeakRef(index.untyped_storage()), index._version, swin)
+        _INDICES[key] = seen
+    assert given.bias is not None
+    return seen.swin and given.bias.shape[0] >= math.prod(2 * size - 1 for size in window)
+
+
 _CALLS: dict[Any, Launch] = {}
 
 
@@ -98,7 +143,7 @@ def planned(given: Given) -> Launch:
     )  # fmt: skip
     key = (
         q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, terms, given.num_heads,
-        tuple(given.window_size), tuple(given.shift_size), *given[8:],
+        tuple(given.window_size), tuple(given.shift_size), *given[8:], in_swin_order(given),
     )  # fmt: skip
     call = _CALLS.get(key)
     if call is None:
@@ -212,7 +257,7 @@ def _term_strides(given: Given, tokens: int) -> dict[str, int | bool]:
         kind, dense = 1, bias.is_contiguous()
         strides["bias_h"], strides["bias_q"], strides["bias_k"] = bias.stride()
     elif bias is not None and index is not None:
-        kind, table = 2, bias.shape[0]
+        kind, table = 3 if in_swin_order(given) else 2, bias.shape[0]
         strides["bias_q"], strides["bias_h"] = bias.stride()
         strides["index_q"], strides["index_k"] = index.stride()
     if logit is not None:

@@ -90,7 +90,7 @@ def exact_rows(
                 s = tl.where(infinite, s, x)
             bias = bias_tile(
                 Bias, Index, i_h, o_m, o_n, table, bias_h, bias_q, bias_k, index_q, index_k,
-                BIAS, DENSE, T, True,
+                BIAS, DENSE, WD, WH, WW, T, True,
             )  # fmt: skip
             c_n = token_code(o_n, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
             s = add_terms(s, bias, edge, c_m, c_n, mask_value, True, SHIFTED)

@@ -75,7 +75,7 @@ def fold_keys(
         s = scores_of(qh, ql, qh, ql, kh, kl, kh, kl, 0, MODE) * f
     bias = bias_tile(
         Bias, Index, i_h, o_m, o_n, table, bias_h, bias_q, bias_k, index_q, index_k,
-        BIAS, DENSE, T, KEYS_BOUNDED or T % BM != 0,
+        BIAS, DENSE, WD, WH, WW, T, KEYS_BOUNDED or T % BM != 0,
     )  # fmt: skip
     c_n = token_code(o_n, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
     TERMS: tl.constexpr = BIAS != 0 or KEYS_BOUNDED

@@ -8,7 +8,8 @@ MODE: 0 half (float16 or bfloat16 operands as they are), 1 split (float32 as hi 
 products), 2 single (float32 as one scaled float16), 3 exact (float32 FMA; `window_fold` alone).
 A window is computed by `exact_rows` in the same launch where the largest entries of its queries
 and keys make scores beyond 2**15, or where its values fail the guard of `pieces.py`.
-BIAS: 0 none, 1 [heads, T, T], 2 a table [L, heads] with an index [T, T].
+BIAS: 0 none, 1 [heads, T, T], 2 a table [L, heads] with an index [T, T], 3 a table in Swin's order,
+whose index is arithmetic on the tokens' places.
 PADDED: 0 no token is padded, 1 padded tokens are zeros, 2 padded tokens are `Pad` [3 * C].
 COSINE: rows of queries and keys are normalised and scores multiplied with `Logit` [heads].
 Tokens of a window are numbered row by row; `edge` has a bit for each axis on which the window is
@@ -133,13 +134,31 @@ def load_rows(
 
 
 @triton.jit
+def relative_place(o, WH: tl.constexpr, WW: tl.constexpr):
+    """A token's part in Swin's index: that of a pair is the difference, from the table's centre."""
+    y = (o // WW) % WH
+    z = o // (WW * WH)
+    return (z * (2 * WH - 1) + y) * (2 * WW - 1) + o % WW
+
+
+@triton.jit
 def bias_tile(
     Bias, Index, i_h, o_m, o_n, table, bias_h, bias_q, bias_k, index_q, index_k,
-    BIAS: tl.constexpr, DENSE: tl.constexpr, T: tl.constexpr, BOUNDED: tl.constexpr,
+    BIAS: tl.constexpr, DENSE: tl.constexpr, WD: tl.constexpr, WH: tl.constexpr,
+    WW: tl.constexpr, T: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """The bias in base 2, -inf for keys beyond T, NaN where the index is beyond the table."""
     if BIAS == 0:
         b = tl.zeros([o_m.shape[0], o_n.shape[0]], tl.float32)
+    elif BIAS == 3:
+        CENTRE: tl.constexpr = ((WD - 1) * (2 * WH - 1) + WH - 1) * (2 * WW - 1) + WW - 1
+        number = relative_place(o_m, WH, WW)[:, None] - relative_place(o_n, WH, WW)[None, :]
+        p = Bias + i_h * bias_h + (number + CENTRE) * bias_q.to(tl.int32)
+        if BOUNDED:
+            inside = (o_m < T)[:, None] & (o_n < T)[None, :]
+            b = tl.load(p, mask=inside, other=0.0).to(tl.float32) * LOG2E
+        else:
+            b = tl.load(p).to(tl.float32) * LOG2E
     else:
         if DENSE:
             place = o_m[:, None] * T + o_n[None, :]

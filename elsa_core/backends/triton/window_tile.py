@@ -130,7 +130,7 @@ def window_tile(
                 if i_window == first:
                     bias = bias_tile(
                         Bias, Index, i_h, o, o, table, bias_h, bias_q, bias_k, index_q, index_k,
-                        BIAS, DENSE, T, BOUNDED,
+                        BIAS, DENSE, WD, WH, WW, T, BOUNDED,
                     )  # fmt: skip
             offset, pixel, inside = locate_tokens(
                 o,
@@ -181,7 +181,7 @@ def window_tile(
         # after the rows, so that all loads are under way together
         bias = bias_tile(
             Bias, Index, i_h, o, o, table, bias_h, bias_q, bias_k, index_q, index_k,
-            BIAS, DENSE, T, BOUNDED,
+            BIAS, DENSE, WD, WH, WW, T, BOUNDED,
         )  # fmt: skip
         edge = window_edge(w_z, w_y, w_x, n_d, n_h, n_w)
         x, verdicts = attend(
