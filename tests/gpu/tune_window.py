@@ -19,13 +19,14 @@ Kernels are compiled, and cases checked, in parallel processes first.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures import TimeoutError as Late
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,11 @@ GEOMETRY: dict[str, tuple[Any, ...]] = {
         2, (1, 28, 28), 6, 32, (1, 7, 7), (0, 3, 3),
         {"bias": "table", "layout": "head", "mask": -math.inf},
     ),
+    "swin's table": (3, (1, 56, 56), 3, 32, (1, 7, 7), (0, 3, 3), {"bias": "swin"}),
+    "swin's table 16, padded": (
+        2, (1, 40, 40), 4, 32, (1, 16, 16), (0, 8, 8), {"bias": "swin", "pad": True}
+    ),
+    "swin's table 4x6x5": (1, (8, 12, 11), 2, 32, (4, 6, 5), (2, 3, 2), {"bias": "swin"}),
     "window 8": (2, (1, 64, 48), 4, 32, (1, 8, 8), (0, 4, 4), {}),
     "cosine 8": (2, (1, 32, 32), 3, 32, (1, 8, 8), (0, 4, 4), {"cosine": True}),
     "cosine 16": (2, (1, 32, 32), 3, 32, (1, 16, 16), (0, 8, 8), {"cosine": True}),
@@ -100,13 +106,16 @@ SHAPES: dict[str, tuple[int, ...]] = {
 # rows: warps, stages, windows a program, registers, least_dim
 WHOLE_ROWS = {
     "half": [
-        (4, 1, 1, 0, 16), (4, 3, 2, 0, 16), (4, 3, 4, 0, 16), (4, 3, 8, 0, 16), (4, 2, 4, 0, 16),
-        (4, 4, 4, 0, 16), (4, 3, 4, 96, 16), (2, 1, 1, 0, 16), (2, 3, 4, 0, 16), (4, 3, 4, 128, 16),
+        (4, 3, 4, 128, 16), (4, 1, 1, 0, 16), (4, 3, 4, 0, 16), (4, 1, 1, 128, 16),
+        (4, 3, 2, 128, 16), (4, 3, 8, 128, 16), (4, 3, 2, 0, 16), (4, 3, 8, 0, 16),
+        (4, 2, 4, 0, 16), (4, 2, 2, 128, 16), (4, 2, 4, 128, 16), (4, 2, 8, 128, 16),
+        (4, 4, 4, 128, 16), (4, 3, 4, 96, 16), (4, 1, 1, 96, 16), (2, 1, 1, 0, 16),
+        (2, 3, 4, 0, 16),
     ],
     "split": [
-        (4, 1, 1, 0, 16), (4, 1, 1, 128, 16), (8, 1, 1, 0, 16), (2, 1, 1, 0, 16),
-        (4, 1, 2, 128, 16), (4, 2, 2, 168, 16), (4, 3, 4, 168, 16), (8, 2, 4, 0, 16),
-        (4, 2, 2, 0, 64),
+        (4, 1, 1, 128, 16), (4, 1, 1, 0, 16), (8, 1, 1, 0, 16), (4, 1, 1, 0, 64),
+        (4, 1, 1, 168, 16), (2, 1, 1, 0, 16), (4, 1, 2, 128, 16), (4, 2, 2, 168, 16),
+        (4, 3, 4, 168, 16), (8, 2, 4, 0, 16), (4, 2, 2, 0, 64),
     ],
 }  # fmt: skip
 # rows: block_m, block_n, warps, stages, unroll, registers, least_dim
@@ -124,15 +133,16 @@ FOLD_ROWS = {
 }  # fmt: skip
 # fewer of them where most answers are known from the shapes above
 FEWER: dict[str, dict[str, slice]] = {
-    "56x56x96": {"half": slice(0, 4), "split": slice(0, 3)},
-    "64x64x96 window 8": {"half": slice(0, 6), "split": slice(0, 5)},
+    "56x56x96": {"half": slice(0, 6), "split": slice(0, 3)},
+    "64x64x96 window 8": {"half": slice(0, 8), "split": slice(0, 6)},
     "48x48x128 window 12": {"half": slice(0, 5), "split": slice(0, 5)},
     "48x48x192 window 24": {"half": slice(0, 4), "split": slice(3, 8, 2)},
 }
 # turbo and ieee are checked on these alone
-SOME = ("swin", "swin padded, pad_qkv", "table, head first, -inf", "cosine 8", "cosine 16",
-        "window 12", "volume 2x7x7", "outlier channels")  # fmt: skip
+SOME = ("swin", "swin padded, pad_qkv", "table, head first, -inf", "swin's table", "cosine 8",
+        "cosine 16", "window 12", "volume 2x7x7", "outlier channels")  # fmt: skip
 MODES = {"half": F16, "split": F32}
+Task = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
 
 
 def left(seconds: float) -> float:
@@ -160,6 +170,9 @@ def make(
     elif options.get("bias") == "table":
         bias = normal(4 * tokens, heads)
         index = torch.randint(0, 4 * tokens, (tokens, tokens), device=DEVICE, generator=g)
+    elif options.get("bias") == "swin":
+        bias = normal(math.prod(2 * w - 1 for w in win), heads).to(dtype)
+        index = window.swin_index(win).to(DEVICE)
     pad = normal(channels).to(dtype) if options.get("pad") else None
     logit = normal(heads).abs() * 10 if options.get("cosine") else None
     qkv = qkv.to(dtype) if extra == 0 or dtype == F32 else _shifted(qkv, dtype)
@@ -362,28 +375,44 @@ def answer(job: Any) -> dict[str, Any]:
 
 def prepare(results: Results, sections: list[str], seconds: float) -> set[Any]:
     """Check cases and compile candidates in parallel; returns the candidates that are right."""
-    checks = cases() if "check" in sections else []
-    tasks = kernels() if "tune" in sections else []
-    right, failed = set(), 0
-    workers = max(1, min(15, (os.cpu_count() or 2) - 1))
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        # the slowest compilations first
-        jobs = [pool.submit(compile_one, *t) for t in reversed(tasks)]
-        jobs += [pool.submit(check_one, *c) for c in checks]
-        try:
-            for job in as_completed(jobs, timeout=max(30.0, left(seconds) * 0.6)):
-                row = answer(job)
-                failed += not row["ok"]
-                results.add(row)
-                if "compile" in row and row["ok"]:
-                    right.add(code_of(row["compile"], row["mode"], tuple(row["row"])))
-        except Late:
-            results.add({"skipped": "checks and compilations beyond the time"})
-            for job in jobs:
-                job.cancel()
-    results.add({"prepared": len(jobs), "failed": failed, "seconds": time.time() - START})
+    # the slowest compilations first
+    tasks: list[Task] = [(compile_one, t) for t in reversed(kernels()) if "tune" in sections]
+    tasks += [(check_one, c) for c in (cases() if "check" in sections else [])]
+    rows = in_processes(tasks, max(30.0, left(seconds) * 0.6))
+    # a fault on the GPU ends every later call of its process: those are asked again, each alone
+    again = [i for i, row in enumerate(rows) if "CUDA" in row.get("error", "")][:40]
+    fresh = in_processes([tasks[i] for i in again], min(120.0, left(seconds) * 0.3), alone=True)
+    for i, row in zip(again, fresh, strict=True):
+        rows[i] = row
+    right = set()
+    for row in rows:
+        results.add(row)
+        if "compile" in row and row["ok"]:
+            right.add(code_of(row["compile"], row["mode"], tuple(row["row"])))
+    results.add({
+        "prepared": len(rows), "failed": sum(not row["ok"] for row in rows),
+        "seconds": time.time() - START,
+    })  # fmt: skip
     results.save()
     return right
+
+
+def in_processes(tasks: list[Task], seconds: float, *, alone: bool = False) -> list[dict[str, Any]]:
+    """What the tasks return, in order; an error for those that died or are late."""
+    workers = max(1, min(15, (os.cpu_count() or 2) - 1, len(tasks)))
+    limit = {"max_tasks_per_child": 1} if alone else {}
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), **limit)
+    jobs = [pool.submit(function, *arguments) for function, arguments in tasks]
+    wait(jobs, timeout=seconds)
+    rows = [answer(job) if job.done() else {"ok": False, "error": "late"} for job in jobs]
+    for row, (_, arguments) in zip(rows, tasks, strict=True):
+        row.setdefault("task", repr(arguments))
+    # whoever still compiles is not waited for
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.terminate()
+    return rows
 
 
 def copies(qkv: torch.Tensor, number: int) -> tuple[float, float]:
@@ -421,6 +450,8 @@ def tune_one(results: Results, right: set[Any], shape: str, mode: str) -> None:
     floor = total / COPY_BYTES_PER_MS
     timed = []
     for row in rows:
+        if code_of(shape, mode, row) not in right:
+            continue  # wrong, late, or a fault that would end this process too
         try:
             call = launched(given, mode, row)
             ms = graph_ms(lambda: run(call, inputs[0], outs[0]))  # noqa: B023
@@ -429,17 +460,17 @@ def tune_one(results: Results, right: set[Any], shape: str, mode: str) -> None:
                 for g, out in zip(inputs, outs, strict=True):
                     run(call, g, out)  # noqa: B023
 
-            timed.append((ms, graph_ms(each) / number, row, code_of(shape, mode, row) in right))
+            timed.append((ms, graph_ms(each) / number, row))
         except Exception as error:
             results.add({"tune": shape, "mode": mode, "row": row, "error": repr(error)[:200]})
     timed.sort(key=lambda t: t[0])
     results.add({
         "tune": shape, "mode": mode, "floor_ms": round(floor, 5), "copy_ms": round(copy_ms, 5),
         "copy_stream_ms": round(copy_stream, 5), "columns": ["ms", "over floor", "stream_ms",
-        "stream over floor", "row", "right"],
+        "stream over floor", "row"],
         "rows": [
-            [round(a, 5), round(a / floor, 2), round(b, 5), round(b / floor, 2), row, ok]
-            for a, b, row, ok in timed
+            [round(a, 5), round(a / floor, 2), round(b, 5), round(b / floor, 2), row]
+            for a, b, row in timed
         ],
     })  # fmt: skip
 
@@ -478,26 +509,32 @@ def target(
     attn = block.attn
     torch.nn.init.normal_(attn.relative_position_bias_table, std=0.5)
     x = torch.randn(8, side, side, channels, device=DEVICE, dtype=dtype)
-    bias = attn._get_rel_pos_bias()[0].contiguous()
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    dense = attn._get_rel_pos_bias()[0].contiguous()
     size, shift = (1, *attn.window_size), (0, *block.shift_size)
 
-    def fused() -> torch.Tensor:
-        qkv = attn.qkv(x).unsqueeze(1)
-        out = window.window_attention(
-            qkv, bias, None, attn.qkv.bias, None, heads, size, shift, attn.scale, -100.0, "qkv",
+    def kernel(qkv: torch.Tensor, bias: torch.Tensor, at: torch.Tensor | None) -> torch.Tensor:
+        return window.window_attention(
+            qkv, bias, at, attn.qkv.bias, None, heads, size, shift, attn.scale, -100.0, "qkv",
             False, "strict",
         )  # fmt: skip
+
+    def fused() -> torch.Tensor:
+        out = kernel(attn.qkv(x).unsqueeze(1), table, index)
         return attn.proj(out.squeeze(1))
 
     attn.fused_attn = False
     theirs = block._attn(x)
     ours = fused()
-    reference = block.double()._attn(x.double())
-    block.to(dtype)
+    reference = copy.deepcopy(block).double()._attn(x.double())
+    given = attn.qkv(x).unsqueeze(1)
     row: dict[str, Any] = {
         "target": [side, channels, heads, w, s], "dtype": str(dtype).removeprefix("torch."),
         "ours": distance(ours, reference), "theirs": distance(theirs, reference),
         "fused_ms": graph_ms(fused), "timm_ms": graph_ms(lambda: block._attn(x)),
+        "kernel_ms": graph_ms(lambda: kernel(given, table, index)),
+        "dense_kernel_ms": graph_ms(lambda: kernel(given, dense, None)),
+        "linear_ms": graph_ms(lambda: attn.proj(attn.qkv(x)[..., :channels])),
     }  # fmt: skip
     attn.fused_attn = True
     row["timm_sdpa_ms"] = graph_ms(lambda: block._attn(x))
