@@ -178,6 +178,8 @@ def _flex(tensors: Inputs) -> Contender:
             return score + bias[h, i, j]
     else:
         score_mod = None  # type: ignore[assignment]
+    # After eight shapes the compiler would give up, and measure FlexAttention's unfused form.
+    torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     call = functools.partial(compiled, query, key, value, score_mod=score_mod)
     return Contender("flex", call)
