@@ -10,6 +10,11 @@
 
 #include "../elsa/attention.h"
 
+// Stable headers up to PyTorch 2.11 know it by its shorter name alone.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace elsa_torch {
 namespace {
 
