@@ -1,40 +1,29 @@
-"""The CPU kernels against the float64 oracle, on every instruction set that this machine has.
+"""The CPU kernels against the float64 oracle.
+
+`test_instruction_sets` runs the file again on the other kernels.
 
 The criterion is relative: at most twice the error of PyTorch's own operator, plus rounding.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-import platform
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from native_kernels import ULPS, call_apart, guarded, make, once, relative, run
 from torch import Tensor
 
 import elsa_core  # noqa: F401  (defines the operator)
 from elsa_core import reference
 from elsa_core.backends import native
 
-ULPS = 4
-
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
     answer = native.load()
-    if not answer.ok and "ELSA_CPU_ISA" in os.environ:
-        pytest.skip(answer.reason)
     assert answer.ok, answer.reason  # a machine that tests elsa has a compiler
-
-
-def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def operands(
@@ -72,10 +61,6 @@ def peer(
         mask = mask.to(q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     return out.nan_to_num(0.0)
-
-
-def relative(x: Tensor, exact: Tensor) -> float:
-    return ((x.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
 def check(
@@ -297,19 +282,6 @@ def test_bits_depend_neither_on_threads_nor_on_the_run(causal: bool) -> None:
         torch.set_num_threads(before)
 
 
-def guarded(t: Tensor) -> Tensor:
-    """A copy whose last byte is followed by a page that must not be touched."""
-    page = mmap.PAGESIZE
-    size = t.numel() * t.element_size()
-    length = -(-size // page) * page
-    memory = mmap.mmap(-1, length + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(address + length), page, 0) == 0
-    copy = torch.frombuffer(memory, dtype=t.dtype, offset=length - size, count=t.numel())
-    return copy.view_as(t).copy_(t)
-
-
 def read_up_to_the_guard() -> None:
     for length, dim in ((1, 1), (7, 3), (17, 16), (49, 64), (50, 72), (197, 80), (661, 20)):
         for dtype in (torch.float32, torch.float16):
@@ -319,27 +291,17 @@ def read_up_to_the_guard() -> None:
                 mask_copy = None if mask is None else guarded(mask)
                 fenced = attention(*(guarded(t) for t in tensors), mask_copy)
                 assert torch.equal(plain[0], fenced[0])
-    print("untouched")
-
-
-def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    here = str(Path(__file__).parent)
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {here!r})\n{program}"],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "2", **variables},
-    )  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is POSIX")
 def test_reads_no_byte_beyond_its_operands() -> None:
-    done = run("import test_native; test_native.native.load(); test_native.read_up_to_the_guard()")
-    assert done.stdout.strip() == "untouched", f"exit {done.returncode}: {done.stderr}"
+    call_apart(read_up_to_the_guard)
 
 
+@once
 def test_memory_is_linear_at_32768_tokens() -> None:
     """The score matrix would take 4 GiB; torch and the operands are in memory before."""
-    done = run("""
+    program = """
 import resource, torch
 import test_native
 test_native.native.load()
@@ -350,34 +312,13 @@ before = peak()
 out, lse = test_native.attention(q, q, q)
 print((peak() - before) / 1024)
 assert out.isfinite().all()
-""")
+"""
+    done = run("-c", program)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 32  # MiB: the output is 1, two workspaces of a few
 
 
-def instruction_sets() -> list[str]:
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return ["baseline", "avx2", "avx512"]
-    return ["neon"]
-
-
-@pytest.mark.skipif("ELSA_CPU_ISA" in os.environ, reason="already a run with one of them")
-@pytest.mark.parametrize("isa", instruction_sets())
-def test_every_instruction_set(isa: str) -> None:
-    """These tests again, in a process that runs the other kernels."""
-    if isa == native.isa():
-        pytest.skip(f"{isa} kernels are what the other tests run")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-rs", "-n0", "-p", "no:cacheprovider", __file__],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "ELSA_CPU_ISA": isa, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
-    if "this CPU lacks it" in done.stdout and " passed" not in done.stdout:
-        pytest.skip(f"this CPU has no {isa}")
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
-
-
+@once
 @pytest.mark.parametrize(
     ("change", "words"),
     [

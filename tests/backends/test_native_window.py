@@ -1,4 +1,6 @@
-"""The CPU's window kernels against a float64 reference, on every instruction set there is.
+"""The CPU's window kernels against a float64 reference.
+
+`test_instruction_sets` runs the file again on the other kernels.
 
 The reference spells the steps out (roll, pad, cut, attend, join, crop, roll back), as Swin and
 MaxViT do. The criterion is relative: at most twice the error of the same steps in the input's own
@@ -7,38 +9,25 @@ dtype (float32 for fp32 inputs), plus rounding.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
-import mmap
-import os
-import platform
-import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from native_kernels import ULPS, call_apart, guarded, make, once, relative
 from torch import Tensor
 
 import elsa_core  # noqa: F401  (defines the operator)
 from elsa_core.backends import native
 
-ULPS = 4
-
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
     answer = native.load()
-    if not answer.ok and "ELSA_CPU_ISA" in os.environ:
-        pytest.skip(answer.reason)
     assert answer.ok, answer.reason  # a machine that tests elsa has a compiler
-
-
-def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -132,10 +121,6 @@ def reference(qkv: Tensor, t: Terms) -> Tensor:
     out = (scores.softmax(-1) @ v).transpose(4, 5).flatten(5)
     out = join(out, t)[:, : sizes[0], : sizes[1], : sizes[2]]
     return out.roll(t.shift, (1, 2, 3))
-
-
-def relative(x: Tensor, exact: Tensor) -> float:
-    return ((x.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
 def check(qkv: Tensor, t: Terms) -> Tensor:
@@ -361,19 +346,6 @@ def test_bits_depend_neither_on_threads_nor_on_the_run() -> None:
         torch.set_num_threads(before)
 
 
-def guarded(t: Tensor) -> Tensor:
-    """A copy whose last byte is followed by a page that must not be touched."""
-    page = mmap.PAGESIZE
-    size = t.numel() * t.element_size()
-    length = -(-size // page) * page
-    memory = mmap.mmap(-1, length + page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(address + length), page, 0) == 0
-    copy = torch.frombuffer(memory, dtype=t.dtype, offset=length - size, count=t.numel())
-    return copy.view_as(t).copy_(t)
-
-
 def read_up_to_the_guard() -> None:
     for window, dim in (((1, 1, 1), 1), ((1, 2, 3), 3), ((1, 4, 4), 16), ((1, 7, 7), 32)):
         for dtype in (torch.float32, torch.float16):
@@ -382,44 +354,14 @@ def read_up_to_the_guard() -> None:
             qkv = image(1, (9, 9), 2, dim, dtype)
             fenced = replace(t, bias=guarded(t.bias), pad_qkv=guarded(t.pad_qkv))
             assert torch.equal(window_attention(guarded(qkv), fenced), window_attention(qkv, t))
-    print("untouched")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is POSIX")
 def test_reads_no_byte_beyond_its_operands() -> None:
-    program = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_native_window as t; t.native.load(); t.read_up_to_the_guard()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout.strip() == "untouched", f"exit {done.returncode}: {done.stderr}"
+    call_apart(read_up_to_the_guard)
 
 
-def instruction_sets() -> list[str]:
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return ["baseline", "avx2", "avx512"]
-    return ["neon"]
-
-
-@pytest.mark.skipif("ELSA_CPU_ISA" in os.environ, reason="already a run with one of them")
-@pytest.mark.parametrize("isa", instruction_sets())
-def test_every_instruction_set(isa: str) -> None:
-    """These tests again, in a process that runs the other kernels."""
-    if isa == native.isa():
-        pytest.skip(f"{isa} kernels are what the other tests run")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-rs", "-n0", "-p", "no:cacheprovider", __file__],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "ELSA_CPU_ISA": isa, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
-    if "this CPU lacks it" in done.stdout and " passed" not in done.stdout:
-        pytest.skip(f"this CPU has no {isa}")
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
-
-
+@once
 @pytest.mark.parametrize(
     ("qkv", "change", "words"),
     [
