@@ -6,6 +6,8 @@ Read against timm 1.0.20, 1.0.29 and 1.0.31.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from timm.models.convit import MHSA
 from timm.models.crossvit import CrossAttention
@@ -22,6 +24,13 @@ from elsa_core.models.adapters.common import attend, join_heads, split_heads, sp
 _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_names
 
 
+def _projected(module: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Attention, and the projection and dropout that most of these end with: [B, N, H * Dv]."""
+    out = attend(module, q, k, v, bias, scale=module.scale, dropout_p=module.attn_drop.p)
+    projected: Tensor = module.proj_drop(module.proj(join_heads(out)))
+    return projected
+
+
 class ElsaCrossAttention(CrossAttention):  # type: ignore[misc]  # timm is untyped
     """CrossViT: the first token attends to all, [B, N, C] -> [B, 1, C]."""
 
@@ -32,9 +41,7 @@ class ElsaCrossAttention(CrossAttention):  # type: ignore[misc]  # timm is untyp
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x[:, :1]), self.num_heads)
         k, v = split_heads(self.wk(x), self.num_heads), split_heads(self.wv(x), self.num_heads)
-        out = attend(self, q, k, v, scale=self.scale, dropout_p=self.attn_drop.p)
-        projected: Tensor = self.proj_drop(self.proj(join_heads(out)))
-        return projected
+        return _projected(self, q, k, v)
 
 
 class ElsaVoloClassAttention(ClassAttention):  # type: ignore[misc]  # timm is untyped
@@ -47,9 +54,7 @@ class ElsaVoloClassAttention(ClassAttention):  # type: ignore[misc]  # timm is u
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.q(x[:, :1]), self.num_heads)
         k, v = (split_heads(half, self.num_heads) for half in self.kv(x).chunk(2, dim=-1))
-        out = attend(self, q, k, v, scale=self.scale, dropout_p=self.attn_drop.p)
-        projected: Tensor = self.proj_drop(self.proj(join_heads(out)))
-        return projected
+        return _projected(self, q, k, v)
 
 
 class ElsaTntAttention(TntAttention):  # type: ignore[misc]  # timm is untyped
@@ -62,9 +67,7 @@ class ElsaTntAttention(TntAttention):  # type: ignore[misc]  # timm is untyped
     def forward(self, x: Tensor) -> Tensor:
         q, k = (split_heads(half, self.num_heads) for half in self.qk(x).chunk(2, dim=-1))
         v = split_heads(self.v(x), self.num_heads)
-        out = attend(self, q, k, v, scale=self.scale, dropout_p=self.attn_drop.p)
-        projected: Tensor = self.proj_drop(self.proj(join_heads(out)))
-        return projected
+        return _projected(self, q, k, v)
 
 
 class ElsaConvitMHSA(MHSA):  # type: ignore[misc]  # timm is untyped
@@ -76,9 +79,7 @@ class ElsaConvitMHSA(MHSA):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = split_packed(self.qkv(x), self.num_heads)
-        out = attend(self, q, k, v, scale=self.scale, dropout_p=self.attn_drop.p)
-        projected: Tensor = self.proj_drop(self.proj(join_heads(out)))
-        return projected
+        return _projected(self, q, k, v)
 
 
 class ElsaNestAttention(NestAttention):  # type: ignore[misc]  # timm is untyped
@@ -115,10 +116,7 @@ class ElsaWindowAttentionGlobal(WindowAttentionGlobal):  # type: ignore[misc]  #
             q = split_heads(q, self.num_heads)
         else:
             q, k, v = split_packed(self.qkv(x), self.num_heads)
-        bias = self.rel_pos.get_bias()
-        out = attend(self, q, k, v, bias, scale=self.scale, dropout_p=self.attn_drop.p)
-        projected: Tensor = self.proj_drop(self.proj(join_heads(out)))
-        return projected
+        return _projected(self, q, k, v, self.rel_pos.get_bias())
 
 
 class ElsaSHSA(SHSA):  # type: ignore[misc]  # timm is untyped

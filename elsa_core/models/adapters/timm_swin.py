@@ -35,16 +35,30 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
         if must_call(attn):
             out: Tensor = super()._attn(x)
             return out
-        out = attend_windows(
+        return attend_block(
             self,
             attn.qkv(x),
             attn.relative_position_bias_table,
             bias_index=attn.relative_position_index,
-            num_heads=attn.num_heads,
-            window_size=self.window_size,
-            shift_size=self.shift_size,
             scale=attn.scale,
             pad_qkv=of_padding(attn.qkv, x),
         )
-        joined: Tensor = attn.proj_drop(attn.proj(out))
-        return joined
+
+
+def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
+    """What a Swin block, of either version, makes of a projection [B, H, W, 3 * C]: [B, H, W, C].
+
+    Window, shift and heads are the block's and its attention's own, as is the last projection.
+    """
+    attn = block.attn
+    out = attend_windows(
+        block,
+        qkv,
+        bias,
+        num_heads=attn.num_heads,
+        window_size=block.window_size,
+        shift_size=block.shift_size,
+        **terms,
+    )
+    joined: Tensor = attn.proj_drop(attn.proj(out))
+    return joined

@@ -15,8 +15,8 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block, WindowAttent
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock, WindowMultiHeadAttention
 from torch import Tensor
 
+from elsa_core.models.adapters.timm_swin import attend_block
 from elsa_core.models.adapters.windows import (
-    attend_windows,
     cosine_scale,
     derived,
     must_call,
@@ -56,19 +56,14 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
             qkv = attn.qkv(x) + terms.qkv_bias
         else:
             qkv = F.linear(x, attn.qkv.weight, terms.qkv_bias)
-        out = attend_windows(
+        return attend_block(
             self,
             qkv,
             terms.table,
             bias_index=attn.relative_position_index,
-            num_heads=attn.num_heads,
-            window_size=self.window_size,
-            shift_size=self.shift_size,
             pad_qkv=terms.qkv_bias,
             logit_scale=terms.scale,
         )
-        joined: Tensor = attn.proj_drop(attn.proj(out))
-        return joined
 
 
 class _Terms(NamedTuple):
@@ -107,18 +102,9 @@ class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[mi
             return out
         sources = (*attn.meta_mlp.parameters(), attn.relative_coordinates_log, attn.logit_scale)
         bias, scale = derived(attn, _pairwise_terms, sources)
-        out = attend_windows(
-            self,
-            attn.qkv(x),
-            bias,
-            num_heads=attn.num_heads,
-            window_size=self.window_size,
-            shift_size=self.shift_size,
-            pad_qkv=of_padding(attn.qkv, x),
-            logit_scale=scale,
+        return attend_block(
+            self, attn.qkv(x), bias, pad_qkv=of_padding(attn.qkv, x), logit_scale=scale
         )
-        joined: Tensor = attn.proj_drop(attn.proj(out))
-        return joined
 
 
 def _pairwise_terms(attn: Any) -> tuple[Tensor, Tensor]:
