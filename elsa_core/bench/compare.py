@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from elsa_core.profiling.measure import ratio
+
 Document = dict[str, Any]
 
 REGRESSION: Final = "regression"
@@ -21,8 +23,8 @@ class Row:
 
     Attributes:
         name: the case.
-        own, published: best peer's time over elsa's.
-        own_low, own_high, published_low, published_high: intervals of these ratios.
+        own, published: best peer's time over elsa's, median of the rounds.
+        own_low, own_high, published_low, published_high: 95% intervals of these medians.
         verdict: `REGRESSION` where the own interval lies below the published one by more than 5%,
             or the error is over twice the published; `BETTER`, `SAME`.
         seconds, published_seconds: of elsa; None where the machines differ.
@@ -110,10 +112,13 @@ def _figures(case: Document) -> _Figures | None:
         error = case["errors"][0] if case["errors"] else None
         return _Figures(gain["value"], gain["low"], gain["high"], run["seconds"], error)
     first = case["case"]["precisions"][0]
+    runs = {m["contender"]: m for m in case["measurements"]}
     run = next((m for m in case["measurements"] if m["precision"] == first), None)
-    if run is None or run["ratio"] is None:
+    if run is None or case["best_peer"] is None:
         return None
-    return _Figures(run["ratio"], run["ratio_p10"], run["ratio_p90"], run["seconds"], run["error"])
+    # Rounds scatter; what is compared is their median, whose interval is narrower.
+    found = ratio(runs[case["best_peer"]]["samples"], run["samples"])
+    return _Figures(found.value, found.low, found.high, run["seconds"], run["error"])
 
 
 def _row(name: str, own: _Figures, published: _Figures, same: bool) -> Row:
