@@ -56,6 +56,8 @@ class Partition:
         key_tile, key_tiles: keys of a leaf (one maximum serves them), and leaves of a row.
         splits: partitions of the keys that are folded apart.
         split_keys: keys of a split, a multiple of `key_tile`; the last split may have fewer.
+        chain_keys: keys of a split that one state folds before a fresh one begins, which is merged
+            with those before it.
         programs: pieces of work that could all run at once.
         ahead_bytes: operands (not states) written ahead of the fold.
         states: the states' round trip.
@@ -72,6 +74,7 @@ class Partition:
     key_tiles: int
     splits: int
     split_keys: int
+    chain_keys: int
     programs: int
     ahead_bytes: int
     states: RoundTrip
@@ -83,8 +86,13 @@ class Partition:
 
     @property
     def chain_merges(self) -> int:
-        """Merges, one after another, that fold the leaves of the longest split."""
-        return -(-min(self.split_keys, self.keys) // self.key_tile) - 1
+        """Merges, one after another, that fold the leaves of the longest split.
+
+        Those of its first chain of leaves, and one for each chain that follows.
+        """
+        longest = min(self.split_keys, self.keys)
+        leaves = -(-min(self.chain_keys, longest) // self.key_tile)
+        return leaves - 1 + -(-longest // self.chain_keys) - 1
 
     @property
     def tree_levels(self) -> int:
@@ -115,6 +123,11 @@ class Partition:
         """[first, last) key of every split."""
         step = self.split_keys
         return tuple((i * step, min(self.keys, (i + 1) * step)) for i in range(self.splits))
+
+    def chains(self, first: int, last: int) -> tuple[tuple[int, int], ...]:
+        """[first, last) key of every chain of a split."""
+        step = self.chain_keys
+        return tuple((i, min(last, i + step)) for i in range(first, last, step))
 
     def leaves(self) -> tuple[tuple[int, int], ...]:
         """[first, last) key of every leaf, in order."""
@@ -188,7 +201,8 @@ def _native(case: Case, tensors: Inputs, schedule: str) -> Partition:
     return Partition(
         "native", schedule, f"{native.isa()}, {torch.get_num_threads()} threads",
         case.queries, case.keys, tile, cut.query_ranges * -(-rows // tile), cut.key_block,
-        cut.key_blocks, 1, cut.key_block * cut.key_blocks, heads * cut.query_ranges, 0, states,
+        cut.key_blocks, 1, cut.key_block * cut.key_blocks, cut.key_block * cut.key_blocks,
+        heads * cut.query_ranges, 0, states,
     )  # fmt: skip
 
 
@@ -205,7 +219,7 @@ def _eager(case: Case, tensors: Inputs, schedule: str) -> Partition:
     )  # fmt: skip
     return Partition(
         "eager", schedule, str(tensors.query.device), case.queries, case.keys, rows,
-        -(-case.queries // rows), keys, tiles, 1, keys * tiles, 1, 0, states,
+        -(-case.queries // rows), keys, tiles, 1, keys * tiles, keys * tiles, 1, 0, states,
     )  # fmt: skip
 
 
@@ -229,6 +243,7 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
     constants = call.fold.tail
     rows, key_tile = (1 if call.decode else constants["BM"]), constants["BN"]
     splits = call.partial_shape[0] if call.partial_shape else 1
+    split_keys = min(constants["chunk"], -(-case.keys // key_tile) * key_tile)
     return Partition(
         backend="triton",
         schedule=call.words,
@@ -240,7 +255,8 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
         key_tile=key_tile,
         key_tiles=-(-case.keys // key_tile),
         splits=splits,
-        split_keys=min(constants["chunk"], -(-case.keys // key_tile) * key_tile),
+        split_keys=split_keys,
+        chain_keys=constants.get("CHAIN") or split_keys,
         programs=call.fold.grid[0] * call.fold.grid[1],
         ahead_bytes=call.workspace * torch.float16.itemsize,
         states=_partial_states(call.partial_shape, call.out_shape[-1]),

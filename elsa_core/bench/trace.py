@@ -179,19 +179,30 @@ def replay(partition: Partition, scores: Tensor, value: Tensor, dtype: torch.dty
         output [..., rows, dv] in `dtype`.
     """
     merged: list[State] = []
-    for first, last in partition.spans():
-        ragged = first + (last - first) // partition.key_tile * partition.key_tile
-        pieces = [(first, ragged, partition.key_tile), (ragged, last, last - ragged)]
-        states = [
-            State(*(part.to(dtype) for part in leaf))
-            for start, stop, size in pieces
-            if stop > start
-            for leaf in _leaves(scores[..., start:stop], value[..., start:stop, :], size)
+    for span in partition.spans():
+        chains = [
+            monoid.fold(_chain(partition, chain, scores, value, dtype))
+            for chain in partition.chains(*span)
         ]
-        total = monoid.fold(states)
+        total = monoid.fold(chains)
         merged.append(total if partition.splits == 1 else _travelled(total))
     output, _ = monoid.finalize(monoid.tree(merged))
     return output
+
+
+def _chain(
+    partition: Partition, chain: tuple[int, int], scores: Tensor, value: Tensor, dtype: torch.dtype
+) -> list[State]:
+    """The leaves of a chain, rounded to `dtype`."""
+    first, last = chain
+    ragged = first + (last - first) // partition.key_tile * partition.key_tile
+    pieces = [(first, ragged, partition.key_tile), (ragged, last, last - ragged)]
+    return [
+        State(*(part.to(dtype) for part in leaf))
+        for start, stop, size in pieces
+        if stop > start
+        for leaf in _leaves(scores[..., start:stop], value[..., start:stop, :], size)
+    ]
 
 
 def _leaves(scores: Tensor, value: Tensor, size: int) -> list[State]:

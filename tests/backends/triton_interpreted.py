@@ -40,6 +40,11 @@ CASES = {
     "ieee partitions": ((1, 1, 1, 20, 600, 32, 32), F32, "ieee", {}),
     "split keys": ((1, 1, 1, 9, 900, 32, 32), F32, "strict", {}),
     "split keys half": ((1, 2, 2, 9, 900, 32, 48), F16, "strict", {}),
+    "strict chains": ((1, 1, 1, 20, 900, 64, 64), F32, "strict", {"chain": 1}),
+    "strict chains, causal": (
+        (1, 1, 1, 150, 150, 72, 80), F32, "lean", {"chain": 1, "causal": True}
+    ),
+    "turbo chains": ((1, 1, 1, 20, 900, 32, 32), F32, "turbo", {"chain": 1, "mask": "float"}),
     "one query": ((1, 4, 2, 1, 1500, 64, 64), F32, "strict", {}),
     "one query half": ((1, 4, 2, 1, 700, 64, 48), F16, "strict", {}),
     "one query masked": ((1, 2, 2, 1, 300, 64, 64), F32, "strict", {"mask": "bool"}),
@@ -85,6 +90,7 @@ def run(shape, dtype, precision, options):
         if options["mask"] == "float":
             mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
+    launch.CHAIN_TILES = options.get("chain", 1024)
     out, lse = attention(q, k, v, mask, causal, scale, precision)
     expected, expected_lse = reference(q, k, v, mask, causal, scale)
     visible = expected_lse.isfinite()

@@ -26,11 +26,14 @@ needs_native = pytest.mark.skipif(not NATIVE, reason="the native library does no
 HERE = RoundTrip("registers", "m, S, W in float32", 0, 0, 0, 0)
 
 
-def made(keys: int, key_tile: int, splits: int, split_keys: int) -> Partition:
+def made(
+    keys: int, key_tile: int, splits: int, split_keys: int, chain_keys: int | None = None
+) -> Partition:
     tiles = -(-keys // key_tile)
     return Partition(
-        "triton", "words", "GPU", 5, keys, 64, 1, key_tile, tiles, splits, split_keys, 1, 0, HERE
-    )
+        "triton", "words", "GPU", 5, keys, 64, 1, key_tile, tiles, splits, split_keys,
+        chain_keys or split_keys, 1, 0, HERE,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -121,6 +124,9 @@ def test_depth_counts_leaves_chain_and_tree() -> None:
     assert part.depth == 6 + 15 + 2 + 3 and part.scan_depth == 6 + 2 * 6 + 3
     assert part.bound == 26 * 2.0**-24 and part.scan_bound == 21 * 2.0**-24
     assert part.spans() == ((0, 1024), (1024, 2048), (2048, 3072), (3072, 4096))
+    chains = made(4096, 64, 2, 2048, 512)
+    assert (chains.chain_merges, chains.tree_levels) == (7 + 3, 1)
+    assert chains.chains(2048, 4000) == ((2048, 2560), (2560, 3072), (3072, 3584), (3584, 4000))
     single = made(50, 128, 1, 128)
     assert single.leaves() == ((0, 50),) and single.depth == single.scan_depth == 9
 
@@ -131,11 +137,22 @@ def test_a_replay_follows_any_partition() -> None:
     scores[:, 2, 30:] = -torch.inf  # splits that see nothing
     value = torch.randn(2, 100, 8, dtype=torch.float64)
     expected, _ = monoid.finalize(monoid.lift(scores, value[:, None]))
-    for key_tile, splits, split_keys in ((100, 1, 100), (16, 1, 112), (8, 5, 24), (7, 3, 35)):
-        part = made(100, key_tile, splits, split_keys)
+    for cut in ((100, 1, 100), (16, 1, 112), (8, 5, 24), (7, 3, 35), (8, 2, 56, 16)):
+        part = made(100, *cut)
         output = trace.replay(part, scores, value, torch.float64)
         torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-14)
         assert trace._cover(part).ok
+
+
+def test_a_long_row_begins_fresh_states() -> None:
+    """A chain over a million keys alone errs by more than Theorem 1 allows."""
+    part, short = (
+        trace.partition_of(case, trace._shapes(case), "strict", planned=True)
+        for case in (Case("t", 1, 1, 2**16, 2**20, 64), Case("t", 1, 1, 2**16, 2**16, 64))
+    )
+    assert part.splits == 1 and part.chain_keys == 1024 * part.key_tile
+    assert part.chain_merges == 1023 + 15
+    assert short.chain_merges == 1023
 
 
 def test_a_lie_is_caught() -> None:

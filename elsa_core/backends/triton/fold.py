@@ -197,6 +197,16 @@ def fold_tile(
 
 
 @triton.jit
+def merged(m0, z0, x0, y0, m1, z1, x1, y1):
+    """The state of two runs of keys: the monoid's product, on chip."""
+    m = tl.maximum(m0, m1)
+    m_safe = tl.where(m == -float("inf"), 0.0, m)
+    a = tl.exp2(m0 - m_safe)[:, None]
+    b = tl.exp2(m1 - m_safe)[:, None]
+    return m, z0 * a + z1 * b, x0 * a + x1 * b, y0 * a + y1 * b
+
+
+@triton.jit
 def fold_range(
     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,

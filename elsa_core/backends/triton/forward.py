@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from elsa_core.backends.triton.exact import fold_exact
-from elsa_core.backends.triton.fold import fold_range, split_tile
+from elsa_core.backends.triton.fold import fold_range, merged, split_tile
 from elsa_core.backends.triton.pieces import (
     FACTOR_LIMIT,
     LN2,
@@ -68,7 +68,7 @@ def forward(
     MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
     OVERLAP: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr, UNIT_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, SHIFT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
     STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
@@ -78,7 +78,8 @@ def forward(
     Strides of batch, head and row come in units of UNIT elements (so that their divisibility is
     known without compiling per length); `chunk` keys a partition, a multiple of BN. `scale` and
     `scale_exp`: |scale| * log2(e) = scale * 2**scale_exp with scale in [1, 2) (MODE 0: scale
-    alone). FLIP: queries are multiplied by `flip` (-1 for a negative scale, 0 for scale 0).
+    alone). FLIP: queries are multiplied by `flip` (-1 for a negative scale, 0 for scale 0). CHAIN:
+    a multiple of BN, after which keys are folded into a fresh state, merged later; 0: one state.
     """
     q_tiles = tl.cdiv(n_q, BM)
     if PARTIAL and OVERLAP:
@@ -176,6 +177,22 @@ def forward(
                 MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                 UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
             )  # fmt: skip
+        elif CHAIN:
+            for c0 in tl.range(lo, hi, CHAIN, num_stages=1):
+                end = tl.minimum(hi, c0 + CHAIN)
+                if PRE:
+                    e_k = tl.load(p_e + c0 // BN * 2)
+                    e_v = tl.load(p_e + c0 // BN * 2 + 1)
+                m1, z1, x1, y1, bad = fold_range(
+                    qh0, ql0, qh1, ql1, f, e_q, tl.full([BM], -float("inf"), tl.float32),
+                    tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
+                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v,
+                    c0, tl.maximum(c0, tl.minimum(full, end)), end, n_k,
+                    k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
+                    MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
+                )  # fmt: skip
+                m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
         else:
             # one pass: queries that arrive as a loop's argument stay in shared memory, not in
             # registers

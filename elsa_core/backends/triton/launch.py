@@ -19,6 +19,9 @@ LOG2E = 1.4426950408889634
 MODES = {"half": 0, "split": 1, "single": 2, "exact": 3}
 # above this many keys a chain of tensor-core additions costs half precision its own accuracy
 FRESH_KEYS = 65536
+# float32 states take this many tiles of keys before a fresh one begins: the error of a longer chain
+# would grow beyond Theorem 1's bound (at a million keys it did)
+CHAIN_TILES = 1024
 # room for every layout a process meets; a loop over lengths without end must not grow memory
 CACHED_PLANS = 4096
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -275,6 +278,7 @@ def _fold_call(
         "FLIP": factors["FLIP"], "OVERLAP": overlap, "BX": t.block_n if mode == "exact" else 16,
         "UNIT": unit, "UNIT_D": unit_d, "UNIT_K": strides["mask_k"] == 1,
         "BM": t.block_m, "BN": t.block_n, "STAGES": t.stages, "TAIL_STAGES": tail_stages,
+        "CHAIN": chain_keys(mode, t, p.chunk),
         "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0,
         "D": shape.head_dim, "D0": d0, "D1": d1, "DV": shape.value_dim, "V0": v0, "V1": v1,
     }  # fmt: skip
@@ -301,6 +305,12 @@ def _fold_call(
         call.merge = _merge(shape, p.partitions, overlap)
         call.partial_shape = (p.partitions, rows * shape.queries, shape.value_dim)
     return call
+
+
+def chain_keys(mode: str, tile: tiling.Tile, chunk: int) -> int:
+    """Keys that one state folds before a fresh one begins; 0: all of a partition's."""
+    keys = CHAIN_TILES * tile.block_n
+    return keys if mode in ("split", "single") and chunk > keys else 0
 
 
 def _ahead(
