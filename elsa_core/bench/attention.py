@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -32,6 +33,7 @@ Progress = Callable[[str, int, int], None]
 # Scores of the oracle for one case; beyond it, two heads and then evenly spread rows are judged.
 _ORACLE_SCORES: Final = {"cpu": 2**25, "cuda": 2**30}
 _GEMM_SIZE: Final = {"cpu": 1024, "cuda": 8192}
+_LOOK_BACK: Final = 1.5  # seconds in which the driver's utilisation forgets this process's own work
 
 
 def run(
@@ -73,6 +75,8 @@ def run(
             results.append(measure(case, device, settings, limits))
     finally:
         torch.set_float32_matmul_precision(matmul)
+    if not busy and device.type == "cuda":
+        time.sleep(_LOOK_BACK)
     busy = busy or environment.busy(device)
     return Report(environment.describe(device), settings, limits, tuple(results), busy)
 
