@@ -60,6 +60,14 @@ class Subject:
         """Two rows: what the tracers see."""
         return tuple(tensor[:2] for tensor in self.inputs)
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names a person can read. Further outputs, which few models have, are numbered."""
+        if self.tower is not None:
+            return (f"{self.tower}_features",)
+        classes = getattr(self.model, "num_classes", 0)
+        return ("logits",) if isinstance(classes, int) and classes > 0 else ("features",)
+
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers."""
         held = [*self.model.parameters(), *self.model.buffers()]

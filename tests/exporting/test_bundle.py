@@ -174,7 +174,7 @@ def test_zip(quick: Any, tmp_path: Path) -> None:
 
 
 STAGES = (
-    "make_reference", "_write_weights", "write_reference", "_write_artefact", "_write_libraries",
+    "make_reference", "_write_weights", "write_reference", "write_artefact", "write_libraries",
     "readme", "run_artefact", "hashed", "write_zip",
 )  # fmt: skip
 

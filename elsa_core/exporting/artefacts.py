@@ -1,0 +1,180 @@
+"""The files of a bundle that run: each format's artefact, and the operator libraries they call."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elsa_core.backends import compile as compiling
+from elsa_core.backends import native
+from elsa_core.errors import ElsaError, ExportError, UnavailableError
+from elsa_core.exporting import exported_program, operators, ort_library, torchscript
+from elsa_core.exporting.onnx import export_onnx
+from elsa_core.exporting.reference import flat, judge, make_reference
+from elsa_core.exporting.subject import Subject
+from elsa_core.exporting.verify import platform_tag
+from elsa_core.version import __version__
+
+FILES = {
+    "torchscript": "model.ts",
+    "onnx": "model.onnx",
+    "pt2": "model.pt2",
+    "aoti": "model.aoti.pt2",
+}
+TORCH_LIBRARY = "lib/libelsa_torch.so"
+ONNX_LIBRARY = "lib/libelsa_onnxruntime.so"
+# Less room than this on the target's disk means that a failed write ran out of it.
+_NO_ROOM = 1 << 20
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The arguments of `export` that shape the artefacts, checked; "aoti" is a format here."""
+
+    formats: tuple[str, ...]
+    onnx_mode: str
+    opset: int
+    dynamic_size: bool
+
+
+def write_artefact(
+    name: str, subject: Subject, chosen: Choices, staging: Path, say: Say
+) -> tuple[str, ...]:
+    """Write one artefact; returns elsa's operators in its graph, torch's or ONNX's names.
+
+    Raises:
+        ExportError: the model cannot be written in this format, or the file is not the model.
+        UnavailableError: a package or a compiler is missing.
+        OSError: the file cannot be written.
+    """
+    path = staging / FILES[name]
+    say(f"exporting {FILES[name]}")
+    try:
+        if name == "torchscript":
+            return torchscript.export_torchscript(
+                subject.model, subject.first, path, facts=_facts(subject)
+            )
+        if name == "onnx":
+            return _write_onnx(subject, chosen, path)
+        program = exported_program.export_program(
+            subject.model,
+            subject.first,
+            dynamic_size=chosen.dynamic_size and name == "pt2",
+            step=_step(subject),
+        )
+        if name == "pt2":
+            if chosen.dynamic_size:
+                _prove_other_size(subject, program)
+            exported_program.save_program(program, path)
+        else:
+            exported_program.compile_program(program, path)
+        return operators.in_program(program)
+    except (ElsaError, OSError):
+        raise
+    except Exception as error:
+        # PyTorch's writers report a full disk as a RuntimeError of their own words.
+        if shutil.disk_usage(staging).free < _NO_ROOM:
+            raise OSError(errno.ENOSPC, "No space left on device") from error
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ExportError(f"{FILES[name]} cannot be written: {line[:300]}") from error
+
+
+def _write_onnx(subject: Subject, chosen: Choices, path: Path) -> tuple[str, ...]:
+    try:
+        import onnx
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UnavailableError(
+            f"format onnx needs a package: {error}; pip install onnx onnxscript, or name other "
+            "--formats"
+        ) from None
+    export_onnx(
+        subject.model,
+        subject.first,
+        path,
+        mode=chosen.onnx_mode,
+        opset=chosen.opset,
+        input_names=subject.input_names,
+        output_names=subject.output_names,
+        dynamic_batch=True,
+    )
+    graph = onnx.load(str(path), load_external_data=False).graph
+    names = sorted({node.op_type for node in graph.node if node.domain == "elsa"})
+    if not names and chosen.onnx_mode != "standard":
+        raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
+    return tuple(names)
+
+
+def _prove_other_size(subject: Subject, program: torch.export.ExportedProgram) -> None:
+    """The program reproduces the model at a larger image too, by the same criterion."""
+    shape = list(subject.inputs[0].shape)
+    shape[2:] = [side + _step(subject) for side in shape[2:]]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(shape, generator=generator).to(subject.inputs[0])
+    reference = make_reference(subject.model, (images,))
+    module = program.module()
+    with torch.no_grad():
+        outputs = {
+            size: [t.cpu().double().numpy() for t in flat(module(images[:size]))]
+            for size in reference.norms
+        }
+    bad = next((each for each in judge(reference, outputs) if each.reason), None)
+    if bad is not None:
+        raise ExportError(f"model.pt2 does not reproduce the model at {shape[2:]}: {bad.reason}")
+
+
+def _step(subject: Subject) -> int:
+    """Pixels that a side of the image must be a multiple of, 1 where it is not known.
+
+    timm says by how much each stage of a model shrinks the image; the last one says it for all.
+    """
+    stages = getattr(subject.model, "feature_info", None)
+    if isinstance(stages, list) and stages and isinstance(stages[-1], dict):
+        shrunk = stages[-1].get("reduction")
+        if isinstance(shrunk, int) and shrunk > 0:
+            return shrunk
+    return 1
+
+
+def _facts(subject: Subject) -> str:
+    """What a C++ program needs beside model.ts, in words that `std::istream` reads."""
+    given = subject.preprocess
+    if given is None:
+        return ""
+    rows = {"input_size": given.input_size, "mean": given.mean, "std": given.std}
+    return "\n".join(f"{name} {' '.join(map(str, row))}" for name, row in rows.items()) + "\n"
+
+
+def write_libraries(chosen: Choices, staging: Path, say: Say) -> dict[str, dict[str, Any]]:
+    """Copy the operator libraries that the artefacts need into lib/."""
+    found: dict[str, dict[str, Any]] = {}
+    place = {
+        "platform": platform_tag(),
+        "isa": [name.lower() for name in compiling.kernels()],
+        "gpu_archs": [],
+        "elsa_version": __version__,
+    }
+    (staging / "lib").mkdir()
+    if set(chosen.formats) - {"onnx"}:
+        say("building the operator library")
+        shutil.copyfile(native.build(), staging / TORCH_LIBRARY)
+        found[TORCH_LIBRARY] = {"runtime": "torch", "minimum": "2.10", **place}
+    if "onnx" in chosen.formats and chosen.onnx_mode != "standard":
+        say("building the ONNX Runtime library")
+        shutil.copyfile(ort_library.build(), staging / ONNX_LIBRARY)
+        found[ONNX_LIBRARY] = {
+            "runtime": "onnxruntime",
+            "minimum": ort_library.OLDEST_RUNTIME,
+            **place,
+        }
+    if not found:
+        (staging / "lib").rmdir()
+    return found

@@ -1,0 +1,124 @@
+"""What manifest.json says of an export; `elsa_core.exporting.manifest` reads and checks it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elsa_core.exporting import operators, ort_library, torchscript
+from elsa_core.exporting.artefacts import FILES, Choices
+from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
+from elsa_core.exporting.reference import Reference
+from elsa_core.exporting.subject import Subject
+from elsa_core.version import __version__
+
+if TYPE_CHECKING:
+    from elsa_core.models.check import CheckReport
+
+_PACKAGES = ("torch", "timm", "open_clip_torch", "torchvision", "onnx", "onnxruntime", "numpy")
+
+
+def describe(
+    subject: Subject,
+    chosen: Choices,
+    reference: Reference,
+    check: CheckReport,
+    used: dict[str, tuple[str, ...]],
+    libraries: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """The manifest of a bundle before its files have hashes and its artefacts have been run.
+
+    `used` names elsa's operators in each format's graph, `libraries` what lies in lib/.
+    """
+    by_runtime = {
+        runtime: [name for name, one in libraries.items() if one["runtime"] == runtime]
+        for runtime in ("torch", "onnxruntime")
+    }
+    return {
+        "kind": KIND,
+        "schema_version": SCHEMA_VERSION,
+        "elsa_version": __version__,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "model": {
+            "name": subject.name,
+            "class": f"{type(subject.model).__module__}.{type(subject.model).__qualname__}",
+            "tower": subject.tower,
+            "weights": "".join(c if c.isprintable() else "?" for c in subject.weights),
+            "dtype": str(subject.dtype).removeprefix("torch."),
+            "device": subject.device,
+            "precision": subject.plan.precision,
+            "sites": list(subject.plan.sites),
+            "reloads_in_elsa": subject.loaded is not None,
+        },
+        "inputs": _inputs(subject, chosen),
+        "outputs": [
+            {
+                "name": name,
+                "dtype": str(subject.dtype).removeprefix("torch."),
+                "shape": ["batch", *tensor.shape[1:]],
+            }
+            for name, tensor in zip(subject.output_names, reference.oracle, strict=False)
+        ],
+        "preprocess": subject.preprocess_dict(),
+        "artefacts": {name: _artefact(name, chosen, used[name]) for name in chosen.formats},
+        "operators": operators.schemas(
+            name for format, names in used.items() if format != "onnx" for name in names
+        ),
+        "libraries": libraries,
+        "artefacts_libraries": by_runtime,
+        "reference": reference.to_dict(),
+        "check": check.to_dict(),
+        "provenance": _provenance(),
+        "files": {},
+    }
+
+
+def _inputs(subject: Subject, chosen: Choices) -> list[dict[str, Any]]:
+    result = []
+    for name, tensor in zip(subject.input_names, subject.inputs, strict=True):
+        shape: list[str | int] = ["batch", *tensor.shape[1:]]
+        entry: dict[str, Any] = {
+            "name": name,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": shape,
+            "dynamic": {"0": "batch"},
+        }
+        if chosen.dynamic_size and tensor.ndim == 4:
+            entry["dynamic_in_pt2"] = {"2": "height", "3": "width"}
+        result.append(entry)
+    return result
+
+
+def _artefact(name: str, chosen: Choices, used: tuple[str, ...]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"file": FILES[name], "operators": [f"elsa::{n}" for n in used]}
+    if name == "onnx":
+        entry["runtime"] = {"onnxruntime": f">={ort_library.OLDEST_RUNTIME}"}
+        entry["mode"], entry["opset"] = chosen.onnx_mode, chosen.opset
+        return entry
+    torch_version = ".".join(torch.__version__.split(".")[:2])
+    # Only TorchScript's files are meant to load in an older torch than the one that wrote them.
+    oldest = "2.10" if name == "torchscript" else torch_version
+    entry["runtime"] = {"torch": f">={oldest}", "exported_with": torch.__version__}
+    if name == "torchscript":
+        entry["note"] = torchscript.DEPRECATION
+    if name == "aoti":
+        entry["note"] = "compiled for this platform; elsa's library is loaded beside it, not inside"
+    return entry
+
+
+def _provenance() -> dict[str, Any]:
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+    }
