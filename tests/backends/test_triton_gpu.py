@@ -288,6 +288,40 @@ def test_split_keys_agree():
             agree(q, k, v, causal=True)
 
 
+@pytest.mark.parametrize("precision", ["strict", "turbo", "lean"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fresh_states(monkeypatch, precision, causal):
+    """Long rows begin a fresh state after some tiles; here after two."""
+    from elsa_core.backends.triton import launch
+
+    monkeypatch.setattr(launch, "CHAIN_TILES", 2)
+    monkeypatch.setattr(launch, "_CALLS", {})
+    q, k, v = tensors(4, 16, 16, 1025, 1025, 64, 64, torch.float32)
+    assert launch.planned(q, k, v, None, causal, 0.125, precision).fold.tail["CHAIN"]
+    agree(q, k, v, causal=causal, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_public_function(dtype):
+    """The same result directly, compiled, recorded, and through the operator."""
+    import elsa_core as elsa
+
+    q, k, v = tensors(2, 3, 3, 197, 197, 64, 64, dtype)
+    expected = attention(q, k, v)[0]
+    with torch.inference_mode():
+        assert torch.equal(elsa.attention(q, k, v), expected)
+    assert torch.equal(elsa.attention(q, k, v), expected)
+    assert torch.equal(torch.compile(elsa.attention, fullgraph=True)(q, k, v), expected)
+    operator = torch.ops.elsa.attention(q, k, v, None, False, 64**-0.5, "strict")[0]
+    assert torch.equal(operator, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = elsa.attention(q, k, v)
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
 def test_more_than_2_to_31_elements():
     n = (1 << 25) + 77
     k = torch.randn(1, 1, n, 64, device="cuda", dtype=torch.float16)

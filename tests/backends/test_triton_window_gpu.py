@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import time
@@ -191,6 +192,38 @@ def test_swin_block(dtype):
         ours = attn.proj(kernel(given).squeeze(1))
         reference = block.double()._attn(x.double())
     assert distance(ours, reference) <= 2 * distance(theirs, reference) + BAND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("swin_tiny_patch4_window7_224", 128), ("swinv2_tiny_window8_256", 128),
+     ("maxvit_pico_rw_256", 256)],
+)  # fmt: skip
+def test_patched_model(name, side, dtype):
+    """A small model, eager, recorded and (Swin) compiled, against the original by float64."""
+    timm = pytest.importorskip("timm")
+    import elsa_core as elsa
+
+    small = {"img_size": side, "depths": (2, 2), "embed_dim": 32, "num_heads": (1, 2)}
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, **(small if "swin" in name else {}))
+    model, x = model.eval().to("cuda"), torch.randn(2, 3, side, side, device="cuda")
+    exact, model, x = copy.deepcopy(model).double(), model.to(dtype), x.to(dtype)
+    with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        reference = exact(x.double())
+        limit = 2 * distance(model(x), reference) + BAND[dtype]
+        assert elsa.patch(model, backend="triton").patched
+        results = [model(x)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append(model(x))
+        results[1].fill_(math.nan)
+        graph.replay()
+        if "swin" in name:
+            results.append(torch.compile(model, dynamic=False)(x))
+    for out in results:
+        assert distance(out, reference) <= limit
 
 
 def test_sizes_do_not_recompile():
