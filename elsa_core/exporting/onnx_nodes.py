@@ -11,7 +11,8 @@ import torch
 
 from elsa_core.errors import ExportError
 from elsa_core.exporting import onnx_functions
-from elsa_core.exporting.onnx_functions import DOMAIN, VARIANTS_MAX, Body
+from elsa_core.exporting.onnx_body import Body
+from elsa_core.exporting.onnx_functions import DOMAIN, VARIANTS_MAX
 
 if TYPE_CHECKING:
     import onnx_ir as ir
