@@ -119,6 +119,8 @@ def ceilings(device: torch.device, dtypes: Sequence[str], settings: Settings) ->
     budget = min(settings.budget_seconds, 2.0)
     found = {name: _gemm_rate(device, DTYPES[name], size, budget) for name in dtypes}
     found = {f"gemm_{name}": rate for name, rate in found.items()}
+    if device.type == "cpu" and torch.get_num_threads() > 1 and "fp32" in dtypes:
+        found["gemm_fp32_one_thread"] = _one_thread_rate(size, budget)
     if device.type == "cuda":
         if "fp32" in dtypes:
             torch.set_float32_matmul_precision("high")
@@ -190,6 +192,16 @@ def _oracle(case: Case, tensors: Inputs) -> tuple[Tensor, Callable[[Tensor], Ten
     part = None if mask is None else mask[:, heads, rows]
     expected, _ = reference.attention(pick(query), key[batch, heads], value[batch, heads], part)
     return expected, pick
+
+
+def _one_thread_rate(size: int, budget: float) -> float:
+    """What says whether the threads have cores of their own: virtual ones often share a core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _gemm_rate(torch.device("cpu"), torch.float32, size, budget)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype, size: int, budget: float) -> float:

@@ -21,8 +21,9 @@ from torch import nn
 
 from elsa_core.bench import environment
 from elsa_core.bench.cases import DTYPES
-from elsa_core.bench.results import SCHEMA_VERSION, finite, write_text
+from elsa_core.bench.results import SCHEMA_VERSION, finite
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
+from elsa_core.files import write_text
 from elsa_core.models.check import check
 from elsa_core.models.patch import patch
 from elsa_core.profiling import variants

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
 
 from elsa_core.bench.environment import label
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.files import staged_file
 
 FORMATS: Final = (".png", ".svg")
 _Series = dict[str, list[tuple[int, Any]]]
@@ -121,13 +120,6 @@ def family(document: dict[str, Any]) -> tuple[str, _Series, _Series]:
 
 def save(figure: Any, path: Path) -> Path:
     """Write a figure of matplotlib, whole or not at all, in the format of the path's suffix."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        figure.savefig(temporary, format=path.suffix.lower().lstrip("."), dpi=160)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with staged_file(path) as staging:
+        figure.savefig(staging, format=path.suffix.lower().lstrip("."), dpi=160)
     return path

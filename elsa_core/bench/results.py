@@ -114,7 +114,8 @@ class Report:
     """What one run measured, and where.
 
     `ceilings` holds `gemm_<dtype>` in FLOP/s and, for CUDA, `gemm_tf32` and `copy` in bytes/s
-    (read and written). `busy` says why the machine was not free, before or after; empty if it was.
+    (read and written); for several threads of a CPU also `gemm_fp32_one_thread`. `busy` says why
+    the machine was not free, before or after; empty if it was.
     """
 
     environment: dict[str, Any]

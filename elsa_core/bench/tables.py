@@ -121,6 +121,7 @@ def summary(document: Document) -> str:
     ]
     faster = sum(ratio >= 1 for _, _, ratio in judged)
     text = f"Measured on {label(document['environment'])}. "
+    text += _threads_line(document)
     text += f"At least as fast as the best peer in {faster} of {len(judged)} cases."
     missed = [(ratio / goal, name, ratio, goal) for name, goal, ratio in judged if goal]
     missed = sorted(each for each in missed if each[0] < 1)
@@ -134,6 +135,18 @@ def summary(document: Document) -> str:
     if document["results"].get("busy"):
         text += f" The machine was not free: {document['results']['busy']}."
     return text
+
+
+def _threads_line(document: Document) -> str:
+    """How much the threads add: two that share a core have the arithmetic of one."""
+    limits = document["results"].get("ceilings", {})
+    one, all_threads = limits.get("gemm_fp32_one_thread"), limits.get("gemm_fp32")
+    if not one or not all_threads:
+        return ""
+    return (
+        f"Its {document['environment'].get('threads')} threads reach {all_threads / one:.1f}x the "
+        f"matrix products of one ({all_threads / 1e9:.0f} GFLOP/s). "
+    )
 
 
 def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:

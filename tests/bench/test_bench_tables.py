@@ -110,6 +110,13 @@ def test_the_summary_names_what_missed(document: dict[str, Any]) -> None:
     assert "not free: others" in tables.summary(document)
 
 
+def test_the_summary_says_what_the_threads_add(document: dict[str, Any]) -> None:
+    limits = document["results"].setdefault("ceilings", {})
+    limits.update({"gemm_fp32": 120e9, "gemm_fp32_one_thread": 118e9})
+    text = tables.summary(document)
+    assert "Its 2 threads reach 1.0x the matrix products of one (120 GFLOP/s). At least" in text
+
+
 def test_markers_are_filled_and_the_rest_is_kept(document: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "cpu.json").write_text(json.dumps(document))
     readme = tmp_path / "README.md"
