@@ -53,6 +53,16 @@ def test_everyone_takes_part_and_is_right(report: Report) -> None:
     assert report.cases[0].reached is True and report.cases[1].reached is None
 
 
+def test_the_ceilings_say_what_the_threads_add() -> None:
+    torch.set_num_threads(2)
+    try:
+        found = attention.ceilings(torch.device("cpu"), ["fp32"], QUICK)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert 0.3 < found["gemm_fp32"] / found["gemm_fp32_one_thread"] < 4
+
+
 def test_the_document_is_plain_json(report: Report) -> None:
     document = json.loads(json.dumps(results.document(report), allow_nan=False))
     assert document["schema_version"] == 1 and document["command"] == "bench attention"
