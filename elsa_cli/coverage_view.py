@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,13 +101,10 @@ def _versions() -> str:
 
 
 def _write(session: Session, page: Path, text: str) -> None:
-    """Write under a temporary name, then rename."""
-    temporary = page.with_name(f"{page.name}.{os.getpid()}.tmp")
+    from elsa_core.files import write_text
+
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(page)
+        write_text(text, page)
     except OSError as error:
         raise click.UsageError(f"--page: cannot write {page}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     session.written.append(page)

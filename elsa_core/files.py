@@ -72,8 +72,35 @@ def _remove_if_empty(path: Path) -> None:
         return
 
 
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """Give an empty file beside `path` that becomes it on success and vanishes otherwise."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    staging = Path(name)
+    try:
+        yield staging
+        # mkstemp makes files that only their owner may read.
+        staging.chmod(0o666 & ~umask())
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+
+
+def write_text(text: str, path: Path) -> Path:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; `path` is as it was.
+    """
+    with staged_file(path) as staging:
+        staging.write_text(text, encoding="utf-8")
+    return path
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file, and have it on the disk."""
+    """Write a JSON file into a staged directory, and have it on the disk."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     flush(path)
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from elsa_core.bench.results import finite, write_text
+from elsa_core.bench.results import finite
 from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.files import write_text
 
 SCHEMA_VERSION: Final = 1
 COMMAND: Final = "profile"

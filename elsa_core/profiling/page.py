@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from elsa_core.bench.environment import label
-from elsa_core.bench.results import write_text
 from elsa_core.errors import UnavailableError
+from elsa_core.files import write_text
 from elsa_core.profiling import figures
 from elsa_core.profiling.document import DONE, Document, side
 

@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from elsa_core.bench.results import write_text
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.files import write_text
 from elsa_core.models.sources.plan import Plan
 from elsa_core.profiling.document import DONE, Document
 
