@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 
 from elsa_core.bench.cases import Case
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.files import write_text
 from elsa_core.version import __version__
 
 SCHEMA_VERSION: Final = 1
@@ -201,25 +200,6 @@ def publish(report: Report, path: Path, *, force: bool = False, allow_busy: bool
     if path.exists() and not force:
         raise ArgumentError(f"{path} exists; use --force to replace it")
     return write_text(json.dumps(document(report), indent=1, allow_nan=False) + "\n", path)
-
-
-def write_text(text: str, path: Path) -> Path:
-    """Write a file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written; `path` is as it was.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        # mkstemp makes files private; a result is as readable as any other file of the user.
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def finite(value: Any) -> Any:
