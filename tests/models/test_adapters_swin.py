@@ -206,6 +206,27 @@ def test_copies_and_pickles(kind: str) -> None:
         assert unpatch(twin) == 4 and not patched_sites(twin)
 
 
+@pytest.mark.parametrize("kind", ["swin", "swin-v2", "torchvision-v2"])
+def test_tangents_of_the_image_and_of_the_weights(kind: str) -> None:
+    plain = make(kind).double()
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    x = images(1).double()
+    with torch.no_grad():
+        patched(x)  # keeps what is computed once
+    weights = {name: t.detach() for name, t in plain.named_parameters()}
+    primals = (weights, x)
+    tangents = ({name: 0.1 * t for name, t in weights.items()}, x.flip(-1))
+
+    def tangent(model: nn.Module) -> Tensor:
+        def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, weights, (x,))
+
+        return torch.func.jvp(call, primals, tangents)[1]
+
+    torch.testing.assert_close(tangent(patched), tangent(plain), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["swin-v2", "swin-v2-cr", "torchvision-v2"])
 @torch.no_grad()
 def test_what_is_computed_once_follows_the_weights(kind: str) -> None:
