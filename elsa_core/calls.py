@@ -40,8 +40,10 @@ def differentiates_otherwise() -> bool:
     The operators have formulas for reverse mode alone: they would drop a tangent without a word,
     and `torch.func.grad` refuses them. A call has to be made of PyTorch's own operators then.
     """
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    return forward_ad._current_level >= 0 or any(t.key() in _DERIVATIVES for t in transforms)
+    transforms = torch._C._functorch.get_interpreter_stack()  # None where there is none
+    if transforms and any(t.key() in _DERIVATIVES for t in transforms):
+        return True
+    return forward_ad._current_level >= 0
 
 
 # A constant for the compiler, which guards its graphs on the transforms at work.
