@@ -123,7 +123,7 @@ Status cut(const Attention& a, int threads, Cut* answer) {
   answer->key_blocks = plan.key_blocks;
   answer->query_ranges = plan.splits;
   answer->workers = threads < plan.items ? threads : plan.items;
-  answer->block_rows = kernel.block_rows;
+  answer->block_rows = kernel.block_rows(a.keys < plan.key_block ? a.keys : plan.key_block);
   answer->sum_chain = kernel.sum_chain;
   answer->workspace_bytes = kernel.workspace(a, plan) * static_cast<int64_t>(sizeof(float));
   return Status::kOk;

@@ -12,11 +12,18 @@
 namespace elsa {
 namespace {
 
-// Register tiles whose scores are in cache together.
+// Register tiles whose scores exist together: at most these, and no more than kCachedScores unless
+// that were fewer than two.
 constexpr int64_t kBlockTiles = 48 / kTileRows;
 constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
+constexpr int64_t kCachedScores = 6144;  // 24 KiB: weights are read once for each panel of values
 // Above this many query rows, reading values in place costs more than packing them first.
 constexpr int64_t kDirectRows = 64;
+
+int64_t block_tiles(int64_t keys) {
+  const int64_t cached = kCachedScores / (kTileRows * round_up(keys, kLanes));
+  return cached < 2 ? 2 : smaller(cached, kBlockTiles);
+}
 
 int64_t sum_chunks(int64_t keys) { return (keys + kSumChunk - 1) / kSumChunk; }
 
@@ -121,9 +128,10 @@ class Item {
       first_key_ = block_ * plan_.key_block;
       keys_ = smaller(plan_.key_block, a_.keys - first_key_);
       pack();
+      const int64_t together = block_tiles(keys_);
       int64_t row = 0;
-      for (int64_t tile = 0; tile < tiles; tile += kBlockTiles) {
-        row = row_block(row, tile, smaller(kBlockTiles, tiles - tile), tiles);
+      for (int64_t tile = 0; tile < tiles; tile += together) {
+        row = row_block(row, tile, smaller(together, tiles - tile), tiles);
       }
     }
     if (plan_.keep_packed && blocks == plan_.key_blocks) workspace_.packed_head = packed_index();
@@ -309,28 +317,29 @@ class Item {
     float* out = direct ? static_cast<float*>(out_row(block_row_))
                         : memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
     t.out_stride = direct ? a_.heads * a_.value_dim : width_;
-    const float* panel =
+    const float* const values =
         values_in_place_ ? reinterpret_cast<const float*>(value_.data) : packed_values();
-    for (int64_t c = 0; c < width_; c += kPanel) {
-      const int64_t columns = smaller(kPanel, width_ - c);
-      t.value_stride = values_in_place_ ? value_.row_stride : columns;
-      for (int64_t chunk = 0, key = 0; chunk < chunks && key < most_keys_; ++chunk) {
-        const int64_t end = (chunk + 1) * keys_ / chunks;
-        t.values = panel + key * t.value_stride;
-        t.accumulate = key > 0;
-        for (int64_t i = 0; i < tile_count_; ++i) {
-          const Tile& tile = tiles_[i];
-          t.count = smaller(end, tile.keys) - key;
-          if (t.count <= 0) continue;
-          t.weights = memory_ + at_.scores + tile.local * kScoreStride + key;
+    for (int64_t chunk = 0, key = 0; chunk < chunks && key < most_keys_; ++chunk) {
+      const int64_t end = (chunk + 1) * keys_ / chunks;
+      t.accumulate = key > 0;
+      for (int64_t i = 0; i < tile_count_; ++i) {
+        const Tile& tile = tiles_[i];
+        t.count = smaller(end, tile.keys) - key;
+        if (t.count <= 0) continue;
+        t.weights = memory_ + at_.scores + tile.local * kScoreStride + key;
+        t.factor = direct && end >= tile.keys ? memory_ + at_.sum + state_ + tile.local : nullptr;
+        const float* panel = values;
+        for (int64_t c = 0; c < width_; c += kPanel) {
+          const int64_t columns = smaller(kPanel, width_ - c);
+          t.value_stride = values_in_place_ ? value_.row_stride : columns;
+          t.values = panel + key * t.value_stride;
           t.out = out + tile.local * t.out_stride + c;
-          t.factor = direct && end >= tile.keys ? memory_ + at_.sum + state_ + tile.local : nullptr;
           Tiles::value[columns > kLanes][tile.rows - 1](t);
           prefetch();
+          panel += values_in_place_ ? columns : keys_ * columns;
         }
-        key = end;
       }
-      panel += values_in_place_ ? columns : keys_ * columns;
+      key = end;
     }
   }
 
@@ -382,6 +391,8 @@ class Item {
   Tile tiles_[kBlockTiles];
 };
 
+int64_t block_rows(int64_t keys) { return block_tiles(keys) * kTileRows; }
+
 void run(const Attention& a, const Plan& plan, int64_t item, int64_t upcoming,
          Workspace& workspace) {
   Item(a, plan, item, upcoming, workspace).run();
@@ -389,6 +400,6 @@ void run(const Attention& a, const Plan& plan, int64_t item, int64_t upcoming,
 
 }  // namespace
 
-const Kernel ELSA_KERNEL = {ELSA_KERNEL_NAME, kTileRows, kBlockRows, kSumChunk, workspace, run};
+const Kernel ELSA_KERNEL = {ELSA_KERNEL_NAME, kTileRows, kSumChunk, block_rows, workspace, run};
 
 }  // namespace elsa

@@ -27,9 +27,9 @@ struct Workspace {
 
 struct Kernel {
   const char* name;
-  int64_t row_tile;    // query rows of one register tile
-  int64_t block_rows;  // query rows whose scores are in cache together
-  int64_t sum_chain;   // keys summed in one chain of additions
+  int64_t row_tile;                     // query rows of one register tile
+  int64_t sum_chain;                    // keys summed in one chain of additions
+  int64_t (*block_rows)(int64_t keys);  // query rows whose scores are in cache together
   int64_t (*workspace)(const Attention& problem, const Plan& plan);  // in floats
   // `upcoming` is the item that probably comes next, or -1: its operands are fetched meanwhile.
   void (*run)(const Attention& problem, const Plan& plan, int64_t item, int64_t upcoming,

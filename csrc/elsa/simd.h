@@ -14,8 +14,10 @@
 
 #if defined(__clang__)
 #define ELSA_UNROLL _Pragma("clang loop unroll(full)")
+#define ELSA_UNROLL_BY_4 _Pragma("clang loop unroll_count(4)")
 #else
 #define ELSA_UNROLL _Pragma("GCC unroll 16")
+#define ELSA_UNROLL_BY_4 _Pragma("GCC unroll 4")
 #endif
 
 namespace elsa {

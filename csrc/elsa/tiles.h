@@ -115,7 +115,9 @@ void score_tile(const ScoreTile& t) {
     panel += d * kPanel;
     query += d;
   }
-  for (; d < t.depth; ++d) {
+  const int64_t depth = t.depth;
+  ELSA_UNROLL_BY_4
+  for (; d < depth; ++d) {
     Floats key[V];
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
@@ -233,7 +235,9 @@ void value_tile(const ValueTile& t) {
   }
   const float* values = t.values;
   const float* weights = t.weights;
-  for (int64_t j = 0; j < t.count; ++j) {
+  const int64_t count = t.count;
+  ELSA_UNROLL_BY_4
+  for (int64_t j = 0; j < count; ++j) {
     Floats value[V];
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);

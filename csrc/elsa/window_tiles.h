@@ -54,6 +54,7 @@ void row_score_tile(const RowScores& t) {
     for (int r = 0; r < R; ++r) acc[r][0] = sums[r];
     panel += d * kPanel;
   }
+  ELSA_UNROLL_BY_4
   for (; d < depth; ++d) {
     Floats key[V];
     ELSA_UNROLL
@@ -171,6 +172,7 @@ void row_value_tile(const RowSums& t) {
   }
   const float* values = t.values;
   const int64_t count = t.count, value_stride = t.value_stride;
+  ELSA_UNROLL_BY_4
   for (int64_t j = 0; j < count; ++j) {
     Floats value[V];
     ELSA_UNROLL
