@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -15,6 +16,9 @@ def pytest_configure() -> None:
     # of several threads ask for them.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    # A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
