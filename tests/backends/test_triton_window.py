@@ -137,30 +137,6 @@ def test_plan_does_not_depend_on_the_image():
     assert constants[0] == constants[1] == constants[2]
 
 
-def test_swin_index_is_known():
-    """By its numbers, in whatever view, and only while they stay as they were."""
-    flat = window.swin_index((1, 3, 2)).flatten()
-    call = Given(
-        torch.zeros(1, 1, 3, 2, 48), torch.zeros(15, 1), None, None, None, 1, (1, 3, 2), (0, 0, 0),
-        1.0, -100.0, "qkv", False, "strict",
-    )  # fmt: skip
-
-    def kind(**changed) -> int:
-        given = call._replace(**({"bias_index": flat.view(6, 6)} | changed))
-        return window.plan_call(given).tail["BIAS"]
-
-    assert kind() == kind() == 3
-    assert kind(bias_index=flat.view(6, 6).mT) == 2
-    assert kind(bias=torch.zeros(14, 1)) == 2
-    assert kind(window_size=(1, 2, 3)) == 2
-    flat[4] += 1
-    assert kind() == 2
-    flat[4] -= 1
-    assert kind() == 3
-    with torch.inference_mode():
-        assert kind(bias_index=flat.view(6, 6).clone()) == 2
-
-
 def test_plan_counts_windows():
     call = window.plan_call(given(size=(2, 3, 15, 20), win=(2, 7, 7), shift=(1, 3, 3), pad=True))
     assert call.tail["windows"] == 2 * 2 * 3 * 3

@@ -76,7 +76,7 @@ def test_windows_a_program(dtype, count):
     call = window.plan_call(
         given, plan._replace(count=count, programs=-(-windows // count) * given.num_heads)
     )
-    call(*[given.qkv if t is None else t for t in given[:5]], out)
+    call(*window.pointers(given), out)
     assert distance(out, kernel(given).double()) <= BAND[dtype] / 10
 
 

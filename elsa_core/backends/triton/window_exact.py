@@ -28,10 +28,10 @@ from elsa_core.backends.triton.window_pieces import (
 
 @triton.jit
 def exact_rows(
-    QKV, Bias, Index, Pad, Logit, Out, p_image, p_out, i_h, row0, rows, w_z, w_y, w_x,
-    heads, table, depth, height, width, n_d, n_h, n_w, shift_d, shift_h, shift_w,
+    QKV, Bias, Pad, Logit, Out, p_image, p_out, i_h, row0, rows, w_z, w_y, w_x,
+    heads, depth, height, width, n_d, n_h, n_w, shift_d, shift_h, shift_w,
     scale, scale_exp, mask_value, q_d, q_h, q_w,
-    bias_h, bias_q, bias_k, index_q, index_k, logit_h,
+    bias_h, bias_q, bias_k, logit_h,
     BIAS: tl.constexpr, DENSE: tl.constexpr, SHIFTED: tl.constexpr, PADDED: tl.constexpr,
     COSINE: tl.constexpr, HEAD_FIRST: tl.constexpr, GRID: tl.constexpr, VOLUME: tl.constexpr,
     UNIT: tl.constexpr, WD: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
@@ -89,8 +89,8 @@ def exact_rows(
                 x = tl.where(x > FLOAT_MAX, FLOAT_MAX, tl.where(x < -FLOAT_MAX, -FLOAT_MAX, x))
                 s = tl.where(infinite, s, x)
             bias = bias_tile(
-                Bias, Index, i_h, o_m, o_n, table, bias_h, bias_q, bias_k, index_q, index_k,
-                BIAS, DENSE, WD, WH, WW, T, True,
+                Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k,
+                BIAS, DENSE, T, True,
             )  # fmt: skip
             c_n = token_code(o_n, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
             s = add_terms(s, bias, edge, c_m, c_n, mask_value, True, SHIFTED)

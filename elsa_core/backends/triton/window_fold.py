@@ -30,10 +30,10 @@ from elsa_core.backends.triton.window_pieces import (
 
 @triton.jit
 def fold_keys(
-    qh, ql, e_q, i_q, m, z, acc, bad, n0, p_image, Pad, Bias, Index, start, step, i_h, o_m,
-    edge, c_m, w_z, w_y, w_x, table, depth, height, width, n_d, n_h, n_w,
+    qh, ql, e_q, i_q, m, z, acc, bad, n0, p_image, Pad, Bias, start, step, i_h, o_m,
+    edge, c_m, w_z, w_y, w_x, depth, height, width, n_d, n_h, n_w,
     shift_d, shift_h, shift_w, scale, scale_exp, mask_value, q_d, q_h, q_w,
-    bias_h, bias_q, bias_k, index_q, index_k,
+    bias_h, bias_q, bias_k,
     MODE: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, SHIFTED: tl.constexpr,
     PADDED: tl.constexpr, COSINE: tl.constexpr, GRID: tl.constexpr, VOLUME: tl.constexpr,
     UNIT: tl.constexpr, WD: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, T: tl.constexpr,
@@ -74,11 +74,11 @@ def fold_keys(
         bad = bad | bad_k | beyond
         s = scores_of(qh, ql, qh, ql, kh, kl, kh, kl, 0, MODE) * f
     bias = bias_tile(
-        Bias, Index, i_h, o_m, o_n, table, bias_h, bias_q, bias_k, index_q, index_k,
-        BIAS, DENSE, WD, WH, WW, T, KEYS_BOUNDED or T % BM != 0,
+        Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k,
+        BIAS, DENSE, T, KEYS_BOUNDED or T % BM != 0,
     )  # fmt: skip
     c_n = token_code(o_n, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
-    TERMS: tl.constexpr = BIAS != 0 or KEYS_BOUNDED
+    TERMS: tl.constexpr = BIAS or KEYS_BOUNDED
     s = add_terms(s, bias, edge, c_m, c_n, mask_value, TERMS, SHIFTED)
     m, z, a, w = advance(s, 1.0, m, z, SHIFT, True)
     if MODE == 0:
@@ -93,14 +93,13 @@ def fold_keys(
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def window_fold(
-    QKV, Bias, Index, Pad, Logit, Out,
-    windows: tl.int32, heads: tl.int32, count: tl.int32, table: tl.int32,
+    QKV, Bias, Pad, Logit, Out,
+    windows: tl.int32, heads: tl.int32, count: tl.int32,
     depth: tl.int32, height: tl.int32, width: tl.int32, n_d: tl.int32, n_h: tl.int32,
     n_w: tl.int32, shift_d: tl.int32, shift_h: tl.int32, shift_w: tl.int32,
     scale_exp: tl.int32, scale: tl.float32, mask_value: tl.float32,
     q_b: tl.int64, q_d: tl.int64, q_h: tl.int64, q_w: tl.int64,
-    bias_h: tl.int64, bias_q: tl.int64, bias_k: tl.int64, index_q: tl.int64, index_k: tl.int64,
-    logit_h: tl.int64,
+    bias_h: tl.int64, bias_q: tl.int64, bias_k: tl.int64, logit_h: tl.int64,
     MODE: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, SHIFTED: tl.constexpr,
     PADDED: tl.constexpr, COSINE: tl.constexpr, HEAD_FIRST: tl.constexpr, GRID: tl.constexpr,
     VOLUME: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
@@ -158,21 +157,21 @@ def window_fold(
         if UNROLL:
             for i_n in tl.static_range(TILES_N):
                 m, z, acc, bad = fold_keys(
-                    qh, ql, e_q, i_q, m, z, acc, bad, i_n * BN, p_image, Pad, Bias, Index,
-                    start, step, i_h, o_m, edge, c_m, w_z, w_y, w_x, table, depth, height, width,
+                    qh, ql, e_q, i_q, m, z, acc, bad, i_n * BN, p_image, Pad, Bias,
+                    start, step, i_h, o_m, edge, c_m, w_z, w_y, w_x, depth, height, width,
                     n_d, n_h, n_w,
                     shift_d, shift_h, shift_w, scale, scale_exp, mask_value, q_d, q_h, q_w,
-                    bias_h, bias_q, bias_k, index_q, index_k,
+                    bias_h, bias_q, bias_k,
                     MODE, BIAS, DENSE, SHIFTED, PADDED, COSINE, GRID, VOLUME, UNIT, WD, WH, WW, T,
                     SHIFT, LIMIT, D, DP, BM, BN,
                 )  # fmt: skip
         else:
             for n0 in tl.range(0, T, BN, num_stages=STAGES):
                 m, z, acc, bad = fold_keys(
-                    qh, ql, e_q, i_q, m, z, acc, bad, n0, p_image, Pad, Bias, Index, start, step,
-                    i_h, o_m, edge, c_m, w_z, w_y, w_x, table, depth, height, width, n_d, n_h, n_w,
+                    qh, ql, e_q, i_q, m, z, acc, bad, n0, p_image, Pad, Bias, start, step,
+                    i_h, o_m, edge, c_m, w_z, w_y, w_x, depth, height, width, n_d, n_h, n_w,
                     shift_d, shift_h, shift_w, scale, scale_exp, mask_value, q_d, q_h, q_w,
-                    bias_h, bias_q, bias_k, index_q, index_k,
+                    bias_h, bias_q, bias_k,
                     MODE, BIAS, DENSE, SHIFTED, PADDED, COSINE, GRID, VOLUME, UNIT, WD, WH, WW, T,
                     SHIFT, LIMIT, D, DP, BM, BN,
                 )  # fmt: skip
@@ -184,11 +183,11 @@ def window_fold(
     if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad != 0:
             exact_rows(
-                QKV, Bias, Index, Pad, Logit, Out, p_image, p_out, i_h, i_m * BM,
+                QKV, Bias, Pad, Logit, Out, p_image, p_out, i_h, i_m * BM,
                 i_m * BM + BM, w_z, w_y, w_x,
-                heads, table, depth, height, width, n_d, n_h, n_w, shift_d, shift_h, shift_w,
+                heads, depth, height, width, n_d, n_h, n_w, shift_d, shift_h, shift_w,
                 scale, scale_exp, mask_value, q_d, q_h, q_w,
-                bias_h, bias_q, bias_k, index_q, index_k, logit_h,
+                bias_h, bias_q, bias_k, logit_h,
                 BIAS, DENSE, SHIFTED, PADDED, COSINE, HEAD_FIRST, GRID, VOLUME,
                 UNIT, WD, WH, WW, T, WEIGHT, XM, XN, D, DP,
             )  # fmt: skip

@@ -8,8 +8,7 @@ MODE: 0 half (float16 or bfloat16 operands as they are), 1 split (float32 as hi 
 products), 2 single (float32 as one scaled float16), 3 exact (float32 FMA; `window_fold` alone).
 A window is computed by `exact_rows` in the same launch where the largest entries of its queries
 and keys make scores beyond 2**15, or where its values fail the guard of `pieces.py`.
-BIAS: 0 none, 1 [heads, T, T], 2 a table [L, heads] with an index [T, T], 3 a table in Swin's order,
-whose index is arithmetic on the tokens' places.
+BIAS: whether there is one, [heads, T, T]; DENSE: without gaps.
 PADDED: 0 no token is padded, 1 padded tokens are zeros, 2 padded tokens are `Pad` [3 * C].
 COSINE: rows of queries and keys are normalised and scores multiplied with `Logit` [heads].
 Tokens of a window are numbered row by row; `edge` has a bit for each axis on which the window is
@@ -31,9 +30,9 @@ from elsa_core.backends.triton.pieces import (
 )
 
 RUNTIME_INTEGERS = [
-    "windows", "heads", "count", "table", "depth", "height", "width", "n_d", "n_h", "n_w",
+    "windows", "heads", "count", "depth", "height", "width", "n_d", "n_h", "n_w",
     "shift_d", "shift_h", "shift_w", "scale_exp", "q_b", "q_d", "q_h", "q_w",
-    "bias_h", "bias_q", "bias_k", "index_q", "index_k", "logit_h",
+    "bias_h", "bias_q", "bias_k", "logit_h",
 ]  # fmt: skip
 # of torch.nn.functional.normalize, which cosine attention is defined with
 NORM_EPS: tl.constexpr = tl.constexpr(1e-12)
@@ -133,53 +132,41 @@ def load_rows(
     return tl.load(p, mask=m, other=0.0)
 
 
-@triton.jit
-def relative_place(o, WH: tl.constexpr, WW: tl.constexpr):
-    """A token's part in Swin's index: that of a pair is the difference, from the table's centre."""
-    y = (o // WW) % WH
-    z = o // (WW * WH)
-    return (z * (2 * WH - 1) + y) * (2 * WW - 1) + o % WW
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def gather_bias(
+    Table, Index, Out, tokens: tl.int32, rows: tl.int32, table_l: tl.int64, table_h: tl.int64,
+    index_q: tl.int64, index_k: tl.int64, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Out[h, q, k] = Table[Index[q, k], h], NaN beyond the table's rows. Grid (blocks, heads)."""
+    i_h = tl.program_id(1)
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < tokens * tokens
+    i_q = o // tokens
+    number = tl.load(Index + i_q * index_q + (o - i_q * tokens) * index_k, mask=inside, other=0)
+    number = tl.where(number < 0, number + rows, number)
+    known = inside & (number >= 0) & (number < rows)
+    b = tl.load(Table + number * table_l + i_h * table_h, mask=known, other=float("nan"))
+    tl.store(Out + i_h.to(tl.int64) * tokens * tokens + o, b, mask=inside)
 
 
 @triton.jit
 def bias_tile(
-    Bias, Index, i_h, o_m, o_n, table, bias_h, bias_q, bias_k, index_q, index_k,
-    BIAS: tl.constexpr, DENSE: tl.constexpr, WD: tl.constexpr, WH: tl.constexpr,
-    WW: tl.constexpr, T: tl.constexpr, BOUNDED: tl.constexpr,
+    Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k, BIAS: tl.constexpr, DENSE: tl.constexpr,
+    T: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """The bias in base 2, -inf for keys beyond T, NaN where the index is beyond the table."""
-    if BIAS == 0:
-        b = tl.zeros([o_m.shape[0], o_n.shape[0]], tl.float32)
-    elif BIAS == 3:
-        CENTRE: tl.constexpr = ((WD - 1) * (2 * WH - 1) + WH - 1) * (2 * WW - 1) + WW - 1
-        number = relative_place(o_m, WH, WW)[:, None] - relative_place(o_n, WH, WW)[None, :]
-        p = Bias + i_h * bias_h + (number + CENTRE) * bias_q.to(tl.int32)
-        if BOUNDED:
+    """The bias in base 2, -inf for keys beyond T."""
+    if BIAS:
+        if DENSE:
+            p = Bias + i_h.to(tl.int64) * (T * T) + (o_m[:, None] * T + o_n[None, :])
+        else:
+            p = Bias + i_h * bias_h + o_m[:, None] * bias_q + o_n[None, :] * bias_k
+        if BOUNDED or not DENSE:
             inside = (o_m < T)[:, None] & (o_n < T)[None, :]
             b = tl.load(p, mask=inside, other=0.0).to(tl.float32) * LOG2E
         else:
             b = tl.load(p).to(tl.float32) * LOG2E
     else:
-        if DENSE:
-            place = o_m[:, None] * T + o_n[None, :]
-            p = Bias + i_h.to(tl.int64) * (T * T) + place
-            p_index = Index + place
-        else:
-            p = Bias + i_h * bias_h + o_m[:, None] * bias_q + o_n[None, :] * bias_k
-            p_index = Index + o_m[:, None] * index_q + o_n[None, :] * index_k
-        inside = (o_m < T)[:, None] & (o_n < T)[None, :]
-        if BIAS == 2:
-            number = tl.load(p_index, mask=inside, other=0)
-            number = tl.where(number < 0, number + table, number)
-            known = (number >= 0) & (number < table)
-            p = Bias + i_h * bias_h + number * bias_q
-            b = tl.load(p, mask=inside & known, other=0.0).to(tl.float32)
-            b = tl.where(known, b, float("nan"))
-        elif DENSE and not BOUNDED:
-            b = tl.load(p).to(tl.float32)
-        else:
-            b = tl.load(p, mask=inside, other=0.0).to(tl.float32)
-        b = b * LOG2E
+        b = tl.zeros([o_m.shape[0], o_n.shape[0]], tl.float32)
     if BOUNDED:
         b = tl.where((o_n < T)[None, :], b, -float("inf"))
     return b

@@ -80,14 +80,13 @@ def attend(
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def window_tile(
-    QKV, Bias, Index, Pad, Logit, Out,
-    windows: tl.int32, heads: tl.int32, count: tl.int32, table: tl.int32,
+    QKV, Bias, Pad, Logit, Out,
+    windows: tl.int32, heads: tl.int32, count: tl.int32,
     depth: tl.int32, height: tl.int32, width: tl.int32, n_d: tl.int32, n_h: tl.int32,
     n_w: tl.int32, shift_d: tl.int32, shift_h: tl.int32, shift_w: tl.int32,
     scale_exp: tl.int32, scale: tl.float32, mask_value: tl.float32,
     q_b: tl.int64, q_d: tl.int64, q_h: tl.int64, q_w: tl.int64,
-    bias_h: tl.int64, bias_q: tl.int64, bias_k: tl.int64, index_q: tl.int64, index_k: tl.int64,
-    logit_h: tl.int64,
+    bias_h: tl.int64, bias_q: tl.int64, bias_k: tl.int64, logit_h: tl.int64,
     MODE: tl.constexpr, BIAS: tl.constexpr, DENSE: tl.constexpr, SHIFTED: tl.constexpr,
     PADDED: tl.constexpr, COSINE: tl.constexpr, HEAD_FIRST: tl.constexpr, GRID: tl.constexpr,
     VOLUME: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
@@ -113,7 +112,7 @@ def window_tile(
         q_w = q_w.to(tl.int32)
     pixels = (depth * height * width).to(tl.int64)
     BOUNDED: tl.constexpr = T < BM
-    TERMS: tl.constexpr = BIAS != 0 or BOUNDED
+    TERMS: tl.constexpr = BIAS or BOUNDED
     LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
     o = tl.arange(0, BM)
     code = token_code(o, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
@@ -129,8 +128,8 @@ def window_tile(
                 # in the first turn, while its rows are under way
                 if i_window == first:
                     bias = bias_tile(
-                        Bias, Index, i_h, o, o, table, bias_h, bias_q, bias_k, index_q, index_k,
-                        BIAS, DENSE, WD, WH, WW, T, BOUNDED,
+                        Bias, i_h, o, o, bias_h, bias_q, bias_k,
+                        BIAS, DENSE, T, BOUNDED,
                     )  # fmt: skip
             offset, pixel, inside = locate_tokens(
                 o,
@@ -180,8 +179,8 @@ def window_tile(
         v = load_rows(p, Pad + start + 2 * step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
         # after the rows, so that all loads are under way together
         bias = bias_tile(
-            Bias, Index, i_h, o, o, table, bias_h, bias_q, bias_k, index_q, index_k,
-            BIAS, DENSE, WD, WH, WW, T, BOUNDED,
+            Bias, i_h, o, o, bias_h, bias_q, bias_k,
+            BIAS, DENSE, T, BOUNDED,
         )  # fmt: skip
         edge = window_edge(w_z, w_y, w_x, n_d, n_h, n_w)
         x, verdicts = attend(
@@ -201,13 +200,13 @@ def window_tile(
                         tl.full([], 0, tl.int32) + i_window, n_d, n_h, n_w, VOLUME
                     )
                     exact_rows(
-                        QKV, Bias, Index, Pad, Logit, Out,
+                        QKV, Bias, Pad, Logit, Out,
                         QKV + i_b.to(tl.int64) * (q_b * UNIT),
                         Out + i_b.to(tl.int64) * pixels * (heads * D) + i_h * D,
                         i_h, 0, T, w_z, w_y, w_x,
-                        heads, table, depth, height, width, n_d, n_h, n_w,
+                        heads, depth, height, width, n_d, n_h, n_w,
                         shift_d, shift_h, shift_w, scale, scale_exp, mask_value, q_d, q_h, q_w,
-                        bias_h, bias_q, bias_k, index_q, index_k, logit_h,
+                        bias_h, bias_q, bias_k, logit_h,
                         BIAS, DENSE, SHIFTED, PADDED, COSINE, HEAD_FIRST, GRID, VOLUME,
                         UNIT, WD, WH, WW, T, WEIGHT, XM, XN, D, DP,
                     )  # fmt: skip

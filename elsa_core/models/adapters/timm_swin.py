@@ -12,7 +12,15 @@ from typing import Any
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
-from elsa_core.models.adapters.windows import attend_windows, must_call, of_padding, why_not
+from elsa_core.models.adapters.windows import (
+    Bias,
+    attend_windows,
+    derived,
+    must_call,
+    of_padding,
+    read_bias,
+    why_not,
+)
 
 
 class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
@@ -35,14 +43,20 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
         if must_call(attn):
             out: Tensor = super()._attn(x)
             return out
+        sources = (attn.relative_position_bias_table, attn.relative_position_index)
+        bias: Bias = derived(attn, _bias, sources)
         return attend_block(
             self,
             attn.qkv(x),
-            attn.relative_position_bias_table,
-            bias_index=attn.relative_position_index,
+            bias.bias,
+            bias_index=bias.bias_index,
             scale=attn.scale,
             pad_qkv=of_padding(attn.qkv, x),
         )
+
+
+def _bias(attn: Any) -> Bias:
+    return read_bias(attn.relative_position_bias_table, attn.relative_position_index)
 
 
 def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from elsa_core.models.adapters.timm_swin import attend_block
 from elsa_core.models.adapters.windows import (
+    Bias,
     cosine_scale,
     derived,
     must_call,
     of_padding,
+    read_bias,
     why_not,
 )
 
@@ -46,8 +48,8 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
             out: Tensor = super()._attn(x)
             return out
         sources = (
-            *attn.cpb_mlp.parameters(), attn.relative_coords_table, attn.logit_scale,
-            attn.q_bias, attn.k_bias, attn.v_bias,
+            *attn.cpb_mlp.parameters(), attn.relative_coords_table, attn.relative_position_index,
+            attn.logit_scale, attn.q_bias, attn.k_bias, attn.v_bias,
         )  # fmt: skip
         terms: _Terms = derived(attn, _terms, sources)
         if terms.qkv_bias is None:
@@ -59,15 +61,15 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
         return attend_block(
             self,
             qkv,
-            terms.table,
-            bias_index=attn.relative_position_index,
+            terms.bias.bias,
+            bias_index=terms.bias.bias_index,
             pad_qkv=terms.qkv_bias,
             logit_scale=terms.scale,
         )
 
 
 class _Terms(NamedTuple):
-    table: Tensor  # [L, heads], to be read at relative_position_index
+    bias: Bias
     scale: Tensor  # [heads]
     qkv_bias: Tensor | None  # [3 * C]
 
@@ -77,7 +79,8 @@ def _terms(attn: Any) -> _Terms:
     bias = None
     if attn.q_bias is not None:
         bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-    return _Terms(16 * torch.sigmoid(table), cosine_scale(attn.logit_scale), bias)
+    read = read_bias(16 * torch.sigmoid(table), attn.relative_position_index)
+    return _Terms(read, cosine_scale(attn.logit_scale), bias)
 
 
 class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[misc]

@@ -13,7 +13,15 @@ from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
-from elsa_core.models.adapters.windows import attend_windows, has_hooks, of_padding, why_not
+from elsa_core.models.adapters.windows import (
+    Bias,
+    attend_windows,
+    derived,
+    has_hooks,
+    of_padding,
+    read_bias,
+    why_not,
+)
 
 
 class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm is untyped
@@ -104,11 +112,13 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
         pad = None
         if x.shape[1] % window or x.shape[2] % window:  # a padded token goes through the norm too
             pad = attn.qkv(attn.norm(x.new_zeros(x.shape[-1])))
+        sources = (attn.attention_biases, attn.attention_bias_idxs)
+        bias: Bias = derived(attn, _learnt_bias, sources)
         out = attend_windows(
             self,
             attn.qkv(attn.norm(x)),
-            attn.attention_biases.t(),
-            bias_index=attn.attention_bias_idxs,
+            bias.bias,
+            bias_index=bias.bias_index,
             num_heads=attn.num_heads,
             window_size=(window, window),
             scale=attn.scale,
@@ -119,3 +129,7 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
         tokens = self.local_conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         image: Tensor = tokens + self.drop_path2(self.mlp(tokens))
         return image
+
+
+def _learnt_bias(attn: Any) -> Bias:
+    return read_bias(attn.attention_biases.t(), attn.attention_bias_idxs)

@@ -12,7 +12,14 @@ from typing import Any
 from torch import Tensor
 from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositionalMultiHeadAttention
 
-from elsa_core.models.adapters.windows import attend_windows, has_hooks, why_not
+from elsa_core.models.adapters.windows import (
+    Bias,
+    attend_windows,
+    derived,
+    has_hooks,
+    read_bias,
+    why_not,
+)
 
 
 class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc]  # untyped
@@ -35,12 +42,13 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)
-        tokens = attn.max_seq_len
+        sources = (attn.relative_position_bias_table, attn.relative_position_index)
+        bias: Bias = derived(attn, _bias, sources)
         out = attend_windows(
             self,
             attn.to_qkv(norm(x)),
-            attn.relative_position_bias_table,
-            bias_index=attn.relative_position_index.view(tokens, tokens),
+            bias.bias,
+            bias_index=bias.bias_index,
             num_heads=attn.n_heads,
             window_size=(attn.size, attn.size),
             scale=attn.scale_factor,
@@ -49,3 +57,7 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
         x = x + self.stochastic_dropout(drop(attn.merge(out)))
         x = x + self.stochastic_dropout(self.mlp_layer(x))
         return x.permute(0, 3, 1, 2)
+
+
+def _bias(attn: Any) -> Bias:
+    return read_bias(attn.relative_position_bias_table, attn.relative_position_index)

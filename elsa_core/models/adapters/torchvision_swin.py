@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
-from elsa_core.models.adapters.windows import attend_windows, cosine_scale, derived
+from elsa_core.models.adapters.windows import (
+    Bias,
+    attend_windows,
+    cosine_scale,
+    derived,
+    read_bias,
+)
 
 
 class ElsaShiftedWindowAttention(ShiftedWindowAttention):  # type: ignore[misc]
@@ -27,8 +33,8 @@ class ElsaShiftedWindowAttention(ShiftedWindowAttention):  # type: ignore[misc]
         if self.training and self.attention_dropout > 0.0:
             out: Tensor = super().forward(x)
             return out
-        terms = _Terms(self.relative_position_bias_table, None, self.qkv.bias)
-        return _attended(self, x, terms)
+        sources = (self.relative_position_bias_table, self.relative_position_index, self.qkv.bias)
+        return _attended(self, x, derived(self, _terms, sources))
 
 
 class ElsaShiftedWindowAttentionV2(ShiftedWindowAttentionV2):  # type: ignore[misc]
@@ -43,15 +49,21 @@ class ElsaShiftedWindowAttentionV2(ShiftedWindowAttentionV2):  # type: ignore[mi
             out: Tensor = super().forward(x)
             return out
         sources = (
-            *self.cpb_mlp.parameters(), self.relative_coords_table, self.logit_scale, self.qkv.bias,
+            *self.cpb_mlp.parameters(), self.relative_coords_table, self.relative_position_index,
+            self.logit_scale, self.qkv.bias,
         )  # fmt: skip
         return _attended(self, x, derived(self, _cosine_terms, sources))
 
 
 class _Terms(NamedTuple):
-    table: Tensor  # [L, heads], to be read at relative_position_index
+    bias: Bias
     scale: Tensor | None  # [heads] in cosine attention
     qkv_bias: Tensor | None  # [3 * C]
+
+
+def _terms(attn: Any) -> _Terms:
+    bias = read_bias(attn.relative_position_bias_table, attn.relative_position_index)
+    return _Terms(bias, None, attn.qkv.bias)
 
 
 def _cosine_terms(attn: Any) -> _Terms:
@@ -60,7 +72,8 @@ def _cosine_terms(attn: Any) -> _Terms:
     if bias is not None:  # keys have none
         q, k, v = bias.chunk(3)
         bias = torch.cat((q, torch.zeros_like(k), v))
-    return _Terms(16 * torch.sigmoid(table), cosine_scale(attn.logit_scale), bias)
+    read = read_bias(16 * torch.sigmoid(table), attn.relative_position_index)
+    return _Terms(read, cosine_scale(attn.logit_scale), bias)
 
 
 def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
@@ -76,12 +89,11 @@ def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
     padded = any(shift) and (below > 0 or right > 0)
     if padded:  # the roll carries padding with it, unlike the operator's own
         x = F.pad(x, (0, 0, 0, right, 0, below))
-    tokens = rows * columns
     out = attend_windows(
         attn,
         F.linear(x, attn.qkv.weight, terms.qkv_bias),
-        terms.table,
-        bias_index=attn.relative_position_index.view(tokens, tokens),
+        terms.bias.bias,
+        bias_index=terms.bias.bias_index,
         num_heads=attn.num_heads,
         window_size=attn.window_size,
         shift_size=shift,

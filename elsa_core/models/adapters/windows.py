@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from elsa_core.window import window_attention
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
+# whose biases of all blocks would take as much memory as the model.
+DENSE_BYTES = 1 << 20
 _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3.3
 
 
@@ -55,6 +58,25 @@ def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) ->
     return window_attention(
         qkv, bias, precision=site.elsa_precision, backend=site.elsa_backend, **terms
     )
+
+
+class Bias(NamedTuple):
+    """A relative position bias as the operator takes it."""
+
+    bias: Tensor  # [heads, T, T], or a table [L, heads]
+    bias_index: Tensor | None  # None, or [T, T] into the table
+
+
+def read_bias(table: Tensor, index: Tensor) -> Bias:
+    """The bias of a table [L, heads] and an index [T, T] or [T * T]: dense unless it is large.
+
+    Kernels read a dense bias faster than a table; see `derived` for where it is kept.
+    """
+    tokens = math.isqrt(index.numel())
+    if table.shape[1] * index.numel() * table.element_size() > DENSE_BYTES:
+        return Bias(table, index.view(tokens, tokens))
+    pairs = table.t().index_select(1, index.flatten())
+    return Bias(pairs.view(-1, tokens, tokens), None)
 
 
 def cosine_scale(logit_scale: Tensor) -> Tensor:
