@@ -362,9 +362,7 @@ def execute(
     """Allocate the results and launch."""
     _, h, n, d = call.out_shape
     # [B, H, N, Dv] in the memory of [B, N, H, Dv]
-    out = torch.empty_strided(
-        call.out_shape, (n * h * d, d, h * d, 1), dtype=q.dtype, device=q.device
-    )
+    out = q.new_empty_strided(call.out_shape, (n * h * d, d, h * d, 1))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32)
     if call.fold is None:
         return out.zero_(), lse.fill_(-math.inf)

@@ -103,7 +103,7 @@ def attended(
         attn_mask,
         # Like the branch that timm would take: its fused one leaves the scale to the operator.
         scale=None if module.fused_attn else module.scale,
-        dropout_p=module.attn_drop.p,
+        dropout_p=module.attn_drop.p if module.training else 0.0,
         is_causal=is_causal,
     )
     x = module.norm(join_heads(out))
