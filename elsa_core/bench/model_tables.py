@@ -1,4 +1,4 @@
-"""README's tables of `elsa bench models`."""
+"""README's tables of `elsa bench models`, and of results of `elsa profile`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
         row += [asked["dtype"]] if len(dtypes) > 1 else []
         found = {m["contender"]: m for m in case["measurements"]}
         row += [_time(found.get(name), case) for name in names]
-        row += [_gain(case), _memory(found, case), _errors(case)]
-        rows.append(row)
+        best = (case["best_peer"], case["best_own"])
+        rows.append([*row, _gain(case), _memory_of(found, best), _errors(case)])
     return columns, rows
 
 
@@ -51,14 +51,43 @@ def summary(document: Document) -> str:
     return text
 
 
+def table_of_profiles(documents: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of sweeps: time of every run, the gain with its interval, memory."""
+    points = [
+        (document["results"]["model"]["name"], point["profile"])
+        for document in documents
+        for point in document["results"]["points"]
+        if point["status"] == "done"
+    ]
+    runs = {run["name"]: run["patched"] for _, profile in points for run in profile["runs"]}
+    names = sorted(runs, key=lambda name: runs[name])
+    columns = ["model", ">px", ">batch", "dtype", *(f">{name}, ms" for name in names)]
+    columns += [">gain (95%)", ">MB best baseline / elsa"]
+    rows = []
+    for model, profile in points:
+        best = (profile["best_baseline"], profile["best_patched"])
+        found = {run["name"]: run for run in profile["runs"]}
+        sides = [str(side) for side in profile["image_size"]]
+        row = [model, sides[0] if sides[0] == sides[1] else "x".join(sides)]
+        row += [str(profile["batch"]), profile["dtype"]]
+        row += [_milliseconds(found.get(name), name in best) for name in names]
+        rows.append([*row, _gain(profile), _memory_of(found, best)])
+    return columns, rows
+
+
 def _time(measured: Document | None, case: Document) -> str:
     if measured is None:
         return "-"
     if measured["contender"] in case["wrong"]:
         return "wrong"
+    return _milliseconds(measured, measured["contender"] in (case["best_peer"], case["best_own"]))
+
+
+def _milliseconds(measured: Document | None, best: bool) -> str:
+    if measured is None:
+        return "-"
     text = f"{measured['seconds'] * 1e3:.3g}"
-    best = (case["best_peer"], case["best_own"])
-    return f"**{text}**" if measured["contender"] in best else text
+    return f"**{text}**" if best else text
 
 
 def _gain(case: Document) -> str:
@@ -68,9 +97,9 @@ def _gain(case: Document) -> str:
     return f"{gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
 
 
-def _memory(found: dict[str, Document], case: Document) -> str:
+def _memory_of(found: dict[str, Document], best: Sequence[str]) -> str:
     cells = []
-    for name in (case["best_peer"], case["best_own"]):
+    for name in best:
         held = found.get(name, {}).get("memory_bytes")
         cells.append("-" if held is None else f"{held / 1e6:.0f}")
     return " / ".join(cells)

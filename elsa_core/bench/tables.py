@@ -7,8 +7,9 @@ A README marks where a table goes:
 
 The middle names the document (`results/attention_cpu.json`), the last part a table of
 `elsa_core.bench.cases.TABLES`, `summary` (one line on where it was measured and what missed its
-goal) or `sweep` (ratios by tokens and head_dim). `python -m elsa_core.bench.tables README.md`
-rewrites what stands between them.
+goal) or `sweep` (ratios by tokens and head_dim). Where the middle names a folder, its documents are
+those of `elsa profile`, and the last part is `points` (every model and size).
+`python -m elsa_core.bench.tables README.md` rewrites what stands between them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _BLOCK: Final = re.compile(
 )
 _MARKER: Final = re.compile(r"<!-- (?:begin|end):bench:[^\n]*?-->")
 
-_COMMANDS: Final = ("bench attention", "bench models")
+_COMMANDS: Final = ("bench attention", "bench models", "profile")
 _NAMED: Final = 8  # cases that a summary names; the table has them all
 
 Document = dict[str, Any]
@@ -67,6 +68,10 @@ def rendered(text: str, results: Path = RESULTS) -> str:
         )
 
     def replace(block: re.Match[str]) -> str:
+        folder = results / block["document"]
+        if folder.is_dir():
+            documents = [load(path) for path in sorted(folder.glob("*.json"))]
+            return block["begin"] + render_profiles(documents, block["table"]) + block["end"]
         document = load(results / f"{block['document']}.json")
         return block["begin"] + render(document, block["table"]) + block["end"]
 
@@ -107,6 +112,17 @@ def render(document: Document, table: str) -> str:
         return _sweep(cases)
     columns, rows = (model_tables.table_of if models else table_of)(cases)
     return markdown(columns, rows)
+
+
+def render_profiles(documents: Sequence[Document], table: str) -> str:
+    """The Markdown of what `elsa profile` measured, `points` being the only table.
+
+    Raises:
+        ArgumentError: another table, or a document of another command.
+    """
+    if table != "points" or any(d["command"] != "profile" for d in documents):
+        raise ArgumentError(f"table: a folder of profiles has points, not {table!r}")
+    return markdown(*model_tables.table_of_profiles(documents))
 
 
 def summary(document: Document) -> str:

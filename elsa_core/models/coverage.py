@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elsa_core.bench.environment import available_bytes
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.models.check import check
 from elsa_core.models.patch import original, patch, patched_sites
@@ -38,8 +39,8 @@ from elsa_core.models.sources.recognise import shallow
 from elsa_core.models.spec import parse
 
 LIBRARIES = ("timm", "open_clip")
-# Weights of the model that a check runs: 12 bytes each, the float64 copy included.
-LARGEST_CHECKED = 400_000_000
+# Memory that a check takes for each weight: its own 4, 8 of the float64 copy, room for the rest.
+BYTES_PER_WEIGHT = 16
 # A relative error of the original above which random weights prove nothing: some bring logits to
 # 1e6, where a rounding decides between two keys. Smaller weights are tried then.
 SENSITIVE = 64 * torch.finfo(torch.float32).eps
@@ -217,8 +218,9 @@ def _checked(found: Coverage, recipe: Recipe) -> Coverage:
         with torch.random.fork_rng(devices=[]):
             model, size = _small_model(recipe)
             weights = sum(parameter.numel() for parameter in model.parameters())
-            if weights > LARGEST_CHECKED:
-                return replace(found, reason=f"{weights / 1e6:.0f} M weights are too many to check")
+            if weights * BYTES_PER_WEIGHT > available_bytes("cpu"):
+                reason = f"{weights / 1e6:.0f} M weights do not fit in memory to be checked"
+                return replace(found, reason=reason)
             _fill(model, spread)
             patch(model)
         case = _noise(model, size)

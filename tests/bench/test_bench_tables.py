@@ -127,6 +127,35 @@ def test_markers_are_filled_and_the_rest_is_kept(document: dict[str, Any], tmp_p
     assert tables.update(readme, tmp_path) is False
 
 
+def profiled() -> dict[str, Any]:
+    """What `elsa profile` writes, as far as a table reads it."""
+    runs = [
+        {"name": "eager", "patched": False, "seconds": 0.002, "memory_bytes": 3_000_000},
+        {"name": "patched", "patched": True, "seconds": 0.001, "memory_bytes": None},
+    ]
+    profile = {
+        "image_size": [224, 192], "batch": 8, "dtype": "float16", "runs": runs,
+        "best_baseline": "eager", "best_patched": "patched",
+        "gain": {"value": 2.0, "low": 1.9, "high": 2.1},
+    }  # fmt: skip
+    points = [{"status": "done", "profile": profile}, {"status": "out of memory"}]
+    return {"command": "profile", "results": {"model": {"name": "vit"}, "points": points}}
+
+
+def test_a_folder_of_profiles_is_one_table(document: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    (folder / "one.json").write_text(json.dumps(profiled()))
+    text = "<!-- begin:bench:gpu:points -->\n<!-- end:bench:gpu:points -->"
+    row = "| vit | 224x192 | 8 | float16 | **2** | **1** | 2.00 (1.90 to 2.10) | 3 / - |"
+    assert row in tables.rendered(text, tmp_path).splitlines()
+    with pytest.raises(ArgumentError, match="has points, not 'vit'"):
+        tables.rendered(text.replace("points", "vit"), tmp_path)
+    (folder / "two.json").write_text(json.dumps(document))
+    with pytest.raises(ArgumentError, match="has points"):
+        tables.rendered(text, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
