@@ -67,15 +67,13 @@ def test_index_beyond_the_table(interpreted):
 
 def given(
     size=(8, 1, 56, 56), heads=3, dim=32, win=(1, 7, 7), shift=(0, 3, 3), dtype=torch.float16,
-    precision="strict", bias="dense", cosine=False, pad=False, pixels=None,
+    precision="strict", cosine=False, pad=False,
 ) -> Given:  # fmt: skip
     """Arguments without data."""
     tokens = win[0] * win[1] * win[2]
     q = torch.empty(*size, 3 * heads * dim, dtype=dtype, device="meta")
-    shape = (169, heads) if bias == "table" else (heads, tokens, tokens)
     return Given(
-        q, torch.empty(shape, dtype=dtype, device="meta") if bias else None,
-        torch.empty(tokens, tokens, dtype=torch.int64, device="meta") if bias == "table" else None,
+        q, torch.empty(heads, tokens, tokens, dtype=dtype, device="meta"), None,
         torch.empty(3 * heads * dim, dtype=dtype, device="meta") if pad else None,
         torch.empty(heads, device="meta") if cosine else None,
         heads, win, shift, dim**-0.5, -100.0, "qkv", False, precision,
@@ -167,6 +165,15 @@ COMPILED = [
 def test_compiles(target, arch, win):
     call = window.plan_call(given(size=(8, 1, 60, 60), win=win, pad=True))
     code = compile_launch(call, torch.float16, target, arch).asm
+    assert ("hsaco" if target == "hip" else "cubin") in code
+
+
+@pytest.mark.parametrize(("target", "arch"), [("cuda", 80), ("cuda", 90), ("hip", "gfx942")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_compiles(target, arch, dtype):
+    table = torch.empty(169, 3, dtype=dtype, device="meta")
+    index = torch.empty(49, 49, dtype=torch.int64, device="meta")
+    code = compile_launch(window.plan_gather(table, index), dtype, target, arch).asm
     assert ("hsaco" if target == "hip" else "cubin") in code
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elsa_core.models.adapters.windows import read_bias
 from elsa_core.models.check import check
 from elsa_core.models.patch import patch, patched_sites, unpatch
 from elsa_core.models.sites import inspect
@@ -227,7 +228,19 @@ def test_tangents_of_the_image_and_of_the_weights(kind: str) -> None:
     torch.testing.assert_close(tangent(patched), tangent(plain), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["swin-v2", "swin-v2-cr", "torchvision-v2"])
+def test_a_bias_is_dense_while_it_is_small() -> None:
+    table, index = torch.randn(40, 3), torch.randint(40, (256,))
+    read = read_bias(table, index)
+    assert read.bias_index is None and read.bias.is_contiguous()
+    assert torch.equal(read.bias, table[index.view(16, 16)].permute(2, 0, 1))
+    tokens = 600  # 600 * 600 * 3 * 4 bytes
+    index = torch.randint(40, (tokens * tokens,))
+    read = read_bias(table, index)
+    assert read.bias is table and read.bias_index is not None
+    assert torch.equal(read.bias_index, index.view(tokens, tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_what_is_computed_once_follows_the_weights(kind: str) -> None:
     plain, other, x = make(kind), make(kind), images(1)
@@ -250,7 +263,7 @@ def test_what_is_computed_once_follows_the_weights(kind: str) -> None:
     agree()
     for model in (plain, patched):
         for name, parameter in model.named_parameters():
-            if "mlp" in name or "logit_scale" in name:
+            if any(part in name for part in ("mlp", "logit_scale", "bias_table")):
                 parameter.mul_(0.9)
     agree()
     for model in (plain, patched):

@@ -118,19 +118,25 @@ def gathered(table: Tensor, index: Tensor) -> Tensor:
     )  # fmt: skip
     call = _GATHERS.get(key)
     if call is None:
-        from elsa_core.backends.triton.window_pieces import gather_bias
-
         if len(_GATHERS) >= CACHED_PLANS:
             _GATHERS.clear()
-        tail = {
-            "tokens": tokens, "rows": table.shape[0],
-            **dict(zip(("table_l", "table_h"), table.stride(), strict=True)),
-            **dict(zip(("index_q", "index_k"), index.stride(), strict=True)), "BLOCK": GATHER_BLOCK,
-        }  # fmt: skip
-        grid = (-(-tokens * tokens // GATHER_BLOCK), heads)
-        call = _GATHERS[key] = Launch(gather_bias, grid, tail, {"num_warps": 4})
+        call = _GATHERS[key] = plan_gather(table, index)
     call(*tensors)
     return out
+
+
+def plan_gather(table: Tensor, index: Tensor) -> Launch:
+    """The launch that reads a table [L, heads] at an index [T, T]."""
+    from elsa_core.backends.triton.window_pieces import gather_bias
+
+    tokens = index.shape[0]
+    tail = {
+        "tokens": tokens, "rows": table.shape[0],
+        **dict(zip(("table_l", "table_h"), table.stride(), strict=True)),
+        **dict(zip(("index_q", "index_k"), index.stride(), strict=True)), "BLOCK": GATHER_BLOCK,
+    }  # fmt: skip
+    grid = (-(-tokens * tokens // GATHER_BLOCK), table.shape[1])
+    return Launch(gather_bias, grid, tail, {"num_warps": 4})
 
 
 _CALLS: dict[Any, Launch] = {}
