@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.attention import _backend_name, _eager_alone
 from elsa_core.backends import eager_window
 from elsa_core.errors import ArgumentError
@@ -93,10 +94,14 @@ def window_attention(
     image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
     if image.stride(-1) != 1:
         image = image.contiguous()
-    out = run(
+    arguments = (
         image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
         head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
     )  # fmt: skip
+    if calls.watched() or calls.differentiates(qkv, bias, pad_qkv, logit_scale):
+        out = run(*arguments)
+    else:
+        out = calls.below_autograd(run, *arguments)
     return out if qkv.dim() == 5 else out.squeeze(1)
 
 

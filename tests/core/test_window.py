@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import elsa_core as elsa
+from elsa_core import calls
 from elsa_core.backends import eager_window
 from elsa_core.errors import ArgumentError, UnavailableError
 
@@ -154,6 +155,35 @@ def test_gradients() -> None:
     table = torch.randn(7, HEADS, dtype=torch.float64, requires_grad=True)
     inputs = (qkv, table, pad, scale)
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True, check_forward_ad=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_call_without_gradients_passes_below_autograd(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    below = calls.below_autograd
+
+    def record(operator: Any, *arguments: Any) -> Any:
+        taken.append(operator.name())
+        return below(operator, *arguments)
+
+    monkeypatch.setattr(calls, "below_autograd", record)
+    qkv, bias = torch.randn(1, 8, 8, 3 * CHANNELS), torch.randn(HEADS, 16, 16)
+    call: Any = {"num_heads": HEADS, "window_size": (4, 4), "shift_size": (1, 2)}
+    with mode():
+        out = elsa.window_attention(qkv, bias, **call)
+    assert len(taken) == 1
+    for leaves in ((qkv.clone().requires_grad_(), bias), (qkv, bias.clone().requires_grad_())):
+        long = elsa.window_attention(*leaves, **call)
+        assert torch.equal(out, long)
+        assert long.requires_grad
+    traced = torch.jit.trace(
+        lambda x: elsa.window_attention(x, bias, **call), (qkv,), check_trace=False
+    )
+    assert "elsa::window_attention" in str(traced.graph)
+    assert not out.requires_grad
+    assert len(taken) == 1
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])

@@ -230,12 +230,12 @@ def test_tangents_of_the_image_and_of_the_weights(kind: str) -> None:
 
 def test_a_bias_is_dense_while_it_is_small() -> None:
     table, index = torch.randn(40, 3), torch.randint(40, (256,))
-    read = read_bias(table, index)
+    read = read_bias(table, index, 3, 16)
     assert read.bias_index is None and read.bias.is_contiguous()
     assert torch.equal(read.bias, table[index.view(16, 16)].permute(2, 0, 1))
     tokens = 600  # 600 * 600 * 3 * 4 bytes
     index = torch.randint(40, (tokens * tokens,))
-    read = read_bias(table, index)
+    read = read_bias(table, index, 3, tokens)
     assert read.bias is table and read.bias_index is not None
     assert torch.equal(read.bias_index, index.view(tokens, tokens))
 

@@ -7,6 +7,7 @@ Read against timm 1.0.20 to 1.0.31. Window, shift and table are read at each cal
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
@@ -56,7 +57,8 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
 
 
 def _bias(attn: Any) -> Bias:
-    return read_bias(attn.relative_position_bias_table, attn.relative_position_index)
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    return read_bias(table, index, attn.num_heads, math.prod(attn.window_size))
 
 
 def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:

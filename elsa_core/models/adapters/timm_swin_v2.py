@@ -7,6 +7,7 @@ the weights as they are (`derived`).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,10 @@ def _terms(attn: Any) -> _Terms:
     bias = None
     if attn.q_bias is not None:
         bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-    read = read_bias(16 * torch.sigmoid(table), attn.relative_position_index)
+    read = read_bias(
+        16 * torch.sigmoid(table), attn.relative_position_index, attn.num_heads,
+        math.prod(attn.window_size),
+    )  # fmt: skip
     return _Terms(read, cosine_scale(attn.logit_scale), bias)
 
 

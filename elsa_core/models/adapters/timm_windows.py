@@ -5,6 +5,7 @@ Read against timm 1.0.20 to 1.0.31.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from timm.models.davit import SpatialBlock, WindowAttention
@@ -132,4 +133,5 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
 
 
 def _learnt_bias(attn: Any) -> Bias:
-    return read_bias(attn.attention_biases.t(), attn.attention_bias_idxs)
+    table, index = attn.attention_biases.t(), attn.attention_bias_idxs
+    return read_bias(table, index, attn.num_heads, math.prod(attn.resolution))

@@ -60,4 +60,5 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
 
 
 def _bias(attn: Any) -> Bias:
-    return read_bias(attn.relative_position_bias_table, attn.relative_position_index)
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    return read_bias(table, index, attn.n_heads, attn.max_seq_len)

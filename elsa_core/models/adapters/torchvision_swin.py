@@ -6,6 +6,7 @@ image, and it does not shift an axis that one window covers.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,7 @@ class _Terms(NamedTuple):
 
 
 def _terms(attn: Any) -> _Terms:
-    bias = read_bias(attn.relative_position_bias_table, attn.relative_position_index)
-    return _Terms(bias, None, attn.qkv.bias)
+    return _Terms(_read(attn, attn.relative_position_bias_table), None, attn.qkv.bias)
 
 
 def _cosine_terms(attn: Any) -> _Terms:
@@ -72,8 +72,12 @@ def _cosine_terms(attn: Any) -> _Terms:
     if bias is not None:  # keys have none
         q, k, v = bias.chunk(3)
         bias = torch.cat((q, torch.zeros_like(k), v))
-    read = read_bias(16 * torch.sigmoid(table), attn.relative_position_index)
-    return _Terms(read, cosine_scale(attn.logit_scale), bias)
+    return _Terms(_read(attn, 16 * torch.sigmoid(table)), cosine_scale(attn.logit_scale), bias)
+
+
+def _read(attn: Any, table: Tensor) -> Bias:
+    tokens = math.prod(attn.window_size)
+    return read_bias(table, attn.relative_position_index, attn.num_heads, tokens)
 
 
 def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:

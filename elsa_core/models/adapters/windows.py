@@ -67,16 +67,15 @@ class Bias(NamedTuple):
     bias_index: Tensor | None  # None, or [T, T] into the table
 
 
-def read_bias(table: Tensor, index: Tensor) -> Bias:
+def read_bias(table: Tensor, index: Tensor, num_heads: int, tokens: int) -> Bias:
     """The bias of a table [L, heads] and an index [T, T] or [T * T]: dense unless it is large.
 
     Kernels read a dense bias faster than a table; see `derived` for where it is kept.
     """
-    tokens = math.isqrt(index.numel())
-    if table.shape[1] * index.numel() * table.element_size() > DENSE_BYTES:
+    if num_heads * tokens * tokens * table.element_size() > DENSE_BYTES:
         return Bias(table, index.view(tokens, tokens))
     pairs = table.t().index_select(1, index.flatten())
-    return Bias(pairs.view(-1, tokens, tokens), None)
+    return Bias(pairs.view(num_heads, tokens, tokens), None)
 
 
 def cosine_scale(logit_scale: Tensor) -> Tensor:
