@@ -60,6 +60,16 @@ def test_interpreted_denormals(interpreted):
     assert interpreted["zeros"]["error"] == 0.0
 
 
+def test_split_falls_back_on_channels_not_on_single_numbers(interpreted):
+    """A last tile of one key or one query has a channel of 2**-18 of its maximum by chance, once in
+    ten calls of ViT-B at 512 px; a channel that lies so low in every row is another matter.
+    """
+    for name in CASES:
+        small, outlier = name.startswith("small last row"), name.startswith("outlier channels")
+        if small or outlier:
+            assert (interpreted[name]["exact_folds"] > 0) == outlier, name
+
+
 def test_interpreted_schedules(interpreted):
     assert "split keys" in interpreted["split keys"]["words"]
     assert "split ahead" in interpreted["strict two blocks"]["words"]

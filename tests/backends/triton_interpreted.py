@@ -6,6 +6,7 @@ reach other tests. The interpreter has no bfloat16 products, and no float32 roun
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -26,6 +27,11 @@ CASES = {
     "half": ((1, 2, 2, 70, 150, 64, 64), F16, "strict", {}),
     "half two blocks, groups": ((1, 2, 1, 20, 100, 80, 72), F16, "strict", {}),
     "half lean": ((1, 1, 1, 20, 70, 32, 32), F16, "lean", {}),
+    "half, one row and key more": ((1, 2, 2, 65, 65, 64, 64), F16, "strict", {}),
+    "half, 17 more": ((1, 2, 2, 81, 81, 64, 64), F16, "strict", {}),
+    "strict, one row and key more": ((2, 2, 1, 129, 129, 64, 64), F32, "strict", {}),
+    "strict, 16 more, masked": ((1, 2, 2, 80, 272, 32, 48), F32, "strict", {"mask": "float"}),
+    "turbo, one row and key more": ((1, 2, 2, 65, 65, 32, 32), F32, "turbo", {"mask": "bool"}),
     "strict short": ((1, 2, 2, 70, 100, 64, 64), F32, "strict", {}),
     "strict two blocks": ((1, 2, 2, 20, 300, 80, 72), F32, "strict", {}),
     "strict causal": ((1, 2, 2, 150, 150, 32, 32), F32, "strict", {"causal": True}),
@@ -53,6 +59,10 @@ CASES = {
     "denormals": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (1e-39, 1e-40, 1e-41)}),
     "zeros": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (0, 0, 0)}),
     "outlier channels": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"outlier": True}),
+    "outlier channels, one row more": ((1, 1, 1, 65, 129, 64, 64), F32, "strict", {"outlier": True}),
+    "small last row": ((1, 1, 1, 65, 129, 64, 64), F32, "strict", {"small": True}),
+    "small last row lean": ((1, 1, 1, 65, 129, 64, 64), F32, "lean", {"small": True}),
+    "small last row, two blocks": ((1, 1, 1, 129, 129, 80, 80), F32, "strict", {"small": True}),
     "outlier channels lean": ((1, 1, 1, 20, 150, 64, 64), F32, "lean", {"outlier": True}),
 }  # fmt: skip
 
@@ -83,6 +93,8 @@ def run(shape, dtype, precision, options):
         k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
     if options.get("outlier"):
         k[..., 5], v[..., 3], q[..., 9] = k[..., 5] * 2**20, v[..., 3] * 2**20, q[..., 9] * 2**20
+    if options.get("small"):
+        k[..., -1, 5], v[..., -1, 3], q[..., -1, 9] = 1e-9, -1e-9, 1e-10
     mask = None
     if "mask" in options:
         mask = torch.rand(1, hq, n, m, generator=generator) > 0.3
@@ -91,6 +103,7 @@ def run(shape, dtype, precision, options):
             mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
     launch.CHAIN_TILES = options.get("chain", 1024)
+    exact_folds.clear()
     out, lse = attention(q, k, v, mask, causal, scale, precision)
     expected, expected_lse = reference(q, k, v, mask, causal, scale)
     visible = expected_lse.isfinite()
@@ -101,12 +114,29 @@ def run(shape, dtype, precision, options):
         "finite": bool(out.isfinite().all()),
         "hidden": bool((lse.isinf() == ~visible).all() and (out[~visible] == 0).all()),
         "memory": out.transpose(1, 2).is_contiguous(),
+        "exact_folds": len(exact_folds),
         "words": launch.planned(q, k, v, mask, causal, scale, precision).words,
     }
 
 
+exact_folds: list[int] = []
+
+
+def count_exact_folds() -> None:
+    """The interpreter runs Python: what a kernel calls can be watched."""
+    kernel = importlib.import_module("elsa_core.backends.triton.forward")
+    original = kernel.fold_exact
+
+    def counted(*arguments, **options):
+        exact_folds.append(1)
+        return original(*arguments, **options)
+
+    kernel.fold_exact = counted
+
+
 def main() -> None:
     assert tiling.load_table("h200").measured
+    count_exact_folds()
     torch.manual_seed(0)
     for name, case in CASES.items():
         sys.stdout.write(json.dumps({"name": name, **run(*case)}) + "\n")

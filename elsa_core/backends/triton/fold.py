@@ -17,6 +17,7 @@ from elsa_core.backends.triton.pieces import (
     halves,
     load_part,
     power,
+    row_before,
     wide,
 )
 
@@ -79,14 +80,15 @@ def gather(acc, a, ph, pl, vh, vl, fv, MODE: tl.constexpr, FRESH: tl.constexpr):
 
 
 @triton.jit
-def split_tile(x0, x1, factor, W1: tl.constexpr, LIMIT: tl.constexpr):
+def split_tile(x0, x1, before0, before1, factor, W1: tl.constexpr, LIMIT: tl.constexpr):
     """A float32 tile as scaled hi + lo: the halves, the exponent, and whether the guard failed.
 
-    The scaled tile is multiplied by `factor` in [1, 2) before it is split.
+    The scaled tile is multiplied by `factor` in [1, 2) before it is split. before0, before1: the
+    magnitudes of the row before it, or 0.
     """
-    top, least = extent(tl.abs(x0))
+    top, least = extent(tl.abs(x0), before0)
     if W1:
-        top1, least1 = extent(tl.abs(x1))
+        top1, least1 = extent(tl.abs(x1), before1)
         top = tl.maximum(top, top1)
         least = tl.minimum(least, least1)
     e = exponent(top)
@@ -157,7 +159,10 @@ def fold_tile(
             kh1 = k1
             kl1 = k1
         else:
-            kh0, kl0, kh1, kl1, e, bad_k = split_tile(k0, k1, 1.0, D1, LIMIT)
+            before = 0.0
+            if BOUNDED:
+                before = row_before(p_k + n0 * k_n, n0, k_n, k_d, 0, D0, D, UNIT_D)
+            kh0, kl0, kh1, kl1, e, bad_k = split_tile(k0, k1, before, 0.0, 1.0, D1, LIMIT)
             bad = bad | bad_k | (e_q - e > FACTOR_LIMIT).to(tl.int32)
             f = clamped_power(e_q - e)
     s = scores_of(qh0, ql0, qh1, ql1, kh0, kl0, kh1, kl1, D1, MODE)  # [BM, BN]
@@ -182,7 +187,10 @@ def fold_tile(
         vl0 = vh0
         vl1 = vh1
         if MODE != 0:
-            vh0, vl0, vh1, vl1, e, bad_v = split_tile(vh0, vh1, 1.0, V1, LIMIT)
+            before = 0.0
+            if BOUNDED:
+                before = row_before(p_v + n0 * v_n, n0, v_n, v_d, 0, V0, DV, UNIT_D)
+            vh0, vl0, vh1, vl1, e, bad_v = split_tile(vh0, vh1, before, 0.0, 1.0, V1, LIMIT)
             bad = bad | bad_v | (e < LEAST_VALUE).to(tl.int32)
             fv = power(-e)
     if MODE == 0:

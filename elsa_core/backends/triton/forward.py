@@ -22,6 +22,7 @@ from elsa_core.backends.triton.pieces import (
     exponent_room,
     load_part,
     power,
+    row_before,
 )
 
 RUNTIME_INTEGERS = [
@@ -146,7 +147,13 @@ def forward(
             qh1 = q1
             ql1 = q1
         else:
-            qh0, ql0, qh1, ql1, e, bad = split_tile(q0, q1, scale * flip, D1, LIMIT)
+            before0 = row_before(p_q, row0, q_n, q_d, 0, D0, D, UNIT_D)
+            before1 = before0
+            if D1:
+                before1 = row_before(p_q, row0, q_n, q_d, D0, D1, D, UNIT_D)
+            qh0, ql0, qh1, ql1, e, bad = split_tile(
+                q0, q1, before0, before1, scale * flip, D1, LIMIT
+            )
             e_q = scale_exp - e
         if PRE:
             if OVERLAP:

@@ -8,8 +8,9 @@ in [2**13, 2**14), then written as hi + lo in float16. An element at 2**-k of th
 keeps min(22, 38 - k) significand bits. A tile passes the guard when the maximum of every row and of
 every channel that is not zero lies within 2**-18 of the tile's maximum (2**-27 where a single
 float16 product is asked for); then the largest element of each row and channel keeps 20 (11) bits,
-and 22 within 2**-16. A head with a tile that does not pass is folded by `fold_exact`, with float32
-FMA.
+and 22 within 2**-16. A channel's maximum is taken over the row before the tile too: a tile of one
+row (k * k + 1 tokens) would else be judged by single numbers, and one in 100 000 lies that low. A
+head with a tile that does not pass is folded by `fold_exact`, with float32 FMA.
 """
 
 from __future__ import annotations
@@ -84,16 +85,17 @@ def nonzero_min(x):
 
 
 @triton.jit
-def extent(x):
+def extent(x, before):
     """The largest magnitude of a tile, and the least maximum of its rows and channels that are not
     zero.
 
-    x: [R, C] magnitudes, float32. The largest is taken over the channels' maxima: they lie within
-    each warp.
+    x: [R, C] magnitudes, float32; before: [C] those of the row before, or 0. The largest is taken
+    over the channels' maxima: they lie within each warp.
     """
     m_r = tl.max(x, 1)
     m_c = tl.max(x, 0)
-    return tl.max(m_c, 0), tl.minimum(nonzero_min(m_r), nonzero_min(m_c))
+    of_channels = nonzero_min(tl.maximum(m_c, before))
+    return tl.max(m_c, 0), tl.minimum(nonzero_min(m_r), of_channels)
 
 
 @triton.jit
@@ -141,6 +143,17 @@ def load_part(
     if START + WIDTH > DIM:
         return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
     return tl.load(p)
+
+
+@triton.jit
+def row_before(
+    p_tile, first, stride_n, stride_d,
+    START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, UNIT_D: tl.constexpr,
+):  # fmt: skip
+    """Magnitudes of the row before a tile that begins at row `first`; zeros before row 0. [WIDTH]"""
+    o_d = START + tl.arange(0, WIDTH)
+    p = p_tile - stride_n + (o_d if UNIT_D else o_d * stride_d)
+    return tl.abs(tl.load(p, mask=o_d < tl.where(first > 0, DIM, 0), other=0.0))
 
 
 @triton.jit

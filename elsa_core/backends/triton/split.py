@@ -15,6 +15,7 @@ from elsa_core.backends.triton.pieces import (
     halves,
     load_part,
     power,
+    row_before,
 )
 
 
@@ -30,7 +31,8 @@ def split_operand(
     x = load_part(
         p_x + n0 * stride_n, o_n, rows - n0, stride_n, stride_d, 0, PADDED, DIM, UNIT_D, True
     )
-    top, least = extent(tl.abs(x))
+    before = row_before(p_x + n0 * stride_n, n0, stride_n, stride_d, 0, PADDED, DIM, UNIT_D)
+    top, least = extent(tl.abs(x), before)
     e = exponent(top)
     hi, lo = halves(x * power(e))
     p = p_w + o_n[:, None] * WIDTH + o_d[None, :]

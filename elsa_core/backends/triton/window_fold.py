@@ -62,7 +62,7 @@ def fold_keys(
         else:
             s = s * scale
     else:
-        vh, vl, _, _, e_v, bad_v = split_tile(v, v, 1.0, 0, LIMIT)
+        vh, vl, _, _, e_v, bad_v = split_tile(v, v, 0.0, 0.0, 1.0, 0, LIMIT)
         bad = bad | bad_v | (e_v < LEAST_VALUE).to(tl.int32)
         f_v = power(-e_v)
         if COSINE:

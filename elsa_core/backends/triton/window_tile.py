@@ -47,7 +47,7 @@ def attend(
         else:
             s = s * scale
     else:
-        vh, vl, _, _, e_v, bad = split_tile(v, v, 1.0, 0, LIMIT)
+        vh, vl, _, _, e_v, bad = split_tile(v, v, 0.0, 0.0, 1.0, 0, LIMIT)
         bad = bad | (e_v < LEAST_VALUE).to(tl.int32)
         f_v = power(-e_v)
         if COSINE:
