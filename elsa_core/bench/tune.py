@@ -124,19 +124,19 @@ def _variations(
 ) -> Iterator[Tile]:
     dim = usertable.padded_dim(shape)
     ahead = (True, False) if workspace and mode in ("split", "single") else (False,)
-    loops = (False, True) if shape.keys <= 512 else (False,)
     rows = ((64, 4), (128, 8)) if mode != "exact" else ((32, 4), (64, 4), (64, 8))
     keys = (32, 64, 128) if mode != "exact" else (32, 64)
-    sizes = itertools.product(rows, keys, (2, 3), (0, 128), ahead, loops)
+    sizes = itertools.product(rows, keys, (2, 3), (0, 128), ahead, (False, True))
     for (block_m, warps), block_n, stages, registers, early, loop in sizes:
         tile = replace(
             shipped, mode=mode, dim=256, keys=None, programs=None, block_m=block_m, block_n=block_n,
             warps=warps, stages=stages, ahead=early, registers=registers,
             one_loop=loop,
         )  # fmt: skip
-        # In-loop splitting is rarely the fastest: few of its variations are worth compiling.
-        plain = early or mode == "half" or not (registers or loop)
-        if plain and _fits(tile, dim, shared):
+        # Split ahead, one loop was faster at every length measured; in-loop splitting is rarely the
+        # fastest: few of its variations are worth compiling.
+        worth = loop if early else mode == "half" or not (registers or loop)
+        if worth and _fits(tile, dim, shared):
             yield tile
 
 

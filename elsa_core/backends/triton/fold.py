@@ -126,14 +126,18 @@ def fold_tile(
     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, n0, columns,
     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
     MODE: tl.constexpr, PRE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, TEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     UNIT_D: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys, from where it lies: as given, or split ahead (then e_k and e_v are its
     exponents).
+
+    TEST: 0 every key is there and seen by every row, 1 scores are tested for length and causality,
+    2 they are tested in the tiles that need it.
     """
+    BOUNDED: tl.constexpr = TEST != 0
     o_m = tl.arange(0, BM)
     o_n = tl.arange(0, BN)
     fv = 1.0
@@ -168,11 +172,19 @@ def fold_tile(
     s = scores_of(qh0, ql0, qh1, ql1, kh0, kl0, kh1, kl1, D1, MODE)  # [BM, BN]
     if MASK:
         s = s * f
-    if MASK or BOUNDED:
+    if MASK or TEST == 1:
         s = apply_mask(
             s, p_mask + n0 * mask_k, o_m, o_n, rows, columns, mask_q, mask_k, row0, n0,
             MASK, CAUSAL, BOUNDED,
         )  # fmt: skip
+    elif TEST == 2:
+        needed = columns < BN
+        if CAUSAL:
+            needed = needed | (n0 + BN > row0 + 1)
+        if needed:
+            s = apply_mask(
+                s, p_mask, o_m, o_n, rows, columns, mask_q, mask_k, row0, n0, 0, CAUSAL, True
+            )
     m, z, a, p = advance(s, f, m, z, SHIFT, MASK != 0)
 
     if PRE:
@@ -226,7 +238,10 @@ def fold_range(
     UNIT_D: tl.constexpr, SHIFT: tl.constexpr, LIMIT: tl.constexpr,
     ONE_LOOP: tl.constexpr, STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles in [lo, full) untested, those in [full, hi) tested for length and causality."""
+    """Tiles in [lo, full) untested, those in [full, hi) tested for length and causality.
+
+    ONE_LOOP: one pipelined loop that asks of each tile whether it needs a test.
+    """
     if ONE_LOOP:
         full = lo
     else:
@@ -235,7 +250,7 @@ def fold_range(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                 p_k, p_v, p_mask, WK, WV, p_e + n0 // BN * 2, region_k, region_v,
                 wide(n0), n_k - n0, k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-                MODE, PRE, FRESH, MASK, False, False, BM, BN,
+                MODE, PRE, FRESH, MASK, False, 0, BM, BN,
                 D, D0, D1, DV, V0, V1, UNIT_D, SHIFT, LIMIT,
             )  # fmt: skip
     for n0 in tl.range(full, hi, BN, num_stages=TAIL_STAGES):
@@ -243,7 +258,7 @@ def fold_range(
             qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
             p_k, p_v, p_mask, WK, WV, p_e + n0 // BN * 2, region_k, region_v,
             wide(n0), n_k - n0, k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-            MODE, PRE, FRESH, MASK, CAUSAL, True, BM, BN,
+            MODE, PRE, FRESH, MASK, CAUSAL, 2 if ONE_LOOP else 1, BM, BN,
             D, D0, D1, DV, V0, V1, UNIT_D, SHIFT, LIMIT,
         )  # fmt: skip
     return m, z, acc0, acc1, bad

@@ -34,8 +34,8 @@ class Tile:
     most keys (None: any); programs: the most query tiles of the whole call (None: any). ahead: keys
     and values are split by an own launch first. part: the widest block of the head dimension (wider
     ones are cut in two). registers: the most a thread may use (0: the compiler decides).
-    one_loop: every tile is bounds-tested, in one pipelined loop: few tiles then wait once, not
-    twice.
+    one_loop: one pipelined loop, which asks of each tile whether its scores need a test, instead of
+    a loop for whole tiles and another for the rest: loads then wait once, not twice.
     """
 
     mode: str
