@@ -1,0 +1,65 @@
+"""`profile` on a real GPU: sites inside CUDA graphs, and what the rows add up to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from elsa_core.models.load import load
+from elsa_core.profiling.profile import profile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_sites_add_up_where_the_host_binds(name: str, dtype: torch.dtype) -> None:
+    """Watched as CUDA graphs, even the smallest models cost what they cost unwatched."""
+    model = load(f"timm:{name}", seed=0).eval().to("cuda", dtype)
+    images = torch.randn(1, 3, 224, 224, device="cuda", dtype=dtype)
+    report = profile(model, images, baselines=["eager", "eager+graph"], budget_seconds=4)
+    assert set(report.cover) == {"eager+graph", "patched+graph"}
+    assert any("inside CUDA graphs" in note for note in report.notes)
+    for run, cover in report.cover.items():
+        assert cover == pytest.approx(1.0, abs=0.05), run
+    for run, key in (("eager+graph", "seconds_before"), ("patched+graph", "seconds_after")):
+        total = sum(getattr(site, key) for site in report.sites)
+        assert total == pytest.approx(report.run(run).seconds, rel=0.08), run
+    assert 0.05 < report.sites[-1].share < 0.95
+    assert not [line for line in report.warnings if "add up" in line]
+
+
+class Untraceable(nn.Module):
+    """Waits for the GPU in its forward, which no CUDA graph can hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) * float(x.abs().sum().clamp(1, 1).item())  # type: ignore[no-any-return]
+
+
+def test_sites_of_a_model_that_no_graph_holds() -> None:
+    model = load("timm:vit_tiny_patch16_224", seed=0).eval().cuda()
+    images = torch.randn(8, 3, 224, 224, device="cuda")
+    report = profile(
+        Untraceable(model), images, baselines=["eager", "eager+graph"], budget_seconds=4
+    )
+    assert set(report.cover) == {"eager", "patched"}
+    assert "eager+graph" in report.left_out
+    assert len(report.sites) == 13
+
+
+def test_a_model_against_itself() -> None:
+    model = load("timm:vit_small_patch16_224", seed=0).eval().to("cuda", torch.float16)
+    images = torch.randn(8, 3, 224, 224, device="cuda", dtype=torch.float16)
+    report = profile(model, images, baselines=["control"], sites=False, budget_seconds=6)
+    found = report.run("control").ratio
+    assert found is not None
+    assert abs(found.value - 1) < 0.03
