@@ -247,9 +247,26 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
         call()  # what is made once for each stream must not be made during the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except BaseException:
+        _release_generator()
+        raise
     return graph.replay
+
+
+def _release_generator() -> None:
+    """Give the GPU's random numbers a state of their own again.
+
+    A capture that failed leaves them as if it went on, and the next draw anywhere in the process
+    raises "Offset increment outside graph capture".
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    fresh = torch.Generator(generator.device)
+    fresh.manual_seed(generator.initial_seed())
+    with contextlib.suppress(RuntimeError):
+        generator.graphsafe_set_state(fresh)
 
 
 def _gpu_seconds(call: Callable[[], object], flush: Tensor, calls: int) -> float:

@@ -21,6 +21,7 @@ from elsa_core.profiling import energy, measure, trust, variants
 from elsa_core.profiling.measure import Ratio, Samples, Settings, ratio, spread
 from elsa_core.profiling.report import ProfileReport, Run
 from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
+from elsa_core.profiling.timeline import Marked, Timeline, timelines
 
 Progress = Callable[[str, int, int], None]
 
@@ -86,7 +87,9 @@ def profile(
         plain, patched, report = _both(model, precision, backend, include, exclude)
         found = _sites_of(plain, report, first) if sites else None
         built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
-        watched, clocks = _watched(plain, patched, arguments, found, first.device)
+        lines, notes = _timelines(plain, patched, arguments, found, built)
+        hooked = None if lines else found
+        watched, clocks = _watched(plain, patched, arguments, hooked, first.device)
         watch = trust.Watch(first.device)
         samples = measure.take_samples(
             (*built.contenders, *watched), first.device, settings, clocks,
@@ -97,7 +100,7 @@ def profile(
         tell("memory", 0, 0)
         runs = _runs(built, samples, first.device, first.shape[0], seed)
         tell("sites", 0, 0)
-        located = _located(patched, arguments, found, samples, errors, seed)
+        located = _located(patched, arguments, found, lines, samples, errors, seed)
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     return ProfileReport(
         device=str(first.device),
@@ -118,7 +121,7 @@ def profile(
         patched=len(report.patched),
         kept=len(report.kept),
         warnings=warnings + located.warnings,
-        notes=located.notes,
+        notes=notes + located.notes,
         patch=report,
     )
 
@@ -140,7 +143,7 @@ def _watched(
     found: Sequence[AttentionSite] | None,
     device: torch.device,
 ) -> tuple[list[Contender], dict[str, SiteClock]]:
-    """Further copies whose sites are timed; none where no sites are asked for."""
+    """Further copies whose sites are timed in the rounds; none where no sites are asked for."""
     contenders: list[Contender] = []
     clocks: dict[str, SiteClock] = {}
     if found is not None:
@@ -165,6 +168,7 @@ def _located(
     patched: nn.Module,
     arguments: tuple[Any, ...],
     found: Sequence[AttentionSite] | None,
+    lines: Mapping[str, Timeline],
     samples: Samples,
     errors: bool,
     seed: int,
@@ -173,9 +177,13 @@ def _located(
         return _Located()
     judged, notes = _errors(patched, arguments) if errors else ({}, [])
     routes = served(patched, arguments, list(patched_sites(patched)))
-    before, after = (samples[name] for name in _WATCHED)
+    if lines:
+        before, after = (_of_graph(samples[name], line) for name, line in lines.items())
+        covers = {name: ratio(*_paired(line), seed) for name, line in lines.items()}
+    else:
+        before, after = (samples[name] for name in _WATCHED)
+        covers = _cover(samples)
     rows = profiles(found, before, after, routes, judged, seed)
-    covers = _cover(samples)
     warnings = tuple(
         f"the sites of {name} add up to {each.value:.0%} of its time"
         for name, each in covers.items()
@@ -193,6 +201,46 @@ def _cover(samples: Samples) -> dict[str, Ratio]:
         name: ratio(_seconds(samples, watched), _seconds(samples, name))
         for name, watched in names.items()
     }
+
+
+def _timelines(
+    plain: nn.Module,
+    patched: nn.Module,
+    arguments: tuple[Any, ...],
+    found: Sequence[AttentionSite] | None,
+    built: variants.Built,
+) -> tuple[dict[str, Timeline], tuple[str, ...]]:
+    """By graph run, its timeline cut at the sites, the original's first; and what to note of it.
+
+    Where CUDA graphs are among the runs: the host, which binds small models, does not enter. None
+    otherwise, or where the profiler cannot say: then hooks watch the rounds.
+    """
+    replays = {contender.name: contender.call for contender in built.contenders}
+    names = ("eager" + variants.GRAPH, "patched" + variants.GRAPH)
+    if found is None or not all(name in replays for name in names):
+        return {}, ()
+    paths = [site.path for site in found]
+    try:
+        marked = [
+            Marked(variants.shared_copy(model), arguments, paths) for model in (plain, patched)
+        ]
+        lines = timelines(marked, [replays[name] for name in names])
+    except Exception as error:
+        # profilers fail in many ways, and rows by hooks are better than no report
+        return {}, (f"sites were timed eagerly: {variants.first_line(error)}",)
+    note = "sites were timed in CUDA graphs; the rest of the model includes launching the graph"
+    return dict(zip(names, lines, strict=True)), (note,)
+
+
+def _of_graph(samples: Sequence[measure.Sample], line: Timeline) -> list[measure.Sample]:
+    """The cuts as samples of the graph's run: what a caller waits, and the sites' part of it."""
+    waited = spread([sample.seconds for sample in samples]).seconds
+    return [measure.Sample(waited, sites=each.sites) for each in line.cuts]
+
+
+def _paired(line: Timeline) -> tuple[list[float], list[float]]:
+    """Seconds of marked replays without their markers, and of unmarked ones."""
+    return [each.whole for each in line.cuts], list(line.unmarked)
 
 
 def _both(

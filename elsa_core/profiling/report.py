@@ -72,8 +72,9 @@ class ProfileReport:
         best_baseline, best_patched: the fastest of each kind ("control" is no baseline).
         gain: the fastest baseline's time over the fastest patched run's.
         sites: slowest first, the last one being the rest of the model; empty if not asked for.
-        cover: for "eager" and "patched", what the sites and the rest add up to over the run's time,
-            median over the rounds.
+        cover: for the two runs whose sites were timed ("eager" and "patched", or both as CUDA
+            graphs), the time in which their sites were told apart over the run's own, median over
+            the rounds. Graphs: of their kernels.
         patched, kept: numbers of sites.
         warnings: reasons to doubt the figures.
         notes: what else a reader should know.

@@ -133,7 +133,7 @@ def build(
         try:
             call = _part(name.removesuffix(GRAPH), model, patched, inputs, eager_parts)
             if name.endswith(GRAPH):
-                call, graph_bytes[name] = _graphed(call)
+                call, graph_bytes[name] = graphed(call)
             contender = Contender(name, call)
             with torch.inference_mode():
                 call()
@@ -226,7 +226,7 @@ def with_sdpa(model: nn.Module) -> nn.Module:
     return fused
 
 
-def _graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
+def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
     """The replay of a call, and the memory that its graph holds at its peak."""
     with torch.inference_mode():
         for _ in range(3):  # compiled code is tuned, and libraries make their workspaces

@@ -178,6 +178,6 @@ def test_a_graph_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyP
     def refuse(call: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(variants, "_graphed", refuse)
+    monkeypatch.setattr(variants, "graphed", refuse)
     built = variants.build(nn.Identity(), nn.Identity(), (), ("patched+graph",))
     assert built.left_out == {"patched+graph": "operation not permitted when stream is capturing"}

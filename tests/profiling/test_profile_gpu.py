@@ -19,18 +19,21 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
 def test_sites_add_up_where_the_host_binds(name: str, dtype: torch.dtype) -> None:
-    """Watched as CUDA graphs, even the smallest models cost what they cost unwatched."""
+    """In CUDA graphs the kernels of even the smallest models are told apart undisturbed."""
     model = load(f"timm:{name}", seed=0).eval().to("cuda", dtype)
     images = torch.randn(1, 3, 224, 224, device="cuda", dtype=dtype)
-    report = profile(model, images, baselines=["eager", "eager+graph"], budget_seconds=4)
+    report = profile(model, images, baselines=["eager", "eager+graph"], budget_seconds=2.5)
     assert set(report.cover) == {"eager+graph", "patched+graph"}
-    assert any("inside CUDA graphs" in note for note in report.notes)
+    assert any("in CUDA graphs" in note for note in report.notes), report.notes
     for run, cover in report.cover.items():
         assert cover == pytest.approx(1.0, abs=0.05), run
     for run, key in (("eager+graph", "seconds_before"), ("patched+graph", "seconds_after")):
-        total = sum(getattr(site, key) for site in report.sites)
-        assert total == pytest.approx(report.run(run).seconds, rel=0.08), run
-    assert 0.05 < report.sites[-1].share < 0.95
+        own, total = (sum(getattr(site, key) for site in part) for part in (
+            report.sites[:-1], report.sites
+        ))  # fmt: skip
+        assert total == pytest.approx(report.run(run).seconds, rel=0.05), run
+        busy = report.run(run).device_seconds
+        assert busy is not None and 0.1 * busy < own < 0.9 * busy, run
     assert not [line for line in report.warnings if "add up" in line]
 
 
@@ -49,7 +52,7 @@ def test_sites_of_a_model_that_no_graph_holds() -> None:
     model = load("timm:vit_tiny_patch16_224", seed=0).eval().cuda()
     images = torch.randn(8, 3, 224, 224, device="cuda")
     report = profile(
-        Untraceable(model), images, baselines=["eager", "eager+graph"], budget_seconds=4
+        Untraceable(model), images, baselines=["eager", "eager+graph"], budget_seconds=2.5
     )
     assert set(report.cover) == {"eager", "patched"}
     assert "eager+graph" in report.left_out
@@ -62,4 +65,5 @@ def test_a_model_against_itself() -> None:
     report = profile(model, images, baselines=["control"], sites=False, budget_seconds=6)
     found = report.run("control").ratio
     assert found is not None
+    torch.randn(3, device="cuda")  # a capture that failed before must not have broken this
     assert abs(found.value - 1) < 0.03

@@ -150,7 +150,7 @@ def row_before(
     p_tile, first, stride_n, stride_d,
     START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
-    """Magnitudes of the row before a tile that begins at row `first`; zeros before row 0. [WIDTH]"""
+    """Magnitudes of the row before a tile that begins at row `first` (0: zeros). [WIDTH]"""
     o_d = START + tl.arange(0, WIDTH)
     p = p_tile - stride_n + (o_d if UNIT_D else o_d * stride_d)
     return tl.abs(tl.load(p, mask=o_d < tl.where(first > 0, DIM, 0), other=0.0))

@@ -146,9 +146,7 @@ def waves(
     return most * (-(-key_tiles // partitions) + start) / rate + merge
 
 
-def partitions(
-    programs: int, multiprocessors: int, key_tiles: int, *, half: bool = False
-) -> int:
+def partitions(programs: int, multiprocessors: int, key_tiles: int, *, half: bool = False) -> int:
     """The number of key partitions with the least time by `waves`; 1 where splitting gains under 5
     %.
     """

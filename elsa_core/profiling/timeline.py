@@ -1,0 +1,149 @@
+"""A CUDA graph's own timeline, cut at the attention sites.
+
+A small model on a GPU is bound by launches: what hooks measure there is the host. As a CUDA graph
+the host is out of the way, and PyTorch's profiler says when each kernel of a replay began and
+ended. Which of them belong to a site is known from marker kernels, which a second capture of the
+same model runs around each site and which are cut out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from elsa_core.profiling import variants
+
+SESSIONS: Final = 6
+_REPLAYS: Final = 3  # of a session; the first one finds the profiler's buffers cold
+_MARKER: Final = "spin_kernel"  # what torch.cuda._sleep launches
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, copy or fill of a replay: its name, and when it began and ended, in seconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One replay: its seconds without markers, and of these the seconds in each site."""
+
+    whole: float
+    sites: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Replays of one model.
+
+    Attributes:
+        cuts: of the marked graph, without its markers.
+        unmarked: seconds of replays of the unmarked one, first kernel to last.
+    """
+
+    cuts: tuple[Cut, ...]
+    unmarked: tuple[float, ...]
+
+
+class Marked:
+    """A model, with a kernel that does nothing around each site, as a CUDA graph.
+
+    Raises:
+        RuntimeError: a graph cannot hold it.
+    """
+
+    def __init__(self, model: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) -> None:
+        self.order: list[tuple[str, bool]] = []
+        for path in paths:
+            module = model.get_submodule(path)
+            module.register_forward_pre_hook(self._marker(path, True))
+            module.register_forward_hook(self._marker(path, False))
+        self.replay, _ = variants.graphed(lambda: model(*inputs))
+
+    def _marker(self, path: str, entering: bool) -> Callable[..., None]:
+        def mark(*_: Any) -> None:
+            if torch.cuda.is_current_stream_capturing():
+                self.order.append((path, entering))
+            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+
+        return mark
+
+
+def timelines(marked: Sequence[Marked], unmarked: Sequence[Callable[[], object]]) -> list[Timeline]:
+    """Replay all of them in turns and cut what the profiler saw.
+
+    Args:
+        marked: models as marked graphs.
+        unmarked: the replays of the same models' plain graphs, in the same order.
+
+    Raises:
+        RuntimeError: the profiler did not see each kernel of each replay.
+    """
+    cuts: list[list[Cut]] = [[] for _ in marked]
+    spans: list[list[float]] = [[] for _ in marked]
+    for _ in range(SESSIONS):
+        for i, (own, plain) in enumerate(zip(marked, unmarked, strict=True)):
+            cuts[i] += [cut(kernels, own.order) for kernels in _seen(own.replay)]
+            spans[i] += [kernels[-1].end - kernels[0].begin for kernels in _seen(plain)]
+    pairs = zip(cuts, spans, strict=True)
+    return [Timeline(tuple(found), tuple(seconds)) for found, seconds in pairs]
+
+
+def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]]) -> Cut:
+    """The seconds of one replay and of its sites, markers and the gaps behind them left out.
+
+    A kernel's time runs until the next one begins: what lies between two kernels belongs to the
+    first, and where two overlap nothing counts twice.
+
+    Args:
+        kernels: of one replay, by their beginning.
+        order: what each marker says, in turn: the site's path, and whether it begins there.
+
+    Raises:
+        RuntimeError: there are not as many markers as there should be.
+    """
+    if sum(_MARKER in kernel.name for kernel in kernels) != len(order):
+        raise RuntimeError("the profiler did not see every marker")
+    marks = iter(order)
+    inside: str | None = None
+    whole, sites = 0.0, {path: 0.0 for path, _ in order}
+    for i, kernel in enumerate(kernels):
+        if _MARKER in kernel.name:
+            path, entering = next(marks)
+            inside = path if entering else None
+            continue
+        until = kernels[i + 1].begin if i + 1 < len(kernels) else kernel.end
+        whole += until - kernel.begin
+        if inside is not None:
+            sites[inside] += until - kernel.begin
+    return Cut(whole, sites)
+
+
+def _seen(replay: Callable[[], object]) -> list[list[Kernel]]:
+    """The kernels of some replays, each replay's by their beginning."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(_REPLAYS):
+            replay()
+            torch.cuda.synchronize()
+    kernels = sorted(
+        (
+            Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+            for event in found.events() or ()
+            if event.device_type == DeviceType.CUDA
+        ),
+        key=lambda kernel: kernel.begin,
+    )
+    count, over = divmod(len(kernels), _REPLAYS)
+    if over or not count:
+        raise RuntimeError("the profiler did not see every kernel")
+    return [kernels[i : i + count] for i in range(count, len(kernels), count)]
