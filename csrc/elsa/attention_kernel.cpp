@@ -45,6 +45,12 @@ bool values_in_place(const Attention& a, const Plan& plan) {
          item_rows(a, plan) <= kDirectRows;
 }
 
+// Dense rows need no copy; a narrow panel reads four head dimensions at a time.
+bool queries_in_place(const Attention& a) {
+  return a.query.dtype == DType::kFloat32 && a.query.stride[3] == 1 && a.head_dim % 4 == 0 &&
+         a.query.stride[2] == a.head_dim;
+}
+
 // One key block's panels, with room for a narrow one after the last.
 int64_t packed_key_stride(const Attention& a, const Plan& plan) {
   return (plan.key_block + kPanel) * a.head_dim;
@@ -62,13 +68,13 @@ Layout layout(const Attention& a, const Plan& plan) {
   Layout l;
   l.keys = take(blocks * packed_key_stride(a, plan));
   l.values = take(values_in_place(a, plan) ? 0 : blocks * plan.key_block * value_width(a));
-  l.query = take(kBlockRows * kQueryStride);
-  l.scores = take(kBlockRows * kScoreStride);
+  l.query = take(queries_in_place(a) ? 0 : kBlockRows * row_stride(a.head_dim));
+  l.scores = take(kBlockRows * row_stride(plan.key_block));
   l.block_out = take(kBlockRows * value_width(a));
   l.row_max = take(round_up(kBlockRows, kLanes) * kLanes);
   l.reference = take(kBlockRows + kLanes);
   l.rescale = take(kBlockRows + kLanes);
-  l.bias = take(a.mask.data ? kBlockRows * kScoreStride : 0);
+  l.bias = take(a.mask.data ? kBlockRows * row_stride(plan.key_block) : 0);
   l.rows = take(kLanes * round_up(a.head_dim, kLanes));
   l.out = take(state * value_width(a));
   l.maximum = take(state + kLanes);  // these two are read in whole vectors
@@ -104,6 +110,9 @@ class Item {
     width_ = value_width(a);
     scaled_ = a.mask.data != nullptr || !(a.scale > 0.0f);
     values_in_place_ = values_in_place(a, plan);
+    queries_in_place_ = queries_in_place(a);
+    query_stride_ = queries_in_place_ ? a.query.stride[2] : row_stride(a.head_dim);
+    score_stride_ = row_stride(plan.key_block);
     query_ = matrix(a.query, batch_, head_);
     key_ = matrix(a.key, batch_, kv_head_);
     value_ = matrix(a.value, batch_, kv_head_);
@@ -176,7 +185,7 @@ class Item {
     state_ = plan_.key_blocks > 1 ? row : 0;
     if (most_keys_ <= 0) return next;
     const bool last = block_ + 1 == blocks_for(block_row_ + block_rows_ - 1);
-    copy_queries();
+    if (!queries_in_place_) copy_queries();
     scores();
     softmax();
     const bool any_empty = last && finish_rows();
@@ -197,7 +206,7 @@ class Item {
   void copy_queries() {
     float* q = memory_ + at_.query;
     const int64_t padded = round_up(a_.head_dim, 4);
-    for (int64_t i = 0; i < block_rows_; ++i, q += kQueryStride) {
+    for (int64_t i = 0; i < block_rows_; ++i, q += query_stride_) {
       copy_row(query_, block_row_ + i, 0, a_.head_dim, q);
       for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
     }
@@ -209,6 +218,11 @@ class Item {
       store(row_max + i * kLanes, splat(-kInf));
     ScoreTile t = {};
     t.depth = a_.head_dim;
+    t.query_stride = query_stride_;
+    t.score_stride = score_stride_;
+    const float* const queries = queries_in_place_
+                                     ? reinterpret_cast<const float*>(query_.at(block_row_, 0))
+                                     : memory_ + at_.query;
     t.few = wide_keys(a_.keys) <= kLanes;
     t.scaled = scaled_;
     t.scale = a_.scale;
@@ -223,8 +237,8 @@ class Item {
         t.valid = (narrow ? tile.keys : smaller(tile.keys, wide)) - panel;
         if (t.valid <= 0) continue;
         t.visible = a_.causal ? block_row_ + tile.local + 1 - first_key_ - panel : kPanel;
-        t.query = memory_ + at_.query + tile.local * kQueryStride;
-        t.scores = memory_ + at_.scores + tile.local * kScoreStride + panel;
+        t.query = queries + tile.local * query_stride_;
+        t.scores = memory_ + at_.scores + tile.local * score_stride_ + panel;
         t.row_max = row_max + tile.local * kLanes;
         if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
         if (narrow) {
@@ -252,11 +266,11 @@ class Item {
     float* copy = memory_ + at_.bias;
     const int64_t rows = mask.row_stride == 0 ? 1 : block_rows_;
     for (int64_t i = 0; i < rows; ++i) {
-      copy_row(mask, block_row_ + i, first_key_, most_keys_, copy + i * kScoreStride);
+      copy_row(mask, block_row_ + i, first_key_, most_keys_, copy + i * score_stride_);
     }
     t.bias = copy;
-    t.bias_stride = mask.row_stride == 0 ? 0 : kScoreStride;
-    t.bias_end = copy + kBlockRows * kScoreStride;
+    t.bias_stride = mask.row_stride == 0 ? 0 : score_stride_;
+    t.bias_end = copy + kBlockRows * score_stride_;
   }
 
   // Weights relative to the running maximum of each row; the older part of the state is rescaled to
@@ -280,7 +294,7 @@ class Item {
       const Tile& tile = tiles_[t];
       const int64_t count = round_up(tile.keys, kLanes);
       for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
-        float* row = memory_ + at_.scores + i * kScoreStride;
+        float* row = memory_ + at_.scores + i * score_stride_;
         store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
       }
     }
@@ -314,6 +328,7 @@ class Item {
   ELSA_NOINLINE void weigh_values(bool direct) {
     const int64_t chunks = sum_chunks(keys_);
     ValueTile t = {};
+    t.weight_stride = score_stride_;
     float* out = direct ? static_cast<float*>(out_row(block_row_))
                         : memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
     t.out_stride = direct ? a_.heads * a_.value_dim : width_;
@@ -326,7 +341,7 @@ class Item {
         const Tile& tile = tiles_[i];
         t.count = smaller(end, tile.keys) - key;
         if (t.count <= 0) continue;
-        t.weights = memory_ + at_.scores + tile.local * kScoreStride + key;
+        t.weights = memory_ + at_.scores + tile.local * score_stride_ + key;
         t.factor = direct && end >= tile.keys ? memory_ + at_.sum + state_ + tile.local : nullptr;
         const float* panel = values;
         for (int64_t c = 0; c < width_; c += kPanel) {
@@ -381,7 +396,8 @@ class Item {
   const Layout at_;
   float* const memory_;
   int64_t batch_, head_, kv_head_, first_row_, rows_, width_;
-  bool scaled_, values_in_place_;
+  bool scaled_, values_in_place_, queries_in_place_;
+  int64_t query_stride_, score_stride_;
   Matrix query_, key_, value_;
   Prefetch next_[3];  // the upcoming item's operands
   int64_t lines_per_call_ = 0;

@@ -26,19 +26,19 @@ constexpr int64_t wide_keys(int64_t keys) {
   return keys > kLanes && keys % kLanes <= kNarrow ? keys - keys % kLanes : keys;
 }
 
-constexpr int64_t kMaxDim = 256;
 constexpr int kFewChunk = 16;       // head dimensions summed by themselves where keys are few
 constexpr int64_t kSumChunk = 100;  // keys summed in one accumulator chain; see values_tile
-// Constant strides let the compiler address every row of a tile from one register. An odd number of
-// cache lines spreads the rows over the sets.
-constexpr int64_t kQueryStride = kMaxDim + 16;
-constexpr int64_t kScoreStride = kMaxKeyBlock + 16;
+// Floats from one row of a buffer to the next: an odd number of cache lines spreads the rows over
+// the sets, and as few as hold `count` keep them on few pages.
+constexpr int64_t row_stride(int64_t count) { return ((count + 15) / 16 | 1) * 16; }
 
 struct ScoreTile {
-  const float* query;  // [R][kQueryStride]
+  const float* query;  // [R][query_stride]
+  int64_t query_stride;
   const float* panel;  // [depth][vectors * kLanes]
   int64_t depth;
-  float* scores;    // [R][kScoreStride]
+  float* scores;  // [R][score_stride]
+  int64_t score_stride;
   float* row_max;   // [R][kLanes], running
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
@@ -103,12 +103,13 @@ void score_tile(const ScoreTile& t) {
   }
   const float* query = t.query;
   const float* panel = t.panel;
+  const int64_t query_stride = t.query_stride;
   int64_t d = 0;
   if (V == 1 && t.few) {
     const float* rows[R];
     Floats sums[R];
     ELSA_UNROLL
-    for (int r = 0; r < R; ++r) rows[r] = query + r * kQueryStride;
+    for (int r = 0; r < R; ++r) rows[r] = query + r * query_stride;
     d = few_scores(rows, panel, t.depth, sums);
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) acc[r][0] = sums[r];
@@ -123,7 +124,7 @@ void score_tile(const ScoreTile& t) {
     for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) {
-      const Floats q = splat(query[r * kQueryStride]);
+      const Floats q = splat(query[r * query_stride]);
       ELSA_UNROLL
       for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
     }
@@ -158,12 +159,13 @@ void score_tile(const ScoreTile& t) {
   }
   float* const scores = t.scores;
   float* const row_max = t.row_max;
+  const int64_t score_stride = t.score_stride;
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
     Floats m = load(row_max + r * kLanes);
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) {
-      store(scores + r * kScoreStride + v * kLanes, acc[r][v]);
+      store(scores + r * score_stride + v * kLanes, acc[r][v]);
       m = max(acc[r][v], m);
     }
     store(row_max + r * kLanes, m);
@@ -184,7 +186,7 @@ void narrow_score_tile(const ScoreTile& t) {
   for (int64_t d = 0; d < t.depth; d += 4) {
     const Floats key = load(panel);
     ELSA_UNROLL
-    for (int r = 0; r < R; ++r) acc[r] = acc[r] + load_repeated(query + r * kQueryStride) * key;
+    for (int r = 0; r < R; ++r) acc[r] = acc[r] + load_repeated(query + r * t.query_stride) * key;
     panel += kLanes;
     query += 4;
   }
@@ -199,7 +201,7 @@ void narrow_score_tile(const ScoreTile& t) {
   }
   for (int r = 0; r < R; ++r) {
     const int64_t count = t.visible + r < t.valid ? t.visible + r : t.valid;
-    float* scores = t.scores + r * kScoreStride;
+    float* scores = t.scores + r * t.score_stride;
     float most = t.row_max[r * kLanes];
     store(scores, splat(-kInf));
     for (int64_t j = 0; j < count; ++j) {
@@ -213,8 +215,9 @@ void narrow_score_tile(const ScoreTile& t) {
 }
 
 struct ValueTile {
-  const float* weights;  // [R][kScoreStride]
-  const float* values;   // [count][value_stride]
+  const float* weights;  // [R][weight_stride]
+  int64_t weight_stride;
+  const float* values;  // [count][value_stride]
   int64_t value_stride;
   int64_t count;  // at most kSumChunk
   float* out;     // [R][out_stride]
@@ -235,7 +238,7 @@ void value_tile(const ValueTile& t) {
   }
   const float* values = t.values;
   const float* weights = t.weights;
-  const int64_t count = t.count;
+  const int64_t count = t.count, weight_stride = t.weight_stride;
   ELSA_UNROLL_BY_4
   for (int64_t j = 0; j < count; ++j) {
     Floats value[V];
@@ -243,7 +246,7 @@ void value_tile(const ValueTile& t) {
     for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) {
-      const Floats w = splat(weights[r * kScoreStride]);
+      const Floats w = splat(weights[r * weight_stride]);
       ELSA_UNROLL
       for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
     }
