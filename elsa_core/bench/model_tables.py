@@ -36,7 +36,9 @@ def summary(document: Document) -> str:
     verdicts = [case["gain"]["verdict"] for case in cases]
     text = f"Measured on {label(document['environment'])}. Patched models are faster than the "
     text += f"fastest baseline in {verdicts.count('faster')} of {len(cases)} cases, slower in "
-    text += f"{verdicts.count('slower')}; the rest shows no difference."
+    text += f"{verdicts.count('slower')}; the rest shows no difference"
+    unsure = verdicts.count("unsure")
+    text += f", {unsure} of them for want of rounds." if unsure else "."
     failed = [c for c in document["results"]["cases"] if c["gain"] is None]
     if failed:
         named = ", ".join(

@@ -247,24 +247,27 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
         call()  # what is made once for each stream must not be made during the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    stream, offset = torch.cuda.current_stream(), generator.get_offset()
     try:
         with torch.cuda.graph(graph):
             call()
     except BaseException:
-        _release_generator()
+        torch.cuda.set_stream(stream)  # older PyTorch leaves the capture's own
+        _release(generator, offset)
         raise
     return graph.replay
 
 
-def _release_generator() -> None:
-    """Give the GPU's random numbers a state of their own again.
+def _release(generator: torch.Generator, offset: int) -> None:
+    """Give the GPU's random numbers a state of their own again, where they were.
 
     A capture that failed leaves them as if it went on, and the next draw anywhere in the process
     raises "Offset increment outside graph capture".
     """
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
     fresh = torch.Generator(generator.device)
     fresh.manual_seed(generator.initial_seed())
+    fresh.set_offset(offset)
     with contextlib.suppress(RuntimeError):
         generator.graphsafe_set_state(fresh)
 

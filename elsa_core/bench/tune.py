@@ -133,9 +133,11 @@ def _variations(
             warps=warps, stages=stages, ahead=early, registers=registers,
             one_loop=loop,
         )  # fmt: skip
-        # Split ahead, one loop was faster at every length measured; in-loop splitting is rarely the
+        # Split ahead, two loops may win on long rows alone; in-loop splitting is rarely the
         # fastest: few of its variations are worth compiling.
-        worth = loop if early else mode == "half" or not (registers or loop)
+        worth = mode == "half" or not (registers or loop)
+        if early:
+            worth = loop or shape.keys > 4096
         if worth and _fits(tile, dim, shared):
             yield tile
 

@@ -87,7 +87,10 @@ def profile(
         plain, patched, report = _both(model, precision, backend, include, exclude)
         found = _sites_of(plain, report, first) if sites else None
         built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
-        lines, notes = _timelines(plain, patched, arguments, found, built)
+        lines, notes = _timelines(
+            plain, patched, arguments, found, built, budget_seconds / 4,
+            lambda done, total: tell("sites", done, total),
+        )  # fmt: skip
         hooked = None if lines else found
         watched, clocks = _watched(plain, patched, arguments, hooked, first.device)
         watch = trust.Watch(first.device)
@@ -209,6 +212,8 @@ def _timelines(
     arguments: tuple[Any, ...],
     found: Sequence[AttentionSite] | None,
     built: variants.Built,
+    budget_seconds: float,
+    progress: Callable[[int, int], None],
 ) -> tuple[dict[str, Timeline], tuple[str, ...]]:
     """By graph run, its timeline cut at the sites, the original's first; and what to note of it.
 
@@ -224,7 +229,7 @@ def _timelines(
         marked = [
             Marked(variants.shared_copy(model), arguments, paths) for model in (plain, patched)
         ]
-        lines = timelines(marked, [replays[name] for name in names])
+        lines = timelines(marked, [replays[name] for name in names], budget_seconds, progress)
     except Exception as error:
         # profilers fail in many ways, and rows by hooks are better than no report
         return {}, (f"sites were timed eagerly: {variants.first_line(error)}",)
@@ -233,9 +238,17 @@ def _timelines(
 
 
 def _of_graph(samples: Sequence[measure.Sample], line: Timeline) -> list[measure.Sample]:
-    """The cuts as samples of the graph's run: what a caller waits, and the sites' part of it."""
-    waited = spread([sample.seconds for sample in samples]).seconds
-    return [measure.Sample(waited, sites=each.sites) for each in line.cuts]
+    """The cuts as samples of the graph's run: what a caller waits, and the sites' part of it.
+
+    The middle half of the cuts, by their whole time, each beside a wait of the rounds: as many
+    evenly spread ones, the same rounds for every run.
+    """
+    ordered = sorted(line.cuts, key=lambda each: each.whole)
+    quarter = len(ordered) // 4
+    middle = ordered[quarter : len(ordered) - quarter]
+    waits = [samples[i * len(samples) // len(middle)].seconds for i in range(len(middle))]
+    pairs = zip(waits, middle, strict=True)
+    return [measure.Sample(seconds, sites=each.sites) for seconds, each in pairs]
 
 
 def _paired(line: Timeline) -> tuple[list[float], list[float]]:

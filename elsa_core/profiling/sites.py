@@ -29,7 +29,7 @@ class SiteProfile:
     Attributes:
         path: its name in the model; `REST` for the rest, of which only times are known.
         seconds_before, seconds_after: a forward's time in it, mean over the middle half of the
-            rounds. A site is the whole module: its projections too.
+            rounds, or of a CUDA graph's replays. A site is the whole module: its projections too.
         share: of the forward before patching.
         ratio: how many times as fast it became.
         error, original_error: relative error of its output against float64, patched and before;
@@ -218,7 +218,7 @@ def profiles(
 
     Args:
         sites: `outermost` ones, `patched` set where the patched model runs them on elsa.
-        before, after: rounds of the watched model, unpatched and patched, of the same rounds.
+        before, after: of the model whose sites were timed, unpatched and patched, in pairs.
         routes: from `served`.
         errors: (patched, original) by path.
         seed: of the bootstrap.

@@ -8,6 +8,7 @@ same model runs around each site and which are cut out again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,8 +18,9 @@ from torch import nn
 
 from elsa_core.profiling import variants
 
-SESSIONS: Final = 6
-_REPLAYS: Final = 3  # of a session; the first one finds the profiler's buffers cold
+SESSIONS: Final = 6  # of the profiler, for each graph
+LEAST_SESSIONS: Final = 3
+_REPLAYS: Final = 5  # in a session; the first one finds the profiler's buffers cold
 _MARKER: Final = "spin_kernel"  # what torch.cuda._sleep launches
 
 
@@ -61,6 +63,7 @@ class Marked:
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) -> None:
         self.order: list[tuple[str, bool]] = []
+        self.paths = tuple(paths)
         for path in paths:
             module = model.get_submodule(path)
             module.register_forward_pre_hook(self._marker(path, True))
@@ -76,27 +79,40 @@ class Marked:
         return mark
 
 
-def timelines(marked: Sequence[Marked], unmarked: Sequence[Callable[[], object]]) -> list[Timeline]:
+def timelines(
+    marked: Sequence[Marked],
+    unmarked: Sequence[Callable[[], object]],
+    budget_seconds: float,
+    progress: Callable[[int, int], None],
+) -> list[Timeline]:
     """Replay all of them in turns and cut what the profiler saw.
 
     Args:
         marked: models as marked graphs.
         unmarked: the replays of the same models' plain graphs, in the same order.
+        budget_seconds: for all of it, under which there are fewer sessions, but no fewer than
+            `LEAST_SESSIONS`.
+        progress: called with (sessions done, in all).
 
     Raises:
         RuntimeError: the profiler did not see each kernel of each replay.
     """
     cuts: list[list[Cut]] = [[] for _ in marked]
     spans: list[list[float]] = [[] for _ in marked]
-    for _ in range(SESSIONS):
+    start, sessions, done = time.perf_counter(), SESSIONS, 0
+    while done < sessions:
+        progress(done, sessions)
         for i, (own, plain) in enumerate(zip(marked, unmarked, strict=True)):
-            cuts[i] += [cut(kernels, own.order) for kernels in _seen(own.replay)]
+            cuts[i] += [cut(kernels, own.order, own.paths) for kernels in _seen(own.replay)]
             spans[i] += [kernels[-1].end - kernels[0].begin for kernels in _seen(plain)]
+        done += 1
+        each = (time.perf_counter() - start) / done
+        sessions = max(LEAST_SESSIONS, min(SESSIONS, int(budget_seconds / each)))
     pairs = zip(cuts, spans, strict=True)
     return [Timeline(tuple(found), tuple(seconds)) for found, seconds in pairs]
 
 
-def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]]) -> Cut:
+def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]], paths: Sequence[str]) -> Cut:
     """The seconds of one replay and of its sites, markers and the gaps behind them left out.
 
     A kernel's time runs until the next one begins: what lies between two kernels belongs to the
@@ -105,6 +121,7 @@ def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]]) -> Cut:
     Args:
         kernels: of one replay, by their beginning.
         order: what each marker says, in turn: the site's path, and whether it begins there.
+        paths: of all sites; one that does not run takes no time.
 
     Raises:
         RuntimeError: there are not as many markers as there should be.
@@ -113,7 +130,7 @@ def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]]) -> Cut:
         raise RuntimeError("the profiler did not see every marker")
     marks = iter(order)
     inside: str | None = None
-    whole, sites = 0.0, {path: 0.0 for path, _ in order}
+    whole, sites = 0.0, dict.fromkeys(paths, 0.0)
     for i, kernel in enumerate(kernels):
         if _MARKER in kernel.name:
             path, entering = next(marks)

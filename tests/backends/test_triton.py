@@ -169,10 +169,12 @@ def test_partitions_of_half_are_those_measured(programs, key_tiles, fastest):
 
 @pytest.mark.parametrize("programs", [1, 5, 48, 200, 1000])
 @pytest.mark.parametrize("key_tiles", [1, 3, 10, 65, 1024])
-def test_partitions_never_slower_than_one(programs, key_tiles):
-    count = tiles.partitions(programs, 132, key_tiles)
+@pytest.mark.parametrize("half", [False, True])
+def test_partitions_never_slower_than_one(programs, key_tiles, half):
+    count = tiles.partitions(programs, 132, key_tiles, half=half)
     assert 1 <= count <= max(1, key_tiles)
-    assert tiles.waves(programs, 132, key_tiles, count) <= tiles.waves(programs, 132, key_tiles, 1)
+    one, chosen = (tiles.waves(programs, 132, key_tiles, n, half=half) for n in (1, count))
+    assert chosen <= one
 
 
 def test_decode_partitions_cover():

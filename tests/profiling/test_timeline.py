@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from elsa_core.bench.timing import Contender
+from elsa_core.models.sites import AttentionSite
 from elsa_core.profiling import timeline, variants
+from elsa_core.profiling.measure import Sample
+from elsa_core.profiling.sites import profiles
 from elsa_core.profiling.timeline import Kernel, Marked, cut, timelines
 
+profile_module = importlib.import_module("elsa_core.profiling.profile")
+SITE = AttentionSite(
+    path="0", module_class="Attention", kind="global", num_heads=1, head_dim=8, query_tokens=4,
+    key_tokens=4, extra=(), flops=None, flops_share=None, patchable=True, reason="",
+    adapter=None, patched=True,
+)  # fmt: skip
+
 ORDER = [("a", True), ("a", False), ("b", True), ("b", False)]
+PATHS = ("a", "b")
 
 
 def kernels(*spans: tuple[str, float, float]) -> list[Kernel]:
@@ -25,7 +39,7 @@ def test_markers_and_the_gaps_behind_them_are_cut_out() -> None:
         ("norm", 20, 21), ("spin_kernel(long)", 22, 23), ("proj", 24, 25),
         ("spin_kernel(long)", 25, 26), ("head", 30, 33),
     )  # fmt: skip
-    found = cut(seen, ORDER)
+    found = cut(seen, ORDER, PATHS)
     assert found.sites == {"a": 7.0, "b": 1.0}
     assert found.whole == 3.0 + 7.0 + 2.0 + 1.0 + 3.0
 
@@ -35,7 +49,7 @@ def test_overlapping_kernels_count_once() -> None:
         ("spin_kernel", 0, 1), ("split", 1, 6), ("fold", 4, 9), ("spin_kernel", 9, 10),
         ("spin_kernel", 10, 11), ("spin_kernel", 11, 12),
     )  # fmt: skip
-    assert cut(seen, ORDER) == timeline.Cut(8.0, {"a": 8.0, "b": 0.0})
+    assert cut(seen, ORDER, PATHS) == timeline.Cut(8.0, {"a": 8.0, "b": 0.0})
 
 
 def test_a_site_that_runs_twice_is_summed() -> None:
@@ -43,12 +57,13 @@ def test_a_site_that_runs_twice_is_summed() -> None:
         ("spin_kernel", 0, 1), ("x", 1, 2), ("spin_kernel", 2, 3),
         ("spin_kernel", 3, 4), ("x", 4, 6), ("spin_kernel", 6, 7),
     )  # fmt: skip
-    assert cut(seen, [("a", True), ("a", False)] * 2).sites == {"a": 3.0}
+    found = cut(seen, [("a", True), ("a", False)] * 2, PATHS)
+    assert found.sites == {"a": 3.0, "b": 0.0}  # b never ran
 
 
 def test_a_lost_marker_is_not_guessed() -> None:
     with pytest.raises(RuntimeError, match="every marker"):
-        cut(kernels(("spin_kernel", 0, 1), ("x", 1, 2)), ORDER)
+        cut(kernels(("spin_kernel", 0, 1), ("x", 1, 2)), ORDER, PATHS)
 
 
 class FakeGpu:
@@ -98,9 +113,46 @@ def test_timelines_of_marked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = gpu.graphed(lambda: model(torch.zeros(1)))
     marked = Marked(variants.shared_copy(nn.Sequential(*model)), (torch.zeros(1),), ["1"])
     assert marked.order == [("1", True), ("1", False)]
-    (found,) = timelines([marked], [plain])
+    told: list[tuple[int, int]] = []
+    (found,) = timelines([marked], [plain], 60.0, lambda *each: told.append(each))
     assert len(found.cuts) == len(found.unmarked) == 2 * timeline.SESSIONS
+    assert told == [(done, timeline.SESSIONS) for done in range(timeline.SESSIONS)]
     assert set(found.unmarked) == {5.5}
     for each in found.cuts:
         assert each.sites == {"1": 3.0}
         assert each.whole == 5.5
+    (few,) = timelines([marked], [plain], 0.0, lambda *_: None)
+    assert len(few.cuts) == 2 * timeline.LEAST_SESSIONS
+
+
+def test_rows_of_a_graph_keep_the_scatter_of_its_waits_and_no_outlier() -> None:
+    """Sites as they were, and waits that scatter by 5%: the rest of the model shows no
+    difference, and two replays of twenty times the time do not enter."""
+    noise = random.Random(0)
+    cuts = [timeline.Cut(1.0 + i * 1e-4, {"0": 0.1}) for i in range(24)]
+    cuts[7] = cuts[8] = timeline.Cut(3.0, {"0": 2.1})
+    line = timeline.Timeline(tuple(cuts), (1.0,) * 24)
+    runs = [[Sample(noise.gauss(1.2, 0.06)) for _ in range(40)] for _ in range(2)]
+    before, after = (profile_module._of_graph(samples, line) for samples in runs)
+    assert len(before) == len(after) == 12
+    assert all(sample.sites == {"0": 0.1} for sample in before)
+    row, rest = profiles([SITE], before, after, {}, {}, seed=0)
+    assert row.seconds_before == pytest.approx(0.1)
+    assert row.share == pytest.approx(0.1 / 1.2, rel=0.05)
+    assert rest.ratio.verdict == "no difference"
+    assert rest.ratio.high - rest.ratio.low > 0.01
+
+
+def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Contender("eager+graph", lambda: None)
+    built = variants.Built((call, Contender("patched+graph", lambda: None)), {}, {})
+    monkeypatch.setattr(
+        variants, "graphed", lambda _: (_ for _ in ()).throw(RuntimeError("no capture\nhere"))
+    )
+    site, model = (SITE,), nn.Sequential(nn.Identity())
+    given = (model, model, (torch.zeros(1),), site, built, 1.0, lambda *_: None)
+    lines, notes = profile_module._timelines(*given)
+    assert lines == {}
+    assert notes == ("sites were timed eagerly: no capture",)
+    without = variants.Built((call,), {}, {})
+    assert profile_module._timelines(*given[:4], without, *given[5:]) == ({}, ())

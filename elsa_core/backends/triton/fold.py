@@ -240,7 +240,7 @@ def fold_range(
 ):  # fmt: skip
     """Tiles in [lo, full) untested, those in [full, hi) tested for length and causality.
 
-    ONE_LOOP: one pipelined loop that asks of each tile whether it needs a test.
+    ONE_LOOP: one loop that asks of each tile whether it needs a test.
     """
     if ONE_LOOP:
         full = lo

@@ -109,7 +109,7 @@ def forward(
             mask_k = tl.full([], 1, tl.int64)
         p_mask = Mask + i_b * mask_b + i_h * mask_h + row0 * mask_q
 
-    # keys this program folds: [lo, full) without any test, [full, hi) with tests
+    # keys this program folds: whole tiles seen by every row in [lo, full), the others in [full, hi)
     lo = i_part * chunk
     hi = tl.minimum(n_k, lo + chunk)
     full = lo + (hi - lo) // BN * BN

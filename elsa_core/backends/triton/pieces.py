@@ -8,9 +8,13 @@ in [2**13, 2**14), then written as hi + lo in float16. An element at 2**-k of th
 keeps min(22, 38 - k) significand bits. A tile passes the guard when the maximum of every row and of
 every channel that is not zero lies within 2**-18 of the tile's maximum (2**-27 where a single
 float16 product is asked for); then the largest element of each row and channel keeps 20 (11) bits,
-and 22 within 2**-16. A channel's maximum is taken over the row before the tile too: a tile of one
-row (k * k + 1 tokens) would else be judged by single numbers, and one in 100 000 lies that low. A
-head with a tile that does not pass is folded by `fold_exact`, with float32 FMA.
+and 22 within 2**-16. A head with a tile that does not pass is folded by `fold_exact`, with float32
+FMA.
+
+A channel's maximum is taken over the row before the tile too (not in windows, nor in the whole
+tiles of a split inside the loop): a tile of one row (k * k + 1 tokens) would else be judged by
+single numbers, of which one in 100 000 lies that low. Such a number may keep fewer bits, as any
+small one in a larger tile does.
 """
 
 from __future__ import annotations
@@ -94,7 +98,7 @@ def extent(x, before):
     """
     m_r = tl.max(x, 1)
     m_c = tl.max(x, 0)
-    of_channels = nonzero_min(tl.maximum(m_c, before))
+    of_channels = nonzero_min(tl.where(m_c > 0.0, tl.maximum(m_c, before), 0.0))
     return tl.max(m_c, 0), tl.minimum(nonzero_min(m_r), of_channels)
 
 
