@@ -98,7 +98,7 @@ def extent(x, before):
     """
     m_r = tl.max(x, 1)
     m_c = tl.max(x, 0)
-    of_channels = nonzero_min(tl.where(m_c > 0.0, tl.maximum(m_c, before), 0.0))
+    of_channels = nonzero_min(tl.maximum(m_c, before))
     return tl.max(m_c, 0), tl.minimum(nonzero_min(m_r), of_channels)
 
 
