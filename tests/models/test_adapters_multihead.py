@@ -324,6 +324,7 @@ def test_coca_with_its_cross_attention() -> None:
     vision = VISION | {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
     text = TEXT | {"embed_cls": True, "output_tokens": True, "context_length": 8}
     model = coca.CoCa(64, multimodal, text, vision).eval()
+    nn.init.normal_(model.text_decoder.text_projection)  # open_clip leaves it as allocated
     ids = torch.randint(1, 20, (2, 8))
     assert_same(model, torch.float32, lambda m, x: m(x, ids)["logits"], torch.randn(2, 3, 32, 32))
 

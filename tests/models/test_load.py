@@ -12,12 +12,13 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.models.load import Loaded, load, load_model
 from elsa_core.models.sources import hub
 from elsa_core.models.sources.libraries import build
-from elsa_core.models.sources.recipe import from_config
+from elsa_core.models.sources.recipe import Preprocess, Recipe, from_config
 
 
 def write(model: nn.Module, path: Path, metadata: dict[str, str] | None = None) -> Path:
@@ -51,6 +52,33 @@ def test_random_weights_come_from_the_seed_alone() -> None:
     assert agree(one, two.model) and not agree(one, three.model)
     assert (one.name, one.input_size, one.num_classes) == ("test_vit", (3, 160, 160), 1000)
     assert one.mean == (0.5, 0.5, 0.5) and one.interpolation == "bicubic"
+
+
+class Dirty(TorchFunctionMode):
+    """Memory that was used before: what `torch.empty` returns is NaN."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "empty" and out.is_floating_point():
+            out.fill_(torch.nan)
+        return out
+
+
+def test_no_weight_of_a_coca_is_left_as_the_memory_was_found() -> None:
+    text = {"context_length": 8, "vocab_size": 20, "width": 64, "heads": 2, "layers": 1}
+    vision = {"image_size": 32, "patch_size": 8, "layers": 1, "width": 64, "head_width": 32}
+    pooled = {"attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True}
+    cfg = {
+        "embed_dim": 64,
+        "custom_text": True,
+        "multimodal_cfg": text,
+        "text_cfg": text | {"embed_cls": True, "output_tokens": True},
+        "vision_cfg": vision | pooled,
+    }
+    recipe = Recipe("open_clip", "coca", {}, 0, Preprocess((3, 32, 32)), None, cfg)
+    with Dirty():
+        model = build(recipe)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_dtype_alias_note_and_plain_load() -> None:

@@ -247,6 +247,10 @@ def _build_open_clip(recipe: Recipe) -> nn.Module:
             f"{recipe.name} has a text tower from the hub ({hub_text}), which needs transformers"
             f" and the network: {first_line(error)}"
         ) from None
+    if isinstance(model, CoCa):
+        # The one weight that open_clip leaves as the memory was found: garbage, at times NaN.
+        projection = model.text_decoder.text_projection
+        nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
     set_size = getattr(model.visual, "set_input_size", None)
     if set_size is not None and tuple(_timm_tower_size(model.visual)) != recipe.size:
         set_size(recipe.size)
