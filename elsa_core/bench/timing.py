@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -235,22 +236,32 @@ def timed(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The replay of a CUDA graph of one call.
+@lru_cache(maxsize=64)
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One stream of each GPU for all captures: cuBLAS makes a workspace for every new one."""
+    return torch.cuda.Stream(device)
+
+
+def captured(
+    call: Callable[[], object], ready: Callable[[], object] | None = None
+) -> Callable[[], object]:
+    """The replay of a CUDA graph of one call; `ready` is called right before the capture.
 
     Raises:
         RuntimeError: the call does something that a graph cannot hold.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    own = _capture_stream(torch.cuda.current_device())
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
         call()  # what is made once for each stream must not be made during the capture
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(own)
+    if ready is not None:
+        ready()
     graph = torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     stream, offset = torch.cuda.current_stream(), generator.get_offset()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=own):
             call()
     except BaseException:
         torch.cuda.set_stream(stream)  # older PyTorch leaves the capture's own

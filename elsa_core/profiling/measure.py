@@ -29,6 +29,8 @@ _RESAMPLES: Final = 1000
 _MOST_ROUNDS: Final = 2000
 _SECONDS: Final = 2.0  # that the rounds take at least
 _NARROW: Final = 0.01  # half the width of an interval at which more rounds add nothing
+_BUSY_BATCHES: Final = 5
+_BUSY_REPLAYS: Final = 5  # of a graph, between two events
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
@@ -239,25 +241,29 @@ def memory_bytes(contender: Contender, device: torch.device) -> int | None:
     return timing.workspace_cpu(contender, 0)
 
 
-def busy_seconds(contender: Contender) -> float | None:
-    """Seconds that the GPU computes in one call: the sum of its kernels, gaps left out (CUDA).
+def busy_seconds(contender: Contender, *, is_graph: bool) -> float | None:
+    """Seconds of the GPU for one call that follows another: of its CUDA graph (CUDA).
 
-    None where PyTorch's profiler cannot tell.
+    None where no graph holds the call. The profiler, which would sum its kernels, stays out of
+    this: from its first use on CUPTI slows down every launch of the process.
     """
-    from torch.profiler import ProfilerActivity, profile
+    with contender.context(), torch.inference_mode():
+        try:
+            replay = contender.call if is_graph else timing.captured(contender.call)
+        except RuntimeError:
+            return None
+        return statistics.median(_replayed(replay) for _ in range(_BUSY_BATCHES))
 
-    try:
-        with (
-            contender.context(),
-            torch.inference_mode(),
-            profile(activities=[ProfilerActivity.CUDA]) as found,
-        ):
-            contender.call()
-            torch.cuda.synchronize()
-        micro = sum(float(event.self_device_time_total) for event in found.key_averages())
-    except (RuntimeError, AttributeError):
-        return None
-    return micro / 1e6 if micro > 0 else None
+
+def _replayed(replay: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()  # the host is ahead of the GPU from here on
+    begin.record()
+    for _ in range(_BUSY_REPLAYS):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _BUSY_REPLAYS
 
 
 def bound_by(latency: float, host: float | None, busy: float | None) -> str:

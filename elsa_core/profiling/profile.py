@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,12 +88,10 @@ def profile(
         plain, patched, report = _both(model, precision, backend, include, exclude)
         found = _sites_of(plain, report, first) if sites else None
         built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
-        lines, notes = _timelines(
-            plain, patched, arguments, found, built, budget_seconds / 4,
-            lambda done, total: tell("sites", done, total),
-        )  # fmt: skip
-        hooked = None if lines else found
-        watched, clocks = _watched(plain, patched, arguments, hooked, first.device)
+        replays = _replays(built)
+        watched, clocks = _watched(
+            plain, patched, arguments, None if replays else found, first.device
+        )
         watch = trust.Watch(first.device)
         samples = measure.take_samples(
             (*built.contenders, *watched), first.device, settings, clocks,
@@ -103,7 +102,22 @@ def profile(
         tell("memory", 0, 0)
         runs = _runs(built, samples, first.device, first.shape[0], seed)
         tell("sites", 0, 0)
-        located = _located(patched, arguments, found, lines, samples, errors, seed)
+        lines: dict[str, Timeline] = {}
+        notes: tuple[str, ...] = ()
+        of_sites = samples
+        if found is not None and replays:
+            # last: from the profiler's first use on, launches of this process are slower
+            lines, notes = _timelines(
+                plain, patched, arguments, found, replays, budget_seconds / 4,
+                lambda done, total: tell("sites", done, total),
+            )  # fmt: skip
+            if not lines:
+                watched, clocks = _watched(plain, patched, arguments, found, first.device)
+                pair = (c for c in built.contenders if c.name in ("eager", "patched"))
+                fewer = replace(settings, budget_seconds=budget_seconds / 4)
+                of_sites = measure.take_samples((*pair, *watched), first.device, fewer, clocks)
+        busy = {run.name: run.device_seconds or 0.0 for run in runs}
+        located = _located(patched, arguments, found, lines, of_sites, busy, errors, seed)
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     return ProfileReport(
         device=str(first.device),
@@ -173,6 +187,7 @@ def _located(
     found: Sequence[AttentionSite] | None,
     lines: Mapping[str, Timeline],
     samples: Samples,
+    busy: Mapping[str, float],
     errors: bool,
     seed: int,
 ) -> _Located:
@@ -182,7 +197,7 @@ def _located(
     routes = served(patched, arguments, list(patched_sites(patched)))
     if lines:
         before, after = (_of_graph(samples[name], line) for name, line in lines.items())
-        covers = {name: ratio(*_paired(line), seed) for name, line in lines.items()}
+        covers = {name: _profiled(line, busy[name], seed) for name, line in lines.items()}
     else:
         before, after = (samples[name] for name in _WATCHED)
         covers = _cover(samples)
@@ -206,54 +221,58 @@ def _cover(samples: Samples) -> dict[str, Ratio]:
     }
 
 
+def _replays(built: variants.Built) -> dict[str, Callable[[], object]]:
+    """The original's and the patched model's CUDA graphs; none where one of them is missing."""
+    calls = {contender.name: contender.call for contender in built.contenders}
+    names = ("eager" + variants.GRAPH, "patched" + variants.GRAPH)
+    return {name: calls[name] for name in names} if all(n in calls for n in names) else {}
+
+
 def _timelines(
     plain: nn.Module,
     patched: nn.Module,
     arguments: tuple[Any, ...],
-    found: Sequence[AttentionSite] | None,
-    built: variants.Built,
+    found: Sequence[AttentionSite],
+    replays: Mapping[str, Callable[[], object]],
     budget_seconds: float,
     progress: Callable[[int, int], None],
 ) -> tuple[dict[str, Timeline], tuple[str, ...]]:
     """By graph run, its timeline cut at the sites, the original's first; and what to note of it.
 
-    Where CUDA graphs are among the runs: the host, which binds small models, does not enter. None
-    otherwise, or where the profiler cannot say: then hooks watch the rounds.
+    The host, which binds small models, does not enter there. None where the profiler cannot say.
     """
-    replays = {contender.name: contender.call for contender in built.contenders}
-    names = ("eager" + variants.GRAPH, "patched" + variants.GRAPH)
-    if found is None or not all(name in replays for name in names):
-        return {}, ()
     paths = [site.path for site in found]
     try:
         marked = [
             Marked(variants.shared_copy(model), arguments, paths) for model in (plain, patched)
         ]
-        lines = timelines(marked, [replays[name] for name in names], budget_seconds, progress)
+        lines = timelines(marked, list(replays.values()), budget_seconds, progress)
     except Exception as error:
         # profilers fail in many ways, and rows by hooks are better than no report
         return {}, (f"sites were timed eagerly: {variants.first_line(error)}",)
     note = "sites were timed in CUDA graphs; the rest of the model includes launching the graph"
-    return dict(zip(names, lines, strict=True)), (note,)
+    return dict(zip(replays, lines, strict=True)), (note,)
 
 
 def _of_graph(samples: Sequence[measure.Sample], line: Timeline) -> list[measure.Sample]:
     """The cuts as samples of the graph's run: what a caller waits, and the sites' part of it.
 
-    The middle half of the cuts, by their whole time, each beside a wait of the rounds: as many
-    evenly spread ones, the same rounds for every run.
+    Each session's cut stands beside the median wait of its share of the rounds, the same rounds
+    for every run.
     """
-    ordered = sorted(line.cuts, key=lambda each: each.whole)
-    quarter = len(ordered) // 4
-    middle = ordered[quarter : len(ordered) - quarter]
-    waits = [samples[i * len(samples) // len(middle)].seconds for i in range(len(middle))]
-    pairs = zip(waits, middle, strict=True)
-    return [measure.Sample(seconds, sites=each.sites) for seconds, each in pairs]
+    count = min(len(line.cuts), len(samples))
+    found = []
+    for i, each in enumerate(line.cuts[:count]):
+        share = samples[i * len(samples) // count : (i + 1) * len(samples) // count]
+        wait = statistics.median(sample.seconds for sample in share)
+        found.append(measure.Sample(wait, sites=each.sites))
+    return found
 
 
-def _paired(line: Timeline) -> tuple[list[float], list[float]]:
-    """Seconds of marked replays without their markers, and of unmarked ones."""
-    return [each.whole for each in line.cuts], list(line.unmarked)
+def _profiled(line: Timeline, busy_seconds: float, seed: int) -> Ratio:
+    """Seconds of marked replays, without their markers and as profiled, over an undisturbed one."""
+    whole = [each.whole for each in line.cuts]
+    return ratio(whole, [busy_seconds] * len(whole), seed)
 
 
 def _both(
@@ -319,7 +338,7 @@ def _runs(
         host = busy = joules = None
         if device.type == "cuda":
             host = spread([s.host or 0.0 for s in samples[name]]).seconds
-            busy = measure.busy_seconds(contender)
+            busy = measure.busy_seconds(contender, is_graph=name.endswith(variants.GRAPH))
             if counter is not None:
                 joules = _joules(counter, contender)
         runs.append(

@@ -24,7 +24,8 @@ class Run:
         memory_bytes: growth at the peak of a call, output included, weights not: PyTorch's
             allocator on CUDA (for a CUDA graph its own pool), else the resident set.
         host_seconds: until the call returns (CUDA).
-        device_seconds: sum of the GPU's kernels (CUDA).
+        device_seconds: of the GPU, for a call that follows another, without the host: of its CUDA
+            graph (CUDA).
         bound: "host" where launching takes longer than computing, "device", or "".
         joules: energy of a call (CUDA with NVML).
         ratio: "eager"'s time over this one's; None for "eager".
@@ -74,7 +75,7 @@ class ProfileReport:
         sites: slowest first, the last one being the rest of the model; empty if not asked for.
         cover: for the two runs whose sites were timed ("eager" and "patched", or both as CUDA
             graphs), the time in which their sites were told apart over the run's own, median over
-            the rounds. Graphs: of their kernels.
+            the rounds. Graphs: the profiled replay over an undisturbed one.
         patched, kept: numbers of sites.
         warnings: reasons to doubt the figures.
         notes: what else a reader should know.

@@ -9,19 +9,23 @@ same model runs around each site and which are cut out again.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import accumulate, pairwise
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
 from elsa_core.profiling import variants
 
-SESSIONS: Final = 6  # of the profiler, for each graph
+SESSIONS: Final = 12  # of the profiler, for each graph
 LEAST_SESSIONS: Final = 3
-_REPLAYS: Final = 5  # in a session; the first one finds the profiler's buffers cold
+_REPLAYS: Final = 6  # in a session; the first one finds the profiler's buffers cold
 _MARKER: Final = "spin_kernel"  # what torch.cuda._sleep launches
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Replays of one model.
+    """Replays of one model, the middle one of each session of the profiler.
+
+    Replays of one session have its conditions in common and are no rounds of their own.
 
     Attributes:
         cuts: of the marked graph, without its markers.
-        unmarked: seconds of replays of the unmarked one, first kernel to last.
+        unmarked: seconds of the unmarked one, first kernel to last.
     """
 
     cuts: tuple[Cut, ...]
@@ -95,21 +101,37 @@ def timelines(
         progress: called with (sessions done, in all).
 
     Raises:
-        RuntimeError: the profiler did not see each kernel of each replay.
+        RuntimeError: the profiler did not see whole replays.
     """
     cuts: list[list[Cut]] = [[] for _ in marked]
     spans: list[list[float]] = [[] for _ in marked]
     start, sessions, done = time.perf_counter(), SESSIONS, 0
-    while done < sessions:
+    for tried in range(1, 2 * SESSIONS + 1):
         progress(done, sessions)
-        for i, (own, plain) in enumerate(zip(marked, unmarked, strict=True)):
-            cuts[i] += [cut(kernels, own.order, own.paths) for kernels in _seen(own.replay)]
-            spans[i] += [kernels[-1].end - kernels[0].begin for kernels in _seen(plain)]
-        done += 1
-        each = (time.perf_counter() - start) / done
+        seen = [_seen(call) for own in zip(marked, unmarked, strict=True) for call in _calls(own)]
+        if all(seen):
+            done += 1
+            for i, own in enumerate(marked):
+                found = [cut(kernels, own.order, own.paths) for kernels in seen[2 * i]]
+                cuts[i].append(_middle(found, lambda each: each.whole))
+                lasted = [kernels[-1].end - kernels[0].begin for kernels in seen[2 * i + 1]]
+                spans[i].append(_middle(lasted, float))
+        each = (time.perf_counter() - start) / tried
         sessions = max(LEAST_SESSIONS, min(SESSIONS, int(budget_seconds / each)))
+        if done >= sessions:
+            break
+    if done < LEAST_SESSIONS:
+        raise RuntimeError("the profiler did not see every kernel")
     pairs = zip(cuts, spans, strict=True)
     return [Timeline(tuple(found), tuple(seconds)) for found, seconds in pairs]
+
+
+def _calls(pair: tuple[Marked, Callable[[], object]]) -> tuple[Callable[[], object], ...]:
+    return pair[0].replay, pair[1]
+
+
+def _middle(found: Sequence[T], key: Callable[[T], float]) -> T:
+    return sorted(found, key=key)[len(found) // 2]
 
 
 def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]], paths: Sequence[str]) -> Cut:
@@ -144,7 +166,7 @@ def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]], paths: Seq
 
 
 def _seen(replay: Callable[[], object]) -> list[list[Kernel]]:
-    """The kernels of some replays, each replay's by their beginning."""
+    """The kernels of the replays of one session, each replay's by their beginning."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
@@ -152,15 +174,31 @@ def _seen(replay: Callable[[], object]) -> list[list[Kernel]]:
         for _ in range(_REPLAYS):
             replay()
             torch.cuda.synchronize()
-    kernels = sorted(
-        (
+    return whole_replays(
+        [
             Kernel(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
             for event in found.events() or ()
             if event.device_type == DeviceType.CUDA
-        ),
-        key=lambda kernel: kernel.begin,
+        ],
+        _REPLAYS,
     )
-    count, over = divmod(len(kernels), _REPLAYS)
-    if over or not count:
-        raise RuntimeError("the profiler did not see every kernel")
-    return [kernels[i : i + count] for i in range(count, len(kernels), count)]
+
+
+def whole_replays(kernels: Sequence[Kernel], count: int) -> list[list[Kernel]]:
+    """Split `count` replays at the pauses between them; those that were seen whole but the first.
+
+    The profiler loses events now and then, mostly at the beginning. What most replays consist of
+    is taken for whole; none where there is no majority.
+    """
+    ordered = sorted(kernels, key=lambda kernel: kernel.begin)
+    if len(ordered) < count:
+        return []
+    ends = list(accumulate((kernel.end for kernel in ordered), max))
+    places = sorted(range(1, len(ordered)), key=lambda i: ordered[i].begin - ends[i - 1])
+    edges = [0, *sorted(places[len(places) - count + 1 :]), len(ordered)]
+    parts = [ordered[begin:end] for begin, end in pairwise(edges)]
+    names = [tuple(kernel.name for kernel in part) for part in parts]
+    usual, often = Counter(names).most_common(1)[0]
+    if 2 * often <= count:
+        return []
+    return [part for part, own in zip(parts[1:], names[1:], strict=True) if own == usual]

@@ -159,8 +159,9 @@ def test_a_graph_replays_the_run_that_it_is_named_after(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(allocated))
     captured: list[Any] = []
 
-    def capture(call: Any) -> Any:
+    def capture(call: Any, ready: Any) -> Any:
         captured.append(call)
+        ready()
         return lambda: "replayed"
 
     monkeypatch.setattr(timing, "captured", capture)

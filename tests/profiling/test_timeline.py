@@ -73,6 +73,7 @@ class FakeGpu:
         self.capturing = False
         self.launched: list[str] = []
         self.replayed: list[list[str]] = []
+        self.sessions, self.blind = 0, set[int]()  # so far, and those of which nothing is seen
         monkeypatch.setattr(torch.cuda, "_sleep", lambda _: self.launched.append("spin_kernel"))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(variants, "graphed", self.graphed)
@@ -92,7 +93,11 @@ class FakeGpu:
     def seen(self, replay: Any) -> list[list[Kernel]]:
         replay()
         names = self.replayed[-1]
-        return [[Kernel(name, i, i + 0.5) for i, name in enumerate(names)]] * 2
+        self.sessions += 1
+        if self.sessions in self.blind:
+            return []
+        slow = [[Kernel(name, 2 * i, 2 * i + 1) for i, name in enumerate(names)]]
+        return [[Kernel(name, i, i + 0.5) for i, name in enumerate(names)]] * 3 + slow
 
 
 class Launching(nn.Module):
@@ -115,23 +120,54 @@ def test_timelines_of_marked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert marked.order == [("1", True), ("1", False)]
     told: list[tuple[int, int]] = []
     (found,) = timelines([marked], [plain], 60.0, lambda *each: told.append(each))
-    assert len(found.cuts) == len(found.unmarked) == 2 * timeline.SESSIONS
+    assert len(found.cuts) == len(found.unmarked) == timeline.SESSIONS
     assert told == [(done, timeline.SESSIONS) for done in range(timeline.SESSIONS)]
     assert set(found.unmarked) == {5.5}
     for each in found.cuts:
         assert each.sites == {"1": 3.0}
         assert each.whole == 5.5
     (few,) = timelines([marked], [plain], 0.0, lambda *_: None)
-    assert len(few.cuts) == 2 * timeline.LEAST_SESSIONS
+    assert len(few.cuts) == timeline.LEAST_SESSIONS
+    gpu.sessions, gpu.blind = 0, {1, 4, 10}  # of three pairs, one side: they are seen again
+    (found,) = timelines([marked], [plain], 60.0, lambda *_: None)
+    assert len(found.cuts) == len(found.unmarked) == timeline.SESSIONS
+    gpu.sessions, gpu.blind = 0, set(range(5, 100))
+    with pytest.raises(RuntimeError, match="every kernel"):
+        timelines([marked], [plain], 60.0, lambda *_: None)
 
 
-def test_rows_of_a_graph_keep_the_scatter_of_its_waits_and_no_outlier() -> None:
-    """Sites as they were, and waits that scatter by 5%: the rest of the model shows no
-    difference, and two replays of twenty times the time do not enter."""
+def session(*replays: str, pause: float = 30.0) -> list[Kernel]:
+    """Kernels named by one letter each, 2 long and 1 apart, a pause after each replay."""
+    found, now = [], 0.0
+    for names in replays:
+        for name in names:
+            found.append(Kernel(name, now, now + 2))
+            now += 3
+        now += pause
+    return found
+
+
+def test_a_session_is_split_at_its_pauses() -> None:
+    kernels = session("abc", "abc", "abc", "abc")
+    found = timeline.whole_replays(list(reversed(kernels)), 4)
+    assert found == [kernels[3:6], kernels[6:9], kernels[9:]]
+
+
+def test_replays_of_which_events_were_lost_are_left_out() -> None:
+    kernels = session("bc", "abc", "abc", "ac", "abc")
+    assert timeline.whole_replays(kernels, 5) == [kernels[2:5], kernels[5:8], kernels[10:]]
+    # as many lost as make the count a multiple: five kernels of each in 20 instead of 25
+    kernels = session("", "abcde", "abcde", "abcde", "abcde")
+    found = timeline.whole_replays(kernels, 5)
+    assert found and all([kernel.name for kernel in one] == list("abcde") for one in found)
+    assert timeline.whole_replays(session("abc", "ab", "ac", "bc"), 4) == []
+    assert timeline.whole_replays(session("a"), 4) == []
+
+
+def test_rows_of_a_graph_keep_the_scatter_of_its_waits() -> None:
+    """Sites as they were, and waits that scatter by 5%: the rest shows no difference."""
     noise = random.Random(0)
-    cuts = [timeline.Cut(1.0 + i * 1e-4, {"0": 0.1}) for i in range(24)]
-    cuts[7] = cuts[8] = timeline.Cut(3.0, {"0": 2.1})
-    line = timeline.Timeline(tuple(cuts), (1.0,) * 24)
+    line = timeline.Timeline((timeline.Cut(1.0, {"0": 0.1}),) * 12, (1.0,) * 12)
     runs = [[Sample(noise.gauss(1.2, 0.06)) for _ in range(40)] for _ in range(2)]
     before, after = (profile_module._of_graph(samples, line) for samples in runs)
     assert len(before) == len(after) == 12
@@ -143,6 +179,26 @@ def test_rows_of_a_graph_keep_the_scatter_of_its_waits_and_no_outlier() -> None:
     assert rest.ratio.high - rest.ratio.low > 0.01
 
 
+def test_equal_sites_are_seldom_told_apart() -> None:
+    """Two equal models, whose sessions drift by 1% and whose replays scatter by 1% more."""
+    noise, told = random.Random(1), 0
+    waits = [Sample(1.2)] * 40
+    for _ in range(60):
+        lines = []
+        for _ in range(2):
+            wholes = [noise.gauss(1.0, 0.014) for _ in range(timeline.SESSIONS)]
+            cuts = [timeline.Cut(w, {"0": 0.1 * w * noise.gauss(1.0, 0.004)}) for w in wholes]
+            lines.append(timeline.Timeline(tuple(cuts), (1.0,) * len(cuts)))
+        before, after = (profile_module._of_graph(waits, line) for line in lines)
+        told += profiles([SITE], before, after, {}, {}, seed=0)[0].ratio.verdict != "no difference"
+    assert told <= 9  # 5% are 3
+
+
+def test_what_the_profiler_adds_shows_in_the_cover() -> None:
+    line = timeline.Timeline((timeline.Cut(1.2, {"0": 0.12}),) * 6, (1.2,) * 6)
+    assert profile_module._profiled(line, 1.0, 0).value == pytest.approx(1.2)
+
+
 def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Contender("eager+graph", lambda: None)
     built = variants.Built((call, Contender("patched+graph", lambda: None)), {}, {})
@@ -150,9 +206,11 @@ def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPa
         variants, "graphed", lambda _: (_ for _ in ()).throw(RuntimeError("no capture\nhere"))
     )
     site, model = (SITE,), nn.Sequential(nn.Identity())
-    given = (model, model, (torch.zeros(1),), site, built, 1.0, lambda *_: None)
-    lines, notes = profile_module._timelines(*given)
+    replays = profile_module._replays(built)
+    assert list(replays) == ["eager+graph", "patched+graph"]
+    lines, notes = profile_module._timelines(
+        model, model, (torch.zeros(1),), site, replays, 1.0, lambda *_: None
+    )
     assert lines == {}
     assert notes == ("sites were timed eagerly: no capture",)
-    without = variants.Built((call,), {}, {})
-    assert profile_module._timelines(*given[:4], without, *given[5:]) == ({}, ())
+    assert profile_module._replays(variants.Built((call,), {}, {})) == {}
