@@ -61,10 +61,10 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
             _show(session, document, published)
         raise
     _show(session, document, published)
-    left = len(cases) - len(document["results"]["cases"])
-    if left > 0:
+    left = models.left(cases, document)
+    if left:
         hint = f"; --resume -o {target} goes on" if target is not None else ""
-        session.line(f"{left} of {len(cases)} models are left{hint}")
+        session.line(f"{len(left)} of {len(cases)} models are left{hint}")
     wrong = [case["case"]["name"] for case in document["results"]["cases"] if case["wrong"]]
     if wrong:
         raise VerdictError(f"wrong results: {', '.join(wrong)}")
@@ -119,9 +119,11 @@ def _show(session: Session, document: Document, published: Document | None) -> N
             continue
         best, own, gain = runs[case["best_peer"]], runs[case["best_own"]], case["gain"]
         verdict = "FAIL wrong" if case["wrong"] else gain["verdict"]
+        span = f"{gain['low']:.2f}-{gain['high']:.2f}"
         rows.append([
             name, f"{best['contender']} {best['seconds'] * 1e3:.3g}", f"{own['seconds'] * 1e3:.3g}",
-            f"{gain['value']:.2f}", f"{gain['low']:.2f}-{gain['high']:.2f}", verdict,
+            f"{gain['value']:.2f}",
+            f"{gain['rounds']} rounds" if gain["verdict"] == "unsure" else span, verdict,
         ])  # fmt: skip
     session.table(("model", ">best baseline, ms", ">patched", ">gain", ">95%", ""), rows)
     lines = [w for case in document["results"]["cases"] for w in case["warnings"]]

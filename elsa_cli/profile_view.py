@@ -41,7 +41,8 @@ def next_steps(session: Session, document: Document, given: dict[str, Any]) -> N
 
 
 def _as_loaded(given: dict[str, Any]) -> list[str]:
-    """The options that load the profiled model again, where there was one size and dtype."""
+    """The options that load the profiled model again, where there was one size and dtype, on the
+    device whose times the plan rests on."""
     from elsa_core.profiling.document import side
 
     words = []
@@ -51,14 +52,17 @@ def _as_loaded(given: dict[str, Any]) -> list[str]:
         words += ["--dtype", given["dtype"][0]]
     if given["arch"] is not None:
         words += ["--arch", given["arch"]]
+    if given["device"] != "auto":
+        words += ["--device", given["device"]]
     return [*words, "--pretrained"] if given["pretrained"] else words
 
 
 def _header(session: Session, document: Document, done: list[Document]) -> None:
     model, place = document["results"]["model"], document["environment"]
     typed = f"{model['alias'].partition(' ')[0]} → " if model.get("alias") else ""
-    weights = "pretrained weights" if model.get("pretrained") else "random weights"
-    session.line(f"{typed}{model.get('name')} · {weights}", "bold")
+    # A file says what it holds once it is read; not even that is known where nothing was.
+    weights = f" · weights: {model['weights']}" if model.get("weights") else ""
+    session.line(f"{typed}{model.get('architecture') or model.get('name')}{weights}", "bold")
     if done:
         device = done[0]["profile"]["device"]
         where = (
@@ -187,5 +191,7 @@ def _short(ratio: Document) -> str:
 def _ratio(ratio: Document | None) -> str:
     if ratio is None:
         return ""
+    if ratio["verdict"] == "unsure":
+        return f"{ratio['value']:.2f} ({ratio['rounds']} rounds)"
     text = f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
     return text if ratio["verdict"] in ("faster", "slower") else f"{text} {ratio['verdict']}"

@@ -101,14 +101,13 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     targets = _targets(given)
     with session.stage("importing torch"):
         from elsa_core.bench import environment
+        from elsa_core.profiling import sweep
 
         plan, points = _planned(session, model, given)
     document = _document(plan, given, environment.describe(plan.device))
     keep = _keeper(session, given["resume"] or given["output"])
     try:
         with session.stage("profiling") as update:
-            from elsa_core.profiling import sweep
-
             sweep.run(plan, points, document, keep=keep, progress=update)
     except BaseException:
         # What is finished is a result, whatever ended the sweep.
@@ -120,7 +119,7 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     if not any(row["status"] == "done" for row in rows):
         raise OutOfMemoryError(f"nothing fits in memory: {rows[0]['reason']}")
     if given["policy"] is not None:
-        _write_policy(session, document, given["plan"])
+        _write_policy(session, sweep.only(points, document), given["plan"])
     profile_view.next_steps(session, document, given)
 
 
@@ -187,11 +186,14 @@ def _planned(
         "given": spec.given, "name": spec.name, "source": spec.source, "alias": spec.alias or "",
         "pretrained": given["pretrained"], "seed": given["seed"], "arch": given["arch"] or "",
     }  # fmt: skip
+    if spec.path is not None:
+        about["weights_sha256"] = sweep.weights_sha256(spec)
     settings = {
         "baselines": list(baselines), "backend": given["backend"],
         "include": list(given["include"]), "exclude": list(given["exclude"]),
         "rounds": given["rounds"], "budget_seconds": given["budget"],
         "sites": not given["no_sites"], "device": str(device),
+        "errors": not (given["no_sites"] or given["no_errors"]),
     }  # fmt: skip
     options = {
         "baselines": baselines, "backend": given["backend"],

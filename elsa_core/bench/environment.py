@@ -16,7 +16,15 @@ from typing import Any, Final
 
 import torch
 
-_PACKAGES: Final = ("torch", "timm", "open_clip_torch", "onnxruntime", "triton", "numpy")
+_PACKAGES: Final = (
+    *("torch", "timm", "open_clip_torch", "torchvision", "onnxruntime", "triton", "numpy"),
+)
+_ALIKE: Final[dict[str, tuple[str, ...]]] = {
+    "": ("cpu", "threads", "gpu", "isa", "kernels"),
+    "gpu_details": ("multiprocessors", "cuda", "driver"),
+    "packages": ("torch", "triton", "timm", "open_clip_torch", "torchvision"),
+}
+"""What models that are timed side by side have in common, by part of the environment."""
 BUSY_CPU: Final = 0.15
 """Share of the processors in use by others above which nothing is published."""
 BUSY_GPU: Final = 8
@@ -47,6 +55,29 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "gpu_details": _gpu(device) if cuda else None,
         "packages": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def difference(there: dict[str, Any], now: dict[str, Any]) -> str:
+    """What keeps the figures of two documents from standing side by side, in words; else empty.
+
+    Args:
+        there: a document read from a file, whose environment may hold anything.
+        now: one of this machine.
+    """
+    before, after = _compared(there), _compared(now)
+    name = next((name for name in after if before[name] != after[name]), None)
+    if name is None:
+        return ""
+    return f"{name} was {str(before[name])[:60]}, now it is {str(after[name])[:60]}"
+
+
+def _compared(document: dict[str, Any]) -> dict[str, Any]:
+    environment = document["environment"]
+    found = {}
+    for part, names in _ALIKE.items():
+        held = environment.get(part) if part else environment
+        found.update({name: held.get(name) if isinstance(held, dict) else None for name in names})
+    return {**found, "elsa": document.get("elsa_version")}
 
 
 def label(environment: dict[str, Any]) -> str:

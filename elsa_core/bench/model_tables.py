@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elsa_core.bench.environment import label
+from elsa_core.profiling.measure import FEWEST_ROUNDS, NO_DIFFERENCE, UNSURE
 
 Document = dict[str, Any]
 
@@ -36,9 +37,9 @@ def summary(document: Document) -> str:
     verdicts = [case["gain"]["verdict"] for case in cases]
     text = f"Measured on {label(document['environment'])}. Patched models are faster than the "
     text += f"fastest baseline in {verdicts.count('faster')} of {len(cases)} cases, slower in "
-    text += f"{verdicts.count('slower')}; the rest shows no difference"
-    unsure = verdicts.count("unsure")
-    text += f", {unsure} of them for want of rounds." if unsure else "."
+    text += f"{verdicts.count('slower')}; no difference in {verdicts.count(NO_DIFFERENCE)}"
+    unsure = verdicts.count(UNSURE)
+    text += f", undecided in {unsure} for want of rounds." if unsure else "."
     failed = [c for c in document["results"]["cases"] if c["gain"] is None]
     if failed:
         named = ", ".join(
@@ -96,6 +97,8 @@ def _gain(case: Document) -> str:
     gain = case["gain"]
     if gain is None:
         return "-"
+    if gain["rounds"] < FEWEST_ROUNDS:
+        return f"{gain['value']:.2f} ({gain['rounds']} rounds)"
     return f"{gain['value']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})"
 
 

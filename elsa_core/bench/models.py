@@ -194,8 +194,8 @@ def run(
         progress: called with (what, index, number of cases).
     """
     results = document["results"]
-    present = {result["case"]["name"] for result in results["cases"]}
-    missing = [case for case in cases if case.name not in present]
+    missing = left(cases, document)
+    results["complete"] = not missing
     end = None if limit_seconds is None else time.monotonic() + limit_seconds
     matmul = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no peer may compute fp32 in TF32
@@ -211,12 +211,18 @@ def run(
 
             results["cases"].append(measure(case, device, results["settings"], tell))
             _in_order(results["cases"], cases)
-            results["complete"] = len(results["cases"]) >= len(cases)
+            results["complete"] = not left(cases, document)
             keep(document)
             _free(device)
     finally:
         torch.set_float32_matmul_precision(matmul)
     return document
+
+
+def left(cases: Sequence[ModelCase], document: Document) -> list[ModelCase]:
+    """The cases that the document does not hold yet; it may hold others."""
+    present = {result["case"]["name"] for result in document["results"]["cases"]}
+    return [case for case in cases if case.name not in present]
 
 
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
@@ -349,16 +355,18 @@ def read(path: Path, fresh: Document) -> Document:
 
     Args:
         path: the file.
-        fresh: what `started` gives now; the file must be of the same machine and settings.
+        fresh: what `started` gives now; the file must be of the same machine, versions and
+            settings.
 
     Raises:
-        ArgumentError: it is of another machine or of other settings.
+        ArgumentError: it is of another machine, of other versions or of other settings.
         ModelError: it cannot be read, or is no such document.
     """
     try:
         document: Document = json.loads(path.read_text(encoding="utf-8"))
-        found, described = document["results"], document["environment"]
+        found = document["results"]
         right = document["command"] == COMMAND and isinstance(found["busy"], str)
+        right = right and isinstance(document["environment"], dict)
         names = [str(each["case"]["name"]) for each in found["cases"]]
         held = {key: found["settings"].get(key) for key in fresh["results"]["settings"]}
     except OSError as error:
@@ -369,9 +377,12 @@ def read(path: Path, fresh: Document) -> Document:
         raise ModelError(f"{path} is no result of `elsa bench models`")
     if held != fresh["results"]["settings"]:
         raise ArgumentError(f"{path} was measured with other settings; use another file or --force")
-    for name in ("cpu", "threads", "gpu"):
-        if described.get(name) != fresh["environment"].get(name):
-            raise ArgumentError(f"{path} was measured on another machine ({described.get(name)})")
+    differs = environment.difference(document, fresh)
+    if differs:
+        raise ArgumentError(
+            f"{path} was measured on another machine or with other versions ({differs}); "
+            "use another file or --force"
+        )
     return document
 
 

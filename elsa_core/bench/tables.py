@@ -7,8 +7,9 @@ A README marks where a table goes:
 
 The middle names the document (`results/attention_cpu.json`), the last part a table of
 `elsa_core.bench.cases.TABLES`, `summary` (one line on where it was measured and what missed its
-goal) or `sweep` (ratios by tokens and head_dim). Where the middle names a folder, its documents are
-those of `elsa profile`, and the last part is `points` (every model and size).
+goal), `sweep` (ratios by tokens and head_dim) or `command` (what wrote it, from its settings).
+Where the middle names a folder, its documents are those of `elsa profile`, and the last part is
+`points` (every model and size) or `command`.
 `python -m elsa_core.bench.tables README.md` rewrites what stands between them.
 """
 
@@ -16,14 +17,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from elsa_core.bench import model_tables
+from elsa_core.bench import cases as attention_cases
+from elsa_core.bench import model_tables, models
 from elsa_core.bench.environment import label
 from elsa_core.errors import ArgumentError
+from elsa_core.profiling.document import side
 
 RESULTS: Final = Path(__file__).parent / "results"
 _BLOCK: Final = re.compile(
@@ -101,28 +105,97 @@ def render(document: Document, table: str) -> str:
     Raises:
         ArgumentError: the document has no such table.
     """
-    models = document["command"] == "bench models"
+    whole = document["command"] == models.COMMAND
     if table == "summary":
-        return (model_tables.summary if models else summary)(document) + "\n"
+        return (model_tables.summary if whole else summary)(document) + "\n"
+    if table == "command":
+        return f"Written by `{command_line(document)}`.\n"
     cases = [case for case in document["results"]["cases"] if case["case"]["table"] == table]
     if not cases:
-        known = ", ".join(dict.fromkeys(c["case"]["table"] for c in document["results"]["cases"]))
-        raise ArgumentError(f"table: the document has no {table!r}; it has {known}, summary")
+        known = ", ".join(_tables_in(document))
+        raise ArgumentError(
+            f"table: the document has no {table!r}; it has {known}, summary, command"
+        )
     if table == "sweep":
         return _sweep(cases)
-    columns, rows = (model_tables.table_of if models else table_of)(cases)
+    columns, rows = (model_tables.table_of if whole else table_of)(cases)
     return markdown(columns, rows)
 
 
 def render_profiles(documents: Sequence[Document], table: str) -> str:
-    """The Markdown of what `elsa profile` measured, `points` being the only table.
+    """The Markdown of what `elsa profile` measured: `points`, or each `command`.
 
     Raises:
         ArgumentError: another table, or a document of another command.
     """
-    if table != "points" or any(d["command"] != "profile" for d in documents):
-        raise ArgumentError(f"table: a folder of profiles has points, not {table!r}")
+    known = ("points", "command")
+    if table not in known or any(d["command"] != "profile" for d in documents):
+        raise ArgumentError(f"table: a folder of profiles has points, command, not {table!r}")
+    if table == "command":
+        lines = "".join(f"{command_line(document)}\n" for document in documents)
+        return f"Written by\n\n```\n{lines}```\n"
     return markdown(*model_tables.table_of_profiles(documents))
+
+
+def command_line(document: Document) -> str:
+    """The command that measures what the document holds, the way it was measured.
+
+    Rounds, budget and baselines are always named: their defaults may change after the document.
+    What it does not keep (globs of cases) is not there.
+    """
+    results = document["results"]
+    settings = results["settings"]
+    profiled = document["command"] == "profile"
+    words = ["elsa", document["command"]]
+    words += _profile_words(results) if profiled else _bench_words(document)
+    if settings.get("baselines"):
+        words += ["--baselines", ",".join(settings["baselines"])]
+    words += ["--rounds", str(settings["rounds"]), "--budget", f"{settings['budget_seconds']:g}"]
+    seed = results["model"]["seed"] if profiled else settings["seed"]
+    words += ["--seed", str(seed)] if seed else []
+    words += ["--backend", settings["backend"]] if settings["backend"] != "auto" else []
+    for flag, present in (
+        ("--flex", settings.get("flex", False)),
+        ("--no-sites", not settings.get("sites", True)),
+        ("--no-errors", settings.get("sites", False) and not settings.get("errors", True)),
+    ):
+        words += [flag] if present else []
+    return " ".join([*words[:2], shlex.join(words[2:])])
+
+
+def _bench_words(document: Document) -> list[str]:
+    """The device, and the tables where they are not all of it."""
+    device, held = document["environment"]["device"], _tables_in(document)
+    known = models.TABLES if document["command"] == models.COMMAND else attention_cases.TABLES
+    words = ["--device", device]
+    if set(held) != set(known.get(device, ())):
+        words += [word for table in held for word in ("--table", table)]
+    return words
+
+
+def _profile_words(results: Document) -> list[str]:
+    """MODEL and the grid of its points."""
+    model, settings = results["model"], results["settings"]
+    words = [str(model["given"]), "--device", settings["device"]]
+    words += ["--pretrained"] if model["pretrained"] else []
+    words += ["--arch", model["arch"]] if model["arch"] else []
+    asked = [point["configuration"] for point in results["points"]]
+    sizes = [each["image_size"] for each in asked if each["image_size"] is not None]
+    for flag, values, default in (
+        ("--img", [side(size) for size in sizes], ""),
+        ("--batch-size", [str(each["batch"]) for each in asked], "1"),
+        ("--dtype", [each["dtype"] for each in asked], "fp32"),
+        ("--precision", [each["precision"] for each in asked], "strict"),
+    ):
+        text = ",".join(dict.fromkeys(values))
+        words += [flag, text] if text != default else []
+    for flag in ("include", "exclude"):
+        words += [word for glob in settings[flag] for word in (f"--{flag}", glob)]
+    return words
+
+
+def _tables_in(document: Document) -> list[str]:
+    return list(dict.fromkeys(case["case"]["table"] for case in document["results"]["cases"]))
 
 
 def summary(document: Document) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,17 @@ from typing import Any
 
 import torch
 
+from elsa_core.bench import environment as place
 from elsa_core.bench.cases import DTYPES
-from elsa_core.errors import ArgumentError
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.exporting.manifest import hashed
 from elsa_core.models.load import Loaded
+from elsa_core.models.sources.fromfile import weights_in
 from elsa_core.models.sources.imagesize import TooLargeError, with_image_size
 from elsa_core.models.sources.libraries import default_recipe
-from elsa_core.models.spec import ModelSpec
+from elsa_core.models.sources.plan import PLAN_NAME
+from elsa_core.models.sources.shards import is_index
+from elsa_core.models.spec import CONFIG_NAMES, ModelSpec
 from elsa_core.precision import validate
 from elsa_core.profiling.document import (
     COMMAND,
@@ -125,6 +131,28 @@ def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
             with_image_size(recipe, size)
 
 
+def weights_sha256(spec: ModelSpec) -> str:
+    """One hash over all that a file or a saved directory is built from; "" for a name.
+
+    Whole files, not their headers: models of one architecture differ in their values alone.
+
+    Raises:
+        ModelError: a file that cannot be read, or a directory without weights.
+    """
+    if spec.path is None:
+        return ""
+    weights = weights_in(spec.path) if spec.source == "directory" else spec.path
+    shards = weights.parent.glob("*.safetensors") if is_index(weights) else ()
+    beside = (weights.parent / name for name in (*CONFIG_NAMES, PLAN_NAME))
+    digest = hashlib.sha256()
+    try:
+        for path in (weights, *sorted(shards), *(path for path in beside if path.is_file())):
+            digest.update(f"{path.name} {hashed(path).sha256}\n".encode())
+    except OSError as error:
+        raise ModelError(f"{spec.path} cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
 def run(
     plan: Plan,
     points: Sequence[Configuration],
@@ -147,8 +175,8 @@ def run(
             points before it are in the document.
     """
     rows: list[Document] = document["results"]["points"]
-    present = {_key(row["configuration"]) for row in rows}
-    missing = [point for point in points if _key(point.to_dict()) not in present]
+    missing = left(points, document)
+    document["results"]["complete"] = not missing
     for i, (group, members) in enumerate(_grouped(missing)):
         loaded: Loaded | None = None
         for point in members:
@@ -165,14 +193,30 @@ def run(
                 tell("loading", 0, 0)
                 forget_compiled()
                 loaded, row = _measured(plan, point, group, loaded, tell)
+                if loaded is not None:
+                    about = {"architecture": loaded.name, "weights": loaded.weights}
+                    document["results"]["model"] |= about
                 rows.append(row)
-            document["results"]["complete"] = len(rows) == len(points)
+            document["results"]["complete"] = not left(points, document)
             keep(document)
         del loaded, i
         gc.collect()
-    document["results"]["complete"] = True
     keep(document)
     return document
+
+
+def left(points: Sequence[Configuration], document: Document) -> list[Configuration]:
+    """The points that the document does not hold yet; it may hold others, of an earlier sweep."""
+    present = {_key(row["configuration"]) for row in document["results"]["points"]}
+    return [point for point in points if _key(point.to_dict()) not in present]
+
+
+def only(points: Sequence[Configuration], document: Document) -> Document:
+    """The document without the points that this sweep did not ask for."""
+    asked = {_key(point.to_dict()) for point in points}
+    results = document["results"]
+    rows = [row for row in results["points"] if _key(row["configuration"]) in asked]
+    return document | {"results": results | {"points": rows}}
 
 
 def _grouped(
@@ -248,7 +292,7 @@ def started(plan: Plan, environment: Document) -> Document:
         "command": COMMAND,
         "environment": environment,
         "results": {
-            "model": plan.model,
+            "model": dict(plan.model),
             "settings": plan.settings,
             "complete": False,
             "points": [],
@@ -260,7 +304,8 @@ def resumed(path: Path, plan: Plan, environment: Document) -> Document:
     """The document that a sweep left in `path`.
 
     Raises:
-        ArgumentError: the file is of another model, of other settings, or of another machine.
+        ArgumentError: the file is of another model, of other settings, of another machine or of
+            other versions.
         ModelError: it cannot be read, or is no result of `elsa profile`.
     """
     document = read(path)
@@ -273,11 +318,10 @@ def resumed(path: Path, plan: Plan, environment: Document) -> Document:
                 f"{path} is of another sweep: its {differs} is {_short(other[differs][0])}, now it "
                 f"is {_short(own[differs])}; give another file, or --force without --resume"
             )
-    for name in ("cpu", "threads", "gpu"):
-        there = document["environment"].get(name)
-        if there != environment.get(name):
-            raise ArgumentError(
-                f"{path} was measured on another machine ({name}: {_short(there)}); its figures "
-                "cannot stand beside this one's"
-            )
+    differs = place.difference(document, started(plan, environment))
+    if differs:
+        raise ArgumentError(
+            f"{path} was measured on another machine or with other versions ({differs}); "
+            "its figures cannot stand beside this one's"
+        )
     return document

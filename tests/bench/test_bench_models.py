@@ -99,6 +99,70 @@ def test_a_run_is_kept_resumed_shown_and_rendered(
     assert "other settings" in capsys.readouterr().err
 
 
+def test_what_is_resumed_is_of_the_same_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "models", *SHORT, "--quick", "-o", "m.json"]
+    assert run(line) == 0
+    kept = Path("m.json").read_text()
+    for change, words in (
+        ({"elsa_version": "0.0.1"}, "elsa was 0.0.1, now it is"),
+        ({"environment": {"packages": {"torch": "2.9.0"}}}, "torch was 2.9.0, now it is"),
+        ({"environment": {"kernels": "another"}}, "kernels was another, now it is"),
+    ):
+        document = json.loads(kept)
+        for key, value in change.items():
+            document[key] = document[key] | value if isinstance(value, dict) else value
+        Path("m.json").write_text(json.dumps(document))
+        capsys.readouterr()
+        assert run([*line, "--resume"]) == 2
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1 and "with other versions" in err and words in err
+    Path("m.json").write_text(json.dumps(json.loads(kept) | {"environment": []}))
+    assert run([*line, "--resume"]) == 4
+
+
+def test_cases_of_another_selection_complete_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "measure", lambda case, *_: {"case": case.to_dict()})
+    document = models.started(models.settings(CPU), {})
+    first, second = TINY["cpu"]["batch8"]
+    models.run([first], document, device=CPU)
+    assert document["results"]["complete"]
+    models.run([second], document, device=CPU, limit_seconds=-1.0)
+    assert not document["results"]["complete"]
+    assert models.left([first, second], document) == [second]
+    models.run([second], document, device=CPU)
+    assert document["results"]["complete"] and len(document["results"]["cases"]) == 2
+
+
+def test_few_rounds_have_no_interval() -> None:
+    document = tables.load(tables.RESULTS / "models_cpu.json")
+    document["results"]["cases"] = document["results"]["cases"][:3]
+    for case, rounds, verdict in zip(
+        document["results"]["cases"], (3, 5, 6), ("unsure", "unsure", "no difference"), strict=True
+    ):
+        case["gain"] = {
+            "value": 1.4776, "low": 0.9, "high": 1.49, "rounds": rounds, "verdict": verdict,
+        }  # fmt: skip
+    cells = [line.split(" | ")[-3] for line in tables.render(document, "batch8").splitlines()[2:]]
+    assert cells == ["1.48 (3 rounds)", "1.48 (5 rounds)", "1.48 (0.90 to 1.49)"]
+    text = tables.render(document, "summary")
+    counts = "in 0 of 3 cases, slower in 0; no difference in 1, undecided in 2 for want of rounds."
+    assert counts in text
+
+
+def test_few_rounds_are_shown_without_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "models", *SHORT, "--quick", "-o", "m.json"]
+    assert run(line) == 0
+    document = json.loads(Path("m.json").read_text())
+    document["results"]["cases"][0]["gain"] |= {"rounds": 4, "verdict": "unsure"}
+    Path("m.json").write_text(json.dumps(document))
+    capsys.readouterr()
+    assert run([*line, "--resume"]) == 0
+    shown = capsys.readouterr().out
+    [row] = [line for line in shown.splitlines() if line.startswith("batch8/ViT-T")]
+    assert " 4 rounds " in row and row.endswith("unsure")
+    assert "undecided in 1 for want of rounds" in shown
+
+
 def test_a_limit_leaves_models_for_later(capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter([0.0, 0.5, 100.0])
 

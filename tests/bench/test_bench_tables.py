@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elsa_cli.commands import bench, profile
 from elsa_core.bench import plots, tables
 from elsa_core.errors import ArgumentError, UnavailableError
 
@@ -136,7 +138,7 @@ def profiled() -> dict[str, Any]:
     profile = {
         "image_size": [224, 192], "batch": 8, "dtype": "float16", "runs": runs,
         "best_baseline": "eager", "best_patched": "patched",
-        "gain": {"value": 2.0, "low": 1.9, "high": 2.1},
+        "gain": {"value": 2.0, "low": 1.9, "high": 2.1, "rounds": 9, "verdict": "faster"},
     }  # fmt: skip
     points = [{"status": "done", "profile": profile}, {"status": "out of memory"}]
     return {"command": "profile", "results": {"model": {"name": "vit"}, "points": points}}
@@ -149,11 +151,51 @@ def test_a_folder_of_profiles_is_one_table(document: dict[str, Any], tmp_path: P
     text = "<!-- begin:bench:gpu:points -->\n<!-- end:bench:gpu:points -->"
     row = "| vit | 224x192 | 8 | float16 | **2** | **1** | 2.00 (1.90 to 2.10) | 3 / - |"
     assert row in tables.rendered(text, tmp_path).splitlines()
-    with pytest.raises(ArgumentError, match="has points, not 'vit'"):
+    with pytest.raises(ArgumentError, match="has points, command, not 'vit'"):
         tables.rendered(text.replace("points", "vit"), tmp_path)
     (folder / "two.json").write_text(json.dumps(document))
     with pytest.raises(ArgumentError, match="has points"):
         tables.rendered(text, tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(tables.RESULTS.rglob("*.json")), ids=lambda p: p.stem)
+def test_a_command_has_the_settings_of_its_document(path: Path) -> None:
+    """The options of a document's command, as the command line reads them."""
+    found = tables.load(path)
+    settings = found["results"]["settings"]
+    _, name, *words = shlex.split(tables.command_line(found))
+    command = {"bench": bench, "profile": profile}[name].command
+    given = command.make_context(name, words).params
+    assert (given["rounds"], given["budget"]) == (settings["rounds"], settings["budget_seconds"])
+    assert list(given["baselines"] or ()) == settings.get("baselines", [])
+    assert given["device"] == found["environment"]["device"]
+    if name == "profile":
+        assert given["no_sites"] is not settings["sites"]
+        held = {(c["batch"], c["dtype"]) for c in points_of(found)}
+        assert {batch for batch, _ in held} == set(given["batch_size"])
+        assert {dtype for _, dtype in held} == set(given["dtype"])
+        sizes = {tuple(c["image_size"]) for c in points_of(found) if c["image_size"]}
+        assert sizes == set(given["img_size"] or ())
+    else:
+        assert given["subject"] == found["command"].partition(" ")[2]
+        held_tables = {case["case"]["table"] for case in found["results"]["cases"]}
+        assert set(given["tables"]) in (set(), held_tables)
+        assert given["flex"] is settings.get("flex", False)
+
+
+def points_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [point["configuration"] for point in document["results"]["points"]]
+
+
+def test_a_command_follows_its_document(document: dict[str, Any]) -> None:
+    document["environment"]["device"] = "cpu"
+    document["results"]["settings"] = {
+        "rounds": 7, "budget_seconds": 2.5, "seed": 3, "backend": "native", "flex": False,
+    }  # fmt: skip
+    assert tables.render(document, "command") == (
+        "Written by `elsa bench attention --device cpu --table vit --table sweep --rounds 7 "
+        "--budget 2.5 --seed 3 --backend native`.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +204,10 @@ def test_a_folder_of_profiles_is_one_table(document: dict[str, Any], tmp_path: P
         ("<!-- begin:bench:cpu:vit -->\n", "1 bench markers, but 0"),
         ("<!-- begin:bench:cpu:vit -->\n<!-- end:bench:cpu:sweep -->", "2 bench markers, but 0"),
         ("<!-- begin:bench:gone:vit -->\n<!-- end:bench:gone:vit -->", "no such result"),
-        ("<!-- begin:bench:cpu:no -->\n<!-- end:bench:cpu:no -->", "it has vit, sweep, summary"),
+        (
+            "<!-- begin:bench:cpu:no -->\n<!-- end:bench:cpu:no -->",
+            "it has vit, sweep, summary, command",
+        ),
         ("<!-- begin:bench:bad:vit -->\n<!-- end:bench:bad:vit -->", "not a result document"),
     ],
 )

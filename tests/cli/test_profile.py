@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_a_profile_for_people(elsa: Elsa) -> None:
                   "--no-errors")  # fmt: skip
     assert answer.code == 0 and errors_of(answer) == []
     lines = answer.out.splitlines()
-    assert lines[0] == "vit_tiny → vit_tiny_patch16_224 · random weights"
+    assert lines[0] == "vit_tiny → vit_tiny_patch16_224 · weights: random (seed 0)"
     assert any(line.startswith("32 px, batch 1, fp32, strict · ") for line in lines)
     assert "without sdpa: fused attention is on already: the same as eager" in lines
     table = [line.split()[0] for line in lines if line.startswith(("eager", "patched", "blocks."))]
@@ -228,10 +229,70 @@ def test_a_file_to_resume_of_something_else(elsa: Elsa) -> None:
     line = (SMALL, "--img", "48", "--no-sites", "--resume", "p.json")
     elsa("profile", *line, *FAST, "--baselines", "control").fails(2, "another sweep", "baselines")
     elsa("profile", "vit_small_patch16_224", *line[1:], *FAST).fails(2, "another sweep")
+    for place, name, value, words in (
+        ("environment", "cpu", "Another", "cpu was Another, now"),
+        ("environment", "kernels", "another", "kernels was another, now"),
+        ("environment", "packages", {"torch": "2.9.0"}, "torch was 2.9.0, now"),
+        ("environment", "packages", ["torch"], "torch was None, now"),
+        ("", "elsa_version", "0.0.1", "elsa was 0.0.1, now"),
+    ):
+        document = json.loads(kept)
+        (document[place] if place else document)[name] = value
+        Path("p.json").write_text(json.dumps(document))
+        elsa("profile", *line, *FAST).fails(2, "another machine or with other versions", words)
     document = json.loads(kept)
-    document["environment"]["cpu"] = "Another"
+    document["results"]["settings"]["errors"] = True
     Path("p.json").write_text(json.dumps(document))
-    elsa("profile", *line, *FAST).fails(2, "another machine", "Another")
+    elsa("profile", *line, *FAST).fails(2, "another sweep", "errors is True, now it is False")
+
+
+def test_a_weights_file_is_named_and_known_again(elsa: Elsa) -> None:
+    """Other weights under the same name would be two models in one document."""
+    for seed in (0, 1):
+        saved = elsa("patch", SMALL, "--img", "32", "--seed", seed, "-o", f"saved{seed}")
+        assert saved.code == 0, saved.err
+    shutil.copy("saved0/model.safetensors", "w.safetensors")
+    line = ("profile", "w.safetensors", *FAST, "--no-sites")
+    answer = elsa(*line, "-o", "p.json")
+    assert answer.code == 0, answer.err
+    head = f"{SMALL} · weights: w.safetensors, saved from random (seed 0)"
+    assert answer.out.splitlines()[0] == head
+    again = results(elsa(*line, "--resume", "p.json", "--json"))
+    assert again["model"]["architecture"] == SMALL and again["complete"]
+    shutil.copy("saved1/model.safetensors", "w.safetensors")
+    elsa(*line, "--resume", "p.json").fails(2, "another sweep", "weights_sha256")
+    answer = elsa("profile", "./saved1", *FAST, "--no-sites")
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith(f"{SMALL} · weights: saved1/model.safetensors, saved from random")
+
+
+def test_few_rounds_are_shown_without_an_interval(elsa: Elsa) -> None:
+    line = ("profile", SMALL, *FAST, "--img", "32", "--no-sites")
+    assert elsa(*line, "-o", "p.json").code == 0
+    document = json.loads(Path("p.json").read_text())
+    own = document["results"]["points"][0]["profile"]["runs"][-1]
+    own["ratio"] = {"value": 1.48, "low": 1.4, "high": 1.5, "rounds": 3, "verdict": "unsure"}
+    Path("p.json").write_text(json.dumps(document))
+    shown = elsa(*line, "--resume", "p.json").out
+    assert "1.48 (3 rounds)" in shown and "1.40-1.50" not in shown
+
+
+def test_a_policy_judges_the_points_that_were_asked_for(
+    elsa: Elsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that holds another precision too was refused after everything was measured."""
+    from elsa_core.profiling import policy
+
+    # whatever this machine says of so small a model
+    monkeypatch.setattr(policy, "_slower", lambda members: (False, 1.5))
+    line = ("profile", SMALL, *FAST, "--img", "32", "--device", "cpu")
+    assert elsa(*line, "--precision", "turbo", "-o", "p.json").code == 0
+    answer = elsa(*line, "--resume", "p.json", "--policy", "faster")
+    assert answer.code == 0, answer.err
+    assert json.loads(Path("plan.json").read_text())["precision"] == "strict"
+    # `auto` might choose a GPU for a plan that rests on a CPU's times
+    next_line = f"Next: elsa patch {SMALL} --img 32 --device cpu --plan plan.json -o DIR"
+    assert answer.out.splitlines()[-1] == next_line
 
 
 def test_a_plan_leaves_slow_sites_alone(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
