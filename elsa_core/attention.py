@@ -19,6 +19,7 @@ from elsa_core.errors import ArgumentError, UnavailableError
 _ATTENTION = torch.ops.elsa.attention.default
 _EAGER = torch.ops.elsa.attention_eager.default
 
+NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to learn it"
 BACKENDS = ("auto", "native", "triton", "eager")
 # Which backends `auto` asks, in order. A device type that is not listed is served by eager.
 _PREFERENCE = {"cpu": ("native", "eager"), "cuda": ("triton", "eager")}
@@ -95,11 +96,13 @@ def attention(
     Reference:
         ELSA (arXiv 2604.23798), Eq. 4 and Theorem 1.
     """
+    if isinstance(scale, Tensor):
+        raise ArgumentError(NO_TENSOR_SCALE)
     if not calls.watched() and not torch._C._is_any_autocast_enabled() and dropout_p == 0.0:
         answer = _direct(query, key, value, attn_mask, is_causal, scale, precision, backend)
         if answer is not None:
             return answer if return_lse else answer[0]
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
     if scale is None:
@@ -308,11 +311,14 @@ def _eager_alone(backend: str, dropout_p: float = 0.0) -> str:
 def _autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Cast as PyTorch's autocast does for its own attention operator."""
+    """Cast as PyTorch's autocast does for its own attention operator: float64 stays."""
     dtype = torch.get_autocast_dtype(query.device.type)
-    if attn_mask is not None and attn_mask.is_floating_point():
+    query, key, value = (
+        t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
+    )
+    if attn_mask is not None and attn_mask.is_floating_point() and query.dtype == dtype:
         attn_mask = attn_mask.to(dtype)
-    return query.to(dtype), key.to(dtype), value.to(dtype), attn_mask
+    return query, key, value, attn_mask
 
 
 def _operands(
@@ -369,6 +375,8 @@ def _checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool
     if attn_mask.device != query.device:
         raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
     shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
+    if len(shape) > 4:
+        raise ArgumentError(f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}")
     if len(shape) < 4:
         attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + tuple(shape))
         shape = attn_mask.shape
@@ -389,7 +397,8 @@ def _to_four_dims(
         query, key, value = (
             t.reshape((1,) * (4 - rank) + tuple(t.shape)) for t in (query, key, value)
         )
-        if rank == 3:  # [B, N, D]: the leading dim is the batch's, and stays in front of one head
+        if rank == 3 and not (enable_gqa and key.shape[1] not in (1, query.shape[1])):
+            # [B, N, D]: the leading dim is the batch's, and stays in front of one head
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
             if attn_mask is not None and attn_mask.dim() == 3:
                 attn_mask = attn_mask.unsqueeze(1)
@@ -398,10 +407,24 @@ def _to_four_dims(
         # [B, H, windows, N, D]: merging heads and windows is a view where batch and heads is none.
         query, key, value = (t.flatten(1, 2) for t in (query, key, value))
     elif rank > 4:
-        if attn_mask is not None and attn_mask.dim() > 3 and attn_mask.shape[:-3].numel() > 1:
-            attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+        if attn_mask is not None and 3 < attn_mask.dim() <= rank:
+            attn_mask = _merged_mask(attn_mask, query, key)
         query, key, value = (t.flatten(0, -4) for t in (query, key, value))
     return query, key, value, attn_mask
+
+
+def _merged_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask with its batch dims as one."""
+    batch = query.shape[:-3]
+    if attn_mask.shape[:-3].numel() > 1:
+        pairs = zip(reversed(attn_mask.shape[:-3]), reversed(batch), strict=False)
+        if any(size not in (1, wanted) for size, wanted in pairs):
+            full = [*query.shape[:-1], key.shape[-2]]
+            raise ArgumentError(
+                f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {full}"
+            )
+        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
+    return attn_mask.flatten(0, -4)
 
 
 def _merges(*tensors: Tensor) -> bool:
@@ -411,6 +434,8 @@ def _merges(*tensors: Tensor) -> bool:
 
 def _leading_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
     """The output's dims before [Nq, Dv]: the broadcast batch dims and the heads."""
+    if query.dim() == 3 and key.shape[0] not in (1, query.shape[0]) and query.shape[0] != 1:
+        return (query.shape[0],)  # fewer key and value heads
     if query.dim() < 4:
         return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])

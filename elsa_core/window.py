@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls
-from elsa_core.attention import _backend_name, _eager_alone
+from elsa_core.attention import NO_TENSOR_SCALE, _backend_name, _eager_alone
 from elsa_core.backends import eager_window
 from elsa_core.errors import ArgumentError
 
@@ -80,6 +80,8 @@ def window_attention(
     Reference:
         W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
     """
+    if isinstance(scale, Tensor):
+        raise ArgumentError(NO_TENSOR_SCALE)
     window, shift = _geometry(qkv, window_size, shift_size, grid)
     head_dim = _head_dim(qkv, num_heads, layout)
     _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
@@ -118,6 +120,9 @@ def _geometry(
     """Window and shift on three axes; a 2-D image has depth 1."""
     if not qkv.dtype.is_floating_point:
         raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
+    for name, sizes in (("window_size", window_size), ("shift_size", shift_size)):
+        if not hasattr(sizes, "__len__") or not all(hasattr(s, "__index__") for s in sizes):
+            raise ArgumentError(f"{name} must be whole numbers for each axis, not {sizes!r}")
     axes = len(window_size)
     if axes not in (2, 3) or qkv.dim() != axes + 2:
         raise ArgumentError(

@@ -139,6 +139,26 @@ def test_any_rank(shape: tuple[int, ...], backend: str) -> None:
         assert_as_exact_as_sdpa(out, q, k, v, mask)
 
 
+@pytest.mark.parametrize(
+    ("shape", "mask_shape"),
+    [((3, 3, 3, 5, 8), (1, 1, 3, 1, 5)), ((2, 3, 4, 5, 8), (2, 1, 1, 5, 5)),
+     ((2, 3, 4, 5, 8), (3, 1, 1, 5)), ((2, 1, 3, 2, 5, 8), (1, 1, 1, 1, 5, 1))],
+)  # fmt: skip
+def test_masks_of_any_rank(shape, mask_shape, backend: str) -> None:
+    q, k, v, mask = (make(*s, seed=i) for i, s in enumerate((shape, shape, shape, mask_shape)))
+    out = elsa.attention(q, k, v, mask, backend=backend)
+    assert_as_exact_as_sdpa(out, q, k, v, mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_groups_without_a_batch(masked: bool, backend: str) -> None:
+    q, k, v = make(4, 3, 8), make(2, 5, 8, seed=1), make(2, 5, 8, seed=2)
+    mask = make(4, 3, 5, seed=3) if masked else None
+    out, lse = elsa.attention(q, k, v, mask, enable_gqa=True, backend=backend, return_lse=True)
+    assert lse.shape == (4, 3)
+    assert_as_exact_as_sdpa(out, q, k, v, mask, enable_gqa=True)
+
+
 def test_batch_dims_broadcast(backend: str) -> None:
     q, k, v = make(1, 4, 7, 8), make(3, 1, 20, 8, seed=1), make(3, 4, 20, 8, seed=2)
     out = elsa.attention(q, k, v, backend=backend)
@@ -411,6 +431,13 @@ def test_autocast_casts_as_pytorch_does(backend: str) -> None:
     q, k, v = make(1, 2, 9, 8), make(1, 2, 9, 8, seed=1).bfloat16(), make(1, 2, 9, 8, seed=2)
     with torch.autocast("cpu", torch.bfloat16):
         assert elsa.attention(q, k, v, backend=backend).dtype == torch.bfloat16
+        assert elsa.attention(q.double(), q.double(), q.double()).dtype == torch.float64
+
+
+def test_meta_tensors_of_any_rank() -> None:
+    q = torch.empty(3, 5, 8, device="meta")
+    assert elsa.attention(q, q, q).shape == (3, 5, 8)
+    assert elsa.attention(q.requires_grad_(), q, q).requires_grad
 
 
 # The short way of an ordinary call
@@ -521,6 +548,15 @@ REFUSED = {
         lambda: elsa.attention(Q, Q, Q, torch.zeros(3, 4)),
         "attn_mask",
     ),
+    "a mask of a rank too many": (
+        lambda: elsa.attention(Q, Q, Q, torch.zeros(1, 1, 1, 1, 4), backend="eager"),
+        "attn_mask",
+    ),
+    "a mask of other batch dims": (
+        lambda: elsa.attention(Q[None], Q[None], Q[None], torch.zeros(3, 1, 1, 4, 4)),
+        "attn_mask",
+    ),
+    "a scale to learn": (lambda: elsa.attention(Q, Q, Q, scale=torch.tensor(0.3)), "scale"),
     "an integer mask": (
         lambda: elsa.attention(Q, Q, Q, torch.zeros(4, 4, dtype=torch.int32)),
         "attn_mask",

@@ -249,6 +249,10 @@ def test_compiles_whole_and_exports_with_a_dynamic_batch() -> None:
     [
         ({"window_size": (4, 4, 4)}, "expected"),
         ({"window_size": (0, 4)}, "must be positive"),
+        ({"window_size": (4.7, 4)}, "window_size must be whole numbers"),
+        ({"window_size": 4}, "window_size must be whole numbers"),
+        ({"shift_size": (2, 2.5)}, "shift_size must be whole numbers"),
+        ({"scale": torch.tensor(0.3)}, "scale must be a number"),
         ({"shift_size": (4, 0)}, "smaller than"),
         ({"shift_size": (-1, 0)}, "at least 0"),
         ({"num_heads": 5}, "does not divide"),
