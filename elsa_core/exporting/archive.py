@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import lzma
 import shutil
 import stat
+import struct
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
@@ -25,6 +29,16 @@ LARGEST_RATIO = 100
 SLACK = 64 << 20
 _BLOCK = 1 << 20
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
+# What zipfile and its decompressors raise over bytes that are not what they should be.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, NotImplementedError,
+    RuntimeError, ValueError,
+)  # fmt: skip
+# Errors of the system that a name or an offset in the archive causes, never the disk; bz2 gives
+# no number at all.
+_DAMAGE_NUMBERS = (
+    None, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ,
+)  # fmt: skip
 
 
 def write_zip(directory: Path, target: Path) -> None:
@@ -49,7 +63,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
     Raises:
         ModelError: no bundle, or a zip that is not one: links, paths outside, names that occur
-            twice, more data than it holds.
+            twice or are another's folder, more data than it holds.
         UnavailableError: no room to unpack it.
     """
     if path.is_dir():
@@ -66,8 +80,12 @@ def unpacked(path: Path) -> Iterator[Path]:
                 _extract(archive, target, path)
         except ElsaError:
             raise
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        except _DAMAGE as error:
             raise ModelError(f"{path} is a damaged zip file: {error}") from None
+        except OSError as error:
+            if error.errno not in _DAMAGE_NUMBERS:
+                raise
+            raise ModelError(f"{path} is a damaged zip file: {error.strerror or error}") from None
         yield target
 
 
@@ -113,9 +131,8 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     if len(infos) > MAX_FILES:
         raise ModelError(f"{path} holds {len(infos)} entries: no bundle")
     for info in infos:
-        name = info.filename
-        if info.is_dir():
-            name = name.rstrip("/")
+        folder = info.filename.endswith("/")  # is_dir fails on an empty name
+        name = info.filename.rstrip("/") if folder else info.filename
         if not inside(name):
             raise ModelError(f"{path}: the path {name[:120]!r} leads outside the bundle")
         mode = stat.S_IFMT(info.external_attr >> 16)
@@ -123,11 +140,12 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
             raise ModelError(f"{path}: {name[:120]!r} is a link or a device, not a file")
         if info.flag_bits & 0x1:
             raise ModelError(f"{path}: {name[:120]!r} is encrypted")
-        if info.is_dir():
+        if folder:
             continue
         if name in entries:
             raise ModelError(f"{path}: {name[:120]!r} occurs twice")
         entries[name] = info
+    _check_folders(entries, path)
     if MANIFEST_NAME not in entries:
         raise ModelError(f"{path} is no bundle: it holds no {MANIFEST_NAME}")
     total = sum(entry.file_size for entry in entries.values())
@@ -136,3 +154,10 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
             f"{path} claims to unpack {path.stat().st_size} bytes to {total}: refused as a zip bomb"
         )
     return entries
+
+
+def _check_folders(names: Collection[str], path: Path) -> None:
+    for name in names:
+        for parent in map(str, PurePosixPath(name).parents):
+            if parent in names:
+                raise ModelError(f"{path}: {parent[:120]!r} is both a file and a folder")

@@ -68,11 +68,11 @@ def write_artefact(
             subject.model,
             subject.first,
             dynamic_size=chosen.dynamic_size and name == "pt2",
-            step=_step(subject),
+            step=size_step(subject),
         )
         if name == "pt2":
             if chosen.dynamic_size:
-                _prove_other_size(subject, program)
+                _prove_other_sizes(subject, program)
             exported_program.save_program(program, path)
         else:
             exported_program.compile_program(program, path)
@@ -90,11 +90,12 @@ def write_artefact(
 def _write_onnx(subject: Subject, chosen: Choices, path: Path) -> tuple[str, ...]:
     try:
         import onnx
+        import onnxruntime  # noqa: F401  # what is not run is not written
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UnavailableError(
-            f"format onnx needs a package: {error}; pip install onnx onnxscript, or name other "
-            "--formats"
+            f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime, or "
+            "name other --formats"
         ) from None
     export_onnx(
         subject.model,
@@ -113,25 +114,35 @@ def _write_onnx(subject: Subject, chosen: Choices, path: Path) -> tuple[str, ...
     return tuple(names)
 
 
-def _prove_other_size(subject: Subject, program: torch.export.ExportedProgram) -> None:
-    """The program reproduces the model at a larger image too, by the same criterion."""
-    shape = list(subject.inputs[0].shape)
-    shape[2:] = [side + _step(subject) for side in shape[2:]]
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(shape, generator=generator).to(subject.inputs[0])
-    reference = make_reference(subject.model, (images,))
+def _prove_other_sizes(subject: Subject, program: torch.export.ExportedProgram) -> None:
+    """The program reproduces the model at other images too, by the same criterion."""
     module = program.module()
-    with torch.no_grad():
-        outputs = {
-            size: [t.cpu().double().numpy() for t in flat(module(images[:size]))]
-            for size in reference.norms
-        }
-    bad = next((each for each in judge(reference, outputs) if each.reason), None)
-    if bad is not None:
-        raise ExportError(f"model.pt2 does not reproduce the model at {shape[2:]}: {bad.reason}")
+    rows, channels, height, width = subject.inputs[0].shape
+    for sides in _other_sizes(height, width, size_step(subject)):
+        shape = (rows, channels, *sides)
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(shape, generator=generator).to(subject.inputs[0])
+        reference = make_reference(subject.model, (images,))
+        with torch.no_grad():
+            outputs = {
+                size: [t.cpu().double().numpy() for t in flat(module(images[:size]))]
+                for size in reference.norms
+            }
+        bad = next((each for each in judge(reference, outputs) if each.reason), None)
+        if bad is not None:
+            where = f"{sides[0]} x {sides[1]}"
+            raise ExportError(f"model.pt2 does not reproduce the model at {where}: {bad.reason}")
 
 
-def _step(subject: Subject) -> int:
+def _other_sizes(height: int, width: int, step: int) -> list[tuple[int, int]]:
+    """A larger image, whose sides differ, and a smaller one where that is no single patch."""
+    sizes = [(height + step, width + 2 * step)]
+    if width >= 3 * step:
+        sizes.append((height, width - step))
+    return sizes
+
+
+def size_step(subject: Subject) -> int:
     """Pixels that a side of the image must be a multiple of, 1 where it is not known.
 
     timm says by how much each stage of a model shrinks the image; the last one says it for all.

@@ -33,7 +33,7 @@ from elsa_core.exporting.reference import Reference, make_reference, write_refer
 from elsa_core.exporting.subject import Subject, subject_of
 from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
-from elsa_core.exporting.verify import ArtefactReport, run_artefact
+from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
 from elsa_core.models import save as saving
 from elsa_core.models.sources.plan import PLAN_NAME
 
@@ -51,7 +51,7 @@ class Bundle:
     Attributes:
         path: the directory or zip.
         manifest: what manifest.json says.
-        artefacts: how each format did in its fresh process; "skipped" where its runtime is missing.
+        artefacts: how each format did in its fresh process: "ok", or there would be no bundle.
     """
 
     path: Path
@@ -244,7 +244,13 @@ def _write(
     reports = []
     for name in chosen.formats:
         say(f"running {FILES[name]} in a fresh process")
-        reports.append(run_artefact(staging, name, reference, subject.device))
+        bodies = has_bodies(manifest["artefacts"][name])
+        reports.append(run_artefact(staging, name, reference, subject.device, bodies))
+        if reports[-1].status == "skipped":
+            raise UnavailableError(
+                f"{FILES[name]} cannot be verified: {reports[-1].reason}; install it, or name "
+                "other --formats"
+            )
         if reports[-1].status == "failed":
             raise ExportError(f"{FILES[name]} does not reproduce the model: {reports[-1].reason}")
         manifest["artefacts"][name]["verification"] = reports[-1].to_dict()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elsa_core.exporting import operators, ort_library, torchscript
-from elsa_core.exporting.artefacts import FILES, Choices
+from elsa_core.exporting.artefacts import FILES, Choices, size_step
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
 from elsa_core.exporting.reference import Reference
 from elsa_core.exporting.subject import Subject
@@ -89,6 +89,8 @@ def _inputs(subject: Subject, chosen: Choices) -> list[dict[str, Any]]:
         }
         if chosen.dynamic_size and tensor.ndim == 4:
             entry["dynamic_in_pt2"] = {"2": "height", "3": "width"}
+            if (step := size_step(subject)) > 1:
+                entry["multiple_in_pt2"] = step
         result.append(entry)
     return result
 
@@ -96,7 +98,7 @@ def _inputs(subject: Subject, chosen: Choices) -> list[dict[str, Any]]:
 def _artefact(name: str, chosen: Choices, used: tuple[str, ...]) -> dict[str, Any]:
     entry: dict[str, Any] = {"file": FILES[name], "operators": [f"elsa::{n}" for n in used]}
     if name == "onnx":
-        entry["runtime"] = {"onnxruntime": f">={ort_library.OLDEST_RUNTIME}"}
+        entry["runtime"] = {"onnxruntime": f">={ort_library.OLDEST_BY_OPSET[chosen.opset]}"}
         entry["mode"], entry["opset"] = chosen.onnx_mode, chosen.opset
         return entry
     torch_version = ".".join(torch.__version__.split(".")[:2])

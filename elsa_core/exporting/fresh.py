@@ -19,7 +19,7 @@ _BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")
 # Blocks the imports, runs load.py's own code, and tells a missing runtime from a failure.
 _PRELUDE = """
 import runpy, sys
-blocked, script, format, bundle, output = sys.argv[1].split(","), *sys.argv[2:]
+blocked, script, format, bundle, output, library = sys.argv[1].split(","), *sys.argv[2:]
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in blocked:
@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     sys.exit((sys.stderr.write(str(error).splitlines()[0]), code["MISSING_RUNTIME"])[1])
 try:
-    code["run_reference"](format, Path(bundle), Path(output))
+    code["run_reference"](format, Path(bundle), Path(output), library=library == "library")
 except BaseException as error:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     sys.stderr.write(chr(10) + "failed: " + type(error).__name__ + ": " + (lines or [""])[0])
@@ -53,7 +53,12 @@ class FreshRun:
 
 
 def run_fresh(
-    bundle: Path, format: str, *, device: str = "cpu", python: str = sys.executable
+    bundle: Path,
+    format: str,
+    *,
+    device: str = "cpu",
+    library: bool = True,
+    python: str = sys.executable,
 ) -> FreshRun:
     """Run one artefact of a bundle on its own reference inputs, by the template of load.py.
 
@@ -63,6 +68,7 @@ def run_fresh(
         bundle: the directory.
         format: one of the manifest's artefacts.
         device: on "cuda" the package itself is let in, because its Triton kernels are needed.
+        library: False leaves the library for ONNX Runtime out.
         python: the interpreter.
     """
     blocked = [name for name in _BLOCKED if device == "cpu" or not name.startswith("elsa")]
@@ -70,7 +76,7 @@ def run_fresh(
         output = Path(scratch) / "outputs.npz"
         script = str(Path(template.__file__).resolve())
         command = [python, "-c", _PRELUDE, ",".join(blocked), script, format, str(bundle.resolve()),
-                   str(output)]  # fmt: skip
+                   str(output), "library" if library else "bodies"]  # fmt: skip
         code, errors = _run(command, scratch)
         if code == template.MISSING_RUNTIME:
             return FreshRun({}, missing="onnxruntime" if format == "onnx" else "torch")

@@ -117,8 +117,8 @@ def inside(name: str) -> bool:
     path = PurePosixPath(name)
     return bool(
         name
-        and len(name) <= 255
         and name.isprintable()
+        and len(name.encode()) <= 255  # what file systems count
         and "\\" not in name
         and ":" not in name
         and not path.is_absolute()

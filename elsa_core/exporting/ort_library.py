@@ -13,6 +13,8 @@ from pathlib import Path
 from elsa_core.backends import compile
 
 OLDEST_RUNTIME = "1.17"
+# By the opset of a model: ONNX Runtime's CPU has the `Attention` of opset 23 from 1.23 on.
+OLDEST_BY_OPSET = {18: OLDEST_RUNTIME, 23: "1.23"}
 
 _RECIPE = compile.Recipe(
     stem="libelsa_onnxruntime",

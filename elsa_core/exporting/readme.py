@@ -18,7 +18,7 @@ Either loads the operator library `{library}` first.
 _ONNX = """## ONNX Runtime
 
 ```bash
-pip install onnxruntime numpy pillow
+pip install {requirement} numpy pillow
 {command}
 ```
 
@@ -66,7 +66,14 @@ def readme(manifest: dict[str, Any]) -> str:
             )
             break
     if "onnx" in artefacts:
-        parts.append(_ONNX.format(register=_register(manifest), command=_command(manifest, "onnx")))
+        oldest = artefacts["onnx"]["runtime"]["onnxruntime"]
+        parts.append(
+            _ONNX.format(
+                requirement=f"'onnxruntime{oldest}'",
+                register=_register(manifest),
+                command=_command(manifest, "onnx"),
+            )
+        )
     if "torchscript" in artefacts:
         first = manifest["inputs"][0]
         kind = "zeros" if first["dtype"] == "int64" else "rand"
@@ -96,7 +103,17 @@ def _tensors(manifest: dict[str, Any]) -> str:
         for one in manifest[kind]:
             shape = " x ".join(map(str, one["shape"]))
             rows.append(f"| {kind[:-1]} | {one['name']} | {shape} | {one['dtype']} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n" + _sizes(manifest)
+
+
+def _sizes(manifest: dict[str, Any]) -> str:
+    """Which other image sizes model.pt2 takes."""
+    open_ = next((one for one in manifest["inputs"] if "dynamic_in_pt2" in one), None)
+    if open_ is None:
+        return ""
+    step = open_.get("multiple_in_pt2")
+    which = f", multiples of {step}" if step else ""
+    return f"\nmodel.pt2 also takes images of other heights and widths{which}.\n"
 
 
 def _register(manifest: dict[str, Any]) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 from elsa_core.backends.support import Support
 from elsa_core.exporting.manifest import FORMATS
+from elsa_core.exporting.ort_library import OLDEST_BY_OPSET
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "float16", "bfloat16")
 _RUNTIMES = {
     "torchscript": "Python or C++ with torch from 2.10, and the bundle's library",
-    "onnx": "ONNX Runtime from 1.17, any language; the bundle's library optional",
+    "onnx": "ONNX Runtime from "
+    + " or ".join(f"{oldest} (opset {opset})" for opset, oldest in OLDEST_BY_OPSET.items())
+    + ", any language; the bundle's library optional",
     "pt2": "Python with the torch that exported it or later, and the bundle's library",
     "aoti": "Python with the torch that compiled it, and the bundle's library",
 }

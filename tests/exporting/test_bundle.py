@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, NothingPatchedError, UnavailableError
 from elsa_core.exporting import bundle as bundling
-from elsa_core.exporting import operators, reference, tracing
+from elsa_core.exporting import fresh, operators, reference, tracing
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.exporting.manifest import hashed, inside, read_manifest
 from elsa_core.exporting.templates import load as template
@@ -76,12 +76,33 @@ def test_what_a_bundle_holds(bundle: Bundle, vit: Loaded) -> None:
     assert schema == str(torch.ops.elsa.attention.default._schema)
     assert manifest["artefacts"]["torchscript"]["operators"] == ["elsa::attention"]
     assert manifest["artefacts"]["onnx"]["operators"]
+    assert manifest["artefacts"]["onnx"]["runtime"] == {"onnxruntime": ">=1.17"}
     assert manifest["libraries"]["lib/libelsa_torch.so"]["minimum"] == "2.10"
     assert manifest["libraries"]["lib/libelsa_torch.so"]["gpu_archs"] == []
     assert "batch x 3 x 64 x 64" in (bundle.path / "README.md").read_text()
     for size in ("1", "2", "3"):
         verification = manifest["artefacts"]["pt2"]["verification"]["batches"][size]
         assert verification["error"] <= verification["allowed"]
+
+
+def test_opset_23_needs_a_newer_runtime(quick: Any, tmp_path: Path) -> None:
+    made = quick(tmp_path / "out", formats=("onnx",), onnx_mode="standard", opset=23)
+    assert made.manifest["artefacts"]["onnx"]["runtime"] == {"onnxruntime": ">=1.23"}
+    assert "'onnxruntime>=1.23'" in (made.path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("where", ["here", "the fresh process"])
+def test_what_cannot_be_run_is_not_written(
+    vit: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    report = check(vit.model, vit.example_inputs(1), stress=False)
+    if where == "here":
+        monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    else:
+        monkeypatch.setattr(fresh, "_BLOCKED", (*fresh._BLOCKED, "onnxruntime"))
+    with pytest.raises(UnavailableError, match=r"onnxruntime.* name other --formats"):
+        export(vit.model, tmp_path / "out", formats=("onnx",), loaded=vit, check=report)
+    assert entries(tmp_path) == []
 
 
 def test_the_bundle_loads_again_as_a_model(bundle: Bundle, vit: Loaded) -> None:
@@ -128,6 +149,26 @@ def test_load_py_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert template.main([str(tmp_path / "none.png")]) == 1
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and len(errors.splitlines()) == 1
+
+
+def test_load_py_names_the_formats_that_are_here(bundle: Bundle) -> None:
+    command = [sys.executable, str(bundle.path / "load.py"), "image.png", "--format", "aoti"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    line = "error: this bundle holds no 'aoti': choose one of pt2, torchscript, onnx\n"
+    assert done.stderr == line
+
+
+def test_load_py_takes_the_first_format_that_can_run(
+    bundle: Bundle, vit: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = vit.example_inputs(1)[0].numpy()
+    expected = template.load("onnx", bundle.path)(images)[0]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert np.array_equal(template.load(bundle=bundle.path)(images)[0], expected)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ImportError, match="needs onnxruntime or torch"):
+        template.load(bundle=bundle.path)
 
 
 def test_load_py_preprocesses_as_timm_does(bundle: Bundle, vit: Loaded) -> None:
@@ -373,7 +414,7 @@ def test_the_text_tower_computes_what_the_clip_does() -> None:
         ("model.ts", True), ("lib/libelsa_torch.so", True), ("", False), ("/etc/passwd", False),
         ("../x", False), ("a/../x", False), ("a//b", False), ("./a", False), ("a/", False),
         ("C:/x", False), ("a\\b", False), ("a\nb", False), ("..", False), (".", False),
-        ("a" * 300, False),
+        ("a" * 300, False), ("é" * 100, True), ("é" * 200, False), ("\ud800", False),
     ],
 )  # fmt: skip
 def test_paths_that_stay_inside(name: str, good: bool) -> None:

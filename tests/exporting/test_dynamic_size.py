@@ -6,22 +6,37 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 from elsa_core.errors import ExportError
+from elsa_core.exporting import artefacts
 from elsa_core.exporting.bundle import export
+from elsa_core.exporting.reference import Reference, make_reference
 from elsa_core.models.load import load_model
 from elsa_core.models.patch import patch
 
 
-def test_a_model_of_convolutions_and_attention_takes_other_sizes(tmp_path: Path) -> None:
-    """Export itself runs model.pt2 at a second size and compares it with the model in float64."""
-    loaded = load_model("pvt_v2_b0", image_size=64)
+def test_a_model_of_convolutions_and_attention_takes_other_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Export itself runs model.pt2 at other sizes and compares it with the model in float64."""
+    sizes = []
+
+    def recorded(model: nn.Module, inputs: tuple[Tensor, ...]) -> Reference:
+        sizes.append(tuple(inputs[0].shape[2:]))
+        return make_reference(model, inputs)
+
+    monkeypatch.setattr(artefacts, "make_reference", recorded)
+    loaded = load_model("pvt_v2_b0", image_size=96)
     patch(loaded.model)
     export(
         loaded.model, tmp_path / "out", formats=("pt2",), dynamic_size=True, loaded=loaded
     )  # fmt: skip
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["inputs"][0]["dynamic_in_pt2"] == {"2": "height", "3": "width"}
+    assert manifest["inputs"][0]["multiple_in_pt2"] == 32
+    assert "multiples of 32." in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert sizes == [(128, 160), (96, 64)]
 
 
 def test_a_model_of_one_size_is_refused_in_one_line(tmp_path: Path) -> None:

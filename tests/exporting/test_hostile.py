@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import stat
@@ -165,6 +166,24 @@ def test_a_missing_runtime_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch)
     assert report.ok and report.artefacts[0].reason == "onnxruntime is not installed"
 
 
+def test_a_body_that_computes_something_else(copy: Path) -> None:
+    """With the library model.onnx is right; other runtimes would run the bodies of its nodes."""
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(copy / "model.onnx")
+    softmaxes = [n for f in model.functions for n in f.node if n.op_type == "Softmax"]
+    assert softmaxes
+    for node in softmaxes:
+        node.op_type = "LogSoftmax"
+    onnx.save(model, copy / "model.onnx")
+    entry = hashed(copy / "model.onnx")
+    rewrite(copy, lambda m: m["files"]["model.onnx"].update(vars(entry)))
+    rewrite(copy, lambda m: [m["artefacts"].pop(name) for name in ("torchscript", "pt2")])
+    report = verify(copy)
+    assert report.failures[0].startswith("onnx: without the library, at batch 1: error")
+    rewrite(copy, lambda m: m["artefacts"]["onnx"].update(mode="custom-only"))
+    assert verify(copy).ok
+
+
 def test_an_artefact_that_computes_something_else(copy: Path) -> None:
     """All hashes right, and the oracle another: the run tells, in a process of its own."""
 
@@ -258,6 +277,60 @@ def test_a_zip_that_is_damaged_cut_or_has_more(copy: Path) -> None:
     with zipfile.ZipFile(path, "a") as file:
         file.writestr("more.bin", b"x" * 100)
     assert verify(path, run=False).failures == ("more.bin is not in the manifest",)
+
+
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [(zipfile.ZIP_DEFLATED, 0), (zipfile.ZIP_BZIP2, 0), (zipfile.ZIP_LZMA, 0),
+     (zipfile.ZIP_LZMA, 9)],
+)  # fmt: skip
+def test_a_zip_whose_compressed_bytes_are_damaged(copy: Path, method: int, place: int) -> None:
+    path, name = copy.with_suffix(".zip"), "model.safetensors"
+    with zipfile.ZipFile(path, "w") as file:
+        file.write(copy / "manifest.json", "manifest.json")
+        file.write(copy / name, name, compress_type=method)
+    with zipfile.ZipFile(path) as file:
+        start = file.getinfo(name).header_offset + 30 + len(name) + place
+    content = bytearray(path.read_bytes())
+    content[start : start + 40] = b"\xff" * 40
+    path.write_bytes(bytes(content))
+    with pytest.raises(ModelError, match="damaged zip"):
+        verify(path, run=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.ts/x", "'model.ts' is both a file and a folder"),
+        ("manifest.json/x/y", "'manifest.json' is both a file and a folder"),
+        ("é" * 200, "leads outside"),
+    ],
+)
+def test_a_zip_with_names_that_no_directory_holds(copy: Path, name: str, words: str) -> None:
+    path = zipped(copy)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(name, "x")
+    with pytest.raises(ModelError, match=words):
+        verify(path, run=False)
+
+
+def test_a_zip_with_an_empty_name(copy: Path) -> None:
+    path = zipped(copy)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("empty-name", "x")
+    path.write_bytes(path.read_bytes().replace(b"empty-name", b"\0mpty-name"))
+    with pytest.raises(ModelError, match="leads outside"):
+        verify(path, run=False)
+
+
+def test_a_disk_that_fills_while_unpacking_is_no_damage(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(archive, "_copy", fail)
+    assert run(["verify", str(zipped(copy)), "--files-only"]) == 3
 
 
 def test_no_room_to_unpack(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

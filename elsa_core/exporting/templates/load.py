@@ -14,6 +14,7 @@ Every model takes and returns numpy arrays here; `load_torch` gives the torch mo
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import warnings
@@ -35,17 +36,19 @@ def manifest(bundle: Path = HERE) -> dict[str, Any]:
     return content
 
 
-def load(format: str | None = None, bundle: Path = HERE) -> Model:
+def load(format: str | None = None, bundle: Path = HERE, *, library: bool = True) -> Model:
     """A function from numpy arrays to a list of numpy arrays.
 
     Args:
-        format: "pt2", "torchscript", "onnx" or "aoti"; default: the first that is here.
+        format: "pt2", "torchscript", "onnx" or "aoti"; default: the first whose runtime is here.
         bundle: the directory of manifest.json.
+        library: False runs model.onnx on standard operators, without the bundle's library.
     """
     facts = manifest(bundle)
-    chosen = format or next(name for name in ORDER if name in facts["artefacts"])
+    chosen = format or _first(facts)
+    _file(facts, chosen)
     if chosen == "onnx":
-        return _onnx(facts, bundle)
+        return _onnx(facts, bundle, library)
     import torch
 
     module = load_torch(chosen, bundle)
@@ -67,7 +70,7 @@ def load_torch(format: str, bundle: Path = HERE) -> Any:
     import torch
 
     facts = manifest(bundle)
-    file = bundle / facts["artefacts"][format]["file"]
+    file = bundle / _file(facts, format)
     load_operators(facts, bundle)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says at each load that TorchScript is deprecated
@@ -76,6 +79,27 @@ def load_torch(format: str, bundle: Path = HERE) -> Any:
         if format == "aoti":
             return torch._inductor.aoti_load_package(str(file))
         return torch.export.load(str(file)).module()
+
+
+def _here(facts: dict[str, Any]) -> list[str]:
+    return [name for name in ORDER if name in facts["artefacts"]]
+
+
+def _file(facts: dict[str, Any], format: str) -> str:
+    """The file of a format, or one line that names those that are here."""
+    if format not in facts["artefacts"]:
+        here = ", ".join(_here(facts))
+        raise ValueError(f"this bundle holds no {format!r}: choose one of {here}")
+    return str(facts["artefacts"][format]["file"])
+
+
+def _first(facts: dict[str, Any]) -> str:
+    """The first format whose runtime is installed."""
+    for name in _here(facts):
+        if importlib.util.find_spec("onnxruntime" if name == "onnx" else "torch"):
+            return name
+    runtimes = {"onnxruntime" if name == "onnx" else "torch" for name in _here(facts)}
+    raise ImportError(f"this bundle needs {' or '.join(sorted(runtimes))}: install one with pip")
 
 
 def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
@@ -105,15 +129,15 @@ def _served(torch: Any, name: str) -> bool:
         return False
 
 
-def _onnx(facts: dict[str, Any], bundle: Path) -> Model:
+def _onnx(facts: dict[str, Any], bundle: Path, library: bool) -> Model:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    for library in facts["artefacts_libraries"]["onnxruntime"]:
-        options.register_custom_ops_library(str(bundle / library))
+    for name in facts["artefacts_libraries"]["onnxruntime"] if library else ():
+        options.register_custom_ops_library(str(bundle / name))
     session = onnxruntime.InferenceSession(
-        str(bundle / facts["artefacts"]["onnx"]["file"]), options, ["CPUExecutionProvider"]
+        str(bundle / _file(facts, "onnx")), options, ["CPUExecutionProvider"]
     )
     inputs = session.get_inputs()
     types = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
@@ -162,9 +186,9 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     return result
 
 
-def run_reference(format: str, bundle: Path, output: Path) -> None:
+def run_reference(format: str, bundle: Path, output: Path, *, library: bool = True) -> None:
     """Run the inputs of reference.npz at each of its batch sizes and write the outputs."""
-    model = load(format, bundle)
+    model = load(format, bundle, library=library)
     results = {}
     with np.load(bundle / "reference.npz", allow_pickle=False) as stored:
         inputs = [stored[f"input.{i}"] for i in range(len(manifest(bundle)["inputs"]))]
@@ -197,7 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one image and print the five largest outputs, or the shapes of what comes out."""
     parser = argparse.ArgumentParser(description="Run the model of this bundle on an image.")
     parser.add_argument("image", help="an image file")
-    parser.add_argument("--format", choices=ORDER, help="default: the first that is here")
+    parser.add_argument("--format", choices=ORDER, help="default: the first whose runtime is here")
     given = parser.parse_args(arguments)
     try:
         for array in load(given.format)(preprocess(given.image)):
