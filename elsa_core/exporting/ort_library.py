@@ -36,6 +36,6 @@ def library_path() -> Path:
     """Where the library of these sources, compiler and flags lives, built or not.
 
     Raises:
-        UnavailableError: no compiler was found.
+        UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.
     """
     return compile.library_path(_RECIPE)

@@ -145,6 +145,33 @@ def test_load_py_runs_alone_on_an_image(bundle: Bundle, tmp_path: Path) -> None:
     assert order == logits[0].argsort()[::-1][:5].tolist()
 
 
+def test_load_py_beside_the_imported_package(bundle: Bundle) -> None:
+    """The package has defined the operators, and loads its own library at the first call."""
+    program = """
+import sys
+import torch
+import elsa_core as elsa
+sys.path.insert(0, sys.argv[1])
+import load
+facts = load.manifest()
+name = next(iter(facts["operators"]))
+assert not load._served(torch, name)
+load.load_operators(facts)
+load.load_operators(facts)
+assert load._served(torch, name)
+q = torch.randn(1, 2, 5, 8, requires_grad=True)
+torch.ops.elsa.attention(q.detach(), q.detach(), q.detach(), None, False, 0.3, "strict")
+out = elsa.attention(q, q, q)
+out.sum().backward()
+expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+torch.testing.assert_close(out, expected)
+assert elsa.explain(q, q, q).backend == "native"
+"""
+    command = [sys.executable, "-c", program, str(bundle.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_load_py_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert template.main([str(tmp_path / "none.png")]) == 1
     errors = capsys.readouterr().err

@@ -14,11 +14,13 @@ Every model takes and returns numpy arrays here; `load_torch` gives the torch mo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +118,24 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
         return
     for name in facts["operators"]:
         if not _served(torch, name):
-            for library in facts["artefacts_libraries"]["torch"]:
-                torch.ops.load_library(str(bundle / library))
+            with _schemas_that_are_there(torch, name):
+                for library in facts["artefacts_libraries"]["torch"]:
+                    torch.ops.load_library(str(bundle / library))
             return
+
+
+@contextlib.contextmanager
+def _schemas_that_are_there(torch: Any, name: str) -> Iterator[None]:
+    """Where the package is imported it has defined the operators; twice would end the process."""
+    namespace, _, short = name.partition("::")
+    if not hasattr(getattr(torch.ops, namespace), short):
+        yield
+        return
+    os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"]
 
 
 def _served(torch: Any, name: str) -> bool:
