@@ -191,15 +191,22 @@ def _native() -> Iterator[Probe]:
     from elsa_core.backends import native
 
     group, status = "native library", native.status()
-    compiler = f"{status.get('compiler', '')} ({status.get('compiler_version', '')})"
-    missing = "compiler" not in status
-    reason = str(status.get("reason", ""))
-    yield Probe(group, "compiler", not missing, "" if missing else compiler, reason)
+    missing = status.get("compiler_reason", "")
+    compiler = "" if missing else f"{status['compiler']} ({status['compiler_version']})"
+    yield Probe(group, "compiler", not missing, compiler, missing)
+    if "reason" in status:
+        reason = str(status["reason"])
+        # Two lines need not say the same.
+        reason = "not built: that takes a compiler" if reason == missing else reason
+        yield Probe(group, "library", False, "", reason)
+        return
     if not status["built"]:
-        yield Probe(group, "library", None, "not built yet: `elsa build`, or its first use, does")
+        state = f"{status['path']} is damaged" if status["damaged"] else "not built yet"
+        yield Probe(group, "library", None, f"{state}: `elsa build`, or its first use, builds it")
         return
     answer = native.load()
-    yield Probe(group, "library", answer.ok, str(status["path"]), answer.reason)
+    ahead = "built ahead, serves without a compiler" if missing else ""
+    yield Probe(group, "library", answer.ok, str(status["path"]), answer.reason or ahead)
     if answer.ok:
         yield Probe(group, "kernels", None, native.isa())
 
@@ -212,11 +219,11 @@ def _backends() -> Iterator[Probe]:
 
     devices = {"native": "cpu", "triton": "cuda", "eager": "cpu"}
     for name, device in devices.items():
-        # Asking the native backend would compile it; its state is known from its own section.
-        if name == "native" and not _native_built():
-            yield Probe("backends", name, False, "", "not built yet (see native library)")
-            continue
         try:
+            # Asking the native backend would compile it; its state is known from its own section.
+            if name == "native" and not _native_built():
+                yield Probe("backends", name, False, "", "not built yet (see native library)")
+                continue
             answer = supports(Request(device, torch.float32, 64, 64, "strict"), name)
         except Exception as error:
             yield Probe("backends", name, False, "", _why(error))
@@ -229,14 +236,19 @@ def _backends() -> Iterator[Probe]:
 def _native_built() -> bool:
     from elsa_core.backends import native
 
-    # Without a compiler there is no path either: asking then says so, and builds nothing.
+    # What can be neither found nor built: asking then says so, and builds nothing.
     status = native.status()
-    return bool(status["built"]) or "compiler" not in status
+    return bool(status["built"]) or "reason" in status
 
 
 def _caches() -> Iterator[Probe]:
     for name, folder in cache_folders().items():
-        if not folder.is_dir():
+        try:
+            there = folder.is_dir()
+        except OSError as error:  # the others' lines are still wanted
+            yield Probe("caches", name, False, str(folder), error.strerror or str(error))
+            continue
+        if not there:
             yield Probe("caches", name, None, f"{folder} (empty)")
             continue
         size, whole = size_of(folder)
@@ -264,7 +276,7 @@ def elsa_cache() -> Path:
     """The folder of the native library: ELSA_CACHE_DIR, or the user's cache."""
     own = os.environ.get("ELSA_CACHE_DIR")
     if own:
-        return Path(own)
+        return Path(os.path.expanduser(own))  # noqa: PTH111 (never raises)
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("elsa"))

@@ -21,8 +21,9 @@ def command(session: Session, /, force: bool) -> None:
     Without this, the first use compiles it. Needs a C++ compiler: CXX, or c++, g++, clang++.
     """
     from elsa_core.backends import native
+    from elsa_core.backends.compile import is_whole
 
-    present = native.library_path().is_file()
+    present = is_whole(native.library_path())
     start = time.perf_counter()
     with session.stage("compiling the native library") as update:
         path = native.build(force=force, progress=lambda text: update(text, 0, 0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from elsa_cli.console import Session
@@ -46,11 +48,23 @@ def _config() -> list[Probe]:
 
 def _verdict(probes: list[Probe]) -> str:
     ready = [probe.name for probe in probes if probe.group == "backends" and probe.ok]
+    off = {probe.name: probe.reason for probe in probes if probe.ok is False}
     if not ready:
-        return "No backend is ready: repair torch first."
+        if "torch" in off:
+            return "No backend is ready: repair torch first."
+        return f"No backend is ready: {off.get('eager') or off.get('backends', 'see above')}"
     fast = [name for name in ready if name != "eager"]
     if not fast:
-        broken = any(probe.name == "compiler" and probe.ok is False for probe in probes)
-        step = "install a C++ compiler, then run" if broken else "run"
-        return f"Ready: eager only. Next: {step} `elsa build`."
+        return f"Ready: eager only. {_next_step(off)}"
     return f"Ready: {', '.join(ready)}. Next: elsa patch vit_base_patch16_224 --check"
+
+
+def _next_step(off: dict[str, str]) -> str:
+    """What makes the native library ready, by the reasons of the probes that are off."""
+    if "library" not in off:
+        return "Next: run `elsa build`."
+    if "compiler" not in off:
+        return f"The native library is off: {off['library']}"
+    named = os.environ.get("CXX")
+    step = f"correct or unset CXX={named!r}" if named else "install a C++ compiler"
+    return f"Next: {step}, then run `elsa build`."

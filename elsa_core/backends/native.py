@@ -110,16 +110,26 @@ def load() -> Support:
     if os.environ.get("ELSA_NATIVE", "1") == "0":
         return Support(False, "switched off by ELSA_NATIVE=0")
     try:
-        path = str(build())
-        with _schema_owned_by_python():
-            torch.ops.load_library(path)
-        _isa_of(ctypes.CDLL(path))
-        _LIBRARY.append(ctypes.CDLL(path))
-    except (UnavailableError, OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        library = _opened(build())
+        _isa_of(library)
+        _LIBRARY.append(library)
+    except Exception as error:  # whatever is wrong with this machine, plain PyTorch goes on
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         _LOG.warning("the native library is off, plain PyTorch takes over: %s", reason)
         return Support(False, reason)
     return Support(True)
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """The library, with its kernels registered."""
+    try:
+        with _schema_owned_by_python():
+            torch.ops.load_library(str(path))
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # torch says that it failed, the loader why
+        raise UnavailableError(
+            f"{error.__cause__ or error}; `elsa build --force` builds the library again"
+        ) from None
 
 
 def isa() -> str:
@@ -143,7 +153,7 @@ def library_path() -> Path:
     """Where the library of these sources, compiler, flags and torch version lives.
 
     Raises:
-        UnavailableError: no compiler was found.
+        UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.
     """
     return compile.library_path(_recipe())
 

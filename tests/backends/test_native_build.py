@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from elsa_core.backends import native
+from elsa_core.backends import compile, native
+from elsa_core.errors import UnavailableError
 
 LOAD = """
 import logging
@@ -49,6 +51,28 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.fixture(scope="module")
 def library() -> Path:
     return native.build()
+
+
+def stand_in(folder: Path, action: str, version: str = "1.0") -> str:
+    """A compiler that answers `--version` and then does `action`, a line of sh with $output."""
+    path = folder / "stand-in"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && printf "{version}\\n" && exit\n'
+        f"for output; do :; done\n{action}\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without a compiler; the cache is empty."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "native").mkdir(parents=True)
+    return tmp_path / "cache" / "native"
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
@@ -166,3 +190,169 @@ print("served")
 """
     done = run(program)
     assert done.stdout.strip() == "served", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"CXX": 'g++ "'}, ["CXX='g++ \"'", "unset or correct CXX"]),
+        ({"CXX": "g++ \\"}, ["cannot be read as a command", "unset or correct CXX"]),
+        ({"ELSA_CACHE_DIR": "~nosuchuser/x"}, ["ELSA_CACHE_DIR='~nosuchuser/x'"]),
+        ({"ELSA_CACHE_DIR": "/tmp/" + "x" * 300}, ["too long", "set ELSA_CACHE_DIR"]),
+    ],
+)
+def test_a_hostile_environment_is_one_line(
+    variables: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    reason = native.status()["reason"]
+    for ask in (native.library_path, native.build, lambda: native.build(force=True)):
+        with pytest.raises(UnavailableError) as caught:
+            ask()
+        assert str(caught.value) == reason
+    assert all(word in reason for word in words)
+    assert len(reason.splitlines()) == 1
+
+
+def test_attention_goes_on_in_a_hostile_environment() -> None:
+    done = run(CXX='g++ "')
+    assert "unset or correct CXX" in one_line(done)
+    assert done.stdout.startswith("eager native: CXX=")
+
+
+def test_a_failure_nobody_thought_of_leaves_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Path:
+        raise ValueError
+
+    monkeypatch.setattr(native, "build", broken)
+    monkeypatch.delenv("ELSA_NATIVE", raising=False)
+    assert native.load.__wrapped__() == (False, "ValueError")
+
+
+def test_a_version_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", stand_in(tmp_path, "exit 1", r"caf\351 1.0"))
+    assert native.status()["compiler_version"] == "caf\ufffd 1.0"
+
+
+def test_a_cache_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    (cache / "native").mkdir(parents=True)
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(cache))
+    native.status()  # the compiler's version is known from here on
+    cache.chmod(0)
+    root = os.geteuid() == 0
+    if root:  # who may enter every folder
+        os.seteuid(65534)
+    try:
+        status = native.status()
+        with pytest.raises(UnavailableError, match="Permission denied; set ELSA_CACHE_DIR"):
+            native.build()
+    finally:
+        if root:
+            os.seteuid(0)
+        cache.chmod(0o700)
+    assert status["built"] is False
+    assert str(cache) in status["reason"]
+    assert "Permission denied" in status["reason"]
+
+
+def test_the_key_holds_the_flags_of_cxx_and_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = ("g++", "g++ -O0", "g++ -march=native -ffast-math")
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    paths = set()
+    for command in commands:
+        monkeypatch.setenv("CXX", command)
+        paths.add(native.library_path())
+    recipe = native._recipe()
+    linked = dataclasses.replace(recipe, link_flags=(*recipe.link_flags, "-lm"))
+    paths.add(compile.library_path(linked))
+    assert len(paths) == 4
+    moved = dataclasses.replace(recipe, link_flags=("-L/elsewhere", *recipe.link_flags[1:]))
+    assert compile.library_path(moved) in paths
+
+
+@pytest.mark.parametrize("kept", [0, 63, 4096, -1])
+def test_a_damaged_library_is_built_again(
+    kept: int, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = library.read_bytes()
+    monkeypatch.setenv("CXX", stand_in(tmp_path, f'cp "{library}" "$output"'))
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    path = native.library_path()
+    path.parent.mkdir()
+    path.write_bytes(whole[:kept])
+    assert (native.status()["built"], native.status()["damaged"]) == (False, True)
+    assert native.build() == path
+    assert path.read_bytes() == whole
+    assert native.status()["built"]
+
+
+def test_a_damaged_library_that_cannot_be_built_again(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", stand_in(tmp_path, "echo no luck >&2; exit 1"))
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    path = native.library_path()
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    with pytest.raises(
+        UnavailableError, match=r"is damaged.*no luck; then run `elsa build --force"
+    ):
+        native.build()
+
+
+def test_a_library_that_does_not_load_says_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "not-one.so"
+    file.write_text("no library")
+    with pytest.raises(UnavailableError, match=r"(?s)not-one\.so.*`elsa build --force`"):
+        native._opened(file)
+
+
+def test_a_compiler_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", stand_in(tmp_path, "exit 0"))
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    with pytest.raises(UnavailableError, match="wrote no library"):
+        native.build()
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", stand_in(tmp_path, f'cp "{library}" "$output"'))
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    synced = []
+    flushed = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, native.library_path().exists()))
+        flushed(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert synced == [(native.build().stat().st_ino, False)]
+
+
+def test_without_a_compiler_the_newest_library_built_ahead_serves(
+    library: Path, bare: Path
+) -> None:
+    with pytest.raises(UnavailableError, match=r"no C\+\+ compiler was found"):
+        native.build()
+    facts, compiler = library.stem.removeprefix("libelsa-").split("-")
+    old, new = (bare / f"libelsa-{facts}-{name}.so" for name in (compiler, "0" * 8))
+    for age, path in ((20, old), (10, new)):
+        shutil.copyfile(library, path)
+        os.utime(path, (time.time() - age,) * 2)
+    (bare / f"libelsa-{facts}-{'1' * 8}.so").write_bytes(b"")  # damaged: passed over
+    shutil.copyfile(library, bare / f"libelsa-{'2' * 16}-{compiler}.so")  # of other facts
+    assert native.build() == native.library_path() == new
+    assert native.status()["built"]
+    assert run().stdout.startswith("native")
+    with pytest.raises(UnavailableError, match=r"no C\+\+ compiler was found"):
+        native.build(force=True)
+
+
+def test_without_a_compiler_a_damaged_library_is_named(library: Path, bare: Path) -> None:
+    (bare / library.name).write_bytes(library.read_bytes()[:4096])
+    with pytest.raises(UnavailableError, match=r"is damaged.*no C\+\+ compiler.*--force"):
+        native.build()

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from elsa_cli import probes
+from elsa_core.backends import native
+from elsa_core.backends.support import Support
 
 from .conftest import TINY, Elsa, environment
 from .test_commands import document
@@ -57,6 +59,50 @@ def test_doctor_survives_every_probe_that_breaks(
     answer = elsa("doctor")
     assert answer.code == 0
     assert answer.out.count("OSError: no such luck") >= 3
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("CXX", 'g++ "', "correct or unset CXX='g++ \"'"),
+        ("ELSA_CACHE_DIR", "~nosuchuser/x", "ELSA_CACHE_DIR='~nosuchuser/x' names a home"),
+        ("ELSA_CACHE_DIR", "/tmp/" + "x" * 300, "too long; set ELSA_CACHE_DIR"),
+    ],
+)
+def test_doctor_names_what_keeps_the_native_library_off(
+    variable: str, value: str, words: str, elsa: Elsa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    native.load.cache_clear()
+    answer = elsa("doctor", "--quiet")
+    native.load.cache_clear()
+    assert answer.code == 0
+    assert answer.out.startswith("Ready: eager only. ")
+    assert words in answer.out
+    elsa("build").fails(3, variable)
+
+
+def test_doctor_says_that_a_library_serves_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why = "no C++ compiler was found"
+    found = {"built": True, "damaged": False, "path": "here.so", "compiler_reason": why}
+    monkeypatch.setattr(native, "status", lambda: found)
+    monkeypatch.setattr(native, "load", lambda: Support(True))
+    monkeypatch.setattr(native, "isa", lambda: "avx2")
+    compiler, library, _ = probes._native()
+    assert (compiler.ok, compiler.reason) == (False, why)
+    assert (library.ok, library.value) == (True, "here.so")
+    assert library.reason == "built ahead, serves without a compiler"
+
+
+def test_doctor_says_that_a_library_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"built": False, "damaged": True, "path": "here.so"}
+    found |= {"compiler": "g++", "compiler_version": "12"}
+    monkeypatch.setattr(native, "status", lambda: found)
+    _, library = probes._native()
+    assert library.reason == ""
+    assert library.value.startswith("here.so is damaged: `elsa build`")
 
 
 BLOCK = """
