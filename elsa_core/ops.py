@@ -91,6 +91,36 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | No
     return grads[0], grads[1], grads[2], grad_mask, None, None, None
 
 
+def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.terms = inputs[8:]
+
+
+def _twice(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Second derivatives: the backward once more, recorded, with all its weights alive."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that what is differentiated ends here and yet hangs on the caller's graph.
+        operands = [
+            t.view_as(t) if needed else t
+            for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:8], strict=True)
+        ]
+        results = eager.backward(*operands, *ctx.terms)
+    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:8]) if needed]
+    ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
+    found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    second = torch.autograd.grad(
+        [r for r, _ in ends],
+        [operands[i] for i in wanted],
+        [g for _, g in ends],
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+    for i, grad in zip(wanted, second, strict=True):
+        found[i] = grad
+    return tuple(found)
+
+
 def _attention_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     """The CUDA kernel of `elsa::attention`: Triton is imported at the first call, not before."""
     from elsa_core.backends import triton
@@ -119,9 +149,11 @@ def _window_backward_fake(
     logit_scale: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [qkv.new_empty(0) if t is None else torch.empty_like(t) for t in (bias, pad_qkv)]
-    grad_scale = qkv.new_empty(0) if logit_scale is None else torch.empty_like(logit_scale)
-    return torch.empty_like(qkv), grads[0], grads[1], grad_scale
+    grad_bias, grad_pad, grad_scale = (
+        qkv.new_empty(0) if t is None else t.new_empty(t.shape)
+        for t in (bias, pad_qkv, logit_scale)
+    )
+    return qkv.new_empty(qkv.shape), grad_bias, grad_pad, grad_scale
 
 
 def _window_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -139,6 +171,13 @@ def _window_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         grad if there else None for grad, there in zip(grads[1:], present, strict=True)
     )
     return grads[0], grad_bias, None, grad_pad, grad_scale, *(None,) * 8
+
+
+def _window_twice(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    raise RuntimeError(
+        "elsa.window_attention is differentiable once by torch.autograd; second derivatives come "
+        "from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
+    )
 
 
 def _window_attention_cuda(*args: Any) -> Tensor:
@@ -162,6 +201,9 @@ def _register() -> None:
     _define("attention_backward", _BACKWARD_ARGUMENTS)
     _LIBRARY.impl("attention_backward", eager.backward, "CompositeExplicitAutograd")
     torch.library.register_fake("elsa::attention_backward", _backward_fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        "elsa::attention_backward", _twice, setup_context=_twice_setup_context, lib=_LIBRARY
+    )
 
 
 def _register_window() -> None:
@@ -178,6 +220,7 @@ def _register_window() -> None:
     torch.library.register_fake(
         "elsa::window_attention_backward", _window_backward_fake, lib=_LIBRARY
     )
+    torch.library.register_autograd("elsa::window_attention_backward", _window_twice, lib=_LIBRARY)
 
 
 _register()

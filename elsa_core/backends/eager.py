@@ -23,6 +23,8 @@ from elsa_core.backends.support import Request, Support
 _SCORES_ALIVE = 1 << 22
 _KEY_BLOCK = 1024
 _QUERY_BLOCK_MIN = 16
+# The relative error of exp(scores - lse) that is left to the rounding of a large lse.
+_WEIGHT_ERROR = 2.0**-13
 
 
 Result = TypeVar("Result")
@@ -126,6 +128,10 @@ def backward(
     With P = exp(scores - lse) and delta = rowsum(grad_out * out) - grad_lse:
     dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q, dmask = dS.
 
+    A large lse = m + log S has lost digits of log S (all of them at m = -1e9). Where one block
+    holds all keys P is therefore their softmax; over more blocks m and S are computed again if any
+    row asks for it, and P = exp(scores - m) / S.
+
     Returns:
         Gradients of query, key, value and mask (the mask's is empty where it is not needed).
     """
@@ -139,20 +145,32 @@ def backward(
         grad_mask = torch.zeros_like(
             attn_mask, dtype=compute, memory_format=torch.contiguous_format
         )
-    lse = torch.where(lse.isneginf(), torch.inf, lse)  # exp(-inf - inf) = 0
+    dead = lse.isneginf()
+    lse = torch.where(dead, torch.inf, lse)  # exp(-inf - inf) = 0
     delta = (grad_out.to(compute) * out.to(compute)).sum(-1) - grad_lse
     block_q, block_k = _block_sizes(query, key)
+    # Whether any row sees no key; only on the CPU does a look not wait for a queue.
+    holes = attn_mask is not None and (dead.device.type != "cpu" or bool(dead.any()))
+    again = key.shape[2] > block_k and _loses_digits(lse)
     for rows in _blocks(query.shape[2], block_q):
         q = _grouped(query[:, :, rows].to(compute), kv_heads)
         g_out = _grouped(grad_out[:, :, rows].to(compute), kv_heads)
         row_lse = _grouped(lse[:, :, rows, None], kv_heads)
         row_delta = _grouped(delta[:, :, rows, None], kv_heads)
-        for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
+        visible = _visible_keys(key, rows, is_causal)
+        if again and visible > block_k:
+            row_lse, total = _normaliser(q, key, attn_mask, rows, is_causal, scale, block_k)
+            g_out, row_delta = g_out / total, row_delta / total  # P is linear in 1 / S
+        for columns in _blocks(visible, block_k):
             k = key[:, :, None, columns].to(compute)
             v = value[:, :, None, columns].to(compute)
-            p = (
-                _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale) - row_lse
-            ).exp()
+            scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
+            if visible > block_k:
+                p = (scores - row_lse).exp()
+            else:
+                p = scores.softmax(-1)
+                if holes:
+                    p = p.masked_fill(_grouped(dead[:, :, rows, None], kv_heads), 0.0)
             grad_value[:, :, columns] += (p.mT @ g_out).sum(2)
             g_scores = p * (g_out @ v.mT - row_delta)
             grad_query[:, :, rows] += (g_scores @ k).flatten(1, 2) * scale
@@ -168,6 +186,34 @@ def backward(
         grad_value.to(value.dtype),
         grad_mask.to(mask_dtype),
     )
+
+
+def _loses_digits(lse: Tensor) -> bool:
+    """Whether the rounding of some finite lse shows in the weights."""
+    if lse.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # a graph is recorded without values: be safe
+    limit = _WEIGHT_ERROR / torch.finfo(lse.dtype).eps
+    return bool(((lse.abs() > limit) & lse.isfinite()).any())
+
+
+def _normaliser(
+    q: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    rows: slice,
+    is_causal: bool,
+    scale: float,
+    block_k: int,
+) -> tuple[Tensor, Tensor]:
+    """m and S of each row [B, Hkv, G, rows, 1]; infinity and 1 where a row sees no key."""
+    state = monoid.State.identity(q.shape[:-1], 0, dtype=q.dtype, device=q.device)
+    for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
+        k = key[:, :, columns]
+        scores = _scores(q, k, attn_mask, rows, columns, is_causal, scale)
+        state = monoid.merge(state, _lift(scores, k[..., :0].to(q.dtype), 0.0))
+    dead = state.m.isneginf()
+    m = state.m.masked_fill(dead, torch.inf)
+    return m[..., None], state.S.masked_fill(dead, 1.0)[..., None]
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

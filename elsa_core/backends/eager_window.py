@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def reverse(windows: Tensor, cut: Windows, batch: int) -> Tensor:
     """[B * windows, T, C] -> [B, D, H, W, C]: join, crop the padding, roll back."""
     (nd, nh, nw), (wd, wh, ww) = cut.counts, cut.window
     channels = windows.shape[-1]
-    x = windows.view(batch, nd, nh, nw, wd, wh, ww, channels)
+    x = windows.reshape(batch, nd, nh, nw, wd, wh, ww, channels)
     order = (0, 4, 1, 5, 2, 6, 3, 7) if cut.grid else (0, 1, 4, 2, 5, 3, 6, 7)
     x = x.permute(*order).reshape(batch, nd * wd, nh * wh, nw * ww, channels)
     depth, height, width = cut.size
@@ -125,13 +126,14 @@ def attention(
         cut = _cut(qkv, window_size, shift_size, grid)
         windows = partition(qkv, cut, pad_qkv)
         terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)
-        out = torch.empty(
-            (windows.shape[0], windows.shape[1], qkv.shape[-1] // 3),
-            dtype=qkv.dtype,
-            device=qkv.device,
-        )
-        for chunk in _chunks(windows, num_heads):
-            out[chunk] = _attend(windows[chunk], terms, chunk, num_heads, scale, layout)
+        # Joined, not written into one tensor: `vmap` cannot write into what it has not batched.
+        parts = [
+            _attend(windows[chunk], terms, chunk, num_heads, scale, layout)
+            for chunk in _chunks(windows, num_heads)
+        ]
+        if not parts:
+            parts = [qkv.new_empty((0, windows.shape[1], qkv.shape[-1] // 3))]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return reverse(out, cut, qkv.shape[0])
 
 
@@ -150,18 +152,20 @@ def backward(
     layout: str,
     grid: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of qkv, bias, pad_qkv and logit_scale (empty where there is no such input).
+    """Gradients of qkv, bias, pad_qkv and logit_scale (empty where there is no such input), dense.
 
     Each chunk of windows is computed again and differentiated alone, so that the scores of no more
     than one chunk are alive.
     """
-    with torch.autocast(qkv.device.type, enabled=False), torch.enable_grad():
+    with torch.autocast(qkv.device.type, enabled=False), _recording(), torch.enable_grad():
         cut = _cut(qkv, window_size, shift_size, grid)
         image = qkv.detach().requires_grad_()
         pad = None if pad_qkv is None else pad_qkv.detach().requires_grad_()
         windows = partition(image, cut, pad)
         learnt = [None if t is None else t.detach().requires_grad_() for t in (bias, logit_scale)]
         terms = _Terms.of(qkv, learnt[0], bias_index, learnt[1], cut, mask_value)
+        if terms.bias is not None and terms.bias.device.type == "cpu":  # elsewhere a look waits
+            terms = terms._replace(holes=bool(terms.bias.isneginf().any()))
         grad_windows = torch.empty_like(windows)
         wanted = [t for t in (terms.bias, terms.logit_scale) if t is not None]
         sums = [torch.zeros_like(t) for t in wanted]
@@ -176,6 +180,16 @@ def backward(
         return _to_inputs(image, pad, windows, grad_windows, learnt, wanted, sums)
 
 
+def _recording() -> AbstractContextManager[None]:
+    """Let autograd record here too: an operator's kernel and a dispatch mode run below it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    included = torch._C._dispatch_tls_local_include_set()
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
+    return guard
+
+
 def _to_inputs(
     image: Tensor,
     pad: Tensor | None,
@@ -186,21 +200,24 @@ def _to_inputs(
     sums: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Carry the gradients of windows and terms back to the operator's inputs."""
-    empty = image.new_zeros(0)
     ends = [image] if pad is None else [image, pad]
     grads = torch.autograd.grad(windows, ends, grad_windows, allow_unused=True)
-    grad_pad = empty
+    grad_pad = image.new_zeros(0)
     if pad is not None:
         grad_pad = torch.zeros_like(pad) if grads[1] is None else grads[1]
     back = iter(zip(wanted, sums, strict=True))
     found = []
     for leaf in learnt:
         if leaf is None:
-            found.append(empty)
+            found.append(image.new_zeros(0))
         else:
             term, total = next(back)
             found.append(torch.autograd.grad(term, leaf, total)[0])
-    return grads[0], found[0], grad_pad, found[1]
+    # The gradient of a padding is a view of the padded image: the fake promises dense ones.
+    grad_image, grad_bias, grad_pad, grad_scale = (
+        t.contiguous() for t in (grads[0], found[0], grad_pad, found[1])
+    )
+    return grad_image, grad_bias, grad_pad, grad_scale
 
 
 class _Terms(NamedTuple):
@@ -209,6 +226,7 @@ class _Terms(NamedTuple):
     bias: Tensor | None  # [heads, T, T]
     logit_scale: Tensor | None  # [heads, 1, 1]
     mask: Tensor | None  # [windows, T, T]
+    holes: bool  # the bias may hide all keys from a row; the mask never hides a token from itself
 
     @classmethod
     def of(
@@ -226,7 +244,7 @@ class _Terms(NamedTuple):
         if logit_scale is not None:
             logit_scale = logit_scale.to(compute, copy=True).view(-1, 1, 1)
         mask = region_mask(cut, mask_value, qkv.new_empty(0, dtype=compute))
-        return cls(bias, logit_scale, mask)
+        return cls(bias, logit_scale, mask, holes=bias is not None)
 
 
 def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
@@ -265,7 +283,11 @@ def _attend(
 ) -> Tensor:
     """Attention within windows [n, T, 3C] -> [n, T, C]; `chunk` says which windows they are."""
     scores, v = _scores(windows, terms, chunk, num_heads, scale, layout)
-    out = scores.softmax(-1) @ v
+    if terms.holes:  # a row that sees no key gives zeros and no gradient, where softmax gives NaN
+        dead = scores.detach().amax(-1, keepdim=True).isneginf()
+        out = (scores.masked_fill(dead, 0.0).softmax(-1) @ v).masked_fill(dead, 0.0)
+    else:
+        out = scores.softmax(-1) @ v
     joined: Tensor = out.transpose(1, 2).flatten(2).to(windows.dtype)
     return joined
 

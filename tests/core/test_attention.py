@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import elsa_core as elsa
 from elsa_core import attention as elsa_attention
 from elsa_core import calls
-from elsa_core.backends import native
+from elsa_core.backends import eager, native
 from elsa_core.errors import ArgumentError, UnavailableError
 
 BACKENDS = ["eager", "native"]
@@ -612,3 +612,41 @@ def test_eager_forward_needs_memory_linear_in_tokens() -> None:
         elsa.attention(q, q, q, backend="eager")
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest < length * length * 4 / 3
+
+
+@pytest.mark.parametrize("key_block", [1024, 4])
+@pytest.mark.parametrize("depth", [torch.finfo(torch.float32).min, -1e9, -5e4, -math.inf])
+def test_gradients_of_rows_far_below_zero(
+    depth: float, key_block: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where lse is large it has lost log S: gradients came out as many times as there are keys."""
+    monkeypatch.setattr(eager, "_KEY_BLOCK", key_block)
+    leaves = [make(1, 2, n, 8, seed=n).requires_grad_() for n in (4, 6, 6)]
+    mask = torch.zeros(4, 6)
+    mask[1:3] = depth
+
+    def gradients(call) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(*leaves, mask).pow(3).sum(), leaves)
+
+    ours = gradients(lambda *args: elsa.attention(*args, backend=backend))
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        peers = gradients(F.scaled_dot_product_attention)
+    for grad, peer in zip(ours, peers, strict=True):
+        assert relative(grad, peer.double()) < 2e-6
+
+
+@pytest.mark.filterwarnings("error:.*autograd kernel was not registered")
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("key_block", [1024, 3])
+def test_second_derivatives(key_block: int, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were right, with a warning that they may not be."""
+    monkeypatch.setattr(eager, "_KEY_BLOCK", key_block)
+    if far:
+        monkeypatch.setattr(eager, "_WEIGHT_ERROR", 0.0)
+    query, key, value = (make(1, 2, n, 4, dtype=torch.float64, seed=n) for n in (3, 5, 5))
+    leaves = [t.requires_grad_() for t in (query, key, value, make(3, 5, dtype=torch.float64))]
+
+    def run(*args: Tensor) -> tuple[Tensor, ...]:
+        return elsa.attention(*args, return_lse=True)
+
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)

@@ -297,3 +297,97 @@ def test_a_bias_index_beyond_its_table_is_an_error_not_memory() -> None:
             qkv, torch.zeros(5, HEADS), bias_index=torch.full((16, 16), 5), num_heads=HEADS,
             window_size=(1, 4, 4),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)])
+@pytest.mark.parametrize("with_terms", [False, True])
+def test_opcheck_of_the_backward_of_a_padded_image(order: Any, with_terms: bool) -> None:
+    """The real gradient was a view of the padded image, the fake one dense."""
+    qkv, bias, _, pad, scale, *rest = operands(torch.float32)
+    qkv, bias, pad, scale = (t.detach() for t in (qkv, bias, pad, scale))
+    qkv = qkv[:, :, :4, :5].permute(order).contiguous().permute(order)  # dense, maybe permuted
+    terms = (bias.mT.contiguous().mT, None, pad, scale) if with_terms else (None,) * 4
+    rest[2] = [0, 0, 0]
+    grad_out = torch.ones(*qkv.shape[:-1], CHANNELS)
+    torch.library.opcheck(
+        torch.ops.elsa.window_attention_backward.default, (grad_out, qkv, *terms, *rest[:-1])
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_compiled_training_of_a_padded_image(order: Any) -> None:
+    def loss(x: Tensor) -> Tensor:
+        out = elsa.window_attention(x, num_heads=HEADS, window_size=(4, 4))
+        return out.square().sum()
+
+    x = inputs((10, 9), (4, 4), torch.float32)[0].permute(order).contiguous().permute(order)
+    x.requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(x), x)
+    compiled = torch.compile(loss, fullgraph=True)  # inductor checks the strides of the fake
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], wanted)
+
+
+def test_a_second_derivative_is_an_error_or_right() -> None:
+    """By autograd it was wrong, with no more than a warning."""
+    x = inputs((1, 3, 4), (1, 2, 3), batch=1)[0].requires_grad_()
+
+    def energy(x: Tensor) -> Tensor:
+        out = elsa.window_attention(x, num_heads=HEADS, window_size=(1, 2, 3))
+        return (out**3).sum()
+
+    (plain,) = torch.autograd.grad(energy(x), x)
+    (first,) = torch.autograd.grad(energy(x), x, create_graph=True)
+    assert torch.equal(first, plain)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(first.square().sum(), x)
+
+    def steepness(x: Tensor) -> Tensor:
+        return torch.func.grad(energy)(x).square().sum()
+
+    along = torch.ones_like(x) * 1e-5
+    x = x.detach()
+    step = (steepness(x + along) - steepness(x - along)) / 2
+    torch.testing.assert_close(
+        (torch.func.grad(steepness)(x) * along).sum(), step, rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("shift", [0, 2])
+def test_rows_that_see_nothing_give_zeros_and_no_gradient(backend: str, shift: int) -> None:
+    """They gave NaN in eager, and in the backward of every backend."""
+    qkv, bias, pad = inputs((1, 6, 8), (1, 4, 4), torch.float32)
+    bias[:, 5] = -math.inf
+    leaves = [t.requires_grad_() for t in (qkv, bias, pad)]
+    call: Any = {"num_heads": HEADS, "window_size": (1, 4, 4), "shift_size": (0, shift, shift)}
+    out = elsa.window_attention(qkv, bias, pad_qkv=pad, backend=backend, **call)
+    dead = (1 - shift) % 6, (1 - shift) % 8  # token 5 lies in row 1 and column 1 of its window
+    grads = torch.autograd.grad((out**3).sum(), leaves)
+    assert out.isfinite().all()
+    assert shift or not out[:, 0, dead[0], dead[1]].any()
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[1][:, 5].any()
+    assert not grads[0].equal(torch.zeros_like(qkv))
+
+
+def test_vmap_of_derivatives() -> None:
+    images = inputs((1, 5, 7), (1, 3, 3), batch=6)[0].unflatten(0, (3, 2))
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = elsa.window_attention(
+            x, num_heads=HEADS, window_size=(1, 3, 3), shift_size=(0, 1, 2)
+        )
+        return out
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (run(x) ** 3).sum())(x)
+
+    def tangent(x: Tensor) -> Tensor:
+        return torch.func.jvp(run, (x,), (x.flip(-1),))[1]
+
+    for derivative in (gradient, tangent):
+        wanted = torch.stack([derivative(x) for x in images])
+        torch.testing.assert_close(torch.func.vmap(derivative)(images), wanted)
+        last = torch.func.vmap(derivative, in_dims=-2)(images.movedim(0, -2))
+        torch.testing.assert_close(last, wanted)
