@@ -93,7 +93,18 @@ def written(cls: type[nn.Module]) -> type[nn.Module] | None:
     if place is None:
         return None
     adapter: type[nn.Module] = getattr(importlib.import_module(f"{__name__}.{place[0]}"), place[1])
-    return adapter if adapter.__dict__["elsa_base"] is cls else None
+    own = adapter.__dict__["elsa_base"] is cls and _is_as_written(cls, adapter)
+    return adapter if own else None
+
+
+def _is_as_written(cls: type[nn.Module], adapter: Any) -> bool:
+    """Whether the class still has its own forward: recipes put in others, which say more."""
+    for name in {"forward", getattr(adapter, "elsa_entry", "forward")}:
+        function = cls.__dict__.get(name)
+        place = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
+        if function is not None and place != (cls.__module__, f"{cls.__qualname__}.{name}"):
+            return False
+    return True
 
 
 def attention_within(module: nn.Module) -> nn.Module | None:
@@ -116,6 +127,8 @@ def entry(module: nn.Module) -> str:
 def support(module: nn.Module) -> Support:
     """Whether the module can be patched, and how or why not."""
     cls = base_class(module)
+    if "forward" in vars(module):
+        return Support(False, "its forward was replaced on the instance")
     adapter = written(cls)
     if adapter is not None:
         refusal = getattr(adapter, "elsa_why_not", None)

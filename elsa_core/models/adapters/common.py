@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from elsa_core.attention import attention
 
@@ -30,6 +30,42 @@ def join_heads(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody watches the module's own forward or backward, or has put in another."""
+    return "forward" in vars(module) or any(getattr(module, name) for name in _HOOKS)
+
+
+def shows_weights(module: Any) -> bool:
+    """Whether somebody waits for the attention weights, which do not exist here.
+
+    They pass through modules of the eager branch: its softmax and its dropout.
+    """
+    if getattr(module, "fused_attn", False):
+        return False
+    inner = (getattr(module, name, None) for name in ("softmax", "attn_drop"))
+    return any(isinstance(part, nn.Module) and has_hooks(part) for part in inner)
+
+
+def drops_or_shows(module: Any) -> bool:
+    """Whether the original has to run: it drops attention weights, or somebody waits for them."""
+    return drop_p(module) > 0.0 or shows_weights(module)
+
+
+def drop_p(module: Any) -> float:
+    """The probability with which the original would drop an attention weight now.
+
+    Its eager branch calls `attn_drop`, which has a mode of its own (Monte Carlo dropout keeps it in
+    training) and may have been replaced by an identity; its fused one goes by the module's mode.
+    """
+    drop = module.attn_drop
+    dropping = module.training if getattr(module, "fused_attn", False) else drop.training
+    p: float = getattr(drop, "p", 0.0)
+    return p if dropping else 0.0
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -43,14 +79,14 @@ def attend(
 ) -> Tensor:
     """The operator as the patched module asks for it: [B, H, N, D] -> [B, H, N, Dv].
 
-    `dropout_p` counts in training mode alone; `scale` is 1 / sqrt(D) if None.
+    `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`.
     """
     out: Any = attention(
         query,
         key,
         value,
         attn_mask=mask,
-        dropout_p=dropout_p if module.training else 0.0,
+        dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=True,

@@ -44,7 +44,7 @@ def attend_decomposed(
         rel_w: [qw, kw, D].
         scale: of the scores, not of the bias.
         prefix: tokens in front.
-        dropout_p: in training.
+        dropout_p: the probability of dropping a weight.
 
     Returns:
         [B, H, prefix + qh * qw, Dv].

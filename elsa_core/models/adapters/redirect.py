@@ -23,6 +23,7 @@ from torch import nn
 
 from elsa_core.attention import BACKENDS, attention
 from elsa_core.backends.support import Support
+from elsa_core.models.adapters.common import has_hooks
 from elsa_core.models.bytecode import Method, methods, sdpa_calls
 from elsa_core.precision import PRECISIONS
 
@@ -31,13 +32,17 @@ from elsa_core.precision import PRECISIONS
 FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
 _PREFIX = "Redirected"
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
-_CLASSES: dict[tuple[type, str, str], type[nn.Module]] = {}
+_CLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
 _LOCK = threading.Lock()
 
 
-@functools.lru_cache(maxsize=512)
 def calls_sdpa(cls: type) -> Support:
     """Whether every call of `scaled_dot_product_attention` in a class can be redirected."""
+    return _calls_sdpa(cls, tuple(method.function for method in methods(cls)))
+
+
+@functools.lru_cache(maxsize=512)
+def _calls_sdpa(cls: type, functions: tuple[FunctionType, ...]) -> Support:
     reached = [m for m in methods(cls) if sdpa_calls(m.function)]
     if not reached:
         return Support(False, "it does not call scaled_dot_product_attention")
@@ -72,7 +77,8 @@ def support(cls: type[nn.Module], module: nn.Module) -> Support:
 
 def redirected(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
     """The subclass of `cls` that calls `elsa_core.attention` with this precision and backend."""
-    key = (cls, precision, backend)
+    functions = tuple(method.function for method in methods(cls))  # a class may get other ones
+    key = (cls, precision, backend, functions)
     with _LOCK:  # pickle needs the one class that its name leads to
         if key not in _CLASSES:
             _CLASSES[key] = _build(cls, precision, backend)
@@ -141,10 +147,15 @@ def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
 
 
 def _always_on(switch: str) -> property:
-    """A data descriptor: it wins over the instance's own value, which stays as it is."""
+    """A data descriptor: it wins over the instance's own value, which stays as it is.
+
+    But where somebody waits for the weights of the eager branch.
+    """
 
     def read(self: nn.Module) -> bool:
-        return True
+        drop = getattr(self, "attn_drop", None)
+        shown = isinstance(drop, nn.Module) and has_hooks(drop)
+        return not shown or bool(self.__dict__.get(switch, True))
 
     def write(self: nn.Module, value: bool) -> None:
         self.__dict__[switch] = value

@@ -17,7 +17,14 @@ from timm.layers import apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from torch import Tensor
 
-from elsa_core.models.adapters.common import attend, join_heads, split_heads, split_packed
+from elsa_core.models.adapters.common import (
+    attend,
+    drop_p,
+    join_heads,
+    shows_weights,
+    split_heads,
+    split_packed,
+)
 
 
 class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
@@ -30,6 +37,9 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
+        if shows_weights(self):
+            shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
+            return shown
         gate = gate_of(self, x)
         q, k, v = split_packed(self.qkv(x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -50,6 +60,9 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
+        if shows_weights(self):
+            shown: Tensor = super().forward(x, rope, attn_mask, **_causal(is_causal))
+            return shown
         gate = gate_of(self, x)
         if self.qkv is not None:
             q, k, v = split_packed(self.qkv(x), self.num_heads)
@@ -65,6 +78,11 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
 
 
 # The helpers take the module as Any: timm is untyped, and its attributes differ between versions.
+
+
+def _causal(is_causal: bool) -> dict[str, bool]:
+    """The argument where it matters: older versions do not have it."""
+    return {"is_causal": True} if is_causal else {}
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor | None:
@@ -103,7 +121,7 @@ def attended(
         attn_mask,
         # Like the branch that timm would take: its fused one leaves the scale to the operator.
         scale=None if module.fused_attn else module.scale,
-        dropout_p=module.attn_drop.p if module.training else 0.0,
+        dropout_p=drop_p(module),
         is_causal=is_causal,
     )
     x = module.norm(join_heads(out))

@@ -33,7 +33,7 @@ class ElsaPartitionAttentionCl(PartitionAttentionCl):  # type: ignore[misc]  # t
         attn = self.attn
         rows, columns = self.partition_size
         # Sizes that do not divide are an error here, which the original words.
-        if must_call(attn) or x.shape[1] % rows or x.shape[2] % columns:
+        if must_call(attn, AttentionCl) or x.shape[1] % rows or x.shape[2] % columns:
             out: Tensor = super()._partition_attn(x)
             return out
         rel_pos, bias = attn.rel_pos, None

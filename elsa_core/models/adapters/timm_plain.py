@@ -18,7 +18,7 @@ from timm.models.tnt import Attention as TntAttention
 from timm.models.volo import ClassAttention
 from torch import Tensor
 
-from elsa_core.models.adapters.common import attend, join_heads, split_heads, split_packed
+from elsa_core.models.adapters.common import attend, drop_p, join_heads, split_heads, split_packed
 
 # Until 1.0.29 timm gave an image's windows the global queries of other images; kept as it is there.
 _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_names
@@ -26,7 +26,7 @@ _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_
 
 def _projected(module: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Attention, and the projection and dropout that most of these end with: [B, N, H * Dv]."""
-    out = attend(module, q, k, v, bias, scale=module.scale, dropout_p=module.attn_drop.p)
+    out = attend(module, q, k, v, bias, scale=module.scale, dropout_p=drop_p(module))
     projected: Tensor = module.proj_drop(module.proj(join_heads(out)))
     return projected
 
@@ -92,7 +92,7 @@ class ElsaNestAttention(NestAttention):  # type: ignore[misc]  # timm is untyped
     def forward(self, x: Tensor) -> Tensor:
         batch, blocks = x.shape[:2]
         q, k, v = split_packed(self.qkv(x).flatten(0, 1), self.num_heads)
-        out = attend(self, q, k, v, dropout_p=self.attn_drop.p)
+        out = attend(self, q, k, v, dropout_p=drop_p(self))
         joined = out.permute(0, 2, 3, 1).flatten(2)  # NesT puts the heads last
         projected: Tensor = self.proj_drop(self.proj(joined.unflatten(0, (batch, blocks))))
         return projected

@@ -10,7 +10,7 @@ from timm.layers import apply_rot_embed_cat
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor
 
-from elsa_core.models.adapters.common import attend, join_heads, split_packed
+from elsa_core.models.adapters.common import attend, drop_p, join_heads, split_packed
 from elsa_core.models.adapters.decomposed import attend_decomposed, table
 
 
@@ -25,7 +25,7 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
         height, width = x.shape[1:3]
         q, k, v = split_packed(self.qkv(x.flatten(1, 2)), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
-        drop = self.attn_drop.p
+        drop = drop_p(self)
         if self.use_rel_pos:
             rel_h = table(_resized(self.rel_pos_h, height), height, height)
             rel_w = table(_resized(self.rel_pos_w, width), width, width)

@@ -23,6 +23,7 @@ from elsa_core.models.adapters.windows import (
     derived,
     must_call,
     of_padding,
+    pads_unseen,
     read_bias,
     why_not,
 )
@@ -45,7 +46,7 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn):
+        if must_call(attn, WindowAttention) or pads_unseen(attn.qkv, x, self.window_size):
             out: Tensor = super()._attn(x)
             return out
         sources = (
@@ -104,13 +105,18 @@ class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[mi
     def _shifted_window_attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn):
+        watched = must_call(attn, WindowMultiHeadAttention)
+        if watched or pads_unseen(attn.qkv, x, self.window_size):
             out: Tensor = super()._shifted_window_attn(x)
             return out
         sources = (*attn.meta_mlp.parameters(), attn.relative_coordinates_log, attn.logit_scale)
         bias, scale = derived(attn, _pairwise_terms, sources)
         return attend_block(
-            self, attn.qkv(x), bias, pad_qkv=of_padding(attn.qkv, x), logit_scale=scale
+            self,
+            attn.qkv(x),
+            bias,
+            pad_qkv=of_padding(attn.qkv, x, self.window_size),
+            logit_scale=scale,
         )
 
 

@@ -14,12 +14,14 @@ from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
+from elsa_core.models.adapters.common import drops_or_shows
 from elsa_core.models.adapters.windows import (
     Bias,
     attend_windows,
     derived,
-    has_hooks,
+    is_watched,
     of_padding,
+    pads_unseen,
     read_bias,
     why_not,
 )
@@ -33,18 +35,18 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
     elsa_backend: str
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
-        if self.training and self.attn_drop.p > 0.0:
+        image = x.unflatten(1, tuple(size))
+        if drops_or_shows(self) or pads_unseen(self.qkv, image, (self.ws, self.ws)):
             out: Tensor = super().forward(x, size)
             return out
-        qkv = self.qkv(x).unflatten(1, tuple(size))
         out = attend_windows(
             self,
-            qkv,
+            self.qkv(image),
             None,
             num_heads=self.num_heads,
             window_size=(self.ws, self.ws),
             scale=self.scale,
-            pad_qkv=of_padding(self.qkv, x),
+            pad_qkv=of_padding(self.qkv, image, (self.ws, self.ws)),
         )
         joined: Tensor = self.proj_drop(self.proj(out.flatten(1, 2)))
         return joined
@@ -65,7 +67,8 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
-        if has_hooks(attn):
+        watched = is_watched(attn, WindowAttention)
+        if watched or pads_unseen(attn.qkv, x.permute(0, 2, 3, 1), self.window_size):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -77,7 +80,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
             num_heads=attn.num_heads,
             window_size=self.window_size,
             scale=attn.scale,
-            pad_qkv=of_padding(attn.qkv, normed),
+            pad_qkv=of_padding(attn.qkv, normed, self.window_size),
         )
         tokens = tokens + self.drop_path1(attn.proj(out))
         x = self.cpe2(tokens.permute(0, 3, 1, 2))
@@ -107,7 +110,7 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
-        if has_hooks(attn):
+        if is_watched(attn, TinyVitAttention) or pads_unseen(attn.qkv, x, (window, window)):
             out: Tensor = super().forward(x)
             return out
         pad = None

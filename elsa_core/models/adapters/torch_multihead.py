@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elsa_core.errors import ArgumentError
 from elsa_core.models.adapters.common import attend, join_heads, split_heads, split_packed
 
 
@@ -54,6 +55,11 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested:
+            alone = key_padding_mask is None and attn_mask is None and not need_weights
+            if not (query is key is value and alone):
+                raise ArgumentError(
+                    "nested tensors are served in self-attention without masks and weights"
+                )
             return self._elsa_nested(query), None
         if need_weights:
             return self._elsa_with_weights(
@@ -64,7 +70,8 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._elsa_projected(query, key, value)
         causal = is_causal and key_padding_mask is None
         mask = None if causal else _merged_mask(attn_mask, key_padding_mask, q, k)
-        out = attend(self, q, k, v, mask, dropout_p=self.dropout, is_causal=causal)
+        drop = self.dropout if self.training else 0.0
+        out = attend(self, q, k, v, mask, dropout_p=drop, is_causal=causal)
         joined = F.linear(join_heads(out), self.out_proj.weight, self.out_proj.bias)
         if query.dim() == 2:
             joined = joined.squeeze(0)

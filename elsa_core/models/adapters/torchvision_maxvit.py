@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositionalMultiHeadAttention
 
+from elsa_core.models.adapters.common import has_hooks
 from elsa_core.models.adapters.windows import (
     Bias,
     attend_windows,
     derived,
-    has_hooks,
+    is_watched,
     read_bias,
     why_not,
 )
@@ -38,7 +39,8 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
     def forward(self, x: Tensor) -> Tensor:
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)
-        if has_hooks(attn) or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
+        watched = is_watched(attn, RelativePositionalMultiHeadAttention)
+        if watched or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)

@@ -15,26 +15,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from elsa_core.models.adapters.common import drop_p, has_hooks, shows_weights
 from elsa_core.window import window_attention
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
 # whose biases of all blocks would take as much memory as the model.
 DENSE_BYTES = 1 << 20
 _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3.3
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches the module's own forward or backward."""
-    return any(getattr(module, name) for name in _HOOKS)
+def is_watched(attention: nn.Module, expected: type[nn.Module]) -> bool:
+    """Whether the attention module within a block has to run itself, for those who wait for it.
 
-
-def must_call(attention: Any) -> bool:
-    """Whether the attention module within a block has to run itself.
-
-    It has to where a hook waits for its call, and where attention weights are dropped in training.
+    Or another module took its place.
     """
-    return has_hooks(attention) or (attention.training and attention.attn_drop.p > 0.0)
+    return type(attention) is not expected or has_hooks(attention) or shows_weights(attention)
+
+
+def must_call(attention: nn.Module, expected: type[nn.Module]) -> bool:
+    """Whether the attention module within a block has to run itself: watched, or dropping."""
+    return is_watched(attention, expected) or drop_p(attention) > 0.0
 
 
 def why_not(attention: object, expected: type[nn.Module]) -> str:
@@ -44,10 +44,27 @@ def why_not(attention: object, expected: type[nn.Module]) -> str:
     return f"its attention is a {type(attention).__qualname__}, not a {expected.__qualname__}"
 
 
-def of_padding(projection: nn.Module, x: Tensor) -> Tensor | None:
-    """What a projection of tokens x [..., C] makes of a padded one, a zero: [3 * C], None for 0."""
+def _pads(x: Tensor, window: Sequence[int]) -> bool:
+    return any(n % w for n, w in zip(x.shape[1:3], window, strict=True))
+
+
+def pads_unseen(projection: nn.Module, x: Tensor, window: Sequence[int]) -> bool:
+    """Whether tokens x [B, H, W, C] are padded before a projection that somebody watches.
+
+    Who waits for its result may change it, for padded tokens too: the original pads then.
+    """
+    return has_hooks(projection) and _pads(x, window)
+
+
+def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tensor | None:
+    """What a projection makes of a padded one of tokens x [B, H, W, C], a zero: [3 * C].
+
+    None for zeros, and where none is asked for.
+    """
     if type(projection) is nn.Linear:
         return projection.bias
+    if not _pads(x, window):
+        return None
     # Something else took its place: a quantised layer, one with a low-rank addition.
     padding: Tensor = projection(x.new_zeros(1, x.shape[-1])).squeeze(0)
     return padding
@@ -118,7 +135,10 @@ def derived(
     PyTorch does not count as a write, one through `.data`, goes unseen. Compilers and tracers
     see the computation itself.
     """
-    if torch.compiler.is_compiling() or module.training or _traced():
+    if torch.compiler.is_compiling() or _traced():
+        return compute(module)
+    if module.training:
+        _DERIVED.pop(module, None)  # optimizers may write through `.data`, which goes unseen
         return compute(module)
     given = [tensor for tensor in sources if tensor is not None]
     if not _can_keep(given):
