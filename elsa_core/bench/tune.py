@@ -81,11 +81,18 @@ def shape_of(case: Case) -> Shape:
 
 
 def candidates(
-    case: Case, precision: str, table: Table, *, multiprocessors: int, shared: int | None = None
+    case: Case,
+    precision: str,
+    table: Table,
+    *,
+    multiprocessors: int,
+    shared: int | None = None,
+    specialized: bool = False,
 ) -> tuple[tuple[Plan, bool], ...]:
     """What to measure for a call: (plan, whether it is the shipped one), the shipped one first.
 
-    A pure function of shapes, the shipped table and the GPU's sizes; needs no GPU.
+    A pure function of shapes, the shipped table and the GPU's sizes; needs no GPU. specialized: the
+    warp-specialised kernel takes the call (`launch.may_specialize`).
 
     Raises:
         ArgumentError: a call that no tile table serves.
@@ -101,12 +108,17 @@ def candidates(
 
     def planned(tile_table: Table) -> Plan:
         return tiling.plan(
-            shape, mode, tile_table, workspace=workspace, multiprocessors=multiprocessors
-        )
+            shape, mode, tile_table, workspace=workspace, multiprocessors=multiprocessors,
+            specialized=specialized,
+        )  # fmt: skip
 
     shipped = planned(table)
     found = {_key(shipped): (shipped, True)}
-    for tile in _variations(shipped.tile, mode, shape, shared or table.shared_memory, workspace):
+    room = shared or table.shared_memory
+    variations = _variations(shipped.tile, mode, shape, room, workspace)
+    if specialized and mode == "split":
+        variations = itertools.chain(_specialized(shipped.tile, shape, room), variations)
+    for tile in variations:
         plan = planned(replace(table, tiles=(tile,)))
         found.setdefault(_key(plan), (plan, False))
     return tuple(found.values())
@@ -131,7 +143,7 @@ def _variations(
         tile = replace(
             shipped, mode=mode, dim=256, keys=None, programs=None, block_m=block_m, block_n=block_n,
             warps=warps, stages=stages, ahead=early, registers=registers,
-            one_loop=loop,
+            one_loop=loop, specialized=False,
         )  # fmt: skip
         # Split ahead, two loops may win on long rows alone; in-loop splitting is rarely the
         # fastest: few of its variations are worth compiling.
@@ -139,6 +151,19 @@ def _variations(
         if early:
             worth = loop or shape.keys > 4096
         if worth and _fits(tile, dim, shared):
+            yield tile
+
+
+def _specialized(shipped: Tile, shape: Shape, shared: int) -> Iterator[Tile]:
+    dim = usertable.padded_dim(shape)
+    for block_m, block_n, stages in itertools.product((64, 128), (64, 128), (2, 3)):
+        # two programs of one folding warpgroup share a multiprocessor
+        tile = replace(
+            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=block_n, warps=4,
+            stages=stages, ahead=True, registers=128 if block_m == 64 else 0, one_loop=True,
+            specialized=True,
+        )  # fmt: skip
+        if dim * block_n <= 8192 and _fits(tile, dim, shared):
             yield tile
 
 
@@ -240,8 +265,11 @@ def save(tuned: Sequence[Tuned], device: torch.device | str) -> Path | None:
 
 def _tune(case: Case, precision: str, device: torch.device, settings: Settings) -> Tuned:
     table, multiprocessors, shared = shipped_table(device)
-    plans = candidates(case, precision, table, multiprocessors=multiprocessors, shared=shared)
     tensors = Inputs(*inputs(case, device, settings.seed))
+    plans = candidates(
+        case, precision, table, multiprocessors=multiprocessors, shared=shared,
+        specialized=launch.may_specialize(*tensors),
+    )  # fmt: skip
     sample = sample_of(case, tensors)
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
     allowed = tolerance(sample, precision, oracle)

@@ -4,6 +4,7 @@ compiler.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -34,9 +35,14 @@ def compile_launch(
             signature[name] = parameter.annotation_type
         else:
             kind = "fp32" if name == "Out" and launch.tail.get("PARTIAL") else NAMES[dtype]
+            if name == "Mask" and not launch.tail["MASK"] and dtype == torch.float32:
+                kind = "i32"  # flags, or not read
             signature[name] = "*" + POINTERS.get(name, kind)
             attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    written_in = ASTSource
+    if launch.kernel.is_gluon():
+        written_in = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+    source = written_in(launch.kernel, signature, constants, attributes)
     target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
     return triton.compile(source, target=target, options={**launch.options, **options})
 

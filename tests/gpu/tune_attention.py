@@ -317,7 +317,7 @@ def main() -> None:
                 call, like = ahead[0], tensors[0]
                 w = like.new_empty(call.workspace, dtype=torch.float16)
                 for warps in (2, 4):
-                    call.ahead.options["num_warps"], call.ahead.runner = warps, None
+                    call.ahead.options["num_warps"], call.ahead.compiled = warps, None
                     ms = graph_ms(lambda: call.ahead(*tensors[1:], w))  # noqa: B023
                     print(f"   split ahead alone, {warps} warps: {ms:.4f} ms")
             for ms, row, e in timed[:5]:

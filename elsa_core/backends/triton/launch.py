@@ -24,6 +24,11 @@ FRESH_KEYS = 65536
 CHAIN_TILES = 1024
 # room for every layout a process meets; a loop over lengths without end must not grow memory
 CACHED_PLANS = 4096
+# what a thread of a copying and of a second folding warpgroup may hold; the first gets the rest
+COPY_REGISTERS = 40
+FOLD_REGISTERS = 232
+# the first and the last Triton that `hopper.py` compiles with
+GLUON = ((3, 6), (3, 9))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -56,6 +61,29 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache(maxsize=64)
+def specializes(device: torch.device) -> bool:
+    """Whether `hopper.py` runs there: on sm_90, with a Triton whose Gluon it was tried with."""
+    if device.type != "cuda" or torch.version.hip or INTERPRETED:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0) and gluon_known()
+
+
+def gluon_known() -> bool:
+    """Gluon is young and changes: a Triton that is not known gets `forward.forward` alone."""
+    import triton
+
+    return GLUON[0] <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= GLUON[1]
+
+
+def _hooked() -> bool:
+    """Whether somebody follows Triton's launches."""
+    from triton import knobs
+
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
 class Launch:
     """One kernel with everything but its pointers bound.
 
@@ -73,27 +101,41 @@ class Launch:
         self.tail = tail
         # Triton 3.10 stops fusing multiply and add by default
         self.options = {"enable_fp_fusion": True, **options}
-        self.runner: Callable[..., None] | None = None
+        self.compiled: Any = None
+        self.launcher: Any = None
+        self.hooked: Callable[[], bool] = bool
+        self.head: tuple[Any, ...] = ()
         self.values: tuple[Any, ...] = ()
         self.stream: Callable[[int], int] = int
         self.device = 0
 
     def __call__(self, *pointers: Tensor) -> None:
-        if self.runner is not None:
+        if self.compiled is not None:
             # addresses: for a tensor the launcher would ask the driver whose memory it is
             addresses = [p.data_ptr() for p in pointers]
-            self.runner(*addresses, *self.values, stream=self.stream(self.device))
+            stream = self.stream(self.device)
+            if self.hooked():  # Triton's own profiler wants to hear of each launch
+                self.compiled[self.grid](*addresses, *self.values, stream=stream)
+            else:
+                self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
             return
         compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
         if not INTERPRETED and hasattr(compiled, "__getitem__"):
-            # positional, in the kernel's own order: pointers come first
-            names = [p.name for p in self.kernel.params]
-            self.values = tuple(self.tail[name] for name in names[len(pointers) :])
-            from triton.runtime import driver
+            self._bind(compiled, pointers)
 
-            self.stream = driver.active.get_current_stream
-            self.device = pointers[0].get_device()
-            self.runner = compiled[self.grid]
+    def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
+        """Keep what a warm call needs of Triton's own launch, without its bookkeeping."""
+        from triton.runtime import driver
+
+        # positional, in the kernel's own order: pointers come first
+        names = [p.name for p in self.kernel.params]
+        self.values = tuple(self.tail[name] for name in names[len(pointers) :])
+        self.stream = driver.active.get_current_stream
+        self.device = pointers[0].get_device()
+        self.launcher, self.hooked = compiled.run, _hooked
+        # the function, its metadata, and no data, entry hook and exit hook of this launch
+        self.head = (compiled.function, compiled.packed_metadata, None, None, None)
+        self.compiled = compiled
 
 
 @dataclass
@@ -105,6 +147,7 @@ class Call:
     fold: Launch | None
     ahead: Launch | None = None
     merge: Launch | None = None
+    repair: Launch | None = None
     workspace: int = 0
     partial_shape: tuple[int, ...] = ()
     decode: bool = False
@@ -238,9 +281,20 @@ def plan_call(
     mode = mode_of(q.dtype, precision)
     table, multiprocessors = device_table(-1 if q.device.index is None else q.device.index)
     p = tiling.plan(
-        shape, mode, table, workspace=precision != "lean", multiprocessors=multiprocessors
-    )
+        shape, mode, table, workspace=precision != "lean", multiprocessors=multiprocessors,
+        specialized=may_specialize(q, k, v, mask),
+    )  # fmt: skip
     return _fold_call(q, k, v, mask, causal, scale, shape, mode, p)
+
+
+def may_specialize(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether `hopper.py` takes a call with such operands, on their device."""
+    one_block = all(tiling.blocks(t.shape[3])[1] == 0 for t in (q, v))
+    # one chain of the narrowest of its tiles
+    short = k.shape[2] <= CHAIN_TILES * 64
+    return (
+        mask is None and one_block and short and _unit((q, k, v))[0] > 1 and specializes(q.device)
+    )
 
 
 def _fold_call(
@@ -295,6 +349,8 @@ def _fold_call(
         Launch(forward, grid, tail, options),
         words=p.words(),
     )
+    if t.specialized:
+        _specialize(call, tail, shape)
     if t.ahead:
         low = mode == "split"
         call.ahead = _ahead(k, v, shape, t, (d0 + d1, v0 + v1), (unit, unit_d), low, overlap)
@@ -305,6 +361,37 @@ def _fold_call(
         call.merge = _merge(shape, p.partitions, overlap)
         call.partial_shape = (p.partitions, rows * shape.queries, shape.value_dim)
     return call
+
+
+def _specialize(call: Call, tail: dict[str, Any], shape: Shape) -> None:
+    """The warp-specialised kernel instead of `forward.forward`, and the repair of what it flags."""
+    from elsa_core.backends.triton import hopper
+
+    assert call.fold is not None
+    call.repair = _repair(tail, shape, call.fold.grid[1])
+    own = {
+        **tail, "scale": tail["scale"] * tail["flip"],
+        "FOLD_REGISTERS": FOLD_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
+    }  # fmt: skip
+    options = {name: value for name, value in call.fold.options.items() if name != "num_stages"}
+    call.fold = Launch(hopper.forward, call.fold.grid, _known(hopper.forward, own), options)
+
+
+def _repair(tail: dict[str, Any], shape: Shape, parts: int) -> Launch:
+    from elsa_core.backends.triton import repair
+
+    blocks = parts * shape.batch * shape.heads * -(-shape.queries // repair.ROWS.value)
+    wide = max(tail["D0"], tail["V0"]) > 64
+    options: dict[str, Any] = {"num_warps": 8 if wide else 4}
+    if tail["OVERLAP"]:
+        options["launch_pdl"] = True
+    grid = (-(-blocks // repair.BLOCKS.value),)
+    return Launch(repair.repair, grid, _known(repair.repair, {**tail, "blocks": blocks}), options)
+
+
+def _known(kernel: Any, tail: dict[str, Any]) -> dict[str, Any]:
+    """What a kernel that takes less has arguments for."""
+    return {name: tail[name] for name in kernel.arg_names if name in tail}
 
 
 def chain_keys(mode: str, tile: tiling.Tile, chunk: int) -> int:
@@ -377,7 +464,12 @@ def execute(
     elif call.ahead is not None:
         w = q.new_empty(call.workspace, dtype=torch.float16)
         call.ahead(k, v, w)
-        call.fold(q, k, v, m, w, o, logs)
+        if call.repair is None:
+            call.fold(q, k, v, m, w, o, logs)
+        else:
+            flags = q.new_empty(call.repair.tail["blocks"], dtype=torch.int32)
+            call.fold(q, w, flags, o, logs)
+            call.repair(q, k, v, flags, o, logs)
     else:
         call.fold(q, k, v, m, out, o, logs)
     if call.merge is not None:

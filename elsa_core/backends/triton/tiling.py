@@ -36,6 +36,8 @@ class Tile:
     ones are cut in two). registers: the most a thread may use (0: the compiler decides).
     one_loop: one loop, which asks of each tile whether its scores need a test, instead of a loop
     for whole tiles and another for the rest: pipelined loads then wait once, not twice.
+    specialized: one warpgroup copies, the others fold (`hopper.py`), for calls that it serves;
+    `warps` are those of one warpgroup.
     """
 
     mode: str
@@ -50,6 +52,7 @@ class Tile:
     part: int = 256
     registers: int = 0
     one_loop: bool = False
+    specialized: bool = False
 
     def serves(self, mode: str, dim: int, shape: Shape) -> bool:
         if mode != self.mode or dim > self.dim:
@@ -89,6 +92,7 @@ class Plan:
         t = self.tile
         size = f"{t.block_m} queries x {t.block_n} keys"
         where = ", keys and values split ahead" if t.ahead else ""
+        where += ", copied by warps of their own" if t.specialized else ""
         if self.partitions == 1:
             return f"full fold: one program per {size}{where}"
         split = f"split keys: {self.partitions} partitions of {self.chunk}, merged by a tree"
@@ -129,7 +133,13 @@ def blocks(dim: int, part: int = 256) -> tuple[int, int]:
 
 
 def waves(
-    programs: int, multiprocessors: int, key_tiles: int, partitions: int, *, half: bool = False
+    programs: int,
+    multiprocessors: int,
+    key_tiles: int,
+    partitions: int,
+    *,
+    half: bool = False,
+    specialized: bool = False,
 ) -> float:
     """Time of a schedule in units of one key tile of one program.
 
@@ -137,42 +147,58 @@ def waves(
     that runs one program alone hides no latency and does 0.7 of its rate. The merge is a launch of
     its own, and its states travel through memory. half: a key tile is over sooner (0.6 us for 64 x
     64 of head_dim 64 on an H200), and the merge costs 2.4 for each partition instead of 4.0.
+    specialized: warps of their own hide the latency of a program that is alone.
     """
     start = 2.0
     launch = 2.4 * partitions if half else 4.0
     merge = 0.0 if partitions == 1 else launch + 0.01 * partitions * programs
     most = -(-programs * partitions // multiprocessors)
-    rate = 0.7 if most == 1 else 1.0
+    rate = 0.7 if most == 1 and not specialized else 1.0
     return most * (-(-key_tiles // partitions) + start) / rate + merge
 
 
-def partitions(programs: int, multiprocessors: int, key_tiles: int, *, half: bool = False) -> int:
+def partitions(programs: int, multiprocessors: int, key_tiles: int, **how: bool) -> int:
     """The number of key partitions with the least time by `waves`; 1 where splitting gains under 5
     %.
     """
-    best, least = 1, waves(programs, multiprocessors, key_tiles, 1, half=half) * 0.95
+    best, least = 1, waves(programs, multiprocessors, key_tiles, 1, **how) * 0.95
     for count in PARTITIONS[1:]:
         if count > key_tiles:
             break
-        time = waves(programs, multiprocessors, key_tiles, count, half=half)
+        time = waves(programs, multiprocessors, key_tiles, count, **how)
         if time < least:
             best, least = count, time
     return best
 
 
-def plan(shape: Shape, mode: str, table: Table, *, workspace: bool, multiprocessors: int) -> Plan:
-    """Tiles and partitions of a call. workspace False: no splitting ahead, no partial states."""
+def plan(
+    shape: Shape,
+    mode: str,
+    table: Table,
+    *,
+    workspace: bool,
+    multiprocessors: int,
+    specialized: bool = False,
+) -> Plan:
+    """Tiles and partitions of a call.
+
+    workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call.
+    """
     dim = max(sum(blocks(shape.head_dim)), sum(blocks(shape.value_dim)))
     tile = next(
         t
         for t in table.tiles
-        if t.serves(mode, dim, shape) and (workspace or not t.ahead)
+        if t.serves(mode, dim, shape)
+        and (workspace or not t.ahead)
+        and (specialized or not t.specialized)
     )  # fmt: skip
     key_tiles = -(-shape.keys // tile.block_n)
     count = 1
     if workspace:
         programs = shape.batch * shape.heads * -(-shape.queries // tile.block_m)
-        count = partitions(programs, multiprocessors, key_tiles, half=mode == "half")
+        count = partitions(
+            programs, multiprocessors, key_tiles, half=mode == "half", specialized=tile.specialized
+        )
     chunk = -(-key_tiles // count) * tile.block_n
     return Plan(tile, -(-shape.keys // chunk), chunk)
 

@@ -1,0 +1,78 @@
+"""Runs the repair kernel by Triton's interpreter; prints one JSON line per case.
+
+A program of its own, because TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from elsa_core import reference
+from elsa_core.backends.triton import launch, tiling
+
+# (B, Hq, Hkv, Nq, Nk, D, Dv), partitions, causal
+CASES = [
+    ((2, 2, 1, 130, 70, 32, 16), 1, False),
+    ((1, 3, 3, 200, 200, 16, 32), 1, True),
+    ((1, 2, 2, 70, 150, 16, 16), 2, False),
+    ((3, 6, 6, 70, 20, 16, 16), 1, False),  # more blocks than one program looks after
+]
+
+
+def run(shape: tuple[int, ...], parts: int, causal: bool) -> dict[str, object]:
+    b, h, hk, n, m, d, dv = shape
+    torch.manual_seed(0)
+    q, k, v = torch.randn(b, n, h, d), torch.randn(b, m, hk, d), torch.randn(b, m, hk, dv)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    sizes = tiling.Shape(b, h, hk, n, m, d, dv)
+    tile = tiling.Tile("split", 64, None, None, 64, 16, 4, 2, True)
+    plan = tiling.Plan(tile, parts, -(-m // 16 // parts) * 16)
+    call = launch._fold_call(q, k, v, None, causal, -0.3, sizes, "split", plan)
+    repair = launch._repair({**call.fold.tail, "CAUSAL": causal}, sizes, parts)
+    flags = torch.arange(repair.tail["blocks"], dtype=torch.int32) % 3 == 1
+    states = (parts, b * h, n)
+    if parts > 1:
+        out, lse = torch.full((*states, dv), torch.nan), torch.full(states, torch.nan)
+    else:
+        out, lse = torch.full((b, n, h, dv), torch.nan), torch.full((b, h, n), torch.nan)
+    repair(q, k, v, flags.int(), out, lse)
+
+    outs, logs = [], []
+    for keys in torch.arange(m).split(plan.chunk):
+        seen = torch.ones(n, m, dtype=torch.bool)
+        if causal:
+            seen = seen.tril()
+        hidden = torch.ones(m, dtype=torch.bool)
+        hidden[keys] = False
+        seen = (seen & ~hidden)[None, None]
+        o, logsumexp = reference.attention(q, k, v, seen, scale=-0.3)
+        outs.append(o)
+        logs.append(logsumexp)
+    if parts > 1:
+        expected = torch.stack(outs).flatten(1, 2)
+        scores = torch.stack(logs).flatten(1, 2) / torch.log(torch.tensor(2.0))
+    else:
+        expected, scores = outs[0].transpose(1, 2), logs[0]
+    blocks = -(-n // 64)
+    chosen = flags.reshape(-1, blocks).repeat_interleave(64, 1)[:, :n].reshape(lse.shape)
+    rows = chosen if parts > 1 else chosen.transpose(1, 2)
+    error = (out[rows].double() - expected[rows]).norm() / expected[rows].norm()
+    finite = scores[chosen].isfinite()
+    return {
+        "blocks": int(flags.sum()),
+        "untouched": bool(out[~rows].isnan().all() and lse[~chosen].isnan().all()),
+        "error": error.item(),
+        "lse": (lse[chosen] - scores[chosen])[finite].abs().max().item(),
+        "empty": bool((lse[chosen][~finite] == -torch.inf).all()),
+    }
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        print(json.dumps(run(*case)))

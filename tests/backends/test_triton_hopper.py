@@ -1,0 +1,141 @@
+"""The warp-specialised kernel of sm_90, compiled without a GPU: what the assembler made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from triton_compile import compile_launch
+
+from elsa_core.backends.triton import launch, tiling
+
+
+# three products each for Q K^T and P V, 64 / 16 instructions a product
+PRODUCTS = 24
+
+
+@pytest.fixture(autouse=True)
+def overlapped_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "overlaps", lambda device: True)
+
+
+def planned(
+    shape: tuple[int, int, int, int], block_m: int = 128, stages: int = 2, registers: int = 0,
+    causal: bool = False, parts: int = 1, scale: float = 0.1,
+) -> launch.Call:  # fmt: skip
+    b, h, n, d = shape
+    q = torch.empty(shape, device="meta")
+    tile = tiling.Tile(
+        "split", d, None, None, block_m, 64, 4, stages, True, 256, registers, True, True
+    )
+    whole = tiling.Shape(b, h, h, n, n, d, d)
+    chunk = -(-n // 64 // parts) * 64
+    plan = tiling.Plan(tile, -(-n // chunk), chunk)
+    return launch._fold_call(q, q, q, None, causal, scale, whole, "split", plan)
+
+
+def loops_of(compiled: Any, tmp_path: Path) -> list[list[str]]:
+    """The instructions of the loops that multiply, from the assembler's own listing."""
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "nvdisasm"
+    if not tool.exists():
+        pytest.skip("this Triton comes without nvdisasm")
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    text = subprocess.run(
+        [str(tool), "-c", str(binary)], capture_output=True, text=True, check=True
+    ).stdout
+    labels, code = {}, []
+    for line in text.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    loops = [
+        code[labels[jump[1]] : i + 1]
+        for i, line in enumerate(code)
+        if (jump := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(jump[1], i) < i
+    ]
+    # jumps back also end the waits, which the assembler puts behind everything
+    return [loop for loop in loops if sum("HGMMA" in line for line in loop) == PRODUCTS]
+
+
+@pytest.mark.parametrize(("block_m", "registers"), [(64, 128), (128, 0)])
+def test_products_are_in_flight_during_the_softmax(
+    block_m: int, registers: int, tmp_path: Path
+) -> None:
+    call = planned((1, 8, 1024, 64), block_m, registers=registers)
+    assert call.fold is not None
+    loops = loops_of(compile_launch(call.fold, torch.float32, "cuda", 90), tmp_path)
+    assert len(loops) == block_m // 64
+    for loop in loops:
+        marks = [i for i, line in enumerate(loop) if "WARPGROUP.DEPBAR" in line]
+        assert sum("HGMMA" in line for line in loop[: marks[0]]) == PRODUCTS
+        assert len(marks) == 2  # for the scores, then for the weighted values
+        assert sum("MUFU.EX2" in line for line in loop[marks[0] : marks[1]]) >= 32
+        assert not any(re.match(r"(STL|LDL)", line) for line in loop)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"causal": True}, {"parts": 3}, {"scale": -0.3}, {"block_m": 64, "registers": 128}],
+    ids=lambda more: next(iter(more)),
+)
+@pytest.mark.parametrize("dim", [48, 64, 100, 128])
+def test_every_form_compiles(more: dict[str, Any], dim: int) -> None:
+    if dim != 64 and "causal" not in more:
+        pytest.skip("head dimensions are compiled in one form")
+    call = planned((1, 2, 300, dim), **more)
+    if tiling.blocks(dim)[1]:
+        pytest.skip("two blocks")
+    for one in (call.fold, call.repair):
+        assert one is not None
+        assert compile_launch(one, torch.float32, "cuda", 90).asm["cubin"]
+
+
+def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "specializes", lambda device: True)
+    q = torch.empty(1, 2, 300, 64)
+    assert launch.may_specialize(q, q, q, None)
+    assert not launch.may_specialize(q, q, q, torch.ones(1, 1, 1, 300, dtype=torch.bool))
+    assert not launch.may_specialize(*[torch.empty(1, 2, 300, 80)] * 3, None)  # 64 + 16
+    assert not launch.may_specialize(q[..., ::2], q, q, None)  # columns apart
+    assert not launch.may_specialize(q[..., 1:61], q[..., :60], q[..., :60], None)  # not aligned
+    long = torch.empty(1).expand(1, 1, 65537, 64)
+    assert not launch.may_specialize(q, long, long, None)  # more than one chain
+
+
+def test_an_unknown_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    known = [f"{a}.{b}.1" for (a, b) in launch.GLUON]
+    for version, expected in [*((v, True) for v in known), ("3.5.0", False), ("4.0.0", False)]:
+        monkeypatch.setattr(triton, "__version__", version)
+        assert launch.gluon_known() is expected
+
+
+def test_flagged_blocks_are_folded_again() -> None:
+    """By Triton's interpreter: those blocks are right, and nothing else is written."""
+    script = Path(__file__).with_name("repair_interpreted.py")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["blocks"] > 0 and row["untouched"] and row["empty"]
+        assert row["error"] < 6e-7 and row["lse"] < 1e-5
