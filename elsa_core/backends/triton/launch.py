@@ -76,12 +76,10 @@ def gluon_known() -> bool:
     return GLUON[0] <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= GLUON[1]
 
 
-def _hooked() -> bool:
-    """Whether somebody follows Triton's launches."""
-    from triton import knobs
-
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+def _hooked(runtime: Any) -> bool:
+    """Whether somebody follows Triton's launches (`knobs.runtime`)."""
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class Launch:
@@ -103,7 +101,7 @@ class Launch:
         self.options = {"enable_fp_fusion": True, **options}
         self.compiled: Any = None
         self.launcher: Any = None
-        self.hooked: Callable[[], bool] = bool
+        self.runtime: Any = None
         self.head: tuple[Any, ...] = ()
         self.values: tuple[Any, ...] = ()
         self.stream: Callable[[int], int] = int
@@ -114,7 +112,7 @@ class Launch:
             # addresses: for a tensor the launcher would ask the driver whose memory it is
             addresses = [p.data_ptr() for p in pointers]
             stream = self.stream(self.device)
-            if self.hooked():  # Triton's own profiler wants to hear of each launch
+            if _hooked(self.runtime):  # Triton's own profiler wants to hear of each launch
                 self.compiled[self.grid](*addresses, *self.values, stream=stream)
             else:
                 self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
@@ -125,6 +123,7 @@ class Launch:
 
     def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
         """Keep what a warm call needs of Triton's own launch, without its bookkeeping."""
+        from triton import knobs
         from triton.runtime import driver
 
         # positional, in the kernel's own order: pointers come first
@@ -132,7 +131,7 @@ class Launch:
         self.values = tuple(self.tail[name] for name in names[len(pointers) :])
         self.stream = driver.active.get_current_stream
         self.device = pointers[0].get_device()
-        self.launcher, self.hooked = compiled.run, _hooked
+        self.launcher, self.runtime = compiled.run, knobs.runtime
         # the function, its metadata, and no data, entry hook and exit hook of this launch
         self.head = (compiled.function, compiled.packed_metadata, None, None, None)
         self.compiled = compiled
