@@ -357,6 +357,9 @@ def test_a_checkpoint_of_timm_training(tmp_path: Path) -> None:
         ('{"model_type": "vit"}', "transformers"),
         ('{"architecture": 3}', "names no architecture"),
         ('{"architecture": "no_such_model"}', "no model 'no_such_model'"),
+        ('{"architecture": "../test_vit"}', "names an architecture '../test_vit'"),
+        ('{"architecture": "a..b"}', "names an architecture"),
+        ('{"architecture": "local-dir:/etc"}', "names an architecture"),
         ('{"architecture": "test_vit", "num_classes": -1}', "num_classes"),
         ('{"architecture": "test_vit", "num_classes": 4}', "does not fit"),
         ('{"architecture": "test_vit", "model_args": {"depth": 9}}', "does not fit"),
@@ -371,6 +374,14 @@ def test_a_checkpoint_of_timm_training(tmp_path: Path) -> None:
         ('{"architecture": "test_vit", "pretrained_cfg": {"mean": [NaN]}}', "mean"),
         ('{"architecture": "test_vit", "elsa": {"library": "keras"}}', "keras"),
         ('{"model_cfg": {"vision_cfg": 1}}', "vision_cfg"),
+        (
+            '{"architecture": "../evil", "model_cfg": {"vision_cfg": {}, "text_cfg": {}}}',
+            "names an architecture '../evil'",
+        ),
+        (
+            '{"model_cfg": {"vision_cfg": {"timm_model_name": "hf-hub:a/b"}, "text_cfg": {}}}',
+            "names an architecture 'hf-hub:a/b'",
+        ),
     ],
 )
 def test_hostile_configurations(config: str, words: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ Library = Literal["timm", "open_clip", "torchvision"]
 CONFIG_BYTES = 16_000_000
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
+# A name becomes part of a file's name (the bundle that `export` writes by default), and timm and
+# open_clip read "local-dir:..." and "hf-hub:..." as places to fetch from.
+_NAME = re.compile(r"[\w.@+-]{1,120}")
 # Keywords of the factories that fetch, read or place something instead of describing the model.
 _FORBIDDEN_ARGS = frozenset(
     (
@@ -149,7 +153,8 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
         where: the file, for messages.
 
     Raises:
-        ModelError: another kind of configuration, or a value of the wrong type.
+        ModelError: another kind of configuration, a name that is none, or a value of the wrong
+            type.
     """
     if "model_cfg" in config:
         return from_open_clip_config(config, where)
@@ -160,6 +165,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
         raise ModelError(
             f"{where} names no architecture: it is {what}; elsa reads timm's and open_clip's"
         )
+    _check_name(name, where)
     extension = config.get("elsa", {})
     library = extension.get("library", "timm") if isinstance(extension, Mapping) else None
     if library not in ("timm", "torchvision"):
@@ -186,7 +192,7 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     """Read open_clip_config.json; pretrained towers it may name are not fetched.
 
     Raises:
-        ModelError: no towers in it, or a value of the wrong type.
+        ModelError: no towers in it, a name that is none, or a value of the wrong type.
     """
     model_cfg = config.get("model_cfg", config)
     if not isinstance(model_cfg, Mapping) or not all(
@@ -199,8 +205,18 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     size = model_cfg["vision_cfg"].get("image_size", 224)
     size = [size, size] if type(size) is int else size
     cfg = {**given, "input_size": [3, *size] if isinstance(size, list) else None, "crop_pct": 1.0}
-    name = str(config.get("architecture") or "custom")[:80]
+    name = config.get("architecture") or "custom"
+    for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):
+        _check_name(each, where)
     return Recipe("open_clip", name, {}, 0, _preprocess(cfg, where), None, dict(model_cfg))
+
+
+def _check_name(name: Any, where: str) -> None:
+    """Refuse a name that could lead elsewhere as a path."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        raise ModelError(
+            f"{where} names an architecture {str(name)[:60]!r}: a name has letters, digits, . _ - +"
+        )
 
 
 def _checked_args(args: Any, where: str) -> dict[str, Any]:
