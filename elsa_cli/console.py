@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elsa_cli import signals
-from elsa_cli.errors import INTERRUPTED, OutputError, one_line
+from elsa_cli.errors import INTERRUPTED, OutputError, one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,7 +134,8 @@ class Session:
         return Text(shown, style="red" if text.startswith(("FAIL", "no:")) else "")
 
     def fit(self, text: str) -> str:
-        """`text` with elsa's own symbols in ASCII where stdout cannot show them."""
+        """`text`, printable, with elsa's own symbols in ASCII where stdout cannot show them."""
+        text = printable(text)
         try:
             text.encode(self._stdout.encoding or "ascii")
         except UnicodeEncodeError:
@@ -207,35 +208,39 @@ class Session:
             redirect_stderr=False,
         )
         with bar:
-            task = bar.add_task(text, total=None)
+            task = bar.add_task(one_line(text), total=None)
 
             def update(label: str, done: int, total: int) -> None:
                 described = f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
-                bar.update(task, description=described, completed=done, total=total or None)
+                bar.update(
+                    task, description=one_line(described), completed=done, total=total or None
+                )
 
             yield update
 
-    def log(self, text: str) -> None:
-        """Print one line on stderr."""
+    def log(self, text: str, mark: str = "", colour: str = "") -> None:
+        """Print one line on stderr, begun by `mark` in a terminal's colour."""
+        start = f"{self._coloured(mark, colour)} " if mark else ""
         with contextlib.suppress(OSError):
-            self._stderr.write(one_line(text) + "\n")
+            self._stderr.write(start + one_line(text) + "\n")
             self._stderr.flush()
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr, unless --quiet."""
         self.warned.append(text)
         if not self.quiet:
-            self.log(f"{self._coloured('warning:', '33')} {one_line(text)}")
+            self.log(text, "warning:", "33")
 
     def fail(self, code: int, line: str, error: BaseException) -> None:
         """Say on stderr why the command ends; the traceback only with --debug."""
         if self.debug and line and code != INTERRUPTED:
-            traceback.print_exception(error, file=self._stderr)
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            self._stderr.writelines(f"{printable(line)}\n" for line in lines)
         if code == INTERRUPTED:
             kept = ", ".join(str(path) for path in self.written)
             self.log(f"interrupted; {kept} is complete" if kept else f"{line}; nothing was written")
         elif line:
-            self.log(f"{self._coloured('error:', '1;31')} {line}")
+            self.log(line, "error:", "1;31")
 
     def _interactive(self) -> bool:
         return self._stderr.isatty() and os.environ.get("TERM") != "dumb"

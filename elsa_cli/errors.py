@@ -59,9 +59,20 @@ class OutputError(CommandError):
     exit_code = ENVIRONMENT
 
 
+def printable(text: str) -> str:
+    """`text` with what is no visible character as its escape: names and texts out of files must
+    not steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def one_line(text: object) -> str:
-    """`text` with every run of white space, line breaks included, made one space."""
-    return " ".join(str(text).split())
+    """`text`, printable, with every run of white space, line breaks included, made one space."""
+    return printable(" ".join(str(text).split()))
 
 
 def describe(error: BaseException) -> tuple[int, str]:

@@ -79,6 +79,22 @@ def test_a_directory_without_a_model(elsa: Elsa) -> None:
     elsa("patch", "./empty").fails(4, "empty", "config.json")
 
 
+def test_a_name_in_a_file_does_not_steer_the_terminal(elsa: Elsa) -> None:
+    hostile = "\x1b]0;owned\x07"
+    entry = {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}
+    Path("a.safetensors").write_bytes(header(json.dumps({hostile: entry}), b"\0" * 16))
+    answer = elsa("inspect", "a.safetensors")
+    answer.fails(4, "a.safetensors", "owned")
+    assert answer.err.rstrip("\n").isprintable()
+    Path("m").mkdir()
+    Path("m/config.json").write_text('{"architecture": "test_vit"}')
+    model = pytest.importorskip("timm").create_model("test_vit")
+    save_file(model.state_dict(), "m/model.safetensors", {"elsa_weights": hostile})
+    answer = elsa("inspect", "m")
+    assert answer.code == 0 and "saved from \\x1b]0;owned\\x07" in answer.out
+    assert "\x1b" not in answer.out
+
+
 def test_a_missing_file(elsa: Elsa) -> None:
     elsa("patch", "./none.safetensors").fails(4, "none.safetensors")
 

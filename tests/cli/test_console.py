@@ -50,6 +50,19 @@ def test_ascii_where_the_encoding_has_no_more(monkeypatch: pytest.MonkeyPatch) -
     assert out.text().isascii()
 
 
+def test_no_text_steers_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name out of a file may hold escape sequences, or marks that turn the text around."""
+    one, out, err = session(monkeypatch)
+    hostile = "a\x1b]0;title\x07\x1b[2Jb\r\u202ec\x9b1m"
+    one.line(hostile)
+    one.table(["a"], [[hostile]])
+    one.warn(hostile)
+    one.fail(4, hostile, ValueError())
+    assert "a\\x1b]0;title\\x07\\x1b[2Jb\\r\\u202ec\\x9b1m\n" in out.text()
+    for text in (out.text(), err.text()):
+        assert all(line.isprintable() for line in text.splitlines()), text
+
+
 def test_unicode_where_it_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     one, out, _ = session(monkeypatch)
     one.line("a · b")
