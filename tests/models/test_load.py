@@ -372,8 +372,58 @@ def test_a_checkpoint_of_timm_training(tmp_path: Path) -> None:
             "input_size",
         ),
         ('{"architecture": "test_vit", "pretrained_cfg": {"mean": [NaN]}}', "mean"),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"input_size": [3, 65536, 65536]}}',
+            "input_size must",
+        ),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"mean": [0.5, 0.5]}}',
+            "mean must be 3 numbers",
+        ),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"mean": [0.5, 0.5, 1e400]}}',
+            "mean must be numbers",
+        ),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"std": [0, 1, 1]}}',
+            "std must be numbers",
+        ),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"std": [1e-300, 1, 1]}}',
+            "std must be numbers",
+        ),
+        ('{"architecture": "test_vit", "pretrained_cfg": {"std": "123"}}', "std must be 3 numbers"),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"std": [1' + "0" * 400 + ", 1, 1]}}",
+            "std must be numbers",
+        ),
+        ('{"architecture": "test_vit", "pretrained_cfg": {"crop_pct": 0.0001}}', "crop_pct must"),
+        ('{"architecture": "test_vit", "pretrained_cfg": {"crop_pct": 1000}}', "crop_pct must"),
+        ('{"architecture": "test_vit", "pretrained_cfg": {"crop_pct": NaN}}', "crop_pct must"),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"interpolation": "best"}}',
+            "interpolation must be one of",
+        ),
+        (
+            '{"architecture": "test_vit", "pretrained_cfg": {"interpolation": ["best"]}}',
+            "interpolation must be one of",
+        ),
+        ('{"architecture": "test_vit", "model_args": {"img_size": 65536}}', "img_size must"),
+        ('{"architecture": "test_vit", "model_args": {"depth": 100000}}', "limit of 1000 blocks"),
+        (
+            '{"architecture": "test_vit", "model_args": {"depths": [2, 100000]}}',
+            "limit of 1000 blocks",
+        ),
         ('{"architecture": "test_vit", "elsa": {"library": "keras"}}', "keras"),
         ('{"model_cfg": {"vision_cfg": 1}}', "vision_cfg"),
+        (
+            '{"model_cfg": {"vision_cfg": {"layers": 100000}, "text_cfg": {}}}',
+            "limit of 1000 blocks",
+        ),
+        (
+            '{"model_cfg": {"vision_cfg": {"image_size": 65536}, "text_cfg": {}}}',
+            "input_size must",
+        ),
         (
             '{"architecture": "../evil", "model_cfg": {"vision_cfg": {}, "text_cfg": {}}}',
             "names an architecture '../evil'",
@@ -391,6 +441,26 @@ def test_hostile_configurations(config: str, words: str, tmp_path: Path) -> None
         load(tmp_path)
     message = str(caught.value)
     assert any(word in message for word in words.split("|")) and "\n" not in message, message
+
+
+def test_channels_and_crops_that_timm_has() -> None:
+    """One number serves every channel, other channels have the average, VOLO crops beyond 1."""
+    cfg = {"input_size": [1, 8, 8], "mean": [0.25], "std": [0.5], "crop_pct": 1.15}
+    given = from_config({"architecture": "x", "pretrained_cfg": cfg}, "config").preprocess
+    assert (given.mean, given.std, given.crop_pct) == ((0.25,), (0.5,), 1.15)
+    given = from_config(
+        {"architecture": "x", "pretrained_cfg": cfg | {"mean": None}}, "c"
+    ).preprocess
+    assert given.mean == pytest.approx((sum(Preprocess().mean) / 3,))
+    wide = Preprocess(mean=(0.1, 0.2, 0.3)).with_channels(2)
+    assert wide.input_size == (2, 224, 224) and wide.mean == pytest.approx((0.2, 0.2))
+
+
+def test_grey_models_are_saved_with_the_statistics_of_one_channel(tmp_path: Path) -> None:
+    loaded = load_model(write(tiny(in_chans=1), tmp_path / "grey.safetensors"), arch="test_vit")
+    assert loaded.input_size[0] == len(loaded.mean) == len(loaded.std) == 1
+    again = from_config(loaded.recipe.to_config(), "config").preprocess
+    assert (again.mean, again.std) == (loaded.mean, loaded.std)
 
 
 def test_directories_without_weights(tmp_path: Path) -> None:

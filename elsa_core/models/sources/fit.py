@@ -49,8 +49,7 @@ def recipe_of(spec: ModelSpec, shapes: Shapes | None = None) -> Recipe:
     preprocess = recipe.preprocess
     if len(stem) == 4 and stem[1] != preprocess.input_size[0]:
         args["in_chans"] = stem[1]
-        size = (stem[1], *preprocess.input_size[1:])
-        preprocess = dataclasses.replace(preprocess, input_size=size)
+        preprocess = preprocess.with_channels(stem[1])
     return dataclasses.replace(
         recipe, args=args, num_classes=head[0] if head else 0, preprocess=preprocess
     )

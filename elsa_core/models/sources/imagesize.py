@@ -17,10 +17,8 @@ from elsa_core.models.sources.libraries import (
     patch_step,
     resized,
 )
-from elsa_core.models.sources.recipe import Recipe
+from elsa_core.models.sources.recipe import MAX_IMAGE_SIZE, Recipe
 
-# 16 384 pixels are 2^20 tokens at patch 16: one float32 image is 3 GiB.
-MAX_IMAGE_SIZE = 16_384
 MEMORY_SHARE = 0.8
 # A block holds its input, a hidden layer and what that is made of at once.
 ALIVE_ACTIVATIONS = 2

@@ -8,10 +8,9 @@ that a saved directory also opens with `timm.create_model("local-dir:...")`.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,12 @@ from elsa_core.models.sources.weights import unique_pairs
 Library = Literal["timm", "open_clip", "torchvision"]
 
 CONFIG_BYTES = 16_000_000
+# 16 384 pixels are 2^20 tokens at patch 16: one float32 image is 3 GiB.
+MAX_IMAGE_SIZE = 16_384
+# Shapes are compared before memory is taken, but every block is an object already then.
+MAX_BLOCKS = 1000
+_BLOCKS = re.compile("depth|layers|blocks|stages")
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 # A name becomes part of a file's name (the bundle that `export` writes by default), and timm and
@@ -45,6 +50,14 @@ class Preprocess:
     std: tuple[float, ...] = _IMAGENET_STD
     interpolation: str = "bicubic"
     crop_pct: float = 0.875
+
+    def with_channels(self, count: int) -> Preprocess:
+        """Return the same for images of `count` channels, each treated as the average one was."""
+        size = (count, *self.input_size[1:])
+        if count == len(self.mean):
+            return replace(self, input_size=size)
+        mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
+        return replace(self, input_size=size, mean=(mean,) * count, std=(std,) * count)
 
 
 @dataclass(frozen=True)
@@ -199,9 +212,13 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
         isinstance(model_cfg.get(key), Mapping) for key in ("vision_cfg", "text_cfg")
     ):
         raise ModelError(f"{where} has no model_cfg with vision_cfg and text_cfg")
+    for part in (model_cfg, *(each for each in model_cfg.values() if isinstance(each, Mapping))):
+        _check_blocks(part, where)
     given = config.get("preprocess_cfg") or {}
     if not isinstance(given, Mapping):
         raise ModelError(f"{where}: preprocess_cfg must be an object")
+    if given.get("interpolation") == "random":  # of training; open_clip evaluates with this one
+        given = {**given, "interpolation": "bicubic"}
     size = model_cfg["vision_cfg"].get("image_size", 224)
     size = [size, size] if type(size) is int else size
     cfg = {**given, "input_size": [3, *size] if isinstance(size, list) else None, "crop_pct": 1.0}
@@ -233,26 +250,47 @@ def _checked_args(args: Any, where: str) -> dict[str, Any]:
         )
         if not plain:
             raise ModelError(f"{where}: model_args[{key[:60]!r}] must be a plain value or a list")
+    _check_blocks(args, where)
     return dict(args)
 
 
+def _check_blocks(args: Mapping[str, Any], where: str) -> None:
+    """Refuse a depth that takes minutes to build even without memory."""
+    for key, value in args.items():
+        counts = value if isinstance(value, list) else [value]
+        if _BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
+            raise ModelError(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")
+
+
 def _preprocess(cfg: Mapping[str, Any], where: str) -> Preprocess:
-    default = Preprocess()
-    size = cfg.get("input_size") or list(default.input_size)
+    size = cfg.get("input_size") or list(Preprocess().input_size)
     if not (isinstance(size, (list, tuple)) and len(size) == 3 and all(map(_is_extent, size))):
-        raise ModelError(f"{where}: input_size must be three whole numbers (C, H, W)")
-    means = []
-    for key, fallback in (("mean", default.mean), ("std", default.std)):
-        values = cfg.get(key) or fallback
-        if not (isinstance(values, (list, tuple)) and all(map(_is_number, values))):
-            raise ModelError(f"{where}: {key} must be a list of numbers")
-        means.append(tuple(float(value) for value in values))
+        raise ModelError(
+            f"{where}: input_size must be three whole numbers (C, H, W) from 1 to {MAX_IMAGE_SIZE}"
+        )
+    default = replace(Preprocess().with_channels(size[0]), input_size=tuple(size))
     crop = cfg.get("crop_pct", default.crop_pct)
+    # Above 1 the image is smaller than the input and its border is black: timm's VOLO at 448.
+    if not _within(crop, 0.05, 2.0):
+        raise ModelError(f"{where}: crop_pct must be a number from 0.05 to 2")
     interpolation = cfg.get("interpolation", default.interpolation)
-    if not _is_number(crop) or not isinstance(interpolation, str):
-        raise ModelError(f"{where}: crop_pct must be a number and interpolation a name")
-    extents = (size[0], size[1], size[2])
-    return Preprocess(extents, means[0], means[1], interpolation, float(crop))
+    if interpolation not in _INTERPOLATIONS:
+        raise ModelError(f"{where}: interpolation must be one of {', '.join(_INTERPOLATIONS)}")
+    mean = _per_channel(cfg, "mean", default.mean, -1e6, where)
+    std = _per_channel(cfg, "std", default.std, 1e-6, where)
+    return replace(default, mean=mean, std=std, interpolation=interpolation, crop_pct=float(crop))
+
+
+def _per_channel(
+    cfg: Mapping[str, Any], key: str, default: tuple[float, ...], least: float, where: str
+) -> tuple[float, ...]:
+    """One number for each channel; a single one serves them all, as timm reads it."""
+    values, count = cfg.get(key) or default, len(default)
+    if not isinstance(values, (list, tuple)) or len(values) not in (1, count):
+        raise ModelError(f"{where}: {key} must be {count} numbers, one for each channel")
+    if not all(_within(value, least, 1e6) for value in values):
+        raise ModelError(f"{where}: {key} must be numbers from {least:g} to 1e6")
+    return tuple(float(value) for value in values) * (count // len(values))
 
 
 def _with_size(preprocess: Preprocess, args: Mapping[str, Any], where: str) -> Preprocess:
@@ -262,20 +300,16 @@ def _with_size(preprocess: Preprocess, args: Mapping[str, Any], where: str) -> P
         return preprocess
     pair = (size, size) if type(size) is int else tuple(size) if isinstance(size, list) else ()
     if len(pair) != 2 or not all(map(_is_extent, pair)):
-        raise ModelError(f"{where}: img_size must be one or two whole numbers")
-    channels = preprocess.input_size[0]
-    return Preprocess(
-        (channels, pair[0], pair[1]),
-        preprocess.mean,
-        preprocess.std,
-        preprocess.interpolation,
-        preprocess.crop_pct,
-    )
+        raise ModelError(
+            f"{where}: img_size must be one or two whole numbers from 1 to {MAX_IMAGE_SIZE}"
+        )
+    return replace(preprocess, input_size=(preprocess.input_size[0], *pair))
 
 
 def _is_extent(value: Any) -> bool:
-    return type(value) is int and 0 < value <= 2**16
+    return type(value) is int and 0 < value <= MAX_IMAGE_SIZE
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _within(value: Any, least: float, most: float) -> bool:
+    """True for a number in the range; NaN is in none."""
+    return type(value) in (int, float) and least <= value <= most
