@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from elsa_core.models.patch import PatchReport
     from elsa_core.models.proof.report import CheckReport
 
-_CHOICES = ("precision", "backend", "include", "exclude")
+_CHOICES = ("precision", "backend", "include", "exclude", "all_sites")
 
 
 def open_model(session: Session, text: str, options: Options) -> Loaded:
@@ -48,11 +48,11 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
 
 def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool) -> PatchReport:
     """Patch the loaded model in place. A directory that was saved patched keeps its plan, unless
-    an option about sites or kernels was given.
+    an option about sites or kernels was typed.
 
     Raises: NothingPatchedError, ArgumentError, UnavailableError.
     """
-    if loaded.report is not None and not strict and not _given(_CHOICES):
+    if loaded.report is not None and not _typed(_CHOICES):
         return loaded.report
     with session.stage("patching"):
         from elsa_core.models.patch import patch, unpatch
@@ -69,12 +69,12 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
         )
 
 
-def check_plan_alone(all_sites: bool) -> None:
+def check_plan_alone() -> None:
     """Refuse options that a plan has already settled.
 
     Raises: click.UsageError.
     """
-    if all_sites or _given(_CHOICES):
+    if _typed(_CHOICES):
         raise click.UsageError(
             "--plan names sites and kernels itself: leave --include, --exclude, --precision, "
             "--backend and --all-sites out"
@@ -95,10 +95,10 @@ def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
         return apply_plan(loaded.model, plan, path)
 
 
-def _given(names: tuple[str, ...]) -> bool:
-    context = click.get_current_context()
-    default = click.core.ParameterSource.DEFAULT
-    return any(context.get_parameter_source(name) not in (None, default) for name in names)
+def _typed(names: tuple[str, ...]) -> bool:
+    # Variables and config files hold defaults for every model: a plan is about this one.
+    source = click.get_current_context().get_parameter_source
+    return any(source(name) is click.core.ParameterSource.COMMANDLINE for name in names)
 
 
 def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, Route]:

@@ -76,7 +76,7 @@ def command(
     check = check or options.images is not None
     _check_target(output, force)
     if plan is not None:
-        pipeline.check_plan_alone(all_sites)
+        pipeline.check_plan_alone()
     loaded = pipeline.open_model(session, model, options)
     if plan is None:
         report = pipeline.patch_model(session, loaded, options, strict=all_sites)

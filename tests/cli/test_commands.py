@@ -182,6 +182,19 @@ def test_a_saved_model_loads_again(elsa: Elsa) -> None:
     assert len(patched_sites(elsa_core.load("out"))) == 12
 
 
+def test_a_plan_stands_above_defaults(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables and config files speak of every model, the plan of one of them."""
+    small = ("test_vit", "--img", "32")
+    sites = ("--include", "blocks.1.*", "--precision", "ieee")
+    assert elsa("patch", *small, *sites, "-o", "out").code == 0
+    monkeypatch.setenv("ELSA_BACKEND", "eager")
+    Path("elsa.toml").write_text('precision = "strict"\nexclude = "nothing.*"\nall-sites = true\n')
+    for arguments in (("out",), (*small, "--plan", "out/elsa_plan.json")):
+        patch = document(elsa("patch", *arguments, "--json"))["results"]["patch"]
+        assert [site["path"] for site in patch["patched"]] == ["blocks.1.attn"]
+        assert patch["precision"] == "ieee" and patch["backend"] == "auto"
+
+
 def test_images_are_checked_too(elsa: Elsa) -> None:
     image = pytest.importorskip("PIL.Image")
     Path("pictures").mkdir()
