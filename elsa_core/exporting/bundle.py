@@ -259,8 +259,6 @@ def _write(
     manifest["files"] = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
     files.write_json(staging / MANIFEST_NAME, manifest)
     for path in files_in(staging):
-        # safetensors writes for its owner alone.
-        path.chmod(0o666 & ~files.umask())
         files.flush(path)
     return manifest, reports
 

@@ -139,6 +139,8 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         text = str(error)
         full = "os error 28" in text or "No space left" in text
         raise OSError(errno.ENOSPC if full else errno.EIO, text.splitlines()[0][:200]) from error
+    # safetensors makes files that only their owner may read.
+    path.chmod(0o666 & ~files.umask())
     files.flush(path)
 
 

@@ -31,6 +31,10 @@ def test_export_and_verify_a_weights_file(elsa: Elsa, tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "test_vit-elsa" / "manifest.json").read_text())
     assert manifest["outputs"][0]["shape"] == ["batch", 11]
     assert manifest["inputs"][0]["shape"] == ["batch", 3, 32, 32]
+    (tmp_path / "new").touch()
+    mode = (tmp_path / "new").stat().st_mode
+    files = [path for path in (tmp_path / "test_vit-elsa").rglob("*") if path.is_file()]
+    assert [path.name for path in files if path.stat().st_mode != mode] == []
     again = elsa("verify", "test_vit-elsa", "--files-only")
     assert again.code == 0 and "files match; nothing was run" in again.out
     elsa("export", *TINY, "-o", "test_vit-elsa").fails(2, "exists", "--force")

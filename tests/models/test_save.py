@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,19 @@ def test_round_trip(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None
     save(again, again.report, tmp_path / "again")
     plans = [(d / "elsa_plan.json").read_text() for d in (target, tmp_path / "again")]
     assert plans[0] == plans[1]
+
+
+def test_every_file_has_the_permissions_of_a_new_one(
+    tmp_path: Path, patched: tuple[Loaded, PatchReport]
+) -> None:
+    """safetensors leaves weights to their owner alone: nobody else could load the directory."""
+    old = os.umask(0o027)
+    try:
+        target = save(*patched, tmp_path / "out")
+    finally:
+        os.umask(old)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()}
+    assert set(modes.values()) == {0o640}, modes
 
 
 def test_the_weights_file_alone_still_knows_its_architecture(
