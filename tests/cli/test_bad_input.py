@@ -178,6 +178,11 @@ def test_image_folders_that_hold_none(elsa: Elsa) -> None:
     assert elsa("check", *TINY, "--images", "nowhere").code in {2, 4}
 
 
+def test_sparse_weights(elsa: Elsa) -> None:
+    torch.save({"head.weight": torch.eye(3).to_sparse()}, "sparse.pth")
+    elsa("check", "sparse.pth").fails(4, "sparse.pth", "'head.weight'", "sparse_coo")
+
+
 def test_nan_weights(elsa: Elsa) -> None:
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_tiny_patch16_224", img_size=64)

@@ -348,6 +348,16 @@ def test_a_checkpoint_of_timm_training(tmp_path: Path) -> None:
         load(tmp_path / "whole.pth")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.int8])
+def test_whole_numbers_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = tiny().state_dict()
+    state["blocks.0.attn.qkv.weight"] = state["blocks.0.attn.qkv.weight"].to(dtype)
+    save_file(state, tmp_path / "model.safetensors")
+    for size in (None, 96):
+        with pytest.raises(ModelError, match=r"qkv\.weight' is .*quantised weights"):
+            load(tmp_path / "model.safetensors", arch="test_vit", image_size=size)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

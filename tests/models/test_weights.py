@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,34 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return (eval, ("open('/tmp/elsa-was-here', 'w')",))
+
+
+W = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (W.to_sparse, "is sparse_coo"),
+        (lambda: W.to("meta"), "is on the meta device"),
+        (lambda: W.to(torch.complex64), "is complex64"),
+        (lambda: torch.quantize_per_tensor(W, 0.1, 0, torch.qint8), "is qint8"),
+        (lambda: W * torch.nan, "holds NaN"),
+    ],
+    ids=["sparse", "meta", "complex", "quantised", "nan"],
+)
+def test_tensors_that_are_no_weights(
+    tmp_path: Path, made: Callable[[], torch.Tensor], words: str
+) -> None:
+    torch.save({"a.weight": made()}, tmp_path / "model.pth")
+    with pytest.raises(ModelError) as caught:
+        read_checkpoint(tmp_path / "model.pth")
+    assert f"model.pth: tensor 'a.weight' {words}" in str(caught.value)
+
+
+def test_complex_safetensors(tmp_path: Path) -> None:
+    save_file({"a": W.to(torch.complex64)}, tmp_path / "model.safetensors")
+    assert "tensor 'a' is complex64" in refused(tmp_path / "model.safetensors")
 
 
 def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:

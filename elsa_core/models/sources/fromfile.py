@@ -143,12 +143,14 @@ def apply(
     the file has weights is refused before anything is allocated.
 
     Raises:
-        ModelError: the tensors do not fit the architecture.
+        ModelError: the tensors do not fit the architecture, or are whole numbers where it has
+            weights.
         ArgumentError: the image size does not suit the model.
     """
     target = recipe if image_size is None else with_image_size(recipe, image_size)
     shapes = weights.shapes
     plain = build_meta(target)
+    _check_floating(plain, weights, recipe)
     if matches(plain, shapes):
         model = build(target).to(dtype=dtype)
         own = model.state_dict().keys()
@@ -165,6 +167,18 @@ def apply(
             f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}"
         ) from error
     return model.eval().to(dtype=dtype), target
+
+
+def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
+    """Whole numbers where the model has weights would be read as weights."""
+    for name, own in model.state_dict().items():
+        given = weights.tensors.get(name)
+        if given is not None and own.is_floating_point() and not given.is_floating_point():
+            kind = str(given.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{weights.path}: tensor {name[:120]!r} is {kind}, and {label(recipe)} has a"
+                " floating one; quantised weights are not supported"
+            )
 
 
 def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -> None:

@@ -34,6 +34,15 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
+# What a model's tensors can be made of: neither complex nor quantised numbers.
+_DTYPES = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    )
+)
 # Wrappers that training adds around every name: DistributedDataParallel, torch.compile.
 _WRAPPERS = ("_orig_mod.", "module.")
 
@@ -96,7 +105,7 @@ def read_safetensors(path: Path) -> Weights:
     """Read every tensor of a .safetensors file after validating its header.
 
     Raises:
-        ModelError: malformed file, no tensors, or a tensor that holds NaN or infinity.
+        ModelError: malformed file, no tensors, or a tensor of complex numbers, NaN or infinity.
     """
     header = read_header(path)
     if not header.tensors:
@@ -107,7 +116,7 @@ def read_safetensors(path: Path) -> Weights:
         tensors = safetensors.torch.load_file(path)
     except Exception as error:
         raise ModelError(f"{path} cannot be read: {_line(error)}") from None
-    _check_finite(path, tensors)
+    _check_numbers(path, tensors)
     return Weights({_bare(name): t for name, t in tensors.items()}, header.metadata, path)
 
 
@@ -118,7 +127,8 @@ def read_checkpoint(path: Path) -> Weights:
     architecture that timm's training script records comes back as metadata `architecture`.
 
     Raises:
-        ModelError: unreadable by `weights_only=True`, no state dict in it, or NaN or infinity.
+        ModelError: unreadable by `weights_only=True`, no state dict in it, or a tensor that is
+            sparse, quantised, complex, on the meta device, or holds NaN or infinity.
     """
     if not path.stat().st_size:
         raise ModelError(f"{path} is empty: not a PyTorch checkpoint")
@@ -133,7 +143,7 @@ def read_checkpoint(path: Path) -> Weights:
     tensors = {_bare(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors or any(not isinstance(name, str) for name in state):
         raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
-    _check_finite(path, tensors)
+    _check_numbers(path, tensors)
     return Weights(tensors, _recorded_architecture(content), path)
 
 
@@ -236,14 +246,28 @@ def _check_coverage(path: Path, entries: Mapping[str, TensorEntry], data_bytes: 
         raise ModelError(f"{path} has {data_bytes - position} bytes that belong to no tensor")
 
 
-def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that hold no numbers, or none that a model computes with."""
     for name, tensor in tensors.items():
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        wide = tensor.float() if tensor.element_size() == 1 else tensor
-        if not torch.isfinite(wide).all():
-            what = "NaN" if torch.isnan(wide).any() else "infinity"
-            raise ModelError(f"{path}: tensor {name!r} holds {what}; the weights are damaged")
+        what = _damage(tensor)
+        if what is not None:
+            raise ModelError(f"{path}: tensor {name[:120]!r} {what}")
+
+
+def _damage(tensor: Tensor) -> str | None:
+    """What is wrong with a tensor, in words; None for nothing."""
+    if tensor.layout != torch.strided:
+        return f"is {str(tensor.layout).removeprefix('torch.')}: save it dense (tensor.to_dense())"
+    if tensor.is_meta:
+        return "is on the meta device: it holds no numbers"
+    if tensor.dtype not in _DTYPES:
+        return f"is {str(tensor.dtype).removeprefix('torch.')}: weights are real, plain numbers"
+    if not tensor.is_floating_point():
+        return None
+    wide = tensor.float() if tensor.element_size() == 1 else tensor
+    if torch.isfinite(wide).all():
+        return None
+    return f"holds {'NaN' if wide.isnan().any() else 'infinity'}; the weights are damaged"
 
 
 def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
