@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from elsa_cli import targets
 from elsa_cli.console import Session
 
 if TYPE_CHECKING:
@@ -15,16 +17,27 @@ if TYPE_CHECKING:
 
 
 def run(
-    session: Session, match: str | None, checked: bool, state: Path | None, page: Path | None
+    session: Session,
+    match: str | None,
+    checked: bool,
+    state: Path | None,
+    page: Path | None,
+    force: bool,
 ) -> None:
     """Examine the architectures that the glob `match` selects, and show what was found.
 
-    Raises: click.UsageError (nothing matches), ModelError (`state`), VerdictError (a model
-    differs, or fails).
+    Raises: click.UsageError (nothing matches), TargetError (`state` or `page` cannot be written),
+    ModelError (`state`), VerdictError (a model differs, or fails).
     """
     from elsa_cli.errors import VerdictError
     from elsa_cli.probes import environment
 
+    if page is not None and state is not None and page.resolve() == state.resolve():
+        raise click.UsageError("--state and --page name one file")
+    if page is not None:
+        targets.check_new(page, force)
+    if state is not None:
+        targets.check_writable(state)
     with session.stage("listing architectures"):
         from elsa_core.models import coverage
 
@@ -34,7 +47,11 @@ def run(
             f"no architecture matches {match!r}: with --all, MODEL is a glob like 'timm:swin*'"
         )
     with session.stage("examining") as update:
-        records = list(coverage.examine_all(names, checked=checked, state=state, progress=update))
+        records = []
+        for record in coverage.examine_all(names, checked=checked, state=state, progress=update):
+            records.append(record)
+            if state is not None and state not in session.written:
+                session.written.append(state)
     total = coverage.summarise(records)
     results = {
         "summary": {
@@ -50,7 +67,7 @@ def run(
     }
     session.document("inspect --all", environment(), results)
     if page is not None:
-        _write(session, page, coverage.to_markdown(records, _versions()))
+        _write(session, page, coverage.to_markdown(records, _note(match, checked)))
     _table(session, coverage.by_family(records))
     bad = [record for record in records if record.verdict in (coverage.DIFFERS, coverage.FAILED)]
     for record in records:
@@ -88,7 +105,8 @@ def _table(session: Session, families: dict[str, list[Coverage]]) -> None:
     session.line()
 
 
-def _versions() -> str:
+def _note(match: str | None, checked: bool) -> str:
+    """What wrote the page, and with which versions."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -97,14 +115,11 @@ def _versions() -> str:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return f"Versions: {', '.join(found)}."
+    words = ["elsa", "inspect", "--all", *([match] if match else []), *(["--check"] * checked)]
+    return f"Written by `{shlex.join(words)}`. Versions: {', '.join(found)}."
 
 
 def _write(session: Session, page: Path, text: str) -> None:
     from elsa_core.files import write_text
 
-    try:
-        write_text(text, page)
-    except OSError as error:
-        raise click.UsageError(f"--page: cannot write {page}: {error.strerror}") from error
-    session.written.append(page)
+    session.written.append(write_text(text, page))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -151,6 +151,17 @@ class Options:
         import torch
 
         return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+
+
+def typed(names: Iterable[str]) -> list[str]:
+    """The flags among these parameters that stand on the command line itself.
+
+    Variables and config files hold defaults for every run, which say nothing about this one.
+    """
+    ctx = click.get_current_context()
+    source = click.core.ParameterSource.COMMANDLINE
+    flags = {param.name: param.opts[0] for param in ctx.command.params}
+    return [flags[name] for name in names if ctx.get_parameter_source(name) is source]
 
 
 def resolve_device(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elsa_cli.console import Session
-from elsa_cli.options import Options, resolve_device
+from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
     from elsa_core.attention import Route
@@ -52,7 +52,7 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
 
     Raises: NothingPatchedError, ArgumentError, UnavailableError.
     """
-    if loaded.report is not None and not _typed(_CHOICES):
+    if loaded.report is not None and not typed(_CHOICES):
         return loaded.report
     with session.stage("patching"):
         from elsa_core.models.patch import patch, unpatch
@@ -74,7 +74,7 @@ def check_plan_alone() -> None:
 
     Raises: click.UsageError.
     """
-    if _typed(_CHOICES):
+    if typed(_CHOICES):
         raise click.UsageError(
             "--plan names sites and kernels itself: leave --include, --exclude, --precision, "
             "--backend and --all-sites out"
@@ -93,12 +93,6 @@ def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
         plan = read_plan(path)
         unpatch(loaded.model)
         return apply_plan(loaded.model, plan, path)
-
-
-def _typed(names: tuple[str, ...]) -> bool:
-    # Variables and config files hold defaults for every model: a plan is about this one.
-    source = click.get_current_context().get_parameter_source
-    return any(source(name) is click.core.ParameterSource.COMMANDLINE for name in names)
 
 
 def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, Route]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from elsa_cli.options import (
     optional_model_options,
     output_options,
     pass_session,
+    typed,
 )
 
 
@@ -31,6 +33,7 @@ from elsa_cli.options import (
     type=click.Path(dir_okay=False, path_type=Path),
     help="With --all: write the table as Markdown.",
 )
+@click.option("--force", is_flag=True, help="With --all: replace the file of --page.")
 @output_options
 @pass_session
 def command(
@@ -41,6 +44,7 @@ def command(
     checked: bool,
     state: Path | None,
     page: Path | None,
+    force: bool,
     **given: Any,
 ) -> None:
     """List every attention site of MODEL: class, kind, heads, tokens, share of the FLOPs, and
@@ -57,10 +61,12 @@ def command(
     from elsa_cli.probes import environment
 
     if everything:
-        coverage_view.run(session, model, checked, state, page)
+        if alone := typed(field.name for field in fields(Options)):
+            raise click.UsageError(f"{alone[0]} is not for --all: it takes models as they are")
+        coverage_view.run(session, model, checked, state, page, force)
         return
-    if checked or state is not None or page is not None:
-        raise click.UsageError("--check, --state and --page go with --all")
+    if alone := typed(("checked", "state", "page", "force")):
+        raise click.UsageError(f"{alone[0]} goes with --all")
     if model is None:
         raise click.UsageError("missing MODEL; --all inspects every architecture")
     options = Options.of(given)

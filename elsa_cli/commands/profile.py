@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from elsa_cli import targets
 from elsa_cli.console import Session
-from elsa_cli.errors import CommandError, TargetError, VerdictError
+from elsa_cli.errors import CommandError, VerdictError
 from elsa_cli.options import (
     BACKENDS,
     LARGEST_BATCH,
@@ -98,7 +98,7 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     """
     from elsa_cli import profile_view
 
-    targets = _targets(given)
+    files = _targets(given)
     with session.stage("importing torch"):
         from elsa_core.bench import environment
         from elsa_core.profiling import sweep
@@ -112,9 +112,9 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     except BaseException:
         # What is finished is a result, whatever ended the sweep.
         if document["results"]["points"]:
-            _finish(session, document, targets)
+            _finish(session, document, files)
         raise
-    _finish(session, document, targets)
+    _finish(session, document, files)
     rows = document["results"]["points"]
     if not any(row["status"] == "done" for row in rows):
         raise OutOfMemoryError(f"nothing fits in memory: {rows[0]['reason']}")
@@ -135,11 +135,10 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
     if given["policy"] is not None:
         named["plan"] = given["plan"]
     for name, path in named.items():
-        if path.exists() and not given["force"]:
-            hint = f", or --resume {path} to go on with it" if name == "output" else ""
-            raise TargetError(f"{path} exists; use --force to replace it{hint}")
-    for path in [*named.values(), *([given["resume"]] if given["resume"] else [])]:
-        _check_writable(path)
+        hint = f", or --resume {path} to go on with it" if name == "output" else ""
+        targets.check_new(path, given["force"], hint)
+    if given["resume"] is not None:
+        targets.check_writable(given["resume"])
     if len({path.resolve() for path in named.values()}) < len(named):
         raise click.UsageError("two of the files to write are the same")
     if "html" in named or "plot" in named:
@@ -149,14 +148,6 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
         if "plot" in named:
             figures.check_plot(named["plot"], force=given["force"])
     return named
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise TargetError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _planned(
@@ -224,7 +215,7 @@ def _keeper(session: Session, path: Path | None) -> Callable[[Document], None]:
     return keep
 
 
-def _finish(session: Session, document: Document, targets: dict[str, Path]) -> None:
+def _finish(session: Session, document: Document, files: dict[str, Path]) -> None:
     """Show the result and write its pictures."""
     from elsa_cli import profile_view
 
@@ -234,17 +225,17 @@ def _finish(session: Session, document: Document, targets: dict[str, Path]) -> N
     if not done:
         return
     # No stage: after Ctrl-C the first one would end the command, and these files are results.
-    if "html" in targets:
+    if "html" in files:
         from elsa_core.profiling import page
 
-        session.written.append(page.write(document, targets["html"]))
-    if "plot" in targets:
+        session.written.append(page.write(document, files["html"]))
+    if "plot" in files:
         from elsa_core.profiling import figures
 
-        session.written.append(figures.plot(document, targets["plot"]))
+        session.written.append(figures.plot(document, files["plot"]))
     for name in ("html", "plot"):
-        if name in targets:
-            session.line(f"{name}: {targets[name]}")
+        if name in files:
+            session.line(f"{name}: {files[name]}")
 
 
 def _write_policy(session: Session, document: Document, path: Path) -> None:

@@ -376,13 +376,13 @@ def by_family(records: Iterable[Coverage]) -> dict[str, list[Coverage]]:
 
 
 def to_markdown(records: Sequence[Coverage], note: str) -> str:
-    """The coverage page of the documentation."""
+    """The coverage page of the documentation; `note` says what wrote it."""
     total = summarise(records)
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(total.verdicts.items()))
     lines = [
         "# Coverage",
         "",
-        f"Written by `elsa inspect --all --check`. {note}",
+        note,
         "",
         f"{total.architectures} architectures, {total.attentive} of them with softmax attention; "
         f"in {total.complete} ({total.share:.1%}) all of it is patched. "

@@ -49,6 +49,13 @@ def test_a_commands_own_table_wins(elsa: Elsa, seen: dict[str, Any]) -> None:
     assert (seen["seed"], seen["img_size"]) == (1, (64, 96))
 
 
+def test_a_default_for_another_use_of_a_command_is_no_mistake(elsa: Elsa) -> None:
+    """`elsa inspect` has --check and --force for --all alone; nobody typed them here."""
+    Path("elsa.toml").write_text("check = true\nforce = true\n")
+    assert elsa("inspect", "test_vit").code == 0
+    elsa("inspect", "test_vit", "--check").fails(2, "--check goes with --all")
+
+
 def test_the_nearest_file_upwards(
     elsa: Elsa, seen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
