@@ -25,12 +25,18 @@ from elsa_cli.errors import INTERRUPTED, OutputError, one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 SCHEMA_VERSION = 1
 Update = Callable[[str, int, int], None]
 
 # For terminals and files whose encoding lacks a character that elsa's own texts use.
 _ASCII = {"·": "-", "→": "->", "…": "...", "✓": "ok", "✗": "no", "≤": "<=", "—": "-"}
+
+# A file or a pipe has no width: numbers stay on one line there, and prose is folded all the same.
+PIPE_WIDTH = 200
+# What is left of a column that is folded.
+FOLDED_WIDTH = 12
 
 # Keeps a mark and what follows on one line; no white space to Rich, which breaks at all others.
 _GLUE = "\u2800"
@@ -101,7 +107,8 @@ class Session:
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, wrap: int = 0
     ) -> None:
         """Print a table. A column whose title starts with ">" is aligned to the right; column
-        number `wrap` alone is folded where the terminal is too narrow."""
+        number `wrap` alone is folded where the terminal is too narrow. Where that does not do,
+        lines are longer than the terminal is wide: no column is cut or left out."""
         if self.json or self.quiet or not rows:
             return
         from rich import box
@@ -123,7 +130,9 @@ class Session:
             )
         for row in rows:
             table.add_row(*(self._cell(cell) for cell in row))
-        self._draw(self._console(), table)
+        console = self._console()
+        console.width = max(console.width, _least_width(console, table, wrap))
+        self._draw(console, table)
 
     def _cell(self, text: str) -> Any:
         from rich.text import Text
@@ -145,7 +154,10 @@ class Session:
     def _console(self) -> Console:
         from rich.console import Console
 
-        return Console(file=self._stdout, highlight=False, markup=False, emoji=False)
+        # Rich takes a terminal's own width, or COLUMNS.
+        known = self._stdout.isatty() or "COLUMNS" in os.environ
+        width = None if known else PIPE_WIDTH
+        return Console(file=self._stdout, width=width, highlight=False, markup=False, emoji=False)
 
     def _draw(self, console: Console, thing: Any, *, whole: bool = False) -> None:
         with console.capture() as capture:
@@ -278,6 +290,16 @@ class Session:
     ) -> None:
         if self.verbose or "elsa_" in filename:
             self.warn(str(message))
+
+
+def _least_width(console: Console, table: Table, wrap: int) -> int:
+    """The width at which column `wrap` alone is folded."""
+    options = console.options.update(width=sys.maxsize)
+    whole = console.measure(table, options=options).maximum
+    column = table.columns[wrap]
+    cells = [console.measure(cell, options=options).maximum for cell in column.cells]
+    widest = max(cells, default=0)
+    return whole - max(0, widest - max(FOLDED_WIDTH, len(str(column.header))))
 
 
 class _Relay(logging.Handler):

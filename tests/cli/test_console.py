@@ -78,14 +78,41 @@ def test_no_colour_and_no_markup_in_a_file(monkeypatch: pytest.MonkeyPatch) -> N
     assert "[red]x" in out.text()
 
 
+LONG = "stages.0-3.blocks.0-17.attention.very_long_name_of_a_module." * 3
+
+
 def test_a_table_fits_in_80_columns_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     one, out, _ = session(monkeypatch)
-    long = "stages.0-3.blocks.0-17.attention.very_long_name_of_a_module." * 3
-    one.table(["site", ">error"], [[f"✓ {long}", "3.1e-07"]])
+    one.table(["site", ">error"], [[f"✓ {LONG}", "3.1e-07"]])
     lines = out.text().splitlines()
     assert max(map(len, lines)) <= 80
     folded = "".join(line.split("3.1e-07")[0].strip() for line in lines[2:])
-    assert folded == f"✓ {long}"
+    assert folded == f"✓ {LONG}"
+
+
+@pytest.mark.parametrize("width", ["1", "20", "40", "80"])
+def test_no_terminal_is_too_narrow_for_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    """Columns vanished and exponents were cut: 3.1e-0."""
+    monkeypatch.setenv("COLUMNS", width)
+    one, out, _ = session(monkeypatch)
+    titles = ["  relative error", ">", ">elsa", ">original", ">allowed", "worst input"]
+    numbers = ["12x", "3.8e-07", "4.3e-07", "1.1e-06", "constant"]
+    one.table(titles, [[f"✓ {LONG}", *numbers]])
+    head, _, first, *others = out.text().splitlines()
+    assert " ".join(head.split()) == "relative error elsa original allowed worst input"
+    assert first.split()[-len(numbers) :] == numbers and first.startswith("✓ stages.0-3")
+    assert "".join([first[: first.index("12x")], *others]).replace(" ", "") == f"✓{LONG}"
+
+
+def test_a_pipe_is_as_wide_as_a_table_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, out, _ = session(monkeypatch)
+    one.table(["site", ">error"], [[LONG[:150], "3.1e-07"]])
+    assert f"{LONG[:150]}  3.1e-07" in out.text()
+    one.table(["a", "why"], [["x", "word " * 100]], wrap=1)
+    assert max(map(len, out.text().splitlines())) <= 200
 
 
 def test_a_long_line_stays_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ GROUPS = [
 ]
 
 
-def test_doctor(elsa: Elsa) -> None:
+def test_doctor(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     answer = elsa("doctor")
     assert answer.code == 0
     for word in ("python", "torch", "compiler", "native", "triton", "eager", "hugging face"):
