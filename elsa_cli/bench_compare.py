@@ -23,10 +23,11 @@ def published(given: str | None) -> Document | None:
     if given is None:
         return None
     from elsa_core.bench import tables
+    from elsa_core.files import located
 
-    shipped = tables.RESULTS / f"{given}.json"
-    named = re.fullmatch(r"[\w-]+", given) and shipped.is_file() and not Path(given).exists()
-    return tables.load(shipped if named else Path(given))
+    path = located(given)
+    shipped = {file.stem: file for file in tables.RESULTS.glob("*.json")}
+    return tables.load(path if path.exists() else shipped.get(given, path))
 
 
 def names(document: Document) -> tuple[str, ...]:

@@ -128,6 +128,6 @@ def _scalar(path: Path, key: str, value: Any, param: click.Option) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ConfigError(f"{path}: '{key}' must be a text or a number, not {value!r}")
     # A path in a config file is relative to that file, not to where the command runs.
-    if isinstance(param.type, click.Path):
+    if isinstance(param.type, click.Path) and not str(value).startswith("~"):
         return str(path.parent / str(value))
     return str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -98,6 +99,28 @@ class DeviceName(click.ParamType):  # type: ignore[type-arg]
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", text):
             self.fail(f"{value!r} is no device; use auto, cpu, cuda, cuda:N or mps", param, ctx)
         return text
+
+
+class FilePath(click.Path):
+    """A path with "~" expanded, which can be looked up, whether it exists or not.
+
+    A directory is refused unless `folder`.
+    """
+
+    def __init__(self, *, folder: bool = False) -> None:
+        super().__init__(path_type=Path, dir_okay=folder)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path; a usage error for nobody's home, a name too long, a loop of links."""
+        try:
+            path = Path(str(super().convert(value, param, ctx))).expanduser()
+            with suppress(FileNotFoundError, NotADirectoryError):
+                path.stat()
+        except (OSError, RuntimeError, ValueError) as error:
+            self.fail(
+                f"{str(value)[:120]}: {getattr(error, 'strerror', None) or error}", param, ctx
+            )
+        return path
 
 
 class Listed(click.ParamType):  # type: ignore[type-arg]
@@ -307,7 +330,7 @@ def input_options(function: Function) -> Function:
             show_default=True, help="Images a batch.",
         ),
         click.option(
-            "--images", type=click.Path(path_type=Path), metavar="DIR",
+            "--images", type=FilePath(folder=True), metavar="DIR",
             help="Check on the images of this folder too (implies --check).",
         ),
     ]  # fmt: skip

@@ -8,20 +8,34 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.errors import ArgumentError, ElsaError, UnavailableError
+
+
+def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentError) -> Path:
+    """Return `given` with "~" expanded, a path that can be looked up, whether it exists or not.
+
+    Raises:
+        ElsaError: of class `error`: nobody's home, a name that is too long, a loop of links.
+    """
+    try:
+        path = Path(given).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except (OSError, RuntimeError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{os.fspath(given)[:120]} cannot be used as a path: {reason}") from None
+    return path
 
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""
     with parents_made(target):
-        staging = Path(
-            tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        )
+        staging = Path(tempfile.mkdtemp(prefix=hidden(target), suffix=".tmp", dir=target.parent))
         try:
             yield staging
             # mkdtemp makes directories that only their owner may enter.
@@ -46,6 +60,11 @@ def parents_made(target: Path) -> Iterator[None]:
         for path in reversed(made):
             _remove_if_empty(path)
         raise
+
+
+def hidden(target: Path) -> str:
+    """How the name of what becomes `target` starts; short, for a name may have 255 bytes."""
+    return f".{target.name[:48]}."
 
 
 def _swap(staging: Path, target: Path) -> None:
@@ -75,7 +94,7 @@ def _remove_if_empty(path: Path) -> None:
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
     """Give an empty file beside `path` that becomes it on success and vanishes otherwise."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=hidden(path))
     os.close(handle)
     staging = Path(name)
     try:

@@ -16,6 +16,7 @@ from elsa_cli.options import (
     PRECISIONS,
     Command,
     DeviceName,
+    FilePath,
     Listed,
     output_options,
     pass_session,
@@ -75,11 +76,11 @@ if TYPE_CHECKING:
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
 @click.option("--flex", is_flag=True, help="Compile and measure FlexAttention too (CUDA).")
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    "--output", "-o", type=FilePath(), metavar="FILE",
     help="Write the results (JSON); refused on a busy machine.",
 )  # fmt: skip
 @click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    "--plot", type=FilePath(), metavar="FILE",
     help="Draw time and memory against tokens (.png or .svg).",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Models: go on with what --output holds.")
@@ -88,7 +89,7 @@ if TYPE_CHECKING:
     help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
 )  # fmt: skip
 @click.option(
-    "--from", "earlier", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    "--from", "earlier", type=FilePath(), metavar="FILE",
     help="With --compare: an earlier run instead of a new one.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace existing files.")

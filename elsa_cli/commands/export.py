@@ -12,6 +12,7 @@ from elsa_cli.console import Session
 from elsa_cli.errors import TargetError
 from elsa_cli.options import (
     Command,
+    FilePath,
     Options,
     input_options,
     kernel_options,
@@ -58,7 +59,7 @@ class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clic
     help="What to write.",
 )  # fmt: skip
 @click.option(
-    "--output", "-o", type=click.Path(path_type=Path), metavar="DIR",
+    "--output", "-o", type=FilePath(folder=True), metavar="DIR",
     help="The bundle's directory [default: NAME-elsa].",
 )  # fmt: skip
 @click.option("--zip", "zipped", is_flag=True, help="Write one .zip file instead of a directory.")
@@ -151,7 +152,7 @@ def _check_early(
     if output is None:
         return
     if zipped and output.suffix != ".zip":
-        output = output.with_name(output.name + ".zip")
+        output = Path(f"{output}.zip")
     if output.exists() and not force:
         raise TargetError(f"{output} exists; give another -o, or --force to replace it")
     if output.exists() and not zipped and not output.is_dir():

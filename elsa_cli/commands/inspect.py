@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 from elsa_cli.console import Session
 from elsa_cli.options import (
     Command,
+    FilePath,
     Options,
     optional_model_options,
     output_options,
@@ -25,12 +27,12 @@ from elsa_cli.options import (
 @click.option("--check", "checked", is_flag=True, help="With --all: prove a small version of each.")
 @click.option(
     "--state",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(),
     help="With --all: continue the run that this file holds (JSON lines).",
 )
 @click.option(
     "--page",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(),
     help="With --all: write the table as Markdown.",
 )
 @click.option("--force", is_flag=True, help="With --all: replace the file of --page.")
@@ -90,8 +92,10 @@ def command(
 
 
 def _is_bundle(model: str) -> bool:
-    path = Path(model).expanduser()
-    return (path / "manifest.json").is_file() or (path.suffix == ".zip" and path.is_file())
+    # Whatever MODEL is, these never raise; what it is otherwise is said where it is loaded.
+    path = os.path.expanduser(model)  # noqa: PTH111
+    manifest = os.path.join(path, "manifest.json")  # noqa: PTH118
+    return os.path.isfile(manifest) or (path.endswith(".zip") and os.path.isfile(path))  # noqa: PTH113
 
 
 def _show_bundle(session: Session, path: Path) -> None:

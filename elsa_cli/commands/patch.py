@@ -12,6 +12,7 @@ from elsa_cli.console import Session
 from elsa_cli.errors import TargetError, VerdictError
 from elsa_cli.options import (
     Command,
+    FilePath,
     Options,
     input_options,
     kernel_options,
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 @kernel_options
 @click.option(
     "--plan",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FilePath(),
     metavar="FILE",
     help="Patch exactly the sites of a plan that `elsa profile --policy` wrote.",
 )
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
+    type=FilePath(folder=True),
     metavar="DIR",
     help="Save weights and plan in this new directory; it loads again as MODEL.",
 )

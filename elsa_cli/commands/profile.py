@@ -16,6 +16,7 @@ from elsa_cli.options import (
     LARGEST_BATCH,
     PRECISIONS,
     Command,
+    FilePath,
     Listed,
     Options,
     output_options,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from elsa_core.profiling.sweep import Configuration, Plan
 
 Document = dict[str, Any]
-_FILE = click.Path(path_type=Path, dir_okay=False)
+_FILE = FilePath()
 
 
 class OutOfMemoryError(CommandError):

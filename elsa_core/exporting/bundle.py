@@ -114,9 +114,11 @@ def export(
         UnavailableError: a package, a compiler or room on the disk is missing.
     """
     chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti)
-    given = Path(directory).expanduser()
+    given = files.located(directory)
+    if zip and given.name in ("", ".."):
+        raise ArgumentError(f"{given} (-o) is a directory: with --zip it names a file")
     if zip and given.suffix != ".zip":
-        given = given.with_name(given.name + ".zip")
+        given = files.located(f"{given}.zip")
     say = progress or (lambda line: None)
     try:
         target = given.resolve()
@@ -210,7 +212,7 @@ def _staged(target: Path, zip: bool) -> Iterator[Path]:
     with (
         files.parents_made(target),
         tempfile.TemporaryDirectory(
-            prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
+            prefix=files.hidden(target), suffix=".tmp", dir=target.parent
         ) as scratch,
     ):
         staging = Path(scratch) / "bundle"

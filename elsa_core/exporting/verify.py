@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elsa_core import files
 from elsa_core.errors import ModelError
 from elsa_core.exporting import reference as references
 from elsa_core.exporting.archive import unpacked
@@ -116,7 +117,7 @@ def verify(
         ModelError: no bundle, or a malformed or hostile one.
         UnavailableError: no room to unpack a zip.
     """
-    given = Path(path).expanduser()
+    given = files.located(path, ModelError)
     say = progress or (lambda line: None)
     say("reading the manifest")
     with unpacked(given) as directory:

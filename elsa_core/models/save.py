@@ -58,7 +58,7 @@ def save(
         ArgumentError: the target exists, or cannot be written.
         UnavailableError: the disk is full.
     """
-    given = Path(directory).expanduser()
+    given = files.located(directory)
     try:
         target = given.resolve()
         check_target(target, given, force)

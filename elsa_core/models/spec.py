@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.files import located
 
 Source = Literal[
     "timm", "open_clip", "torchvision", "hub", "safetensors", "checkpoint", "directory"
@@ -108,7 +109,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _from_bare(given: str) -> ModelSpec:
-    if Path(given).exists() and not _is_timm_name(given):
+    if located(given, ModelError).exists() and not _is_timm_name(given):
         return _from_path(given, given)
     return _from_timm(given, given)
 
@@ -117,12 +118,8 @@ def _from_bare(given: str) -> ModelSpec:
 
 
 def _from_path(text: str, given: str) -> ModelSpec:
-    path = Path(text).expanduser()
-    try:
-        exists = path.exists()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{given!r} cannot be looked up as a path: {error}") from None
-    if not exists:
+    path = located(text, ModelError)
+    if not path.exists():
         hub = f"; for a model of the Hugging Face hub write hf-hub:{text}"
         raise ModelError(
             f"no such file or directory: {text}{hub if _HUB_ID.fullmatch(text) else ''}"

@@ -95,6 +95,41 @@ def test_a_name_in_a_file_does_not_steer_the_terminal(elsa: Elsa) -> None:
     assert "\x1b" not in answer.out
 
 
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "n" * 300], ids=len)
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (("patch", "vit", "-o", "{}"), 2),
+        (("patch", "vit", "--plan", "{}"), 2),
+        (("check", "vit", "--images", "{}"), 2),
+        (("export", "vit", "-o", "{}"), 2),
+        (("export", "vit", "--zip", "-o", "{}"), 2),
+        (("profile", "vit", "-o", "{}"), 2),
+        (("bench", "attention", "-o", "{}"), 2),
+        (("bench", "--compare", "{}"), 2),
+        (("inspect", "--all", "--page", "{}"), 2),
+        (("inspect", "--all", "--state", "{}"), 2),
+        (("inspect", "{}"), 4),
+        (("patch", "{}"), 4),
+        (("profile", "{}"), 4),
+        (("verify", "{}"), 4),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_path_that_cannot_be(elsa: Elsa, line: tuple[str, ...], code: int, path: str) -> None:
+    elsa(*(word.format(path) for word in line)).fails(code, path[:100])
+
+
+def test_a_zip_needs_a_name(elsa: Elsa) -> None:
+    elsa("export", *TINY, "--formats", "torchscript", "--zip", "-o", "..").fails(2, "names a file")
+
+
+def test_a_shard_with_a_name_too_long(elsa: Elsa) -> None:
+    weights = {"weight_map": {"a": "n" * 300 + ".safetensors"}}
+    Path("model.safetensors.index.json").write_text(json.dumps(weights))
+    elsa("inspect", "model.safetensors.index.json").fails(4, "no .safetensors file beside")
+
+
 def test_a_missing_file(elsa: Elsa) -> None:
     elsa("patch", "./none.safetensors").fails(4, "none.safetensors")
 

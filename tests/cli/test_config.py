@@ -105,6 +105,11 @@ def test_a_file_that_is_no_text(elsa: Elsa) -> None:
     elsa("patch", "vit").fails(2, "elsa.toml")
 
 
+def test_a_home_in_a_file_is_that_of_the_user(elsa: Elsa) -> None:
+    Path("elsa.toml").write_text('images = "~nosuchuser/x"\n')
+    elsa("check", "vit").fails(2, "~nosuchuser/x")
+
+
 def test_help_and_doctor_work_with_a_bad_file(elsa: Elsa) -> None:
     Path("elsa.toml").write_text("seed = ")
     assert elsa("patch", "--help").code == 0

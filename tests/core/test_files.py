@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elsa_core import files
+from elsa_core.errors import ArgumentError, ModelError
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +21,29 @@ def umask() -> Iterator[None]:
 
 def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
+
+
+def test_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    for there in ("~/x", "~/file", "~/file/inside"):
+        assert files.located(there) == tmp_path / there[2:]
+    (tmp_path / "loop").symlink_to("loop")
+    for bad in ("~nosuchuser/x", "a" * 300, "nul\0", "~/loop"):
+        with pytest.raises(ModelError, match=r"^\S+ cannot be used as a path: .+$"):
+            files.located(bad, ModelError)
+        with pytest.raises(ArgumentError):
+            files.located(bad)
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "ü" * 127])
+def test_the_longest_names_can_be_written(tmp_path: Path, name: str) -> None:
+    with files.staged(tmp_path / name) as staging:
+        (staging / "a").touch()
+    with files.staged(tmp_path / name) as staging:
+        (staging / "b").touch()
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["b"]
+    files.write_text("x", tmp_path / name[1:])
 
 
 def test_a_text_replaces_another_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.files import located
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 
@@ -83,7 +84,7 @@ def read_folder(
         ModelError: No folder, no image in it, or an image that cannot be read (named).
     """
     channels, height, width = _validated(input_size, limit)
-    found, ignored = _scan(Path(directory))
+    found, ignored = _scan(located(directory, ModelError))
     if not found:
         raise ModelError(
             f"{directory}: no image in this folder ({ignored} other files); "

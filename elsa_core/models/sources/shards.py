@@ -55,6 +55,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     result = {}
     for name, file in given.items():
         plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
+        plain = plain and len(file.encode()) <= 255  # what file systems count
         if not plain or not str(file).lower().endswith(".safetensors") or "\\" in str(file):
             raise ModelError(
                 f"{path}: tensor {name[:120]!r} is in {str(file)[:120]!r}, which is no "
