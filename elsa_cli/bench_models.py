@@ -23,6 +23,7 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
     import torch
 
     from elsa_core.bench import environment, models
+    from elsa_core.errors import UnavailableError
 
     # Listing what a GPU would measure needs none.
     listed = given["dry_run"] and given["device"] != "auto"
@@ -61,6 +62,10 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
             _show(session, document, published)
         raise
     _show(session, document, published)
+    done = document["results"]["cases"]
+    if given["backend"] != "auto" and done and not any(case["measurements"] for case in done):
+        reason = next(iter(done[0]["left_out"].values()), "")
+        raise UnavailableError(f"--backend {given['backend']} served no model: {reason}")
     left = models.left(cases, document)
     if left:
         hint = f"; --resume -o {target} goes on" if target is not None else ""

@@ -21,6 +21,7 @@ from elsa_cli.options import (
     output_options,
     pass_session,
     resolve_device,
+    typed,
 )
 
 if TYPE_CHECKING:
@@ -109,9 +110,13 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
     --compare measures the cases of an earlier or published run again; exit code 1 if any became
     worse.
     """
+    _check_modes(given)
     published = bench_compare.published(given["compare"])
     subject = _subject(subject, published, given)
     if given["earlier"] is not None:
+        alone = typed(name for name in given if name not in ("compare", "earlier"))
+        if alone:
+            raise click.UsageError(f"{alone[0]} is about a new run: --from takes an earlier one")
         bench_compare.files(session, given["earlier"], published)
         return
     if published is not None and not (given["tables"] or given["patterns"] or given["quick"]):
@@ -123,8 +128,8 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
     from torch.cuda import is_available
 
     from elsa_core.bench import attention, results
+    from elsa_core.errors import UnavailableError
 
-    _check_modes(given)
     # Listing and planning the calls of a GPU needs none.
     absent = given["device"].startswith("cuda") and not is_available()
     listed = given["dry_run"] and given["device"] != "auto"
@@ -151,6 +156,10 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
     with session.stage("measuring") as update:
         report = attention.run(chosen, device=device, settings=settings, progress=update)
     _show(session, report, published)
+    served = any(m.precision is not None for r in report.cases for m in r.measurements)
+    if given["backend"] != "auto" and not served:
+        reason = next((why for r in report.cases for why in r.left_out.values()), "no case")
+        raise UnavailableError(f"--backend {given['backend']} served no case: {reason}")
     wrong = [f"{r.case.name}: {name}" for r in report.cases for name in r.own_wrong]
     if wrong:
         raise VerdictError(f"wrong results, nothing was written: {', '.join(wrong)}")
@@ -182,12 +191,14 @@ def _subject(subject: str | None, published: dict[str, Any] | None, given: dict[
 
 def _check_modes(given: dict[str, Any]) -> None:
     """Flags that contradict one another end the command at once."""
+    if given["resume"] and given["output"] is None:
+        raise click.UsageError("--resume goes on with what --output holds: name it")
     if given["trace"] and given["tune"]:
         raise click.UsageError("--trace and --tune exclude each other")
     for mode in ("trace", "tune"):
-        for name in ("output", "plot"):
+        for name in ("output", "plot", "compare"):
             if given[mode] and given[name] is not None:
-                raise click.UsageError(f"--{name} keeps measurements; --{mode} makes none of them")
+                raise click.UsageError(f"--{name} needs measurements; --{mode} makes none of them")
     selects = {"--table": given["tables"], "--case": given["patterns"], "--quick": given["quick"]}
     for flag, value in selects.items():
         if given["shapes"] and value:

@@ -152,6 +152,15 @@ def test_a_busy_machine_publishes_nothing(
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_backend_that_served_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["bench", "attention", *SHORT, "--backend", "triton", "-o", "r.json"]) == 3
+    out, err = capsys.readouterr()
+    assert "no: backend='triton'" in out
+    assert err.startswith("error: --backend triton served no case: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("tiny")
 def test_a_wrong_kernel_fails_and_is_not_published(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

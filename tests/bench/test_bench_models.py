@@ -190,6 +190,14 @@ def test_a_model_that_fails_is_a_row(
     assert "Not measured: batch8/Odd-33x1-fp32 (" in tables.render(document, "summary")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_backend_that_served_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "models", *SHORT, "--quick", "--backend", "triton"]) == 3
+    out, err = capsys.readouterr()
+    assert "no: not measured" in out
+    assert err.splitlines()[-1].startswith("error: --backend triton served no model: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -201,6 +209,10 @@ def test_a_model_that_fails_is_a_row(
         (["models", "--compare", "attention_cpu"], "holds attention, not models"),
         (["models", "--from", "m.json"], "--from goes with --compare"),
         (["--compare", "nothing.json"], "no such result"),
+        (["models", "--resume"], "--resume goes on with what --output holds"),
+        (["--compare", "attention_cpu", "--from", "m.json", "-o", "x"], "--output is about a new"),
+        (["--compare", "attention_cpu", "--from", "m.json", "--quick"], "--quick is about a new"),
+        (["--compare", "attention_cpu", "--trace"], "--compare needs measurements"),
     ],
 )
 def test_wrong_arguments(
