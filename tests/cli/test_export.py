@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from .conftest import Elsa, environment
+from .test_commands import document
 
 TINY = ("test_vit", "--img", "32")
 
@@ -35,6 +36,7 @@ def test_export_and_verify_a_weights_file(elsa: Elsa, tmp_path: Path) -> None:
     mode = (tmp_path / "new").stat().st_mode
     files = [path for path in (tmp_path / "test_vit-elsa").rglob("*") if path.is_file()]
     assert [path.name for path in files if path.stat().st_mode != mode] == []
+    assert document(elsa("inspect", "test_vit-elsa", "--json"))["results"]["bundle"] == manifest
     again = elsa("verify", "test_vit-elsa", "--files-only")
     assert again.code == 0 and "files match; nothing was run" in again.out
     elsa("export", *TINY, "-o", "test_vit-elsa").fails(2, "exists", "--force")
