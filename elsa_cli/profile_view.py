@@ -36,8 +36,20 @@ def next_steps(session: Session, document: Document, given: dict[str, Any]) -> N
     if given["policy"] is not None:
         words = [model, *_as_loaded(given), "--plan", str(given["plan"]), "-o", "DIR"]
         session.line(f"Next: {shlex.join(['elsa', 'patch', *words])}", "dim")
-    elif given["html"] is None:
-        session.line(f"Next: {session.again('profile', '--html', 'report.html')}", "dim")
+    elif given["html"] is None and given["plot"] is None:
+        words = [_resumed(word) for word in session.arguments[1:]]
+        line = shlex.join(["elsa", "profile", *words, "--html", "report.html"])
+        session.line(f"Next: {line}", "dim")
+
+
+def _resumed(word: str) -> str:
+    """A word of the command line, --output as the --resume that reads what it wrote."""
+    if word in ("-o", "--output"):
+        return "--resume"
+    for flag in ("--output=", "-o"):
+        if word.startswith(flag):
+            return f"--resume={word.removeprefix(flag)}"
+    return word
 
 
 def _as_loaded(given: dict[str, Any]) -> list[str]:
@@ -48,6 +60,8 @@ def _as_loaded(given: dict[str, Any]) -> list[str]:
     words = []
     if given["img_size"] is not None and len(given["img_size"]) == 1:
         words += ["--img", side(given["img_size"][0])]
+    if given["seed"]:
+        words += ["--seed", str(given["seed"])]
     if len(given["dtype"]) == 1 and given["dtype"][0] != "fp32":
         words += ["--dtype", given["dtype"][0]]
     if given["arch"] is not None:

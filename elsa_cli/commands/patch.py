@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ def command(
     if outcome is not None and not outcome.ok:
         nothing = "; nothing was written" if output is not None else ""
         raise VerdictError(f"check failed: {failure(outcome.failures)}{nothing}")
-    session.line(_next(session, output, saved, check), "dim")
+    session.line(_next(session, options, output, saved, check), "dim")
 
 
 def _check_target(output: Path | None, force: bool) -> None:
@@ -137,9 +138,17 @@ def _verdict(report: PatchReport, outcome: CheckReport | None, dry_run: bool) ->
     return f"{line} · {render.verdict(outcome)}" if outcome is not None else line
 
 
-def _next(session: Session, output: Path | None, saved: Path | None, check: bool) -> str:
+def _next(
+    session: Session, options: Options, output: Path | None, saved: Path | None, check: bool
+) -> str:
     if saved is not None:
-        return f"Written: {saved}. Next: elsa check {saved}, or elsa_core.load({str(saved)!r})"
+        half = options.dtype != "fp32"
+        flags = f" --dtype {options.dtype}" if half else ""
+        named = f", dtype={options.torch_dtype()}" if half else ""
+        return (
+            f"Written: {saved}. Next: elsa check {shlex.quote(str(saved))}{flags}, "
+            f"or elsa_core.load({str(saved)!r}{named})"
+        )
     nothing = "Nothing was written. " if output is not None else ""
     added = ("--check",) if not check else () if output is not None else ("-o", "DIR")
     return f"{nothing}Next: {session.again('patch', *added, without=('--dry-run',))}"

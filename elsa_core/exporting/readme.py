@@ -92,9 +92,9 @@ def _command(manifest: dict[str, Any], format: str) -> str:
         f"np.zeros(({', '.join(map(str, [1, *one['shape'][1:]]))}), '{one['dtype']}')"
         for one in manifest["inputs"]
     )
-    return (
-        f"python -c \"import load, numpy as np; print(load.load('{format}')({arrays})[0].shape)\""
-    )
+    program = f"import load, numpy as np; print(load.load('{format}')({arrays})[0].shape)"
+    # -B: a __pycache__ would be a file that the manifest does not name.
+    return f'python -B -c "{program}"'
 
 
 def _tensors(manifest: dict[str, Any]) -> str:

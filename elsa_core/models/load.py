@@ -24,6 +24,7 @@ from elsa_core.models.spec import CONFIG_NAMES, ModelSpec, parse
 if TYPE_CHECKING:
     from elsa_core.models.patch import PatchReport
 
+_SAVED_FROM = ", saved from "
 _LIBRARIES = ("timm", "open_clip", "torchvision")
 
 
@@ -211,7 +212,9 @@ def _from_file(
     recipe, notes = choose_recipe(weights, arch, size, config_required=directory)
     model, recipe = apply(recipe, weights, size, dtype)
     origin = weights.metadata.get("elsa_weights")
-    text = f"{path}" if origin is None else f"{path}, saved from {origin[:200]}"
+    # What was saved twice comes from where it came from first.
+    first = "" if origin is None else origin.rpartition(_SAVED_FROM)[2][:200]
+    text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
     return _loaded(model, spec, recipe, text, notes)
 
 

@@ -182,6 +182,14 @@ def test_a_saved_model_loads_again(elsa: Elsa) -> None:
     assert len(patched_sites(elsa_core.load("out"))) == 12
 
 
+def test_what_comes_next_loads_what_was_saved(elsa: Elsa) -> None:
+    answer = elsa("patch", "test_vit", "--img", "32", "--dtype", "fp16", "-o", "a b")
+    assert answer.out.splitlines()[-1] == (
+        "Written: a b. Next: elsa check 'a b' --dtype fp16, "
+        "or elsa_core.load('a b', dtype=torch.float16)"
+    )
+
+
 def test_a_plan_stands_above_defaults(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables and config files speak of every model, the plan of one of them."""
     small = ("test_vit", "--img", "32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from importlib import resources
@@ -277,6 +278,18 @@ def test_few_rounds_are_shown_without_an_interval(elsa: Elsa) -> None:
     assert "1.48 (3 rounds)" in shown and "1.40-1.50" not in shown
 
 
+@pytest.mark.parametrize("words", [("-o", "p.json"), ("-op.json",), ("--output=p.json",)])
+def test_the_next_step_goes_on_with_what_was_written(elsa: Elsa, words: tuple[str, ...]) -> None:
+    """`-o p.json` again would be refused: it exists now."""
+    line = ("profile", SMALL, *FAST, "--img", "32", "--no-sites")
+    last = elsa(*line, *words).out.splitlines()[-1]
+    assert last.startswith("Next: elsa profile ") and "p.json --html report.html" in last
+    before = json.loads(Path("p.json").read_text())["results"]["points"]
+    assert elsa(*shlex.split(last)[2:]).code == 0
+    assert json.loads(Path("p.json").read_text())["results"]["points"] == before
+    assert Path("report.html").is_file()
+
+
 def test_a_policy_judges_the_points_that_were_asked_for(
     elsa: Elsa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,13 +298,13 @@ def test_a_policy_judges_the_points_that_were_asked_for(
 
     # whatever this machine says of so small a model
     monkeypatch.setattr(policy, "_slower", lambda members: (False, 1.5))
-    line = ("profile", SMALL, *FAST, "--img", "32", "--device", "cpu")
+    line = ("profile", SMALL, *FAST, "--img", "32", "--device", "cpu", "--seed", "3")
     assert elsa(*line, "--precision", "turbo", "-o", "p.json").code == 0
     answer = elsa(*line, "--resume", "p.json", "--policy", "faster")
     assert answer.code == 0, answer.err
     assert json.loads(Path("plan.json").read_text())["precision"] == "strict"
     # `auto` might choose a GPU for a plan that rests on a CPU's times
-    next_line = f"Next: elsa patch {SMALL} --img 32 --device cpu --plan plan.json -o DIR"
+    next_line = f"Next: elsa patch {SMALL} --img 32 --seed 3 --device cpu --plan plan.json -o DIR"
     assert answer.out.splitlines()[-1] == next_line
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -23,6 +25,7 @@ from elsa_core.exporting import bundle as bundling
 from elsa_core.exporting import fresh, operators, reference, tracing
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.exporting.manifest import hashed, inside, read_manifest
+from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.towers import tower_of
 from elsa_core.exporting.verify import ArtefactReport, verify
@@ -130,6 +133,20 @@ def test_inspect_reads_a_bundle(bundle: Bundle, capsys: pytest.CaptureFixture[st
     assert run(["inspect", str(bundle.path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["results"]["bundle"]
     assert shown == bundle.manifest
+
+
+def test_the_readmes_python_leaves_nothing_behind(bundle: Bundle, tmp_path: Path) -> None:
+    """A __pycache__ is no file of the manifest: the bundle would no longer verify."""
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle.path, copy)
+    text = readme(bundle.manifest | {"preprocess": None})  # as of a text tower
+    line = next(line for line in text.splitlines() if line.startswith("python ") and "pt2" in line)
+    shell = line.replace("python", shlex.quote(sys.executable), 1)
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "(1, 1000)\n"), done.stderr
+    assert verify(copy, run=False).ok
 
 
 def test_load_py_runs_alone_on_an_image(bundle: Bundle, tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def test_round_trip(tmp_path: Path, patched: tuple[Loaded, PatchReport]) -> None
     assert again.report.precision == "ieee" and again.report.backend == "eager"
     assert torch.equal(outputs(again), outputs(loaded))
     save(again, again.report, tmp_path / "again")
+    third = load_model(tmp_path / "again")
+    path = tmp_path / "again" / "model.safetensors"
+    assert third.weights == f"{path}, saved from random (seed 4)"
     plans = [(d / "elsa_plan.json").read_text() for d in (target, tmp_path / "again")]
     assert plans[0] == plans[1]
 
