@@ -24,6 +24,7 @@ from elsa_cli.options import (
     resolve_device,
     site_options,
     swept_model_options,
+    typed,
 )
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
         raise click.UsageError("--resume writes into its own FILE: leave --output out")
     if given["policy"] is not None and len(given["precision"]) > 1:
         raise click.UsageError("--policy needs one --precision: a plan has one")
+    if given["policy"] is None and typed(("plan",)):
+        raise click.UsageError("--plan is what --policy writes: name a --policy")
     if given["policy"] is not None and given["no_sites"]:
         raise click.UsageError("--policy judges sites: leave --no-sites out")
     named = {name: given[name] for name in ("output", "html", "plot") if given[name] is not None}
@@ -243,9 +246,11 @@ def _write_policy(session: Session, document: Document, path: Path) -> None:
     from elsa_core.profiling import policy
 
     plan = policy.faster(document)
-    slower = len(plan.kept)
+    slower, unsure = len(plan.kept), policy.unsure(document)
     if not plan.sites:
         raise VerdictError(f"no plan was written: ELSA was slower at every site ({slower})")
     session.written.append(policy.write(plan, path))
     kept = f", {slower} left alone where ELSA was slower" if slower else ", none was slower"
+    if unsure:
+        kept = (kept if slower else "") + f", {unsure} after too few rounds to tell"
     session.line(f"plan: {path} ({len(plan.sites)} sites patched{kept})")

@@ -83,7 +83,8 @@ def patch(
         The sites patched and those kept, with reasons.
 
     Raises:
-        ArgumentError: precision or backend is unknown, or the model's dtype does not take it.
+        ArgumentError: precision or backend is unknown, the model's dtype does not take it, or a
+            glob matches no site.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
     """
     _check_choice("precision", precision, tuple(PRECISIONS))
@@ -101,6 +102,7 @@ def patch(
     refused = [site for site in kept if _why_not_selected(site.path, wanted, unwanted) is None]
     if not selected:
         raise NothingPatchedError(_nothing_line(model, sites, refused))
+    _check_globs(sites, include=wanted, exclude=unwanted)
     if strict and refused:
         raise NothingPatchedError(
             f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
@@ -184,6 +186,17 @@ def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
     if given is None:
         return ()
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _check_globs(sites: Sequence[AttentionSite], **given: tuple[str, ...]) -> None:
+    """A glob that matches nothing is a mistake: the site that it means is not treated as asked."""
+    for name, globs in given.items():
+        for glob in globs:
+            if not any(fnmatchcase(site.path, glob) for site in sites):
+                raise ArgumentError(
+                    f"{name} (--{name}) {glob!r} matches none of the {len(sites)} attention sites "
+                    f"(the first is {sites[0].path!r})"
+                )
 
 
 def _why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:

@@ -10,6 +10,7 @@ from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.files import write_text
 from elsa_core.models.sources.plan import Plan
 from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.measure import UNSURE
 
 
 def faster(document: Document) -> Plan:
@@ -55,6 +56,17 @@ def faster(document: Document) -> Plan:
         sites=tuple(path for path in _in_order(verdicts) if path not in kept),
         kept=tuple((path, kept[path]) for path in _in_order(verdicts) if path in kept),
     )
+
+
+def unsure(document: Document) -> int:
+    """Sites that were patched and of which no point can tell whether they are slower."""
+    told: dict[str, bool] = {}
+    for row in document["results"]["points"]:
+        for site in row["profile"]["sites"] if row["status"] == DONE else ():
+            if site["patched"]:
+                sure = site["ratio"]["verdict"] != UNSURE
+                told[site["path"]] = told.get(site["path"], False) or sure
+    return sum(not sure for sure in told.values())
 
 
 def write(plan: Plan, path: Path) -> Path:

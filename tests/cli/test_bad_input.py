@@ -155,6 +155,12 @@ def test_all_sites_excluded(elsa: Elsa) -> None:
     elsa("patch", *TINY, "--include", "nothing.*").fails(1, "include")
 
 
+@pytest.mark.parametrize("command", ["patch", "check", "profile", "export"])
+def test_a_glob_that_matches_no_site(elsa: Elsa, command: str) -> None:
+    line = (command, "test_vit", "--exclude", "block.0.*")
+    elsa(*line).fails(2, "--exclude", "'block.0.*' matches none", "'blocks.0.attn'")
+
+
 @pytest.mark.parametrize(
     "size", ["0", "-5", "1000000000", "abc", "64x", "0x64", "1e3", "", "32769"]
 )

@@ -186,6 +186,7 @@ def test_a_model_that_does_not_fit(elsa: Elsa) -> None:
         ((MODEL, "--policy", "faster", "--precision", "strict,turbo"), 2, ("one --precision",)),
         ((MODEL, "--policy", "faster", "--no-sites"), 2, ("--no-sites",)),
         ((MODEL, "--resume", "a", "-o", "b"), 2, ("--resume",)),
+        ((MODEL, "--plan", "p.json"), 2, ("--plan", "--policy")),
         (("vit_bas_patch16_224",), 4, ("vit_base_patch16_224",)),
         (("resnet18", "--img", "32", *FAST), 1, ("nothing to patch",)),
     ],
@@ -303,6 +304,8 @@ def test_a_policy_judges_the_points_that_were_asked_for(
     answer = elsa(*line, "--resume", "p.json", "--policy", "faster")
     assert answer.code == 0, answer.err
     assert json.loads(Path("plan.json").read_text())["precision"] == "strict"
+    # FAST is three rounds
+    assert "plan: plan.json (6 sites patched, 6 after too few rounds to tell)" in answer.out
     # `auto` might choose a GPU for a plan that rests on a CPU's times
     next_line = f"Next: elsa patch {SMALL} --img 32 --seed 3 --device cpu --plan plan.json -o DIR"
     assert answer.out.splitlines()[-1] == next_line

@@ -284,6 +284,15 @@ def test_nothing_to_patch_says_what_was_found() -> None:
         patch(make("vit"), exclude="*")
 
 
+def test_a_glob_that_matches_no_site_is_a_mistake() -> None:
+    """The site that it was meant for would have been patched without a word."""
+    model = make("vit")
+    for globs in ({"exclude": "block.0.*"}, {"include": ["blocks.0.*", "block.1.*"]}):
+        with pytest.raises(ArgumentError, match=r"'block\..\.\*' matches none of the 2 attention"):
+            patch(model, **globs)
+    assert not patched_sites(model)
+
+
 def test_strict_refuses_a_model_that_it_can_patch_in_part() -> None:
     model = timm.create_model("cait_xxs24_224", depth=2)
     with pytest.raises(NothingPatchedError, match="TalkingHeadAttn"):

@@ -51,6 +51,13 @@ def test_no_difference_is_no_reason() -> None:
     assert policy.faster(sweep_of([site("a", 0.98)])).sites == ("a",)
 
 
+def test_sites_of_which_too_few_rounds_tell() -> None:
+    unknown = [site("a", 0.98), site("b", 1.2)]
+    unknown[0]["ratio"]["verdict"] = "unsure"
+    assert policy.unsure(sweep_of(unknown)) == 1
+    assert policy.unsure(sweep_of(unknown, [site("a", 0.98)])) == 0
+
+
 def test_a_site_that_gains_at_one_size_is_patched() -> None:
     small, large = [site("a", 0.8, tokens=17)], [site("a", 1.5, tokens=577)]
     assert policy.faster(sweep_of(small, large)).sites == ("a",)
