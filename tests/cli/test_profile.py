@@ -362,7 +362,7 @@ def test_a_plan_leaves_slow_sites_alone(elsa: Elsa, monkeypatch: pytest.MonkeyPa
         ({"precision": "exact"}, "exact"),
         ({"backend": ["native"]}, "must be text"),
         ({"schema_version": 2}, "schema_version"),
-        ({"sites": ["blocks.0.mlp"]}, "nothing to patch"),
+        ({"sites": ["blocks.0.mlp"]}, "'blocks.0.mlp' was not patched: it is no"),
     ],
     ids=str,
 )

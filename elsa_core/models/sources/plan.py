@@ -95,21 +95,21 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
         ModelError: the plan does not fit the model, or asks for something this elsa lacks.
     """
     from elsa_core.models.patch import patch
+    from elsa_core.models.sites import find_sites
 
     modules = dict(model.named_modules())
     absent = [site for site in plan.sites if site not in modules]
     if absent:
         raise ModelError(f"{path} does not fit the model: it has no module {absent[0][:120]!r}")
+    reasons = {site.path: "" if site.patchable else site.reason for site in find_sites(model)}
+    for site in plan.sites:
+        if why := reasons.get(site, "it is no attention site"):
+            raise ModelError(f"{path} does not fit the model: {site!r} was not patched: {why}")
     include = [_literal(site) for site in plan.sites]
     try:
         report = patch(model, precision=plan.precision, backend=plan.backend, include=include)
     except (ArgumentError, NothingPatchedError) as error:
         raise ModelError(f"{path} cannot be applied: {error}") from None
-    lost = sorted(set(plan.sites) - {site.path for site in report.patched})
-    if lost:
-        reasons = {site.path: site.reason for site in report.kept}
-        why = reasons.get(lost[0], "it is no attention site")
-        raise ModelError(f"{path} does not fit the model: {lost[0]!r} was not patched: {why}")
     why_kept = dict(plan.kept)
     left = tuple(
         dataclasses.replace(site, reason=why_kept.get(site.path, site.reason))
