@@ -6,6 +6,7 @@ Nothing here imports Rich until something is drawn.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -42,6 +43,15 @@ FOLDED_WIDTH = 12
 _GLUE = "\u2800"
 
 
+class _Closed(io.StringIO):
+    """A stdout that is closed."""
+
+    def write(self, text: str) -> int:
+        if text:  # Rich flushes nothing by writing nothing
+            raise OSError(errno.EBADF, "stdout is closed")
+        return 0
+
+
 class Session:
     """One run of the command: its output flags, its consoles, and what it has written so far."""
 
@@ -53,8 +63,9 @@ class Session:
         self.arguments: list[str] = []
         self.written: list[Path] = []
         self.warned: list[str] = []
-        self._stdout: TextIO = sys.stdout
-        self._stderr: TextIO = sys.stderr
+        # Python has None for a stream that the caller closed.
+        self._stdout: TextIO = sys.stdout or _Closed()
+        self._stderr: TextIO = sys.stderr or io.StringIO()
         self._sunk: TextIO | None = None
 
     def __enter__(self) -> Session:

@@ -133,8 +133,16 @@ def _complete() -> None:
         sys.exit(shell_complete(cli, {}, "elsa", "_ELSA_COMPLETE", instruction))
 
 
+def _fill_streams() -> None:
+    """Open what the caller has closed (`>&-`): the next file would be taken for it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        continue
+    os.close(descriptor)
+
+
 def main() -> NoReturn:
     """The `elsa` command."""
+    _fill_streams()
     signals.install()
     _complete()
     sys.exit(run(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,6 +27,11 @@ BACKENDS = ("auto", "native", "triton", "eager")
 LARGEST_SIDE = 32768
 LARGEST_BATCH = 65536
 
+# Click folds it to the terminal.
+MODEL_HELP = """MODEL is a timm name or the beginning of one (the shortest match is taken and
+shown), open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file or its index,
+or a directory that `elsa patch -o` or `elsa export` wrote."""
+
 pass_session = click.make_pass_decorator(Session, ensure=True)
 
 
@@ -33,6 +39,8 @@ class Command(click.Command):
     """A command whose defaults may come from a config file and from `ELSA_<OPTION>` variables."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
+        if any(param.name == "model" for param in attributes.get("params", ())):
+            attributes["help"] = f"{inspect.cleandoc(attributes['help'])}\n\n{MODEL_HELP}"
         settings = {"auto_envvar_prefix": "ELSA", "help_option_names": ["-h", "--help"]}
         attributes["context_settings"] = settings | attributes.get("context_settings", {})
         super().__init__(*args, **attributes)
@@ -331,7 +339,7 @@ def input_options(function: Function) -> Function:
         ),
         click.option(
             "--images", type=FilePath(folder=True), metavar="DIR",
-            help="Check on the images of this folder too (implies --check).",
+            help="Check on the images of this folder too.",
         ),
     ]  # fmt: skip
     return _apply(options)(function)

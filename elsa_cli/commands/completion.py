@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
-from elsa_cli.options import Command
+from elsa_cli.console import Session
+from elsa_cli.options import Command, output_options, pass_session
 
 SHELLS = ("bash", "zsh", "fish")
 
 
 @click.command("completion", cls=Command)
 @click.argument("shell", type=click.Choice(SHELLS), required=False)
+@output_options
+@pass_session
 @click.pass_context
-def command(ctx: click.Context, shell: str | None) -> None:
+def command(ctx: click.Context, session: Session, /, shell: str | None, **_: Any) -> None:
     """Print the completion script of a SHELL (default: the one of $SHELL).
 
     \b
@@ -26,7 +30,7 @@ def command(ctx: click.Context, shell: str | None) -> None:
     from click.shell_completion import get_completion_class
 
     from elsa_cli import completion
-    from elsa_cli.console import Session
+    from elsa_cli.probes import environment
 
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
@@ -34,5 +38,8 @@ def command(ctx: click.Context, shell: str | None) -> None:
     completion.register()
     kind = get_completion_class(name)
     assert kind is not None
-    session = ctx.find_object(Session) or ctx.ensure_object(Session)
-    session.text(kind(ctx.find_root().command, {}, "elsa", "_ELSA_COMPLETE").source())
+    script = kind(ctx.find_root().command, {}, "elsa", "_ELSA_COMPLETE").source()
+    if session.json:
+        session.document("completion", environment(), {"shell": name, "script": script})
+    else:
+        session.text(script)

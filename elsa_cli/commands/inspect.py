@@ -52,12 +52,9 @@ def command(
     """List every attention site of MODEL: class, kind, heads, tokens, share of the FLOPs, and
     whether it can be patched or why not.
 
-    MODEL is a timm name or the beginning of one (the shortest match is taken and shown),
-    open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file, or a directory
-    that `elsa patch -o` wrote. Of a bundle that `elsa export` wrote its manifest is shown.
-
-    With --all, every architecture of timm and open_clip is examined, or those whose name a glob
-    selects ('timm:swin*', 'open_clip:*').
+    Of a bundle that `elsa export` wrote its manifest is shown. With --all, every architecture of
+    timm and open_clip is examined, or those whose name a glob selects ('timm:swin*',
+    'open_clip:*').
     """
     from elsa_cli import coverage_view, pipeline, render
     from elsa_cli.probes import environment

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 @click.command("patch", cls=Command)
 @model_options
-@click.option("--check", is_flag=True, help="Prove that the outputs agree; exit 1 if not.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Prove that the outputs agree; exit 1 if not. --images implies it.",
+)
 @input_options
 @site_options
 @click.option("--all-sites", is_flag=True, help="Fail when any attention site cannot be patched.")
@@ -64,12 +68,7 @@ def command(
     dry_run: bool,
     **given: Any,
 ) -> None:
-    """Replace the attention of MODEL by ELSA kernels, which compute the same numbers.
-
-    MODEL is a timm name or the beginning of one (the shortest match is taken and shown),
-    open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file, or a directory
-    that `elsa patch -o` wrote.
-    """
+    """Replace the attention of MODEL by ELSA kernels, which compute the same numbers."""
     from elsa_cli import pipeline, render
     from elsa_cli.probes import environment
 

@@ -126,9 +126,10 @@ def _from_path(text: str, given: str) -> ModelSpec:
         )
     if path.is_dir():
         if not any((path / name).is_file() for name in CONFIG_NAMES):
-            raise ModelError(
-                f"{text} holds no config.json or open_clip_config.json: not a model directory"
-            )
+            what = "not a model directory"
+            if (path / "manifest.json").is_file():
+                what = "a bundle of one tower or of a model of your own, which its load.py runs"
+            raise ModelError(f"{text} holds no config.json or open_clip_config.json: {what}")
         return ModelSpec("directory", str(path), given, None, path)
     if not path.is_file():
         raise ModelError(f"{text} is neither a regular file nor a directory")

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from .conftest import Elsa, environment
+from .test_commands import document
 
 
 def complete(words: str, count: int) -> list[str]:
@@ -21,6 +22,13 @@ def complete(words: str, count: int) -> list[str]:
     )  # fmt: skip
     assert done.stderr == ""
     return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_the_output_options_of_the_script(elsa: Elsa) -> None:
+    script = elsa("completion", "bash").out
+    assert elsa("completion", "bash", "-q").out == script
+    results = document(elsa("completion", "bash", "--json"))["results"]
+    assert results["shell"] == "bash" and results["script"].rstrip() == script.rstrip()
 
 
 @pytest.mark.parametrize(

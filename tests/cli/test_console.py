@@ -211,6 +211,27 @@ def test_broken_pipe_for_certain(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(["completion", "bash"]) == 0
 
 
+@pytest.mark.parametrize("arguments", ["completion bash", "doctor", "doctor --json"])
+def test_a_closed_stdout_is_one_line(arguments: str) -> None:
+    shell = f"{sys.executable} -m elsa_cli {arguments} >&-"
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False,
+        env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == "error: cannot write the result: stdout is closed\n"
+
+
+def test_a_closed_stderr_takes_nothing_away() -> None:
+    shell = f"{sys.executable} -m elsa_cli doctor 2>&-; {sys.executable} -m elsa_cli nothing 2>&-"
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False,
+        env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1].startswith("Ready: ")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:

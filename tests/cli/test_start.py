@@ -59,6 +59,19 @@ def test_help_lists_every_command_and_fits_in_80_columns(elsa: Elsa) -> None:
     assert elsa().out == answer.out
 
 
+@pytest.mark.parametrize("command", ["inspect", "patch", "check", "profile", "export"])
+def test_help_says_what_a_model_is(elsa: Elsa, command: str) -> None:
+    text = " ".join(elsa(command, "--help").out.split())
+    assert text.count("MODEL is a timm name or the beginning of one") == 1
+    assert ("--images implies it" in text) == (command == "patch")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_output_options(elsa: Elsa, command: str) -> None:
+    text = elsa(command, "--help").out
+    assert all(flag in text for flag in ("--json", "--quiet", "--verbose", "--debug"))
+
+
 def test_version(process: Elsa) -> None:
     from elsa_core.version import __version__
 

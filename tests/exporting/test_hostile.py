@@ -103,6 +103,8 @@ def _add_file(path: str) -> Callable[[dict[str, Any]], Any]:
         (lambda m: m["reference"].update(batch_sizes=[9]), "reference"),
         (lambda m: m["reference"].update(eps="x"), "reference"),
         (lambda m: m["reference"].update(eps=1.0), "no numbers"),
+        (lambda m: m["reference"]["original_norms"].update({"1": [[1e308, 1.0]]}), "no numbers"),
+        (lambda m: m["reference"]["original_norms"].update({"1": [[10**400, 1]]}), "reference"),
         (lambda m: m.update(inputs=[]), "malformed"),
         (lambda m: m.update(outputs=["logits"]), "malformed"),
         (lambda m: m["outputs"][0].pop("shape"), "malformed"),
@@ -127,6 +129,18 @@ def test_manifests_that_are_not_json(copy: Path) -> None:
         (copy / "manifest.json").write_bytes(content)
         with pytest.raises(ModelError, match=r"manifest\.json"):
             verify(copy)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"PK\x03\x04" + b"\0" * 40, b"\x93NUMPY", b"x"])
+def test_a_reference_that_is_none(
+    copy: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "reference.npz").write_bytes(content)
+    entry = hashed(copy / "reference.npz")
+    rewrite(copy, lambda m: m["files"]["reference.npz"].update(vars(entry)))
+    assert run(["verify", str(copy)]) == 4
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "does not hold the reference" in err
 
 
 def test_a_reference_that_holds_a_pickle(copy: Path) -> None:

@@ -56,6 +56,13 @@ def test_an_alias_ends_at_an_underscore() -> None:
         parse("vit_base_patch16_22")
 
 
+def test_a_bundle_that_is_no_model(tmp_path: Path) -> None:
+    """One tower of a CLIP: no library builds it from a configuration."""
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"a bundle of one tower .* which its load\.py runs"):
+        parse(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
