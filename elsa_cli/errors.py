@@ -102,7 +102,7 @@ def _source(error: click.UsageError) -> str:
         return ""
     origin = ctx.get_parameter_source(param.name)
     if origin is click.core.ParameterSource.ENVIRONMENT:
-        return f" (from the variable {ctx.auto_envvar_prefix}_{param.name.upper()})"
+        return f" (from the variable {param.envvar})"
     if origin is click.core.ParameterSource.DEFAULT_MAP:
         return f" (from {ctx.meta.get('elsa.config', 'the config file')})"
     return ""

@@ -36,12 +36,18 @@ pass_session = click.make_pass_decorator(Session, ensure=True)
 
 
 class Command(click.Command):
-    """A command whose defaults may come from a config file and from `ELSA_<OPTION>` variables."""
+    """A command whose defaults may come from a config file and from `ELSA_<OPTION>` variables:
+    ELSA_IMG_SIZE for --img-size."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         if any(param.name == "model" for param in attributes.get("params", ())):
             attributes["help"] = f"{inspect.cleandoc(attributes['help'])}\n\n{MODEL_HELP}"
-        settings = {"auto_envvar_prefix": "ELSA", "help_option_names": ["-h", "--help"]}
+        for param in attributes.get("params", ()):
+            if isinstance(param, click.Option):
+                # Named after the flag, which is what a user knows, not after the parameter.
+                flag = max(param.opts, key=len).lstrip("-")
+                param.envvar = f"ELSA_{flag.upper().replace('-', '_')}"
+        settings = {"help_option_names": ["-h", "--help"]}
         attributes["context_settings"] = settings | attributes.get("context_settings", {})
         super().__init__(*args, **attributes)
 

@@ -9,6 +9,7 @@ import click
 import pytest
 
 from elsa_cli.commands import inspect, patch
+from elsa_cli.main import all_commands
 from elsa_cli.options import Options
 
 from .conftest import Elsa
@@ -123,7 +124,28 @@ def test_a_bad_variable_is_named(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) ->
     elsa("patch", "vit").fails(2, "ELSA_DTYPE", "'fp8'")
 
 
-def test_every_option_can_be_set_by_a_variable() -> None:
-    for option in patch.command.params:
-        if isinstance(option, click.Option):
-            assert option.allow_from_autoenv
+def test_every_option_has_a_variable_named_after_its_flag() -> None:
+    """It was named after the parameter behind it, ELSA_TABLES for --table."""
+    for command in all_commands().values():
+        options = [param for param in command.params if isinstance(param, click.Option)]
+        assert options
+        for option in options:
+            names = {f"ELSA_{flag.strip('-').upper().replace('-', '_')}" for flag in option.opts}
+            assert option.envvar in names and len(str(option.envvar)) > len("ELSA_x")
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value", "words"),
+    [
+        (("bench", "attention"), "ELSA_TABLE", "nothing", "no table 'nothing'"),
+        (("bench", "attention"), "ELSA_SHAPE", "1,2", "'1,2' is not B,H,N,D"),
+        (("inspect",), "ELSA_ALL", "maybe", "(from the variable ELSA_ALL)"),
+        (("check", "vit"), "ELSA_IMG_SIZE", "x", "(from the variable ELSA_IMG_SIZE)"),
+    ],
+)
+def test_variables_of_options(
+    elsa: Elsa, monkeypatch: pytest.MonkeyPatch, line: tuple[str, ...], name: str, value: str,
+    words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(name, value)
+    elsa(*line).fails(2, words)
