@@ -47,7 +47,7 @@ class _Closed(io.StringIO):
     """A stdout that is closed."""
 
     def write(self, text: str) -> int:
-        if text:  # Rich flushes nothing by writing nothing
+        if text:  # Rich ends a capture by writing nothing
             raise OSError(errno.EBADF, "stdout is closed")
         return 0
 

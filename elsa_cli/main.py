@@ -136,7 +136,7 @@ def _complete() -> None:
 def _fill_streams() -> None:
     """Open what the caller has closed (`>&-`): the next file would be taken for it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        continue
+        os.set_inheritable(descriptor, True)  # by compilers and fresh processes
     os.close(descriptor)
 
 
