@@ -20,7 +20,6 @@ from triton_compile import compile_launch
 
 from elsa_core.backends.triton import launch, tiling
 
-
 # three products each for Q K^T and P V, 64 / 16 instructions a product
 PRODUCTS = 24
 

@@ -6,8 +6,8 @@ import math
 from itertools import product
 
 import pytest
-import torch
 import test_triton_gpu as plain
+import torch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -169,7 +169,7 @@ def test_rows_of_a_graph_keep_the_scatter_of_its_waits() -> None:
     noise = random.Random(0)
     line = timeline.Timeline((timeline.Cut(1.0, {"0": 0.1}),) * 12, (1.0,) * 12)
     runs = [[Sample(noise.gauss(1.2, 0.06)) for _ in range(40)] for _ in range(2)]
-    before, after = (profile_module._of_graph(samples, line) for samples in runs)
+    before, after = (profile_module._of_graph(samples, line, 0.0) for samples in runs)
     assert len(before) == len(after) == 12
     assert all(sample.sites == {"0": 0.1} for sample in before)
     row, rest = profiles([SITE], before, after, {}, {}, seed=0)
@@ -189,14 +189,22 @@ def test_equal_sites_are_seldom_told_apart() -> None:
             wholes = [noise.gauss(1.0, 0.014) for _ in range(timeline.SESSIONS)]
             cuts = [timeline.Cut(w, {"0": 0.1 * w * noise.gauss(1.0, 0.004)}) for w in wholes]
             lines.append(timeline.Timeline(tuple(cuts), (1.0,) * len(cuts)))
-        before, after = (profile_module._of_graph(waits, line) for line in lines)
+        before, after = (profile_module._of_graph(waits, line, 1.0) for line in lines)
         told += profiles([SITE], before, after, {}, {}, seed=0)[0].ratio.verdict != "no difference"
     assert told <= 9  # 5% are 3
 
 
-def test_what_the_profiler_adds_shows_in_the_cover() -> None:
+def test_what_the_profiler_adds_is_told_and_taken_out() -> None:
     line = timeline.Timeline((timeline.Cut(1.2, {"0": 0.12}),) * 6, (1.2,) * 6)
-    assert profile_module._profiled(line, 1.0, 0).value == pytest.approx(1.2)
+    cover = profile_module._profiled(line, 1.0, 0)
+    assert cover.value == pytest.approx(1.2)
+    (warning,) = profile_module._disturbed({"eager+graph": cover})
+    assert warning.startswith("the profiler slowed eager+graph by 20%")
+    assert profile_module._disturbed({"eager+graph": profile_module._profiled(line, 1.15, 0)}) == ()
+    waits = [Sample(1.5)] * 12
+    own = profile_module._of_graph(waits, line, 1.0)
+    assert [each.sites["0"] for each in own] == pytest.approx([0.1] * 6)
+    assert profile_module._of_graph(waits, line, 0.0)[0].sites["0"] == 0.12
 
 
 def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

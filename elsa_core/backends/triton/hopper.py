@@ -1,5 +1,5 @@
-"""The fold of float32 split ahead on sm_90, warp-specialised, in Gluon: one warpgroup copies tiles of
-keys and values, one or two others fold them, each for 64 queries of its own.
+"""The fold of float32 split ahead on sm_90, warp-specialised, in Gluon: one warpgroup copies tiles
+of keys and values, one or two others fold them, each for 64 queries of its own.
 
 `forward.forward` copies, waits and multiplies in step: all its warps meet at a barrier for every
 tile, and a product is waited for where the loop hands it on. Here a tile is handed over through
@@ -52,7 +52,10 @@ def wait_for_launch_before(x):
 @gluon.jit
 def softmax(s, f, m):
     """The reference of the scores s * f joined to m, the old state's factor, the weights and their
-    sums over the columns that one lane holds, [ROWS, 4]. As `fold.advance`."""
+    sums over the columns that one lane holds, [ROWS, 4].
+
+    As `fold.advance`.
+    """
     m_new = gl.maximum(m, gl.max(s, 1) * f - SHIFT)
     # a row without a visible key yet keeps m = -inf and weights 0, never exp2(-inf + inf)
     m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -65,8 +68,11 @@ def softmax(s, f, m):
 
 @gluon.jit
 def after_softmax(part):
-    """The weights' sums, behind a barrier that is never reached (no sum is that large). Without it
-    the assembler moves the wait for P V in front of the softmax, which it does not depend on."""
+    """The weights' sums, behind a barrier that is never reached (no sum is that large).
+
+    Without it the assembler moves the wait for P V in front of the softmax, which it does not
+    depend on.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -138,8 +144,10 @@ def least_of(x):
 def split_queries(
     p_q, q_n, row0, rows, factor, sqh, sql, D: gl.constexpr, D0: gl.constexpr, LANES: gl.constexpr
 ):
-    """ROWS queries as scaled hi + lo into shared memory: the exponent, and whether the guard failed.
-    As `fold.split_tile`."""
+    """ROWS queries as scaled hi + lo into shared memory; the exponent, and whether the guard fails.
+
+    As `fold.split_tile`.
+    """
     o_m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LANES))
     o_d = gl.arange(0, D0, layout=gl.SliceLayout(0, LANES))
     inside = (o_m < rows)[:, None]
@@ -334,7 +342,7 @@ def forward(
     """Grid (query tiles x batch x heads, key partitions); arguments as `forward.forward` has them,
     `scale` with the sign.
 
-    W: what `split.split_ahead` wrote. Flags: int32 for each partition, batch, head and ROWS queries.
+    W: what `split.split_ahead` wrote. Flags: int32 of [partition, batch, head, ROWS queries].
     BM: ROWS for each folding warpgroup, one or two.
     """
     GROUPS: gl.constexpr = BM // ROWS
