@@ -56,7 +56,9 @@ def check(
         inputs: A tensor [B, C, H, W], a tuple of the model's arguments, or named ones of either;
             floating tensors are cast to the model's dtype and device first.
         factor: How many times the original's own error is allowed; at least 1.
-        stress: Also hard cases for each site, made from the first case that reaches it.
+        stress: Also hard cases for each site, made from the first case that reaches it, and one
+            with random weights for those that are all zero. That one is made without `stress` too,
+            where a site's output is zero and would show nothing.
         batch_size: Rows for one forward. Sites are judged on the first batch of each case.
         progress: Called with (what, steps done, steps in all).
 

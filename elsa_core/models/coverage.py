@@ -24,7 +24,7 @@ from elsa_core.bench.environment import available_bytes
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.models.check import check
 from elsa_core.models.patch import original, patch, patched_sites
-from elsa_core.models.proof.cases import generated_inputs, text_shape
+from elsa_core.models.proof.cases import generated_inputs, random_weight, text_shape
 from elsa_core.models.proof.compare import Comparison, floating_outputs, map_floating
 from elsa_core.models.sites import AttentionSite, find_sites
 from elsa_core.models.sources.libraries import (
@@ -291,18 +291,11 @@ def _small_model(recipe: Recipe) -> tuple[nn.Module, tuple[int, int, int]]:
 
 
 def _fill(model: nn.Module, spread: float = 1.0) -> None:
-    """Random weights that keep activations near one; gains near one, no bias at zero.
-
-    `spread` below 1 makes all of them smaller but the gains.
-    """
+    """Random weights, none of them zero (`random_weight`)."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            noise = torch.randn(tensor.shape, generator=generator)
-            fan_in = tensor[0].numel() if tensor.ndim > 1 else 1
-            gain = tensor.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
-            width = fan_in**-0.5 if tensor.ndim > 1 else 0.1
-            tensor.copy_(float(gain) + spread * width * noise)
+            tensor.copy_(random_weight(name, tensor, generator, spread))
 
 
 def _kept(sites: Iterable[AttentionSite]) -> tuple[Kept, ...]:

@@ -54,8 +54,8 @@ def test_a_right_model_passes(dtype: torch.dtype) -> None:
     assert report.dtype == str(dtype).removeprefix("torch.")
     assert [site.path for site in report.sites] == [f"blocks.{i}.attn" for i in range(3)]
     for site in report.sites:
-        # Four cases and three hard ones, each through the operator.
-        assert site.ok and site.calls == site.operator_calls == 7
+        # Four cases, three hard ones and one without zero biases, each through the operator.
+        assert site.ok and site.calls == site.operator_calls == 8
         assert site.original_error > 0 and site.patched_error <= site.allowed
         assert site.drift is not None and site.drift.p_argmax_rate is not None
         assert site.excess <= 1.0
@@ -73,6 +73,35 @@ class Wrong(ElsaAttention):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(*args, **kwargs) * 1.001
+
+
+@pytest.mark.parametrize("stress", [False, True])
+@pytest.mark.parametrize("cls", [ElsaAttention, Wrong])
+def test_weights_of_zero_hide_no_error(cls: type[nn.Module], stress: bool) -> None:
+    """Many models begin with a last gain of zero: right and wrong sites give zeros there."""
+    model = with_site(cls)
+    with torch.no_grad():
+        for parameter in model.blocks[1].attn.proj.parameters():
+            parameter.zero_()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check(model, inputs(), stress=stress)
+    site = report.sites[1]
+    assert site.ok is report.ok is (cls is ElsaAttention)
+    assert site.worst_case == "noise, zero weights filled" and "zero" in site.notes[0]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
+    class Silent(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 0.0
+
+    model = vit()
+    patch(model)
+    model.blocks[1].attn.proj_drop = Silent()
+    report = check(model, inputs())
+    assert failing_sites(report) == ["blocks.1.attn"] and not report.ok
+    assert "its output is zero" in report.sites[1].reason
 
 
 class NotFinite(ElsaAttention):

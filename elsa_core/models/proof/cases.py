@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -205,6 +206,45 @@ def hard_cases(
     }
     for name, change in gains.items():
         yield (name, *_change_tokens(getattr(type(module), entry), args, kwargs, change))
+
+
+def random_weight(
+    name: str, like: Tensor, generator: torch.Generator, spread: float = 1.0
+) -> Tensor:
+    """A random parameter that keeps activations near one: gains near one, no bias at zero.
+
+    `name` tells gains from biases; `spread` below 1 makes all of them smaller but the gains.
+    """
+    noise = torch.randn(like.shape, generator=generator)
+    fan_in = like[0].numel() if like.ndim > 1 else 1
+    gain = like.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
+    width = fan_in**-0.5 if like.ndim > 1 else 0.1
+    return float(gain) + spread * width * noise
+
+
+def zeros_filled(module: nn.Module, entry: str) -> nn.Module | None:
+    """A copy of a site with random weights for those that are all zero, None where none is.
+
+    A last gain of zero (of a norm, as many models begin) hides everything that a site computes; a
+    bias of zeros hides itself.
+    """
+    zeros = [name for name, weight in module.named_parameters() if _is_zero(weight)]
+    if not zeros:
+        return None
+    twin = copy.deepcopy(module)
+    vars(twin).pop(entry, None)  # what watches the module itself
+    twin.train()  # until they train, some models keep what they made of a table of biases
+    twin.eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in zeros:
+            weight = twin.get_parameter(name)
+            weight.copy_(random_weight(name, weight, generator))
+    return twin
+
+
+def _is_zero(weight: Tensor) -> bool:
+    return weight.is_floating_point() and weight.numel() > 0 and not bool(weight.any())
 
 
 def _change_tokens(

@@ -113,6 +113,7 @@ class SiteRecord:
     calls: int = 0
     operator_calls: int = 0
     largest_logit: float = 0.0
+    shown: bool = False  # whether any output was other than zero
     drifts: list[Drift] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -121,6 +122,7 @@ class SiteRecord:
         """Takes the outputs of one run of the site; the worst of all runs is kept."""
         self.calls += 1
         for comparison in comparisons.values():
+            self.shown |= comparison.oracle.maximum > 0.0
             if self.worst is None or comparison.excess > self.worst.excess:
                 self.worst, self.case = comparison, case
 
@@ -133,6 +135,8 @@ class SiteRecord:
             return self.errors[0]
         if self.worst is None:
             return "not reached by these inputs, so nothing is known about it"
+        if not self.shown:
+            return "its output is zero for each of these inputs, so nothing is known about it"
         return ""
 
     def result(self, path: str) -> SiteCheck:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -17,7 +18,7 @@ from elsa_core.errors import ElsaError, ModelError
 from elsa_core.models import adapters
 from elsa_core.models.patch import original
 from elsa_core.models.proof.capture import OperatorCapture
-from elsa_core.models.proof.cases import chunks, hard_cases, jittered, nearby
+from elsa_core.models.proof.cases import chunks, hard_cases, jittered, nearby, zeros_filled
 from elsa_core.models.proof.compare import (
     TURBO_EPS,
     Comparison,
@@ -38,6 +39,8 @@ MIN_VALUES = 32
 # once in 10^4 with 32.
 SITE_SAMPLES = 32
 MODEL_SAMPLES = 10
+
+FILLED = "zero weights filled"
 
 TIMED_RUNS = 5
 TIMED_SECONDS = 3.0
@@ -227,22 +230,52 @@ class CheckRun:
         output: Any,
         stress: bool,
     ) -> None:
-        largest = self._site_once(path, label, module, given, output)
-        if not stress:
-            return
-        for name, args, kwargs in hard_cases(module, *given, largest, self.entries[path]):
-            one = call(module, self.entries[path], args, kwargs)
-            finite = all(bool(x.isfinite().all()) for x in floating_outputs(one).values())
-            if finite:
-                self._site_once(path, f"{label}, {name}", module, (args, kwargs), one)
-            else:
-                self.records[path].notes.append(f"{name}: left out, the original overflows")
+        oracle, record = self.oracle.get_submodule(path), self.records[path]
+        largest = self._site_once(path, label, module, oracle, given, output)
+        if stress or not record.shown:
+            self._site_filled(path, label, module, given)
+        if stress:
+            for name, args, kwargs in hard_cases(module, *given, largest, self.entries[path]):
+                self._site_case(path, f"{label}, {name}", module, oracle, (args, kwargs))
+
+    def _site_filled(
+        self,
+        path: str,
+        label: str,
+        module: nn.Module,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> None:
+        """Judges a copy of the site without zero weights, which hide what it computes."""
+        record = self.records[path]
+        hidden = not record.shown
+        twin = zeros_filled(module, self.entries[path])
+        if twin is not None:
+            oracle = copy.deepcopy(twin).double()
+            self._site_case(path, f"{label}, {FILLED}", twin, oracle, given)
+        if hidden and record.shown:
+            record.notes.append(f"its output is zero with these weights: see {label}, {FILLED}")
+
+    def _site_case(
+        self,
+        path: str,
+        label: str,
+        module: nn.Module,
+        oracle: nn.Module,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> None:
+        """Judges a site on arguments, or with weights, that are not the model's own."""
+        output = call(module, self.entries[path], *given)
+        if all(bool(x.isfinite().all()) for x in floating_outputs(output).values()):
+            self._site_once(path, label, module, oracle, given, output)
+        else:
+            self.records[path].notes.append(f"{label}: left out, the original overflows")
 
     def _site_once(
         self,
         path: str,
         label: str,
         module: nn.Module,
+        oracle: nn.Module,
         given: tuple[tuple[Any, ...], dict[str, Any]],
         output: Any,
     ) -> float:
@@ -250,7 +283,7 @@ class CheckRun:
         entry, record, comparisons = self.entries[path], self.records[path], dict[str, Comparison]()
         with OperatorCapture(self.factor) as capture:
             try:
-                self._compare_site(comparisons, path, module, given, output)
+                self._compare_site(comparisons, path, module, oracle, given, output)
             except _PatchedError as error:
                 record.errors.append(f"{label}: {error}")
                 return 0.0
@@ -258,7 +291,7 @@ class CheckRun:
             for seed in range(1, SITE_SAMPLES):
                 other = jittered(given, seed)
                 one = call(module, entry, *other)
-                self._compare_site(comparisons, path, module, other, one)
+                self._compare_site(comparisons, path, module, oracle, other, one)
             _count_samples(comparisons, SITE_SAMPLES)
         record.add(label, comparisons)
         record.operator_calls += len(capture.calls)
@@ -273,6 +306,7 @@ class CheckRun:
         into: Comparisons,
         path: str,
         module: nn.Module,
+        oracle: nn.Module,
         given: tuple[tuple[Any, ...], dict[str, Any]],
         output: Any,
     ) -> None:
@@ -284,7 +318,7 @@ class CheckRun:
                 two = _run_patched(module, *given, entry)
             finally:
                 module.__class__ = original_class
-        exact = self._exact(self.oracle.get_submodule(path), path, *given, entry)
+        exact = self._exact(oracle, path, *given, entry)
         self._compare(into, exact, output, two, TURBO_EPS if path in self.turbo else None)
 
     @contextmanager
@@ -293,8 +327,7 @@ class CheckRun:
         if self.fault is None or (path and path != self.fault.path):
             yield
             return
-        site = self.sites[self.fault.path]
-        with self.fault.on(site):
+        with self.fault.on(module if path else self.sites[self.fault.path]):
             yield
 
     def _exact(
