@@ -114,15 +114,24 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> int:
-    """Give every patched module its own class back; returns how many there were."""
+    """Give every patched module its own class back; returns how many there were.
+
+    What was derived from the patched class since (parametrizations, `fully_shard`) stays on top.
+
+    Raises:
+        ModelError: a class derived since cannot be put on the module's own; nothing has changed.
+    """
     # Inside `original` a module shows its own class, but its strings tell that it is on loan.
     modules = [
         module
         for module in model.modules()
         if adapters.is_patched(module) or "elsa_precision" in module.__dict__
     ]
-    for module in modules:
-        _restore(module)
+    own = [_own_class(module) for module in modules]
+    for module, cls in zip(modules, own, strict=True):
+        module.__class__ = cls
+        for name in _ATTRIBUTES:
+            module.__dict__.pop(name, None)
     return len(modules)
 
 
@@ -138,15 +147,15 @@ def original(model: nn.Module) -> Iterator[nn.Module]:
 
     Not for use while another thread runs the model: it is the same object.
     """
-    patched = {module: type(module) for module in patched_sites(model).values()}
-    for module in patched:
-        module.__class__ = adapters.base_class(module)
+    patched = {m: (type(m), _own_class(m)) for m in patched_sites(model).values()}
+    for module, (_, own) in patched.items():
+        module.__class__ = own
     try:
         yield model
     finally:
-        for module, cls in patched.items():
+        for module, (cls, own) in patched.items():
             # Patched or unpatched inside the block: that stands.
-            if type(module) is cls.__dict__["elsa_base"] and "elsa_precision" in module.__dict__:
+            if type(module) is own and "elsa_precision" in module.__dict__:
                 module.__class__ = cls
 
 
@@ -163,7 +172,10 @@ def _swap(
                 raise ArgumentError(f"{site.path or 'the model'}: {error}") from error
     # Every class is made before the first is swapped: a failure leaves the model as it was.
     classes = [
-        adapters.replacement(adapters.base_class(module), precision, backend) for module in modules
+        adapters.with_base(
+            module, adapters.replacement(adapters.base_class(module), precision, backend)
+        )
+        for module in modules
     ]
     for module, cls in zip(modules, classes, strict=True):
         module.__class__ = cls
@@ -171,10 +183,8 @@ def _swap(
         module.__dict__["elsa_backend"] = backend
 
 
-def _restore(module: nn.Module) -> None:
-    module.__class__ = adapters.base_class(module)
-    for name in _ATTRIBUTES:
-        module.__dict__.pop(name, None)
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return adapters.with_base(module, adapters.base_class(module))
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

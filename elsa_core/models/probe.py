@@ -162,7 +162,7 @@ def _shadow(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
             memo[id(tensor)] = fake
     shadow = copy.deepcopy(model, memo)
     for module in shadow.modules():
-        module.__class__ = adapters.base_class(module)
+        module.__class__ = adapters.with_base(module, adapters.base_class(module))
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             # A plain function may hold on to the caller's lists; deepcopy does not copy those.
             for key in [k for k, hook in hooks.items() if isinstance(hook, types.FunctionType)]:

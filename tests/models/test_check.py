@@ -281,6 +281,21 @@ def test_what_cannot_be_checked() -> None:
     assert hooks(model) == 0
 
 
+def test_a_model_that_refuses_copies_is_named() -> None:
+    """As `fully_shard` makes them."""
+
+    class Sharded(VisionTransformer):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("no copies")
+
+    model = vit()
+    model.__class__ = Sharded
+    patch(model)
+    with pytest.raises(ModelError, match=r"cannot be copied .*no copies"):
+        check(model, noise())
+    assert list(patched_sites(model)) and hooks(model) == 0
+
+
 class Twice(nn.Module):
     """One site at two call sites, one that no input reaches, and a dict as output."""
 

@@ -13,9 +13,12 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 
-from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.models import adapters
+from elsa_core.models.check import check
 from elsa_core.models.patch import original, patch, patched_sites, unpatch
 
 timm = pytest.importorskip("timm")
@@ -320,6 +323,60 @@ def test_original_is_a_loan() -> None:
         unpatch(model)
         patch(model, include="layers.0.blocks.0")
     assert list(patched_sites(model)) == ["layers.0.blocks.0"]
+
+
+def test_a_parametrization_on_a_patched_site() -> None:
+    """It derives a class for the one instance; the site was not seen below it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    patch(model)
+    spectral_norm(model[0].self_attn, "in_proj_weight")
+    model.eval()
+    x = torch.randn(2, 5, 16)
+    expected, cls = model(x), type(model[0].self_attn)
+    assert list(patched_sites(model)) == ["0.self_attn"]
+    report = check(model, x)
+    assert report.ok and report.sites[0].operator_calls and type(model[0].self_attn) is cls
+    assert [site.path for site in patch(model, backend="eager").patched] == ["0.self_attn"]
+    close(model(x), expected)
+    assert unpatch(model) == 1 and not patched_sites(model)
+    close(model(x), expected)
+    parametrize.remove_parametrizations(model[0].self_attn, "in_proj_weight")
+    assert type(model[0].self_attn) is nn.MultiheadAttention
+
+
+@torch.no_grad()
+def test_a_class_derived_from_a_patched_one() -> None:
+    """`fully_shard` derives from a class of its own and the module's."""
+    model, x = make("swin"), images("swin")
+    expected = model(x)
+    patch(model)
+    block = model.layers[0].blocks[0]
+    patched = type(block)
+    mixin = type("Mixin", (), {"extra": 1})
+    block.__class__ = type("Derived", (mixin, patched), {"__doc__": "of one instance"})
+    assert len(patched_sites(model)) == 4
+    with original(model):
+        assert not patched_sites(model) and block.extra == 1
+        assert torch.equal(model(x), expected)
+    assert isinstance(block, patched)
+    assert unpatch(model) == 4 and not isinstance(block, patched)
+    assert block.extra == 1 and torch.equal(model(x), expected)
+
+
+def test_a_derived_class_that_calls_super_is_refused_whole() -> None:
+    model = make("vit")
+    patch(model)
+    attention = model.blocks[1].attn
+
+    class Derived(type(attention)):  # type: ignore[misc]
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    attention.__class__ = Derived
+    with pytest.raises(ModelError, match=r"Derived was derived from elsa's .* calls super\(\)"):
+        unpatch(model)
+    assert len(patched_sites(model)) == 2
 
 
 def test_a_compiled_model_is_patched_inside() -> None:

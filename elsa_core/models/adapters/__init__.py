@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.backends.support import Support
+from elsa_core.errors import ModelError
 from elsa_core.models.adapters import redirect
 
 # Qualified name of a class -> where its adapter is. Families are imported when a model brings them.
@@ -76,15 +77,51 @@ _WRITTEN = MappingProxyType(
 )
 
 
+def patched_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class of elsa's that the module has, or that its class was derived from since.
+
+    PyTorch derives classes of single instances (parametrizations, `fully_shard`).
+    """
+    return next((cls for cls in type(module).__mro__ if "elsa_base" in cls.__dict__), None)
+
+
 def base_class(module: nn.Module) -> type[nn.Module]:
     """The class that the module had before it was patched; its class if it is not patched."""
-    base: type[nn.Module] | None = type(module).__dict__.get("elsa_base")
-    return type(module) if base is None else base
+    patched = patched_class(module)
+    base: type[nn.Module] = type(module) if patched is None else patched.__dict__["elsa_base"]
+    return base
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether the module's class is one of elsa's."""
-    return "elsa_base" in type(module).__dict__
+    """Whether the module's class is one of elsa's, or derived from one."""
+    return patched_class(module) is not None
+
+
+def with_base(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
+    """The module's class with `base` for elsa's class: `base` itself if none was derived since.
+
+    Raises:
+        ModelError: a class in between calls `super()`, and so cannot be derived anew.
+    """
+    patched = patched_class(module)
+    return base if patched is None else _derived_anew(type(module), patched, base)
+
+
+def _derived_anew(cls: Any, patched: type, base: type) -> Any:
+    if cls is patched:
+        return base
+    if not issubclass(cls, patched):
+        return cls
+    namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    codes = (getattr(value, "__code__", None) for value in namespace.values())
+    if any(code is not None and "__class__" in code.co_freevars for code in codes):
+        raise ModelError(
+            f"{cls.__qualname__} was derived from elsa's {patched.__name__} and calls super(): "
+            "give the module its patched class back first"
+        )
+    return type(cls)(
+        cls.__name__, tuple(_derived_anew(b, patched, base) for b in cls.__bases__), namespace
+    )
 
 
 def written(cls: type[nn.Module]) -> type[nn.Module] | None:
