@@ -6,10 +6,12 @@ Bytecode and not source: it is there for every Python function, and names resolv
 
 from __future__ import annotations
 
+import builtins
 import dis
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from logging import Logger
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -91,6 +93,22 @@ def sdpa_calls(function: FunctionType) -> SdpaCalls:
                 unresolved += 1
         unresolved += sum(1 for name in _imported_names(code) if name == _SDPA_NAME)
     return SdpaCalls(frozenset(chains), unresolved)
+
+
+def variable_globals(function: FunctionType) -> list[str]:
+    """The globals of a function that may get another value: those it sets, and those it reads that
+    are no module, function, class or other callable."""
+    names = []
+    for code in _codes(function.__code__):
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                names.append(name)
+            elif instruction.opname == "LOAD_GLOBAL":
+                value = function.__globals__.get(name, getattr(builtins, name, None))
+                if not (inspect.ismodule(value) or callable(value) or isinstance(value, Logger)):
+                    names.append(name)
+    return names
 
 
 def computes_softmax_attention(reached: tuple[Method, ...]) -> bool:

@@ -115,6 +115,35 @@ class OwnMethodOfThatName(Base):
         return self.scaled_dot_product_attention(*self.heads(x))
 
 
+FLAG = False
+CALLS = 0
+
+
+class ReadsAFlag(Base):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.heads(x), is_causal=FLAG)
+
+
+class CountsItsCalls(Base):
+    def forward(self, x):
+        global CALLS  # noqa: PLW0603
+        CALLS += 1
+        return F.scaled_dot_product_attention(*self.heads(x))
+
+
+class SetsAGlobal(Base):
+    def forward(self, x):
+        global LAST  # noqa: PLW0603
+        LAST = F.scaled_dot_product_attention(*self.heads(x))
+        return LAST
+
+
+class NamesWhatComesLater(Base):
+    def forward(self, x):
+        calls = (F.scaled_dot_product_attention(*self.heads(x), scale=LATER) for _ in x)  # noqa: F821
+        return next(calls)
+
+
 REDIRECTED = [ByModule, ByLongName, ByImportedName, InAHelperMethod, WithSuper, Inherits]
 
 
@@ -148,6 +177,10 @@ def test_every_spelling_is_redirected(cls: type) -> None:
         (Decorated, "is decorated"),
         (ImportsInside, "through a global name"),
         (OwnMethodOfThatName, "through a global name"),
+        (ReadsAFlag, "uses the global FLAG"),
+        (CountsItsCalls, "uses the global CALLS"),
+        (SetsAGlobal, "uses the global LAST"),
+        (NamesWhatComesLater, "uses the global LATER"),
     ],
 )
 def test_what_cannot_be_redirected_is_kept_with_a_reason(cls: type, words: str) -> None:

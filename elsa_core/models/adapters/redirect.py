@@ -3,7 +3,9 @@ call `elsa_core.attention` in its place. Nothing outside the subclass changes.
 
 A method that refers to the function is rebuilt over a copy of its globals, in which the modules on
 the way to the function (`F`, or `torch`, `nn` and `functional`) are copies with that one entry
-replaced. Code, defaults and closure cells (`__class__`) are the original's own.
+replaced. Code, defaults and closure cells (`__class__`) are the original's own. The functions and
+modules that such a method names are those of the time when it was patched; a class with a method
+that uses any other kind of global stays as it is, since a flag may change.
 
 The subclass is importable: `__getattr__` builds it again from its name, which spells out precision,
 backend, module and class; that is how pickle finds it in a fresh process.
@@ -24,7 +26,7 @@ from torch import nn
 from elsa_core.attention import BACKENDS, attention
 from elsa_core.backends.support import Support
 from elsa_core.models.adapters.common import has_hooks
-from elsa_core.models.bytecode import Method, methods, sdpa_calls
+from elsa_core.models.bytecode import Method, methods, sdpa_calls, variable_globals
 from elsa_core.precision import PRECISIONS
 
 # Switches between the call and eager softmax. The subclass reads them as on; the instance's own
@@ -58,6 +60,13 @@ def _calls_sdpa(cls: type, functions: tuple[FunctionType, ...]) -> Support:
                 False,
                 f"{method.function.__qualname__} does not reach scaled_dot_product_attention "
                 "through a global name",
+            )
+        variable = variable_globals(method.function)
+        if variable:
+            return Support(
+                False,
+                f"{method.function.__qualname__} uses the global {variable[0]}, of which a "
+                "redirected copy would not see a later value",
             )
     return Support(True, "its scaled_dot_product_attention call is redirected")
 
