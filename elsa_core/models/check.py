@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -141,11 +142,12 @@ def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:
 
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Eval mode, no gradient, no autocast; afterwards every mode and random state is as before."""
+    """Eval mode, eager, no gradient, no autocast; every mode and random state comes back."""
     modes = [(module, module.training) for module in model.modules()]
     index = device.index if device.index is not None else 0
     devices = [index] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), _no_autocast(device):
+    rng = torch.random.fork_rng(devices=devices)
+    with torch.no_grad(), rng, _no_autocast(device), _nothing_compiled():
         model.eval()
         try:
             yield
@@ -156,6 +158,15 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _no_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device_type=device.type, enabled=False)
+
+
+def _nothing_compiled() -> AbstractContextManager[object]:
+    """Keeps what is compiled, whole or in part, from running so: a compiler leaves out hooks."""
+    # A process that has not imported the compiler, which takes seconds, has compiled nothing.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def _oracle(model: nn.Module) -> nn.Module:

@@ -365,6 +365,41 @@ def test_input_dtype_follows_the_model() -> None:
     assert report.ok and report.cases[0].original_error < 1e-5
 
 
+def _compile_block(model: Any, backend: Any) -> None:
+    model.blocks[0] = torch.compile(model.blocks[0], backend=backend)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, backend: model.compile(backend=backend),
+        lambda model, backend: model.blocks[0].attn.compile(backend=backend),
+        _compile_block,
+    ],
+    ids=["model", "site", "block"],
+)
+def test_what_is_compiled_in_place_is_judged_eagerly(change: Any) -> None:
+    """Compiled code leaves out hooks, and so sites were not reached."""
+    runs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        return lambda *args: (runs.append(1), graph.forward(*args))[1]
+
+    torch._dynamo.reset()
+    model = vit(depth=2)
+    patch(model)
+    change(model, backend)
+    with torch.no_grad():
+        model(noise())
+        assert runs
+        runs.clear()
+        report = check(model, noise())
+        assert report.ok and not runs and all(site.operator_calls for site in report.sites)
+        model(noise())
+    assert runs
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def compiled() -> Iterator[Any]:
     yield torch.compile(vit(depth=1), backend="eager")

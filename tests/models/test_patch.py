@@ -192,6 +192,29 @@ def test_exports_with_a_dynamic_batch(kind: str) -> None:
     close(program.module()(images(kind, 5)), model(images(kind, 5)))
 
 
+@pytest.mark.parametrize("name", ["vit", "swin_t", "redirected"])
+@torch.no_grad()
+def test_feature_extractors_take_sites_as_leaves(name: str) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    torch.manual_seed(0)
+    if name == "swin_t":
+        options = {"patch_size": [4, 4], "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2]}
+        model = torchvision.models.SwinTransformer(window_size=[4, 4], **options).eval()
+        node, x = "features.1", torch.randn(2, 3, 32, 32)
+    elif name == "redirected":
+        model, node, x = redirected(), "stages.3", torch.randn(2, 3, 64, 64)
+    else:
+        model, node, x = make(name), "blocks.0", images(name)
+    expected = create_feature_extractor(model, [node])(x)[node]
+    report = patch(model)
+    leaves = list({type(model.get_submodule(site.path)) for site in report.patched})
+    traced = create_feature_extractor(model, [node], tracer_kwargs={"leaf_modules": leaves})
+    close(traced(x)[node], expected)
+    assert any(isinstance(module, tuple(leaves)) for module in traced.modules())
+
+
 @every_model
 def test_trains(kind: str) -> None:
     plain, patched = make(kind), make(kind)
