@@ -101,13 +101,52 @@ def test_a_hook_on_the_weights_of_an_eager_swin(name: str, after: bool) -> None:
     assert_as_before(swin(), change, after=after)
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_a_hook_on_the_projection_holds_for_padding(after: bool) -> None:
-    def change(model: Any) -> None:
-        projection = model.layers[0].blocks[0].attn.qkv
-        projection.register_forward_hook(lambda module, given, out: out + 0.5)
+SMALL = {
+    "swin": ("swin_tiny_patch4_window7_224", SWIN),
+    "swin-v2": ("swinv2_tiny_window8_256", SWIN),
+    "swin-v2-cr": ("swinv2_cr_tiny_224", SWIN),
+    "twins": (
+        "twins_svt_small",
+        {"img_size": 52, "embed_dims": (16,), "num_heads": (2,), "depths": (1,), "wss": (4,),
+         "mlp_ratios": (2,), "sr_ratios": (8,)},
+    ),
+    "davit": (
+        "davit_tiny", {"embed_dims": (16,), "num_heads": (2,), "depths": (1,), "window_size": 4}
+    ),
+    "tiny-vit": (
+        "tiny_vit_5m_224",
+        {"embed_dims": (8, 32), "num_heads": (1, 2), "depths": (1, 1), "window_sizes": (7, 4)},
+    ),
+}  # fmt: skip
+PARTS = [
+    *((kind, part) for kind in SMALL for part in ("qkv", "proj")),
+    *(("tiny-vit", "norm"), ("twins", "attn_drop"), ("swin", "softmax")),
+]
 
-    assert_as_before(swin(fused=True), change, after=after)
+
+@pytest.mark.parametrize(("kind", "part"), PARTS)
+@torch.no_grad()
+def test_hooks_inside_an_attention_see_what_they_saw(kind: str, part: str) -> None:
+    """Padded windows, and not the image that the operator reads."""
+    name, options = SMALL[kind]
+    model = randomised(timm.create_model(name, **options))
+    seen: list[torch.Size] = []
+
+    def halve(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        seen.append(out.shape)
+        return out * 0.5 + 0.1
+
+    within = [m for m in model.modules() if hasattr(m, "qkv") and hasattr(m, part)]
+    for module in within:
+        module.fused_attn, module.qkv_bias_separate = False, True  # calls all of its parts
+        getattr(module, part).register_forward_hook(halve)
+    x = torch.randn(IMAGES)
+    expected = model(x)
+    shapes = [*seen]
+    patch(model)
+    seen.clear()
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    assert seen == shapes and shapes
 
 
 def test_a_wrapped_projection_runs_once() -> None:

@@ -30,12 +30,14 @@ def join_heads(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches the module's own forward or backward, or has put in another."""
-    return "forward" in vars(module) or any(getattr(module, name) for name in _HOOKS)
+    return "forward" in vars(module) or bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def shows_weights(module: Any) -> bool:
@@ -47,11 +49,6 @@ def shows_weights(module: Any) -> bool:
         return False
     inner = (getattr(module, name, None) for name in ("softmax", "attn_drop"))
     return any(isinstance(part, nn.Module) and has_hooks(part) for part in inner)
-
-
-def drops_or_shows(module: Any) -> bool:
-    """Whether the original has to run: it drops attention weights, or somebody waits for them."""
-    return drop_p(module) > 0.0 or shows_weights(module)
 
 
 def drop_p(module: Any) -> float:

@@ -19,7 +19,6 @@ from elsa_core.models.adapters.windows import (
     derived,
     must_call,
     of_padding,
-    pads_unseen,
     read_bias,
     why_not,
 )
@@ -42,7 +41,7 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn, WindowAttention) or pads_unseen(attn.qkv, x, self.window_size):
+        if must_call(attn, WindowAttention):
             out: Tensor = super()._attn(x)
             return out
         sources = (attn.relative_position_bias_table, attn.relative_position_index)

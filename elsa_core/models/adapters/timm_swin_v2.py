@@ -23,7 +23,6 @@ from elsa_core.models.adapters.windows import (
     derived,
     must_call,
     of_padding,
-    pads_unseen,
     read_bias,
     why_not,
 )
@@ -46,7 +45,7 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn, WindowAttention) or pads_unseen(attn.qkv, x, self.window_size):
+        if must_call(attn, WindowAttention):
             out: Tensor = super()._attn(x)
             return out
         sources = (
@@ -54,18 +53,20 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
             attn.logit_scale, attn.q_bias, attn.k_bias, attn.v_bias,
         )  # fmt: skip
         terms: _Terms = derived(attn, _terms, sources)
-        if terms.qkv_bias is None:
-            qkv = attn.qkv(x)
-        elif attn.qkv_bias_separate:
-            qkv = attn.qkv(x) + terms.qkv_bias
+        bias = pad = terms.qkv_bias
+        if bias is not None and not attn.qkv_bias_separate:
+            qkv = F.linear(x, attn.qkv.weight, bias)
         else:
-            qkv = F.linear(x, attn.qkv.weight, terms.qkv_bias)
+            qkv, own = attn.qkv(x), of_padding(attn.qkv, x, self.window_size)
+            qkv = qkv if bias is None else qkv + bias
+            if own is not None:
+                pad = own if bias is None else own + bias
         return attend_block(
             self,
             qkv,
             terms.bias.bias,
             bias_index=terms.bias.bias_index,
-            pad_qkv=terms.qkv_bias,
+            pad_qkv=pad,
             logit_scale=terms.scale,
         )
 
@@ -105,8 +106,7 @@ class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[mi
     def _shifted_window_attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        watched = must_call(attn, WindowMultiHeadAttention)
-        if watched or pads_unseen(attn.qkv, x, self.window_size):
+        if must_call(attn, WindowMultiHeadAttention):
             out: Tensor = super()._shifted_window_attn(x)
             return out
         sources = (*attn.meta_mlp.parameters(), attn.relative_coordinates_log, attn.logit_scale)

@@ -14,15 +14,15 @@ from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
-from elsa_core.models.adapters.common import drops_or_shows
+from elsa_core.models.adapters.common import drop_p
 from elsa_core.models.adapters.windows import (
     Bias,
     attend_windows,
     derived,
     is_watched,
     of_padding,
-    pads_unseen,
     read_bias,
+    shows_parts,
     why_not,
 )
 
@@ -36,7 +36,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
-        if drops_or_shows(self) or pads_unseen(self.qkv, image, (self.ws, self.ws)):
+        if drop_p(self) > 0.0 or shows_parts(self):
             out: Tensor = super().forward(x, size)
             return out
         out = attend_windows(
@@ -67,8 +67,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
-        watched = is_watched(attn, WindowAttention)
-        if watched or pads_unseen(attn.qkv, x.permute(0, 2, 3, 1), self.window_size):
+        if is_watched(attn, WindowAttention):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -110,7 +109,7 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
-        if is_watched(attn, TinyVitAttention) or pads_unseen(attn.qkv, x, (window, window)):
+        if is_watched(attn, TinyVitAttention):
             out: Tensor = super().forward(x)
             return out
         pad = None

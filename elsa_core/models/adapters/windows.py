@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from elsa_core.models.adapters.common import drop_p, has_hooks, shows_weights
+from elsa_core.models.adapters.common import drop_p, has_hooks
 from elsa_core.window import window_attention
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
@@ -24,12 +24,17 @@ DENSE_BYTES = 1 << 20
 _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3.3
 
 
+def shows_parts(module: nn.Module) -> bool:
+    """Whether somebody watches a part of an attention: in the original it sees padded windows."""
+    return any(part is not None and has_hooks(part) for part in module._modules.values())
+
+
 def is_watched(attention: nn.Module, expected: type[nn.Module]) -> bool:
     """Whether the attention module within a block has to run itself, for those who wait for it.
 
     Or another module took its place.
     """
-    return type(attention) is not expected or has_hooks(attention) or shows_weights(attention)
+    return type(attention) is not expected or has_hooks(attention) or shows_parts(attention)
 
 
 def must_call(attention: nn.Module, expected: type[nn.Module]) -> bool:
@@ -44,18 +49,6 @@ def why_not(attention: object, expected: type[nn.Module]) -> str:
     return f"its attention is a {type(attention).__qualname__}, not a {expected.__qualname__}"
 
 
-def _pads(x: Tensor, window: Sequence[int]) -> bool:
-    return any(n % w for n, w in zip(x.shape[1:3], window, strict=True))
-
-
-def pads_unseen(projection: nn.Module, x: Tensor, window: Sequence[int]) -> bool:
-    """Whether tokens x [B, H, W, C] are padded before a projection that somebody watches.
-
-    Who waits for its result may change it, for padded tokens too: the original pads then.
-    """
-    return has_hooks(projection) and _pads(x, window)
-
-
 def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tensor | None:
     """What a projection makes of a padded one of tokens x [B, H, W, C], a zero: [3 * C].
 
@@ -63,7 +56,7 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
     """
     if type(projection) is nn.Linear:
         return projection.bias
-    if not _pads(x, window):
+    if not any(n % w for n, w in zip(x.shape[1:3], window, strict=True)):
         return None
     # Something else took its place: a quantised layer, one with a low-rank addition.
     padding: Tensor = projection(x.new_zeros(1, x.shape[-1])).squeeze(0)
