@@ -156,3 +156,16 @@ def test_another_size_and_other_weights_after_patching(kind: str) -> None:
             model.set_input_size(img_size=(64, 96), window_size=(2, 3))
         x = images(2)[:, :, :64]
         torch.testing.assert_close(patched(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_torchvision_refuses_another_size_as_before() -> None:
+    """A layer is built for one grid; a multiple of its partition would run without a word."""
+    model, x = make("torchvision"), torch.randn(1, 16, 12, 12)
+    layer = next(m for p, m in model.named_modules() if p.endswith("window_attention"))
+    x = torch.randn(1, layer.attn_layer[0].normalized_shape[0], 12, 12)
+    with pytest.raises(Exception) as before:
+        layer(x)
+    patch(model)
+    with pytest.raises(type(before.value)):
+        layer(x)

@@ -158,8 +158,15 @@ def test_every_spelling_is_redirected(cls: type) -> None:
         found = module(x)
     assert count.calls == 1
     torch.testing.assert_close(found, expected)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), expected)
+    called = []
+
+    def backend(graph, example):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=backend)(x), expected)
+    assert any("elsa.attention" in name for name in called)
+    assert not any("scaled_dot_product" in name for name in called)
     torch.testing.assert_close(pickle.loads(pickle.dumps(module))(x), expected)
     assert type(module).forward.__code__ is cls.forward.__code__
     assert F.scaled_dot_product_attention is sdpa_before

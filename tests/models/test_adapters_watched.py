@@ -12,9 +12,11 @@ import torch
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 from timm.models.tnt import Attention as TntAttention
+from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError
+from elsa_core.models.adapters.windows import derived
 from elsa_core.models.patch import patch
 from elsa_core.models.sites import find_sites
 
@@ -77,6 +79,16 @@ def test_dropout_with_a_mode_of_its_own_drops() -> None:
     assert not torch.allclose(attention(x), attention(x))
     attention.eval()
     assert torch.equal(attention(x), attention(x))
+
+
+@torch.no_grad()
+def test_twins_drops_weights_in_training() -> None:
+    attention = randomised(LocallyGroupedAttn(16, num_heads=2, attn_drop=0.5, ws=4))
+    patch(attention)
+    x = torch.randn(2, 64, 16)
+    assert torch.equal(attention(x, (8, 8)), attention(x, (8, 8)))
+    attention.train()
+    assert not torch.allclose(attention(x, (8, 8)), attention(x, (8, 8)))
 
 
 def test_a_dropout_replaced_by_an_identity() -> None:
@@ -173,6 +185,20 @@ def test_a_wrapped_projection_runs_once() -> None:
     assert len(whole.shapes) == 1  # nothing is padded there
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "twins"])
+@torch.no_grad()
+def test_a_hook_on_the_attention_within_a_block(kind: str) -> None:
+    name, options = SMALL[kind]
+    model = randomised(timm.create_model(name, **options))
+    for module in list(model.modules()):
+        if hasattr(module, "qkv"):
+            module.register_forward_hook(lambda module, given, out: out * 0.5 + 0.1)
+    x = torch.randn(IMAGES)
+    expected = model(x)
+    patch(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_a_forward_put_into_the_attention_of_a_block(after: bool) -> None:
     def change(model: Any) -> None:
@@ -265,6 +291,25 @@ def test_weights_written_through_data_while_training() -> None:
                 parameter.data.mul_(-3.0)
         plain = copy.deepcopy(model).eval()
         torch.testing.assert_close(model.eval()(x), plain(x))
+
+
+@torch.no_grad()
+def test_what_was_derived_follows_other_memory_and_autocast() -> None:
+    module = nn.Linear(2, 2).eval()
+
+    def read() -> Tensor:
+        kept: Tensor = derived(module, lambda m: m.weight * 1.0 @ torch.eye(2), [module.weight])
+        return kept
+
+    first = read()
+    assert read() is first
+    with torch.autocast("cpu", torch.bfloat16):
+        assert read().dtype == torch.bfloat16
+    assert read().dtype == torch.float32
+    version = module.weight._version
+    module.weight.data = torch.full((2, 2), 3.0)  # other memory, which counts as no write
+    assert module.weight._version == version
+    assert torch.equal(read(), module.weight)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")

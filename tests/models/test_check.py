@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from timm.layers.attention import Attention
+from timm.models import levit
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from elsa_core.backends import eager
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.models.adapters.timm_attention import ElsaAttention
+from elsa_core.models.adapters.timm_swin import ElsaSwinTransformerBlock
 from elsa_core.models.check import CheckReport, check, generated_inputs
 from elsa_core.models.patch import patch, patched_sites
+from elsa_core.models.proof.cases import zeros_filled
 
 SIZE = (3, 32, 32)
 
@@ -89,6 +93,43 @@ def test_weights_of_zero_hide_no_error(cls: type[nn.Module], stress: bool) -> No
     assert site.ok is report.ok is (cls is ElsaAttention)
     assert site.worst_case == "noise, zero weights filled" and "zero" in site.notes[0]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_weights_of_zero_hide_no_error_within_a_block(factor: float) -> None:
+    """A block is judged at its method `_attn`."""
+
+    class Off(ElsaSwinTransformerBlock):
+        elsa_base = SwinTransformerBlock
+
+        def _attn(self, x: Tensor) -> Tensor:
+            return super()._attn(x) * factor
+
+    torch.manual_seed(0)
+    options = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 24}
+    model = SwinTransformer(**options, depths=(1,), num_heads=(2,), num_classes=20).eval()
+    patch(model)
+    model.layers[0].blocks[0].__class__ = Off
+    with torch.no_grad():
+        for parameter in model.layers[0].blocks[0].attn.proj.parameters():
+            parameter.zero_()
+    report = check(model, noise())
+    assert report.ok is (factor == 1.0) and report.sites[0].calls == 5
+
+
+def test_a_copy_without_zeros_reads_its_own_table() -> None:
+    """LeViT keeps what it gathered of its biases, which begin at zero."""
+    site = levit.Attention(16, key_dim=4, num_heads=2, attn_ratio=2, resolution=(3, 3))
+    site.eval()
+    x = torch.randn(1, 9, 16)
+    with torch.no_grad():
+        assert not site(x).any()
+        twin = zeros_filled(site, "forward")
+        assert twin is not None and not site(x).any()
+        found = twin(x)
+        twin.train()  # forgets what it gathered
+        twin.eval()
+        assert found.any() and torch.equal(twin(x), found)
 
 
 def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
@@ -209,8 +250,28 @@ def test_nan_weights_are_reported() -> None:
     assert "NaN in the float64 oracle" in report.sites[1].reason
 
 
+def test_nan_buffers_are_reported() -> None:
+    """One that the inputs do not reach, too; -inf may be a mask."""
+    model = vit()
+    patch(model)
+    model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
+    assert check(model, noise()).ok
+    model.register_buffer("spare", torch.tensor([math.nan, 0.0]))
+    report = check(model, noise())
+    assert report.failures == ("weights: NaN or infinite values in spare",)
+
+
+class Draws(nn.Module):
+    """Takes from the global random numbers, as a model may in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(3)
+        return x
+
+
 def test_leaves_no_trace() -> None:
     model = vit(proj_drop_rate=0.5)
+    model.blocks[0].drop_path1 = Draws()
     patch(model, exclude="blocks.1.*")
     model.train()
     model.blocks[2].eval()

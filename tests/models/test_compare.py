@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elsa_core import reference
-from elsa_core.backends import eager
+from elsa_core.backends import eager, eager_window
 from elsa_core.errors import ArgumentError
 from elsa_core.models.proof.capture import OperatorCapture, worst
 from elsa_core.models.proof.cases import (
@@ -116,6 +116,16 @@ def test_top1_counts_ties_apart() -> None:
     top1.add(oracle, original, patched)
     assert (top1.rows, top1.ties, top1.tie_flips, top1.flips) == (6, 2, 1, 2)
     assert "2 of 6 rows" in top1.reason()
+
+
+def test_a_tie_is_what_twice_the_originals_error_can_turn() -> None:
+    for gap, ties in ((1.5, 1), (2.5, 0)):
+        oracle = torch.tensor([[1.0 + gap * 2.0**-10, 1.0, 0.0]], dtype=torch.float64)
+        original = oracle.float()
+        original[0, 2] += 2.0**-10
+        top1 = Top1()
+        top1.add(oracle, original, oracle[:, [1, 0, 2]].float())
+        assert (top1.ties, top1.tie_flips, top1.flips) == (ties, ties, 1 - ties)
 
 
 def test_outputs_of_any_shape() -> None:
@@ -264,6 +274,22 @@ def test_capture_sees_one_missing_key_in_bfloat16() -> None:
     (call,) = capture.calls
     assert call.y_error <= call.y_allowed
     assert "the operator's weights P" in call.reason()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_capture_sees_what_the_window_operator_returned(factor: float) -> None:
+    def off(*given: Any) -> Tensor:
+        return factor * eager_window.attention(*given)
+
+    qkv = torch.randn(1, 1, 4, 4, 24, generator=torch.Generator().manual_seed(0))
+    rest = (2, (1, 2, 2), (0, 0, 0), 0.5, -100.0, "qkv", False, "strict")
+    with torch.library._scoped_library("elsa", "IMPL") as library, OperatorCapture() as capture:
+        library.impl("window_attention_eager", off, "CPU")
+        torch.ops.elsa.window_attention_eager(qkv, None, None, None, None, *rest)
+    (call,) = capture.calls
+    assert bool(call.reason()) is (factor != 1.0)
+    if factor != 1.0:
+        assert call.y_error == pytest.approx(1e-3, rel=0.01)
 
 
 def test_capture_samples_long_inputs() -> None:
