@@ -1,4 +1,4 @@
-"""`register` puts elsa behind transformers' attention interface; skipped where it is absent."""
+"""`register` puts elsa behind transformers' attention interface."""
 
 from __future__ import annotations
 
