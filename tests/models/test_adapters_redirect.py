@@ -197,6 +197,19 @@ def test_what_cannot_be_redirected_is_kept_with_a_reason(cls: type, words: str) 
     assert type(module) is cls
 
 
+def test_a_traced_graph_is_refused() -> None:
+    """Its class is its instance's own: a copy of it called itself without end."""
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    graph = torch.fx.symbolic_trace(Plain())
+    with pytest.raises(NothingPatchedError, match="before it is traced"):
+        patch(graph)
+    graph(torch.randn(1, 3, 16))
+
+
 def test_the_fused_branch_is_forced_without_touching_the_instance() -> None:
     from timm.models.swin_transformer import WindowAttention
 

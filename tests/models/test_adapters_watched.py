@@ -233,6 +233,16 @@ def test_a_forward_put_into_an_instance_is_a_reason() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
+def test_an_entry_put_into_an_instance_is_a_reason() -> None:
+    """A block is taken at a method of its own, which the class swap would not reach."""
+    model = swin(fused=True)
+    block = model.layers[0].blocks[0]
+    own = block._attn
+    block._attn = lambda x: 2 * own(x)
+    report = patch(model)
+    assert "_attn was replaced on the instance" in report.kept[0].reason
+
+
 def test_a_forward_put_into_the_class_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes that merge tokens or show maps do that."""
     own = Attention.forward

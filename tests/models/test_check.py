@@ -330,7 +330,8 @@ def test_what_cannot_be_checked() -> None:
     for bad in ({"factor": 0.5}, {"factor": math.nan}, {"batch_size": 0}):
         with pytest.raises(ArgumentError, match=next(iter(bad))):
             check(model, noise(), **bad)
-    for nothing in ({}, torch.empty(0, 3, 32, 32), {"a": ()}, noise() * math.nan):
+    point = torch.tensor(1.0)
+    for nothing in ({}, torch.empty(0, 3, 32, 32), {"a": ()}, noise() * math.nan, point):
         with pytest.raises(ArgumentError, match="inputs"):
             check(model, nothing)
     with pytest.raises(ModelError, match=r"'input'.*does not run"):

@@ -164,8 +164,9 @@ def entry(module: nn.Module) -> str:
 def support(module: nn.Module) -> Support:
     """Whether the module can be patched, and how or why not."""
     cls = base_class(module)
-    if "forward" in vars(module):
-        return Support(False, "its forward was replaced on the instance")
+    for name in ("forward", entry(module)):
+        if name in vars(module):
+            return Support(False, f"its {name} was replaced on the instance")
     adapter = written(cls)
     if adapter is not None:
         refusal = getattr(adapter, "elsa_why_not", None)

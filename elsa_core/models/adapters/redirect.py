@@ -22,6 +22,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from elsa_core.attention import BACKENDS, attention
 from elsa_core.backends.support import Support
@@ -78,6 +79,8 @@ def refers_to_sdpa(cls: type) -> bool:
 
 def support(cls: type[nn.Module], module: nn.Module) -> Support:
     """Whether this instance runs through `scaled_dot_product_attention` once redirected."""
+    if isinstance(module, GraphModule):  # its class is its own, and calls itself by name
+        return Support(False, "a traced graph: patch the model before it is traced")
     answer = calls_sdpa(cls)  # type: ignore[arg-type]  # a class is hashable
     if answer.ok and getattr(module, "scaled_cosine", False):  # open_clip: branches off before SDPA
         return Support(False, "scaled cosine attention: its own forward raises in open_clip 3.3")

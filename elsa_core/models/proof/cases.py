@@ -109,6 +109,8 @@ def as_cases(inputs: ModelInput | Mapping[str, ModelInput]) -> dict[str, tuple[A
             raise ArgumentError(
                 f"inputs[{name!r}]: expected a tensor or a tuple of tensors, none of them empty"
             )
+        if not any(item.ndim for item in tensors):
+            raise ArgumentError(f"inputs[{name!r}]: no tensor in it has a batch dim")
         if not all(bool(item.isfinite().all()) for item in tensors):
             raise ArgumentError(f"inputs[{name!r}]: holds NaN or infinite values")
     if not cases:
