@@ -145,6 +145,35 @@ def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
     assert "its output is zero" in report.sites[1].reason
 
 
+class Dropping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def test_a_site_that_draws_at_random_is_not_proven() -> None:
+    """Two draws differ by as much as the original from the oracle, and twice that was allowed."""
+    model = nn.Sequential(nn.Linear(8, 8), Dropping()).eval()
+    patch(model)
+    report = check(model, torch.randn(2, 3, 9, 8))
+    assert not report.ok and "the original's own error is" in report.sites[0].reason
+    assert any("hides any other" in note for note in report.cases[0].notes)
+
+
+@pytest.mark.parametrize("cls", [ElsaAttention, Wrong])
+def test_a_model_that_writes_to_its_input(cls: type[nn.Module]) -> None:
+    class Normalises(VisionTransformer):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(x.sub_(0.5).mul_(3.0), *args, **kwargs)
+
+    model, x = with_site(cls), noise()
+    model.__class__ = Normalises
+    before = x.clone()
+    report = check(model, x)
+    assert torch.equal(x, before)
+    assert report.ok is report.cases[0].ok is (cls is ElsaAttention)
+    assert report.cases[0].original_error < 1e-5
+
+
 class NotFinite(ElsaAttention):
     elsa_base = Attention
 

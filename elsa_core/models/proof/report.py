@@ -11,6 +11,10 @@ from elsa_core.models.proof.capture import worst
 from elsa_core.models.proof.compare import Comparison, Top1, plain
 from elsa_core.reference import Drift
 
+# A relative error of the original from which on twice as much says nothing: a model that draws
+# random numbers or counts its calls has one.
+LEGIBLE = 0.25
+
 _SAMPLES = "errors are those of {} nearby inputs together, since one said too little"
 
 
@@ -113,7 +117,7 @@ class SiteRecord:
     calls: int = 0
     operator_calls: int = 0
     largest_logit: float = 0.0
-    shown: bool = False  # whether any output was other than zero
+    clearest: float = math.inf  # the original's least error of an output other than zero
     drifts: list[Drift] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -122,9 +126,15 @@ class SiteRecord:
         """Takes the outputs of one run of the site; the worst of all runs is kept."""
         self.calls += 1
         for comparison in comparisons.values():
-            self.shown |= comparison.oracle.maximum > 0.0
+            if comparison.oracle.maximum > 0.0:
+                self.clearest = min(self.clearest, comparison.original_error)
             if self.worst is None or comparison.excess > self.worst.excess:
                 self.worst, self.case = comparison, case
+
+    @property
+    def shown(self) -> bool:
+        """Whether an output tells the original apart from anything else."""
+        return self.clearest < LEGIBLE
 
     def reason(self) -> str:
         """Why the site fails, or an empty string; its own output speaks before its operator."""
@@ -135,8 +145,13 @@ class SiteRecord:
             return self.errors[0]
         if self.worst is None:
             return "not reached by these inputs, so nothing is known about it"
-        if not self.shown:
+        if self.clearest == math.inf:
             return "its output is zero for each of these inputs, so nothing is known about it"
+        if not self.shown:
+            return (
+                f"the original's own error is {self.clearest:.0%} or more on each of these inputs, "
+                "so nothing is known about it"
+            )
         return ""
 
     def result(self, path: str) -> SiteCheck:
@@ -172,6 +187,8 @@ def model_check(
     notes = []
     if worst_one is not None and worst_one.oracle.maximum == 0.0:
         notes.append("the output is zero, so it shows nothing: the sites carry the proof")
+    if worst_one is not None and worst_one.original_error >= LEGIBLE:
+        notes.append("the original's own error hides any other: the sites carry the proof")
     if worst_one is not None and worst_one.samples > 1:
         notes.append(_SAMPLES.format(worst_one.samples))
     return ModelCheck(

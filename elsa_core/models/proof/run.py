@@ -129,6 +129,7 @@ class CheckRun:
         return medians, len(seconds[0])
 
     def _seconds(self, batch: tuple[Any, ...]) -> float:
+        batch = _own(batch)
         self._synchronize()
         start = time.perf_counter()
         try:
@@ -177,7 +178,7 @@ class CheckRun:
         """One batch through original (under `watch`), patched and float64."""
         with original(self.model), watch:
             try:
-                one = self.model(*batch)
+                one = self.model(*_own(batch))
             except (ElsaError, torch.OutOfMemoryError):
                 raise
             except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:
@@ -186,8 +187,8 @@ class CheckRun:
                     f"({_first_line(error)})"
                 ) from error
         with self._fault_on(self.model, ""):
-            two = _run_patched(self.model, batch, {})
-        exact = self._exact(self.oracle, "the model", batch, {})
+            two = _run_patched(self.model, _own(batch), {})
+        exact = self._exact(self.oracle, "the model", _own(batch), {})
         self._compare(comparisons, exact, one, two, TURBO_EPS if self.turbo else None)
         if top1 is not None and is_classification(one) and _same_shape(one, two):
             top1.add(exact, one, two)
@@ -360,6 +361,11 @@ class CheckRun:
                 comparison.mismatch = f"{name} is missing from the patched output"
             else:
                 comparison.add(exacts[name], expected, twos[name])
+
+
+def _own(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copies for one run: a model may write to its inputs (`x.sub_(mean)`)."""
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in batch)
 
 
 def _count_samples(comparisons: Comparisons, count: int) -> None:
