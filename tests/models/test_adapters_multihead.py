@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core.errors import NothingPatchedError
+from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.models.patch import patch, unpatch
 from elsa_core.models.sites import find_sites, inspect
 
@@ -171,6 +171,30 @@ def test_a_causal_hint_needs_its_mask() -> None:
     patch(module)
     with pytest.raises(RuntimeError, match="attn_mask"):
         self_attend(module, torch.randn(QUERIES, 2, WIDTH), is_causal=True)
+
+
+REFUSED = {
+    "batches": ({}, 1),
+    "a row for all queries": ({"attn_mask": torch.zeros(1, KEYS)}, 2),
+    "a mask for all heads": ({"attn_mask": torch.zeros(2, QUERIES, KEYS)}, 2),
+    "integers to add": ({"attn_mask": torch.ones(QUERIES, KEYS).byte()}, 2),
+    "one row of padding": ({"key_padding_mask": torch.zeros(1, KEYS).bool()}, 2),
+    "padding in integers": ({"key_padding_mask": torch.ones(2, KEYS).long()}, 2),
+    "padding of queries": ({"key_padding_mask": torch.zeros(2, QUERIES).bool()}, 2),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_pytorch_refuses_is_refused(name: str) -> None:
+    """The operator would broadcast such masks and batches, and add integers to the scores."""
+    masks, batch = REFUSED[name]
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
+    query, key = torch.randn(2, QUERIES, WIDTH), torch.randn(batch, KEYS, WIDTH)
+    with pytest.raises((RuntimeError, AssertionError)):
+        module(query, key, key, need_weights=False, **masks)
+    patch(module)
+    with pytest.raises(ArgumentError):
+        module(query, key, key, need_weights=False, **masks)
 
 
 @pytest.mark.parametrize("average", [True, False])

@@ -94,6 +94,9 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
             weights = weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         inputs = (query, self._elsa_batched(key), self._elsa_batched(value))
+        batches = [x.shape[0] for x in inputs]
+        if not batches[0] == batches[1] == batches[2]:
+            raise ArgumentError(f"query, key and value have batches of {batches}: must be equal")
         q, k, v = (
             split_heads(F.linear(x, w, b), self.num_heads)
             for x, w, b in zip(inputs, weights, biases, strict=True)
@@ -164,10 +167,17 @@ def _merged_mask(
 
     The module's boolean masks say what is left out, the operator's what takes part.
     """
-    if attn_mask is not None and attn_mask.dim() == 3:  # [B * H, Nq, Nk]
-        attn_mask = attn_mask.view(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    if attn_mask is not None and attn_mask.dim() == 3:
+        _check("attn_mask", attn_mask, (batch * heads, queries, keys))
+        attn_mask = attn_mask.view(batch, heads, queries, keys)
+    elif attn_mask is not None:
+        _check("attn_mask", attn_mask, (queries, keys))
     if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask.view(-1, 1, 1, k.shape[2])
+        if key_padding_mask.dim() == 1:  # of queries without a batch
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        _check("key_padding_mask", key_padding_mask, (batch, keys))
+        key_padding_mask = key_padding_mask.view(batch, 1, 1, keys)
     given = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     if not given:
         return None
@@ -175,6 +185,14 @@ def _merged_mask(
         return ~(given[0] if len(given) == 1 else given[0] | given[1])
     terms = [_additive(mask, q.dtype) for mask in given]
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def _check(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+    """What PyTorch refuses: the operator would broadcast the mask, or add up its integers."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ArgumentError(f"{name} is {mask.dtype}: expected torch.bool or a floating dtype")
+    if tuple(mask.shape) != shape:
+        raise ArgumentError(f"{name} is {list(mask.shape)}: expected {list(shape)}")
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
