@@ -90,6 +90,8 @@ def check(
     failures = _bad_weights(model)
     failures += [f"{site.path}: {site.reason}" for site in results if not site.ok]
     failures += [f"model on {one.case!r}: {one.reason}" for one in checks if not one.ok]
+    if not failures and not any(site.operator_calls for site in results):
+        failures.append("no site ran elsa's operator on these inputs, so nothing is known about it")
     return CheckReport(
         sites=results,
         cases=checks,

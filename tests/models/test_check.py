@@ -145,6 +145,24 @@ def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
     assert "its output is zero" in report.sites[1].reason
 
 
+def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
+    """Patched, it asks for the weights each time, which is PyTorch's own attention."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.attn(x, x, x)[0]
+            return out
+
+    model = Weights().eval()
+    patch(model)
+    report = check(model, torch.randn(2, 5, 16))
+    assert not report.ok and "no site ran elsa's operator" in report.failures[0]
+
+
 class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
