@@ -15,6 +15,7 @@ from elsa_core import precision as precisions
 from elsa_core.backends import eager
 from elsa_core.backends.support import Backend, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.operands import autocast, checked_mask, leading_dims, operands
 
 _ATTENTION = torch.ops.elsa.attention.default
 _EAGER = torch.ops.elsa.attention_eager.default
@@ -103,8 +104,8 @@ def attention(
         if answer is not None:
             return answer if return_lse else answer[0]
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     chosen = _backend_name(
@@ -116,7 +117,7 @@ def attention(
         operator = _EAGER if chosen == "eager" else _ATTENTION
         out, lse = operator(q, k, v, mask, is_causal, scale, precision)
     if query.dim() != 4:
-        leading = _leading_dims(query, key, value)
+        leading = leading_dims(query, key, value)
         out = out.reshape(*leading, *out.shape[2:])
         lse = lse.reshape(*leading, *lse.shape[2:])
     return (out, lse) if return_lse else out
@@ -135,7 +136,7 @@ def _direct(
     """Serve an ordinary call that nobody watches, with the least host time; None for any other.
 
     Ordinary are plain tensors [B, H, N, D] of one dtype and device, whose heads are equal and that
-    pass every check of `_operands` as they are, where autograd has nothing to record.
+    pass every check of `operands` as they are, where autograd has nothing to record.
     """
     shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
     if not (
@@ -153,7 +154,7 @@ def _direct(
     ) or calls.differentiates(query, key, value, attn_mask):
         return None
     if attn_mask is not None:
-        attn_mask = _checked_mask(attn_mask, query, key, is_causal)
+        attn_mask = checked_mask(attn_mask, query, key, is_causal)
     head_dim = shape[3]
     if scale is None:
         scale = head_dim**-0.5 if head_dim else 1.0
@@ -190,7 +191,7 @@ def explain(
     """
     from elsa_core.bench.published import losing_case
 
-    q, k, v, mask = _operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
     request = Request(q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)
     name, reasons = _select(request, backend)
     alone = _eager_alone(backend, dropout_p)
@@ -306,163 +307,3 @@ def _eager_alone(backend: str, dropout_p: float = 0.0) -> str:
     if what and backend not in ("auto", "eager"):
         raise UnavailableError(f"backend={backend!r} has no {what}: use backend='auto' or 'eager'")
     return what
-
-
-def _autocast(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Cast as PyTorch's autocast does for its own attention operator: float64 stays."""
-    dtype = torch.get_autocast_dtype(query.device.type)
-    query, key, value = (
-        t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
-    )
-    if attn_mask is not None and attn_mask.is_floating_point() and query.dtype == dtype:
-        attn_mask = attn_mask.to(dtype)
-    return query, key, value, attn_mask
-
-
-def _operands(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Check the arguments and bring them to the operator's layout, by views where any exist."""
-    if not query.dtype.is_floating_point:
-        raise ArgumentError(f"query must be floating, not {query.dtype}")
-    if query.dtype != key.dtype or query.dtype != value.dtype:
-        raise ArgumentError(
-            "query, key and value must share one dtype, "
-            f"not {query.dtype}, {key.dtype} and {value.dtype}"
-        )
-    if query.device != key.device or query.device != value.device:
-        raise ArgumentError(
-            "query, key and value must be on one device, "
-            f"not {query.device}, {key.device} and {value.device}"
-        )
-    if query.dim() != key.dim() or query.dim() != value.dim() or query.dim() < 2:
-        raise ArgumentError(
-            "query, key and value must have the same rank, at least 2, "
-            f"not {query.dim()}, {key.dim()} and {value.dim()}"
-        )
-    if query.shape[-1] != key.shape[-1]:
-        raise ArgumentError(
-            f"key has head_dim {key.shape[-1]}, query {query.shape[-1]}: they must be equal"
-        )
-    if key.shape[-2] != value.shape[-2]:
-        raise ArgumentError(
-            f"value has {value.shape[-2]} tokens, key {key.shape[-2]}: they must be equal"
-        )
-    if query.dim() != 4 or key.shape[:2] != query.shape[:2] or value.shape[:2] != query.shape[:2]:
-        query, key, value, attn_mask = _to_four_dims(query, key, value, attn_mask, enable_gqa)
-    if attn_mask is not None:
-        attn_mask = _checked_mask(attn_mask, query, key, is_causal)
-    return query, key, value, attn_mask
-
-
-def _checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
-    if is_causal:
-        raise ArgumentError(
-            "attn_mask and is_causal exclude each other: put the triangle in the mask"
-        )
-    dtype = attn_mask.dtype
-    if dtype != query.dtype and dtype not in (torch.bool, torch.float32):
-        raise ArgumentError(
-            f"attn_mask must be bool, float32 or the query's {query.dtype}, not {dtype}"
-        )
-    if attn_mask.device != query.device:
-        raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
-    shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
-    if len(shape) > 4:
-        raise ArgumentError(f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}")
-    if len(shape) < 4:
-        attn_mask = attn_mask.reshape((1,) * (4 - len(shape)) + tuple(shape))
-        shape = attn_mask.shape
-    for size, wanted in zip(shape, full, strict=False):
-        if size not in (1, wanted):
-            raise ArgumentError(
-                f"attn_mask of shape {list(shape)} does not broadcast to {list(full)}"
-            )
-    return attn_mask
-
-
-def _to_four_dims(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Bring any rank, broadcast batch dims and grouped heads to [B, H, N, D]."""
-    rank = query.dim()
-    if rank < 4:
-        query, key, value = (
-            t.reshape((1,) * (4 - rank) + tuple(t.shape)) for t in (query, key, value)
-        )
-        if rank == 3 and not (enable_gqa and key.shape[1] not in (1, query.shape[1])):
-            # [B, N, D]: the leading dim is the batch's, and stays in front of one head
-            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-            if attn_mask is not None and attn_mask.dim() == 3:
-                attn_mask = attn_mask.unsqueeze(1)
-    query, key, value = _broadcast_batch(query, key, value, enable_gqa)
-    if rank == 5 and attn_mask is None and not _merges(query, key, value):
-        # [B, H, windows, N, D]: merging heads and windows is a view where batch and heads is none.
-        query, key, value = (t.flatten(1, 2) for t in (query, key, value))
-    elif rank > 4:
-        if attn_mask is not None and 3 < attn_mask.dim() <= rank:
-            attn_mask = _merged_mask(attn_mask, query, key)
-        query, key, value = (t.flatten(0, -4) for t in (query, key, value))
-    return query, key, value, attn_mask
-
-
-def _merged_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask with its batch dims as one."""
-    batch = query.shape[:-3]
-    if attn_mask.shape[:-3].numel() > 1:
-        pairs = zip(reversed(attn_mask.shape[:-3]), reversed(batch), strict=False)
-        if any(size not in (1, wanted) for size, wanted in pairs):
-            full = [*query.shape[:-1], key.shape[-2]]
-            raise ArgumentError(
-                f"attn_mask of shape {list(attn_mask.shape)} does not broadcast to {full}"
-            )
-        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:])
-    return attn_mask.flatten(0, -4)
-
-
-def _merges(*tensors: Tensor) -> bool:
-    """Whether the two leading dims of each 5-D tensor merge without a copy."""
-    return all(1 in t.shape[:2] or t.stride(0) == t.stride(1) * t.shape[1] for t in tensors)
-
-
-def _leading_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """The output's dims before [Nq, Dv]: the broadcast batch dims and the heads."""
-    if query.dim() == 3 and key.shape[0] not in (1, query.shape[0]) and query.shape[0] != 1:
-        return (query.shape[0],)  # fewer key and value heads
-    if query.dim() < 4:
-        return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
-    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    return (*batch, max(query.shape[-3], key.shape[-3]))
-
-
-def _broadcast_batch(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    try:
-        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    except RuntimeError:
-        raise ArgumentError(
-            "the batch dims of query, key and value do not broadcast: "
-            f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
-        ) from None
-    heads, kv_heads = query.shape[-3], max(key.shape[-3], value.shape[-3])
-    if heads == 1 and kv_heads > 1:
-        heads = kv_heads
-    grouped = enable_gqa and kv_heads > 0 and heads % kv_heads == 0
-    if kv_heads not in (heads, 1) and not grouped:
-        raise ArgumentError(
-            f"key has {kv_heads} heads, query {heads}: they must be equal, or query's a multiple "
-            "of key's with enable_gqa=True"
-        )
-    if any(t.shape[-3] not in (1, kv_heads) for t in (key, value)):
-        raise ArgumentError(f"key has {key.shape[-3]} heads, value {value.shape[-3]}")
-    query = query.expand(*batch, heads, *query.shape[-2:])
-    key, value = (t.expand(*batch, kv_heads, *t.shape[-2:]) for t in (key, value))
-    return query, key, value

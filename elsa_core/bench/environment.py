@@ -17,7 +17,13 @@ from typing import Any, Final
 import torch
 
 _PACKAGES: Final = (
-    *("torch", "timm", "open_clip_torch", "torchvision", "onnxruntime", "triton", "numpy"),
+    "torch",
+    "timm",
+    "open_clip_torch",
+    "torchvision",
+    "onnxruntime",
+    "triton",
+    "numpy",
 )
 _ALIKE: Final[dict[str, tuple[str, ...]]] = {
     "": ("cpu", "threads", "gpu", "isa", "kernels"),

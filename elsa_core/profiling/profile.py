@@ -22,7 +22,7 @@ from elsa_core.profiling import energy, measure, trust, variants
 from elsa_core.profiling.measure import Ratio, Samples, Settings, ratio, spread
 from elsa_core.profiling.report import ProfileReport, Run
 from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
-from elsa_core.profiling.timeline import Marked, Timeline, timelines
+from elsa_core.profiling.timeline import Cut, Marked, timelines
 
 Progress = Callable[[str, int, int], None]
 
@@ -89,9 +89,9 @@ def profile(
         plain, patched, report = _both(model, precision, backend, include, exclude)
         found = _sites_of(plain, report, first) if sites else None
         built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
-        replays = _replays(built)
+        graphs = _graphs(built)
         watched, clocks = _watched(
-            plain, patched, arguments, None if replays else found, first.device
+            plain, patched, arguments, None if graphs else found, first.device
         )
         watch = trust.Watch(first.device)
         samples = measure.take_samples(
@@ -103,13 +103,13 @@ def profile(
         tell("memory", 0, 0)
         runs = _runs(built, samples, first.device, first.shape[0], seed)
         tell("sites", 0, 0)
-        lines: dict[str, Timeline] = {}
+        lines: dict[str, tuple[Cut, ...]] = {}
         notes: tuple[str, ...] = ()
         of_sites = samples
-        if found is not None and replays:
+        if found is not None and graphs:
             # last: from the profiler's first use on, launches of this process are slower
             lines, notes = _timelines(
-                plain, patched, arguments, found, replays, budget_seconds / 4,
+                plain, patched, arguments, found, graphs, budget_seconds / 4,
                 lambda done, total: tell("sites", done, total),
             )  # fmt: skip
             if not lines:
@@ -186,7 +186,7 @@ def _located(
     patched: nn.Module,
     arguments: tuple[Any, ...],
     found: Sequence[AttentionSite] | None,
-    lines: Mapping[str, Timeline],
+    lines: Mapping[str, Sequence[Cut]],
     samples: Samples,
     busy: Mapping[str, float],
     errors: bool,
@@ -235,11 +235,10 @@ def _cover(samples: Samples) -> dict[str, Ratio]:
     }
 
 
-def _replays(built: variants.Built) -> dict[str, Callable[[], object]]:
-    """The original's and the patched model's CUDA graphs; none where one of them is missing."""
-    calls = {contender.name: contender.call for contender in built.contenders}
+def _graphs(built: variants.Built) -> tuple[str, ...]:
+    """The runs of the original and of the patched model as CUDA graphs, or none of them."""
     names = ("eager" + variants.GRAPH, "patched" + variants.GRAPH)
-    return {name: calls[name] for name in names} if all(n in calls for n in names) else {}
+    return names if {c.name for c in built.contenders}.issuperset(names) else ()
 
 
 def _timelines(
@@ -247,11 +246,11 @@ def _timelines(
     patched: nn.Module,
     arguments: tuple[Any, ...],
     found: Sequence[AttentionSite],
-    replays: Mapping[str, Callable[[], object]],
+    graphs: Sequence[str],
     budget_seconds: float,
     progress: Callable[[int, int], None],
-) -> tuple[dict[str, Timeline], tuple[str, ...]]:
-    """By graph run, its timeline cut at the sites, the original's first; and what to note of it.
+) -> tuple[dict[str, tuple[Cut, ...]], tuple[str, ...]]:
+    """By graph run, its replays cut at the sites, the original's first; and what to note of it.
 
     The host, which binds small models, does not enter there. None where the profiler cannot say.
     """
@@ -260,16 +259,16 @@ def _timelines(
         marked = [
             Marked(variants.shared_copy(model), arguments, paths) for model in (plain, patched)
         ]
-        lines = timelines(marked, list(replays.values()), budget_seconds, progress)
+        lines = timelines(marked, budget_seconds, progress)
     except Exception as error:
         # profilers fail in many ways, and rows by hooks are better than no report
         return {}, (f"sites were timed eagerly: {variants.first_line(error)}",)
     note = "sites were timed in CUDA graphs; the rest of the model includes launching the graph"
-    return dict(zip(replays, lines, strict=True)), (note,)
+    return dict(zip(graphs, lines, strict=True)), (note,)
 
 
 def _of_graph(
-    samples: Sequence[measure.Sample], line: Timeline, busy_seconds: float
+    samples: Sequence[measure.Sample], cuts: Sequence[Cut], busy_seconds: float
 ) -> list[measure.Sample]:
     """The cuts as samples of the graph's run: what a caller waits, and the sites' part of it.
 
@@ -278,9 +277,9 @@ def _of_graph(
     15% on an H200): sites keep their share of the replay, and take it of an undisturbed one,
     `busy_seconds` (0: not known).
     """
-    count = min(len(line.cuts), len(samples))
+    count = min(len(cuts), len(samples))
     found = []
-    for i, each in enumerate(line.cuts[:count]):
+    for i, each in enumerate(cuts[:count]):
         share = samples[i * len(samples) // count : (i + 1) * len(samples) // count]
         wait = statistics.median(sample.seconds for sample in share)
         scale = busy_seconds / each.whole if busy_seconds else 1.0
@@ -289,9 +288,9 @@ def _of_graph(
     return found
 
 
-def _profiled(line: Timeline, busy_seconds: float, seed: int) -> Ratio:
+def _profiled(cuts: Sequence[Cut], busy_seconds: float, seed: int) -> Ratio:
     """Seconds of marked replays, without their markers and as profiled, over an undisturbed one."""
-    whole = [each.whole for each in line.cuts]
+    whole = [each.whole for each in cuts]
     return ratio(whole, [busy_seconds] * len(whole), seed)
 
 

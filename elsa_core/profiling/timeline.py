@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -24,8 +24,6 @@ SESSIONS: Final = 12  # of the profiler, for each graph
 LEAST_SESSIONS: Final = 3
 _REPLAYS: Final = 6  # in a session; the first one finds the profiler's buffers cold
 _MARKER: Final = "spin_kernel"  # what torch.cuda._sleep launches
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,21 +41,6 @@ class Cut:
 
     whole: float
     sites: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Replays of one model, the middle one of each session of the profiler.
-
-    Replays of one session have its conditions in common and are no rounds of their own.
-
-    Attributes:
-        cuts: of the marked graph, without its markers.
-        unmarked: seconds of the unmarked one, first kernel to last.
-    """
-
-    cuts: tuple[Cut, ...]
-    unmarked: tuple[float, ...]
 
 
 class Marked:
@@ -86,52 +69,43 @@ class Marked:
 
 
 def timelines(
-    marked: Sequence[Marked],
-    unmarked: Sequence[Callable[[], object]],
-    budget_seconds: float,
-    progress: Callable[[int, int], None],
-) -> list[Timeline]:
+    marked: Sequence[Marked], budget_seconds: float, progress: Callable[[int, int], None]
+) -> list[tuple[Cut, ...]]:
     """Replay all of them in turns and cut what the profiler saw.
 
     Args:
         marked: models as marked graphs.
-        unmarked: the replays of the same models' plain graphs, in the same order.
         budget_seconds: for all of it, under which there are fewer sessions, but no fewer than
             `LEAST_SESSIONS`.
         progress: called with (sessions done, in all).
+
+    Returns:
+        For each model the middle replay of each session: replays of one session have its conditions
+        in common and are no rounds of their own.
 
     Raises:
         RuntimeError: the profiler did not see whole replays.
     """
     cuts: list[list[Cut]] = [[] for _ in marked]
-    spans: list[list[float]] = [[] for _ in marked]
     start, sessions, done = time.perf_counter(), SESSIONS, 0
     for tried in range(1, 2 * SESSIONS + 1):
         progress(done, sessions)
-        seen = [_seen(call) for own in zip(marked, unmarked, strict=True) for call in _calls(own)]
+        seen = [_seen(each.replay) for each in marked]
         if all(seen):
             done += 1
-            for i, own in enumerate(marked):
-                found = [cut(kernels, own.order, own.paths) for kernels in seen[2 * i]]
-                cuts[i].append(_middle(found, lambda each: each.whole))
-                lasted = [kernels[-1].end - kernels[0].begin for kernels in seen[2 * i + 1]]
-                spans[i].append(_middle(lasted, float))
-        each = (time.perf_counter() - start) / tried
-        sessions = max(LEAST_SESSIONS, min(SESSIONS, int(budget_seconds / each)))
+            for each, replays, kept in zip(marked, seen, cuts, strict=True):
+                kept.append(_middle([cut(kernels, each.order, each.paths) for kernels in replays]))
+        each_took = (time.perf_counter() - start) / tried
+        sessions = max(LEAST_SESSIONS, min(SESSIONS, int(budget_seconds / each_took)))
         if done >= sessions:
             break
     if done < LEAST_SESSIONS:
         raise RuntimeError("the profiler did not see every kernel")
-    pairs = zip(cuts, spans, strict=True)
-    return [Timeline(tuple(found), tuple(seconds)) for found, seconds in pairs]
+    return [tuple(kept) for kept in cuts]
 
 
-def _calls(pair: tuple[Marked, Callable[[], object]]) -> tuple[Callable[[], object], ...]:
-    return pair[0].replay, pair[1]
-
-
-def _middle(found: Sequence[T], key: Callable[[T], float]) -> T:
-    return sorted(found, key=key)[len(found) // 2]
+def _middle(found: Sequence[Cut]) -> Cut:
+    return sorted(found, key=lambda each: each.whole)[len(found) // 2]
 
 
 def cut(kernels: Sequence[Kernel], order: Sequence[tuple[str, bool]], paths: Sequence[str]) -> Cut:

@@ -115,25 +115,23 @@ class Launching(nn.Module):
 def test_timelines_of_marked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     model = nn.Sequential(Launching(gpu, 2), Launching(gpu, 3), Launching(gpu, 1))
-    plain, _ = gpu.graphed(lambda: model(torch.zeros(1)))
     marked = Marked(variants.shared_copy(nn.Sequential(*model)), (torch.zeros(1),), ["1"])
     assert marked.order == [("1", True), ("1", False)]
     told: list[tuple[int, int]] = []
-    (found,) = timelines([marked], [plain], 60.0, lambda *each: told.append(each))
-    assert len(found.cuts) == len(found.unmarked) == timeline.SESSIONS
+    (found,) = timelines([marked], 60.0, lambda *each: told.append(each))
+    assert len(found) == timeline.SESSIONS
     assert told == [(done, timeline.SESSIONS) for done in range(timeline.SESSIONS)]
-    assert set(found.unmarked) == {5.5}
-    for each in found.cuts:
+    for each in found:
         assert each.sites == {"1": 3.0}
         assert each.whole == 5.5
-    (few,) = timelines([marked], [plain], 0.0, lambda *_: None)
-    assert len(few.cuts) == timeline.LEAST_SESSIONS
-    gpu.sessions, gpu.blind = 0, {1, 4, 10}  # of three pairs, one side: they are seen again
-    (found,) = timelines([marked], [plain], 60.0, lambda *_: None)
-    assert len(found.cuts) == len(found.unmarked) == timeline.SESSIONS
-    gpu.sessions, gpu.blind = 0, set(range(5, 100))
+    (few,) = timelines([marked], 0.0, lambda *_: None)
+    assert len(few) == timeline.LEAST_SESSIONS
+    gpu.sessions, gpu.blind = 0, {1, 4, 10}  # these are seen again
+    (found,) = timelines([marked], 60.0, lambda *_: None)
+    assert len(found) == timeline.SESSIONS
+    gpu.sessions, gpu.blind = 0, set(range(3, 100))
     with pytest.raises(RuntimeError, match="every kernel"):
-        timelines([marked], [plain], 60.0, lambda *_: None)
+        timelines([marked], 60.0, lambda *_: None)
 
 
 def session(*replays: str, pause: float = 30.0) -> list[Kernel]:
@@ -167,7 +165,7 @@ def test_replays_of_which_events_were_lost_are_left_out() -> None:
 def test_rows_of_a_graph_keep_the_scatter_of_its_waits() -> None:
     """Sites as they were, and waits that scatter by 5%: the rest shows no difference."""
     noise = random.Random(0)
-    line = timeline.Timeline((timeline.Cut(1.0, {"0": 0.1}),) * 12, (1.0,) * 12)
+    line = (timeline.Cut(1.0, {"0": 0.1}),) * 12
     runs = [[Sample(noise.gauss(1.2, 0.06)) for _ in range(40)] for _ in range(2)]
     before, after = (profile_module._of_graph(samples, line, 0.0) for samples in runs)
     assert len(before) == len(after) == 12
@@ -188,14 +186,14 @@ def test_equal_sites_are_seldom_told_apart() -> None:
         for _ in range(2):
             wholes = [noise.gauss(1.0, 0.014) for _ in range(timeline.SESSIONS)]
             cuts = [timeline.Cut(w, {"0": 0.1 * w * noise.gauss(1.0, 0.004)}) for w in wholes]
-            lines.append(timeline.Timeline(tuple(cuts), (1.0,) * len(cuts)))
+            lines.append(cuts)
         before, after = (profile_module._of_graph(waits, line, 1.0) for line in lines)
         told += profiles([SITE], before, after, {}, {}, seed=0)[0].ratio.verdict != "no difference"
     assert told <= 9  # 5% are 3
 
 
 def test_what_the_profiler_adds_is_told_and_taken_out() -> None:
-    line = timeline.Timeline((timeline.Cut(1.2, {"0": 0.12}),) * 6, (1.2,) * 6)
+    line = (timeline.Cut(1.2, {"0": 0.12}),) * 6
     cover = profile_module._profiled(line, 1.0, 0)
     assert cover.value == pytest.approx(1.2)
     (warning,) = profile_module._disturbed({"eager+graph": cover})
@@ -214,11 +212,11 @@ def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPa
         variants, "graphed", lambda _: (_ for _ in ()).throw(RuntimeError("no capture\nhere"))
     )
     site, model = (SITE,), nn.Sequential(nn.Identity())
-    replays = profile_module._replays(built)
-    assert list(replays) == ["eager+graph", "patched+graph"]
+    graphs = profile_module._graphs(built)
+    assert graphs == ("eager+graph", "patched+graph")
     lines, notes = profile_module._timelines(
-        model, model, (torch.zeros(1),), site, replays, 1.0, lambda *_: None
+        model, model, (torch.zeros(1),), site, graphs, 1.0, lambda *_: None
     )
     assert lines == {}
     assert notes == ("sites were timed eagerly: no capture",)
-    assert profile_module._replays(variants.Built((call,), {}, {})) == {}
+    assert profile_module._graphs(variants.Built((call,), {}, {})) == ()
