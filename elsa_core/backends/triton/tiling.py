@@ -147,10 +147,11 @@ def waves(
     that runs one program alone hides no latency and does 0.7 of its rate. The merge is a launch of
     its own, and its states travel through memory. half: a key tile is over sooner (0.6 us for 64 x
     64 of head_dim 64 on an H200), and the merge costs 2.4 for each partition instead of 4.0.
-    specialized: warps of their own hide the latency of a program that is alone.
+    specialized: warps of their own hide the latency of a program that is alone, and the merge costs
+    8.0 (10 us on an H200: states, the repair's launch and its own).
     """
     start = 2.0
-    launch = 2.4 * partitions if half else 4.0
+    launch = 2.4 * partitions if half else 8.0 if specialized else 4.0
     merge = 0.0 if partitions == 1 else launch + 0.01 * partitions * programs
     most = -(-programs * partitions // multiprocessors)
     rate = 0.7 if most == 1 and not specialized else 1.0
