@@ -70,8 +70,9 @@ def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None
     listed: list[dict[str, Any]] = []
     for case, precision in tune.tasks_of(cases):
         plans = tune.candidates(
-            case, precision, table, multiprocessors=multiprocessors, shared=shared
-        )
+            case, precision, table, multiprocessors=multiprocessors, shared=shared,
+            specialized=tune.may_specialize(case, device if there else None),
+        )  # fmt: skip
         found = [tune.Timed(plan.tile, plan.partitions, shipped) for plan, shipped in plans]
         listed.append(
             {

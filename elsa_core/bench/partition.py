@@ -234,7 +234,12 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
             "serves it there; trace it with --device cpu"
         )
     try:
-        call = launch.plan_call(query, key, value, mask, False, case.head_dim**-0.5, precision)
+        # without a GPU, as the one would whose table is shown
+        there = None if query.is_cuda else launch.gluon_known()
+        call = launch.plan_call(
+            query, key, value, mask, False, case.head_dim**-0.5, precision,
+            specialized=there and launch.fits_specialized(query, key, value, mask),
+        )  # fmt: skip
     except ImportError as error:
         raise UnavailableError(
             f"a GPU's schedule needs Triton ({error}); pip install triton"

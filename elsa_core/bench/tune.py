@@ -92,7 +92,7 @@ def candidates(
     """What to measure for a call: (plan, whether it is the shipped one), the shipped one first.
 
     A pure function of shapes, the shipped table and the GPU's sizes; needs no GPU. specialized: the
-    warp-specialised kernel takes the call (`launch.may_specialize`).
+    warp-specialised kernel takes the call (`may_specialize`).
 
     Raises:
         ArgumentError: a call that no tile table serves.
@@ -122,6 +122,14 @@ def candidates(
         plan = planned(replace(table, tiles=(tile,)))
         found.setdefault(_key(plan), (plan, False))
     return tuple(found.values())
+
+
+def may_specialize(case: Case, device: torch.device | None) -> bool:
+    """Whether the warp-specialised kernel takes a case on a GPU; None: on that of the table."""
+    like = torch.empty(case.batch, case.heads, case.keys, case.head_dim, device="meta")
+    mask = None if case.mask == "none" else like
+    there = launch.gluon_known() if device is None else launch.specializes(device)
+    return there and launch.fits_specialized(like, like, like, mask)
 
 
 def _key(plan: Plan) -> tuple[Any, ...]:
@@ -268,7 +276,7 @@ def _tune(case: Case, precision: str, device: torch.device, settings: Settings) 
     tensors = Inputs(*inputs(case, device, settings.seed))
     plans = candidates(
         case, precision, table, multiprocessors=multiprocessors, shared=shared,
-        specialized=launch.may_specialize(*tensors),
+        specialized=may_specialize(case, device),
     )  # fmt: skip
     sample = sample_of(case, tensors)
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)

@@ -57,6 +57,36 @@ def test_candidates(precision: str, head_dim: int) -> None:
         assert (plan.partitions - 1) * plan.chunk < 197 <= plan.partitions * plan.chunk
 
 
+def test_specialized_candidates_where_their_kernel_serves(monkeypatch) -> None:
+    case = replace(CASE, queries=1025, keys=1025)
+    plans = listed(case, specialized=True)
+    assert plans[0].tile.specialized
+    assert {plan.tile.specialized for plan in plans} == {True, False}
+    for plan in plans:
+        usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
+    assert not any(plan.tile.specialized for plan in listed(case))
+    monkeypatch.setattr(launch, "gluon_known", lambda: True)
+    assert tune.may_specialize(case, None)
+    assert not tune.may_specialize(replace(case, mask="additive"), None)
+    assert not tune.may_specialize(replace(case, head_dim=80), None)
+    assert not tune.may_specialize(case, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"part": 64}, {"mode": "single"}, {"ahead": False}, {"block_m": 32}, {"block_m": 256},
+        {"warps": 8}, {"block_n": 32}, {"dim": 256},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_specialized_rows_that_no_kernel_has(wrong: dict[str, Any]) -> None:
+    fine = row(specialized=True, warps=4)
+    usertable._check(fine)
+    with pytest.raises(ValueError, match="specialized tile"):
+        usertable._check(replace(fine, **wrong))
+
+
 def test_a_smaller_gpu_has_fewer_candidates() -> None:
     assert len(listed(shared=64 * 1024)) < len(listed())
 

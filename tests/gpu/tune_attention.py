@@ -167,7 +167,10 @@ def partitioned(mode: str, tensors: tuple[torch.Tensor, ...], count: int) -> lau
     b, h, n, d = q.shape
     shape = Shape(b, h, h, n, n, d, d)
     table, multiprocessors = launch.device_table(0)
-    plan = tiling.plan(shape, mode, table, workspace=True, multiprocessors=multiprocessors)
+    plan = tiling.plan(
+        shape, mode, table, workspace=True, multiprocessors=multiprocessors,
+        specialized=launch.may_specialize(*tensors, None),
+    )  # fmt: skip
     if count:
         tiles = -(-n // plan.tile.block_n)
         chunk = -(-tiles // count) * plan.tile.block_n

@@ -97,7 +97,8 @@ def attention(
 
     Split products (strict and turbo on float32) are guarded by a test on the data that the GPU
     itself decides (see `pieces.py`): a head whose values spread too far for float16 pairs, or are
-    not finite, is folded with float32 FMA in the same launch. No finite input overflows.
+    not finite, is folded with float32 FMA in the same launch, or on sm_90 in one that follows. No
+    finite input overflows.
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """

@@ -319,9 +319,9 @@ def fold_rows(
     written = (o_m < rows)[:, None]
     if DV < V0:
         written = written & (o_v < DV)[None, :]
-    gl.store(
-        Out + o_row + o_m[:, None] * o_step + o_v[None, :], acc * inverse[:, None], mask=written
-    )
+    # a hidden tile folds 0 * value: NaN, where the value is
+    x = gl.where(empty[:, None], 0.0, acc * inverse[:, None])
+    gl.store(Out + o_row + o_m[:, None] * o_step + o_v[None, :], x, mask=written)
 
 
 @gluon.jit(

@@ -264,9 +264,20 @@ def _decode_block(knobs: dict[str, int], shape: Shape, k: Tensor) -> int:
 
 
 def plan_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, precision: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    precision: str,
+    *,
+    specialized: bool | None = None,
 ) -> Call:
-    """The launches of a call; everything here depends on layouts, never on data."""
+    """The launches of a call; everything here depends on layouts, never on data.
+
+    specialized: whether `hopper.py` may serve it; default: if it can, where the tensors are.
+    """
     b, heads, n_q, d = q.shape
     if not (q.numel() and k.numel() and v.numel()):
         nothing = "nothing to compute: zeros"
@@ -281,19 +292,23 @@ def plan_call(
     table, multiprocessors = device_table(-1 if q.device.index is None else q.device.index)
     p = tiling.plan(
         shape, mode, table, workspace=precision != "lean", multiprocessors=multiprocessors,
-        specialized=may_specialize(q, k, v, mask),
+        specialized=may_specialize(q, k, v, mask) if specialized is None else specialized,
     )  # fmt: skip
     return _fold_call(q, k, v, mask, causal, scale, shape, mode, p)
 
 
 def may_specialize(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `hopper.py` takes a call with such operands, on their device."""
+    return specializes(q.device) and fits_specialized(q, k, v, mask)
+
+
+def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether `hopper.py` takes operands of such layouts: one block a head dimension, 16-byte
+    aligned rows, one chain of the narrowest of its tiles, no mask.
+    """
     one_block = all(tiling.blocks(t.shape[3])[1] == 0 for t in (q, v))
-    # one chain of the narrowest of its tiles
     short = k.shape[2] <= CHAIN_TILES * 64
-    return (
-        mask is None and one_block and short and _unit((q, k, v))[0] > 1 and specializes(q.device)
-    )
+    return mask is None and one_block and short and _unit((q, k, v))[0] > 1
 
 
 def _fold_call(
@@ -384,7 +399,7 @@ def _repair(tail: dict[str, Any], shape: Shape, parts: int) -> Launch:
     options: dict[str, Any] = {"num_warps": 8 if wide else 4}
     if tail["OVERLAP"]:
         options["launch_pdl"] = True
-    grid = (-(-blocks // repair.BLOCKS.value),)
+    grid = (min(blocks, repair.PROGRAMS),)
     return Launch(repair.repair, grid, _known(repair.repair, {**tail, "blocks": blocks}), options)
 
 

@@ -135,6 +135,15 @@ def _check(tile: UserTile) -> None:
             raise ValueError(f"{name} {getattr(tile, name)!r} is not a count")
     if min(tile.stages, tile.dim) < 1 or min(tile.block_m, tile.block_n) < 16:
         raise ValueError("a tile of too few rows, keys or stages")
+    if tile.specialized and not (
+        tile.mode == "split"
+        and tile.ahead
+        and tile.block_m in (64, 128)
+        and tile.block_n >= 64
+        and (tile.warps, tile.part) == (4, 256)
+        and tile.dim <= 128
+    ):
+        raise ValueError("a specialized tile that its kernel does not have")
 
 
 def joined(table: Table, gpu: str) -> Table:
