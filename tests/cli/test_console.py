@@ -211,23 +211,23 @@ def test_broken_pipe_for_certain(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(["completion", "bash"]) == 0
 
 
-@pytest.mark.parametrize("arguments", ["completion bash", "doctor", "doctor --json"])
-def test_a_closed_stdout_is_one_line(arguments: str) -> None:
-    shell = f"{sys.executable} -m elsa_cli {arguments} >&-"
-    done = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False,
+def in_bash(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, timeout=60, check=False,
         env=environment(),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", ["completion bash", "doctor", "doctor --json"])
+def test_a_closed_stdout_is_one_line(arguments: str) -> None:
+    done = in_bash(f"{sys.executable} -m elsa_cli {arguments} >&-")
     assert done.returncode == 3
     assert done.stderr == "error: cannot write the result: stdout is closed\n"
 
 
 def test_a_closed_stderr_takes_nothing_away() -> None:
-    shell = f"{sys.executable} -m elsa_cli doctor 2>&-; {sys.executable} -m elsa_cli nothing 2>&-"
-    done = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False,
-        env=environment(),
-    )  # fmt: skip
+    elsa = f"{sys.executable} -m elsa_cli"
+    done = in_bash(f"{elsa} doctor 2>&-; {elsa} nothing 2>&-")
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].startswith("Ready: ")
 
