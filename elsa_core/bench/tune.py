@@ -164,6 +164,14 @@ def _variations(
 
 def _specialized(shipped: Tile, shape: Shape, shared: int) -> Iterator[Tile]:
     dim = usertable.padded_dim(shape)
+    for block_m in (64, 128, 256):
+        tile = replace(
+            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=64,
+            warps=block_m // 16, stages=1, ahead=False, registers=0, one_loop=True,
+            specialized=True,
+        )  # fmt: skip
+        if tile.serves("split", dim, shape):
+            yield tile
     for block_m, block_n, stages in itertools.product((64, 128), (64, 128), (2, 3)):
         # two programs of one folding warpgroup share a multiprocessor
         tile = replace(

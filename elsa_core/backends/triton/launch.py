@@ -27,7 +27,9 @@ CACHED_PLANS = 4096
 # what a thread of a copying and of a second folding warpgroup may hold; the first gets the rest
 COPY_REGISTERS = 40
 FOLD_REGISTERS = 232
-# the first and the last Triton that `hopper.py` compiles with
+# what a thread of `short.py` may hold of queries, keys and values while it splits them
+HELD = 160
+# the first and the last Triton that `hopper.py` and `short.py` compile with
 GLUON = ((3, 6), (3, 9))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -63,7 +65,9 @@ def overlaps(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def specializes(device: torch.device) -> bool:
-    """Whether `hopper.py` runs there: on sm_90, with a Triton whose Gluon it was tried with."""
+    """Whether `hopper.py` and `short.py` run there: on sm_90, with a Triton whose Gluon they were
+    tried with.
+    """
     if device.type != "cuda" or torch.version.hip or INTERPRETED:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0) and gluon_known()
@@ -150,6 +154,7 @@ class Call:
     workspace: int = 0
     partial_shape: tuple[int, ...] = ()
     decode: bool = False
+    short: bool = False
     words: str = ""
 
 
@@ -318,6 +323,8 @@ def _fold_call(
     from elsa_core.backends.triton.forward import forward
 
     t = p.tile
+    if t.short:
+        return _short(q, k, v, causal, scale, shape, p)
     d0, d1 = tiling.blocks(shape.head_dim, t.part)
     v0, v1 = tiling.blocks(shape.value_dim, t.part)
     if mode in ("split", "single") and not t.ahead:
@@ -375,6 +382,35 @@ def _fold_call(
         call.merge = _merge(shape, p.partitions, overlap)
         call.partial_shape = (p.partitions, rows * shape.queries, shape.value_dim)
     return call
+
+
+def _short(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, shape: Shape, p: tiling.Plan
+) -> Call:
+    """Few keys: one launch that holds them all."""
+    from elsa_core.backends.triton import short
+
+    t = p.tile
+    d0, v0 = tiling.blocks(shape.head_dim)[0], tiling.blocks(shape.value_dim)[0]
+    # at least eight channels of a row for every lane
+    keys = max(t.block_n, 1 << (shape.keys - 1).bit_length(), t.warps * 256 // min(d0, v0))
+    factors = _scale(scale, "split")
+    unit, _ = _unit((q, k, v))
+    tail: dict[str, Any] = {
+        "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
+        "n_k": shape.keys, "shift": (shape.keys - 1).bit_length(),
+        "scale_exp": factors["scale_exp"], "scale": factors["scale"] * factors["flip"],
+        **_strides("q", q, unit), **_strides("k", k, unit), **_strides("v", v, unit),
+        "CAUSAL": causal, "UNIT": unit, "BM": t.block_m, "BN": t.block_n, "KEYS": keys,
+        "TOGETHER": keys * (d0 + v0) + t.block_m * d0 <= HELD * 32 * t.warps,
+        "D": shape.head_dim, "D0": d0, "DV": shape.value_dim, "V0": v0,
+    }  # fmt: skip
+    programs = shape.batch * shape.heads * -(-shape.queries // t.block_m)
+    fold = Launch(short.forward, (programs,), _known(short.forward, tail), {"num_warps": t.warps})
+    return Call(
+        (shape.batch, shape.heads, shape.queries, shape.value_dim),
+        (shape.batch, shape.heads, shape.queries), fold, short=True, words=p.words(),
+    )  # fmt: skip
 
 
 def _specialize(call: Call, tail: dict[str, Any], shape: Shape) -> None:
@@ -475,6 +511,8 @@ def execute(
         logs = q.new_empty((parts, states), dtype=torch.float32)
     if call.decode:
         call.fold(q, k, v, m, o, logs)
+    elif call.short:
+        call.fold(q, k, v, out, lse)
     elif call.ahead is not None:
         w = q.new_empty(call.workspace, dtype=torch.float16)
         call.ahead(k, v, w)

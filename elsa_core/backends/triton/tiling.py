@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLES = Path(__file__).parent / "tuning"
+# what `short.py` takes: keys, and the widths that a head dimension is padded to
+SHORT_KEYS = 256
+SHORT_DIMS = (32, 64)
 PARTITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
@@ -36,8 +39,9 @@ class Tile:
     ones are cut in two). registers: the most a thread may use (0: the compiler decides).
     one_loop: one loop, which asks of each tile whether its scores need a test, instead of a loop
     for whole tiles and another for the rest: pipelined loads then wait once, not twice.
-    specialized: one warpgroup copies, the others fold (`hopper.py`), for calls that it serves;
-    `warps` are those of one warpgroup.
+    specialized: for calls that a kernel of sm_90 serves. With `ahead` that is `hopper.py`: one
+    warpgroup copies, the others fold, and `warps` are those of one warpgroup. Without, it is
+    `short.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each.
     """
 
     mode: str
@@ -54,13 +58,26 @@ class Tile:
     one_loop: bool = False
     specialized: bool = False
 
+    @property
+    def short(self) -> bool:
+        """Whether it is one of `short.py`."""
+        return self.specialized and not self.ahead
+
     def serves(self, mode: str, dim: int, shape: Shape) -> bool:
         if mode != self.mode or dim > self.dim:
+            return False
+        if self.short and not self._holds(shape):
             return False
         if self.keys is not None and shape.keys > self.keys:
             return False
         count = shape.batch * shape.heads * -(-shape.queries // self.block_m)
         return self.programs is None or count <= self.programs
+
+    def _holds(self, shape: Shape) -> bool:
+        """Whether `short.py` takes the call, and at least half of this many queries are there."""
+        dims = blocks(shape.head_dim), blocks(shape.value_dim)
+        fits = shape.keys <= SHORT_KEYS and all(d in SHORT_DIMS and not rest for d, rest in dims)
+        return fits and (self.block_m == 64 or shape.queries > self.block_m // 2)
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,8 @@ class Plan:
     def words(self) -> str:
         """The schedule in the words of `explain`."""
         t = self.tile
+        if t.short:
+            return f"one program per {t.block_m} queries, with all keys on chip"
         size = f"{t.block_m} queries x {t.block_n} keys"
         where = ", keys and values split ahead" if t.ahead else ""
         where += ", copied by warps of their own" if t.specialized else ""
@@ -183,7 +202,8 @@ def plan(
 ) -> Plan:
     """Tiles and partitions of a call.
 
-    workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call.
+    workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call (and
+    `short.py`, where its keys are few).
     """
     dim = max(sum(blocks(shape.head_dim)), sum(blocks(shape.value_dim)))
     tile = next(
@@ -195,7 +215,7 @@ def plan(
     )  # fmt: skip
     key_tiles = -(-shape.keys // tile.block_n)
     count = 1
-    if workspace:
+    if workspace and not tile.short:
         programs = shape.batch * shape.heads * -(-shape.queries // tile.block_m)
         count = partitions(
             programs, multiprocessors, key_tiles, half=mode == "half", specialized=tile.specialized

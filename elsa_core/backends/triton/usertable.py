@@ -135,15 +135,18 @@ def _check(tile: UserTile) -> None:
             raise ValueError(f"{name} {getattr(tile, name)!r} is not a count")
     if min(tile.stages, tile.dim) < 1 or min(tile.block_m, tile.block_n) < 16:
         raise ValueError("a tile of too few rows, keys or stages")
-    if tile.specialized and not (
-        tile.mode == "split"
-        and tile.ahead
-        and tile.block_m in (64, 128)
-        and tile.block_n >= 64
-        and (tile.warps, tile.part) == (4, 256)
-        and tile.dim <= 128
-    ):
+    if tile.specialized and not _exists(tile):
         raise ValueError("a specialized tile that its kernel does not have")
+
+
+def _exists(tile: UserTile) -> bool:
+    """Whether a kernel of sm_90 has this tile: `short.py`, or `hopper.py`."""
+    if tile.mode != "split" or tile.part != 256:
+        return False
+    if tile.short:
+        return (tile.block_n, tile.warps) == (64, tile.block_m // 16) and tile.block_m >= 64
+    sizes = tile.block_m in (64, 128) and tile.block_n >= 64
+    return sizes and tile.warps == 4 and tile.dim <= 128
 
 
 def joined(table: Table, gpu: str) -> Table:

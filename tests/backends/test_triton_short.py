@@ -1,0 +1,126 @@
+"""The one-launch kernel for few keys: who is given it, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from triton_compile import compile_launch
+
+from elsa_core.backends.triton import launch, tiling, usertable
+
+TABLE = tiling.load_table("h200")
+known = pytest.mark.skipif(not launch.gluon_known(), reason="a Triton whose Gluon is not known")
+
+
+def tile(block_m: int, **more: Any) -> tiling.Tile:
+    plain = tiling.Tile(
+        "split", 64, None, None, block_m, 64, block_m // 16, 1, False, 256, 0, True, True
+    )
+    return dataclasses.replace(plain, **more)
+
+
+def planned(
+    queries: int, keys: int, dim: int, value_dim: int, block_m: int, causal: bool = False
+) -> launch.Call:
+    """A call on one tile, whatever the table says."""
+    q = torch.empty(2, 4, queries, dim, device="meta")
+    k = torch.empty(2, 2, keys, dim, device="meta")
+    v = torch.empty(2, 2, keys, value_dim, device="meta")
+    shape = tiling.Shape(2, 4, 2, queries, keys, dim, value_dim)
+    plan = tiling.Plan(tile(block_m), 1, 256)
+    return launch._fold_call(q, k, v, None, causal, 0.1, shape, "split", plan)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_m"),
+    [
+        ((1, 12, 12, 197, 197, 64, 64), 64),  # a tile of queries for each multiprocessor
+        ((8, 6, 6, 197, 197, 64, 64), 128),
+        ((8, 12, 12, 197, 197, 64, 64), 256),  # keys split once a head
+        ((8, 12, 12, 197, 197, 32, 32), 256),
+        ((8, 12, 12, 50, 50, 64, 64), 64),
+        ((8, 12, 12, 128, 128, 64, 64), 128),
+        ((64, 12, 12, 10, 200, 64, 64), 64),  # most of 256 rows would be empty
+        ((64, 12, 12, 100, 200, 64, 64), 128),
+    ],
+)
+def test_calls_of_few_keys(shape: tuple[int, ...], block_m: int) -> None:
+    plan = tiling.plan(
+        tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132, specialized=True
+    )
+    assert plan.tile.short and plan.tile.block_m == block_m and plan.partitions == 1
+    assert "all keys on chip" in plan.words()
+    lean = tiling.plan(
+        tiling.Shape(*shape), "split", TABLE, workspace=False, multiprocessors=132,
+        specialized=True,
+    )  # fmt: skip
+    assert lean == plan  # it has no workspace
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (8, 12, 12, 257, 257, 64, 64), (8, 12, 12, 197, 197, 16, 16), (8, 12, 12, 197, 197, 80, 80),
+        (8, 12, 12, 197, 197, 64, 128),
+    ],
+)  # fmt: skip
+def test_calls_that_it_does_not_take(shape: tuple[int, ...]) -> None:
+    for there in (True, False):
+        plan = tiling.plan(
+            tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132,
+            specialized=there,
+        )  # fmt: skip
+        assert not plan.tile.short
+    assert not tile(64, dim=256).serves("split", 64, tiling.Shape(*shape))
+
+
+def test_one_launch_without_workspace() -> None:
+    call = planned(197, 197, 64, 64, 256)
+    assert call.short and call.fold is not None
+    assert call.ahead is None and call.merge is None and call.repair is None
+    assert call.workspace == 0 and call.partial_shape == ()
+    assert call.fold.tail["KEYS"] == 256 and call.fold.tail["TOGETHER"]
+    assert planned(50, 50, 64, 64, 64).fold.tail["KEYS"] == 64  # type: ignore[union-attr]
+    # a lane holds eight channels at least, so 16 warps take 128 rows of 32
+    assert planned(50, 50, 32, 32, 256).fold.tail["KEYS"] == 128  # type: ignore[union-attr]
+
+
+@known
+@pytest.mark.parametrize(
+    "form",
+    [
+        (197, 197, 64, 64, 256), (197, 197, 64, 64, 128), (197, 197, 64, 64, 64),
+        (197, 197, 60, 60, 256, True), (128, 128, 64, 64, 128, True), (50, 50, 64, 64, 64),
+        (300, 200, 64, 32, 64), (197, 197, 32, 64, 128), (50, 50, 32, 32, 256),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_form_compiles(form: tuple[Any, ...]) -> None:
+    call = planned(*form)
+    assert call.fold is not None
+    compiled = compile_launch(call.fold, torch.float32, "cuda", 90)
+    assert compiled.metadata.shared <= TABLE.shared_memory
+    code = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in code
+    # warpgroups take turns at the first tile, where there are several
+    assert bool(re.search(r"bar\.arrive", code)) == (form[4] > 64)
+
+
+def test_a_user_may_have_measured_it() -> None:
+    shape = tiling.Shape(8, 12, 12, 197, 197, 64, 64)
+    row = usertable.measured_for(tile(128), shape)
+    usertable._check(row)
+    assert row.serves("split", 64, shape)
+    # keys that its block does not hold are left to others, whatever the row says
+    assert not row.serves("split", 64, shape._replace(keys=270, queries=150))
+    for wrong in ({"warps": 4}, {"block_n": 128}, {"block_m": 32, "warps": 2}, {"mode": "half"}):
+        with pytest.raises(ValueError, match="specialized tile"):
+            usertable._check(dataclasses.replace(row, **wrong))

@@ -1,0 +1,145 @@
+"""The one-launch kernel for few keys on a real GPU, whatever the table says, by twice the peer's
+error.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import test_triton_gpu as plain
+import torch
+
+pytest.importorskip("triton")
+
+from elsa_core.backends.triton import launch, tiling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not launch.specializes(torch.device("cuda", 0)),
+        reason="needs a GPU of sm_90 and a Triton whose Gluon is known",
+    ),
+]
+
+
+@pytest.fixture(params=[(64, 64), (128, 64), (256, 64), (64, 32), (256, 32)], ids=str)
+def tile(request, monkeypatch):
+    """One tile serves every call of the test: (block_m, the largest head dimension)."""
+    block_m, dim = request.param
+    only = tiling.Tile(
+        "split", dim, None, None, block_m, 64, block_m // 16, 1, False, 256, 0, True, True
+    )
+
+    def plan(shape, mode, table, *, specialized, **more):
+        assert specialized and mode == "split" and shape.keys <= tiling.SHORT_KEYS
+        return tiling.Plan(only, 1, 256)
+
+    monkeypatch.setattr(tiling, "plan", plan)
+    monkeypatch.setattr(launch, "_CALLS", {})
+    return block_m, dim
+
+
+def tensors(b, h, hk, n, m, d, dv=None, seed=0):
+    return plain.tensors(b, h, hk, n, m, d, dv or d, torch.float32, seed)
+
+
+@pytest.mark.parametrize("n", [2, 17, 63, 64, 65, 80, 81, 128, 129, 145, 192, 197, 208, 209, 256])
+def test_lengths(tile, n):
+    for causal in (False, True):
+        plain.agree(*tensors(2, 3, 3, n, n, tile[1]), causal=causal)
+
+
+def test_forms(tile):
+    """Grouped heads, cross attention, padded and unequal head dimensions, scales, strides."""
+    dim = tile[1]
+    plain.agree(*tensors(2, 6, 2, 200, 200, dim))
+    plain.agree(*tensors(1, 4, 4, 70, 250, dim))
+    plain.agree(*tensors(1, 4, 4, 900, 70, dim))
+    plain.agree(*tensors(1, 4, 4, 257, 1, dim))
+    plain.agree(*tensors(1, 2, 2, 200, 200, dim - 4))
+    if dim == 64:
+        plain.agree(*tensors(1, 2, 2, 200, 200, 64, 32))
+        plain.agree(*tensors(1, 2, 2, 200, 200, 32, 64))
+    for scale in (0.0, -0.3, 1.0, 1e-30):
+        plain.agree(*tensors(1, 2, 2, 200, 200, dim), scale=scale)
+    packed = torch.randn(2, 200, 3, 4, dim, device="cuda").permute(2, 0, 3, 1, 4)
+    plain.agree(*packed.unbind(0))
+
+
+@pytest.mark.parametrize("row", [0, 15, 63, 64, 150, 196])
+@pytest.mark.parametrize("operand", range(3))
+@pytest.mark.parametrize("factor", [1e-12, 1e12, 1e30])
+def test_what_fails_the_guard_is_folded_again(tile, row, operand, factor):
+    """Rows far apart in size: float16 halves cannot hold both."""
+    for causal in (False, True):
+        given = [t.clone() for t in tensors(2, 2, 2, 197, 197, tile[1])]
+        given[operand][1, 1, row] *= factor
+        plain.agree(*given, causal=causal)
+
+
+@pytest.mark.parametrize("operand", range(3))
+@pytest.mark.parametrize("power", range(8, 30, 3))
+def test_channels_far_apart(tile, operand, power):
+    """A channel that outweighs the others, before the guard and beyond it."""
+    given = [t.clone() for t in tensors(2, 2, 2, 197, 197, tile[1])]
+    given[operand][..., 5] *= 2.0**power
+    plain.agree(*given)
+
+
+def test_zeros_and_sizes(tile):
+    q, k, v = tensors(2, 2, 2, 130, 130, tile[1])
+    for factor in (0.0, 1e-38, 1e-42):
+        plain.agree(q * factor, k, v)
+        plain.agree(q, k * factor, v)
+    for factor in (1e-30, 1e30):
+        plain.agree(q, k, v * factor)
+    assert (plain.attention(q, k, v * 0)[0] == 0).all()
+
+
+def test_nan_and_infinity_stay_in_their_rows(tile):
+    q, k, v = tensors(1, 2, 2, 200, 200, tile[1])
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = q.clone()
+        broken[0, 0, 70, 3] = bad
+        out = plain.attention(broken, k, v)[0]
+        assert out[0, 0, 70].isnan().all() or not math.isnan(bad)
+        good = torch.ones(200, dtype=torch.bool, device="cuda")
+        good[70] = False
+        assert out[0, 0, good].isfinite().all() and out[0, 1].isfinite().all()
+        broken = v.clone()
+        broken[0, 0, 5, 3] = bad
+        out = plain.attention(q, k, broken)[0]
+        assert not out[0, 0, :, 3].isfinite().any() and out[0, 1].isfinite().all()
+
+
+def test_repeats_are_equal_bit_by_bit(tile):
+    """A race between the warpgroups would show as a difference."""
+    q, k, v = tensors(16, 12, 12, 197, 197, tile[1])
+    plain.poison()
+    first = plain.attention(q, k, v)
+    for _ in range(100):
+        again = plain.attention(q, k, v)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_in_a_graph(tile):
+    q, k, v = tensors(2, 4, 4, 197, 197, tile[1])
+    expected = plain.attention(q, k, v)[0]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plain.attention(q, k, v)[0]
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("precision", ["strict", "lean"])
+def test_the_table_serves_it(precision):
+    """The shipped table hands short calls to it, and `explain` says so."""
+    import elsa_core
+
+    q, k, v = tensors(8, 12, 12, 197, 197, 64)
+    assert "all keys on chip" in str(elsa_core.explain(q, k, v, precision=precision))
