@@ -82,6 +82,16 @@ def test_calls_that_it_does_not_take(shape: tuple[int, ...]) -> None:
     assert not tile(64, dim=256).serves("split", 64, tiling.Shape(*shape))
 
 
+def test_a_small_grid_of_the_most_keys_stays_with_two_launches() -> None:
+    """Four whole tiles of keys for each of few programs: split ahead, all multiprocessors help."""
+    for keys, short in ((208, True), (209, False)):
+        shape = tiling.Shape(1, 8, 8, keys, keys, 64, 64)
+        plan = tiling.plan(
+            shape, "split", TABLE, workspace=True, multiprocessors=132, specialized=True
+        )
+        assert plan.tile.short is short
+
+
 def test_one_launch_without_workspace() -> None:
     call = planned(197, 197, 64, 64, 256)
     assert call.short and call.fold is not None

@@ -202,8 +202,8 @@ def plan(
 ) -> Plan:
     """Tiles and partitions of a call.
 
-    workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call (and
-    `short.py`, where its keys are few).
+    workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call,
+    and `short.py`, where its keys are few.
     """
     dim = max(sum(blocks(shape.head_dim)), sum(blocks(shape.value_dim)))
     tile = next(
