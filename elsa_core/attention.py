@@ -244,7 +244,9 @@ def _implementation(name: str) -> Backend:
 
 
 def _select(request: Request, backend: str) -> tuple[str, tuple[str, ...]]:
-    """The backend that serves `request`, with the reasons why those asked before it cannot."""
+    """The backend that serves `request`, with the reasons why those asked before it cannot, and
+    what it has to say itself.
+    """
     if backend not in BACKENDS:
         raise ArgumentError(f"backend={backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     precisions.validate(request.precision, request.dtype)
@@ -252,13 +254,14 @@ def _select(request: Request, backend: str) -> tuple[str, tuple[str, ...]]:
         answer = _ask(request, backend)
         if not answer.ok:
             raise UnavailableError(f"backend={backend!r} cannot serve this call: {answer.reason}")
-        return backend, ()
+        return backend, (f"{backend}: {answer.reason}",) if answer.reason else ()
     reasons: list[str] = []
     for name in _PREFERENCE.get(request.device_type, ("eager",)):
         answer = _ask(request, name)
+        if answer.reason:
+            reasons.append(f"{name}: {answer.reason}")
         if answer.ok:
             return name, tuple(reasons)
-        reasons.append(f"{name}: {answer.reason}")
     raise UnavailableError("no backend can serve this call: " + "; ".join(reasons))
 
 

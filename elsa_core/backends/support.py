@@ -9,7 +9,11 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """A backend's answer. `reason` says why not, in words fit for both a table and an exception."""
+    """A backend's answer.
+
+    `reason` says why not, or what it serves slower than it could, in words fit for both a table and
+    an exception.
+    """
 
     ok: bool
     reason: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -103,6 +104,22 @@ def test_unsupported_says_why(changes, word):
 def test_no_gpu_says_so():
     answer = backend.support(request())
     assert not answer.ok and "GPU" in answer.reason
+
+
+@pytest.mark.parametrize(("version", "said"), [("3.6.0", False), ("3.10.0", True)])
+def test_a_triton_too_new_for_sm_90_says_so(version, said, monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    answer = backend._environment.__wrapped__()
+    assert answer.ok and (version in answer.reason) is said
+    monkeypatch.setattr(backend, "_environment", lambda: answer)
+    name, reasons = importlib.import_module("elsa_core.attention")._select(request(), "auto")
+    assert name == "triton" and any("sm_90" in reason for reason in reasons) is said
 
 
 @pytest.mark.parametrize(

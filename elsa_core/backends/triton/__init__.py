@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _environment() -> Support:
     """Whether Triton and a GPU it serves are here."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return Support(False, f"Triton cannot be imported ({error}); install triton>=3.4")
     if launch.INTERPRETED:
@@ -31,7 +31,14 @@ def _environment() -> Support:
         return Support(False, "no CUDA device: PyTorch finds no GPU")
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return Support(False, "the GPU is older than sm_80 (Ampere)")
+    if torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0):
+        return Support(True, "" if launch.gluon_known() else _slower(triton.__version__))
     return Support(True)
+
+
+def _slower(version: str) -> str:
+    known = " to ".join(f"{major}.{minor}" for major, minor in launch.GLUON)
+    return f"Triton {version} is none that the sm_90 kernels know ({known}): float32 is slower"
 
 
 def support(request: Request) -> Support:
