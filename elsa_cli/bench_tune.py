@@ -97,10 +97,12 @@ def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None
 def tile_words(tile: Tile) -> str:
     """A tile in a few words: `64x32, 4 warps, 3 stages, ahead`."""
     parts = [
-        f"{tile.block_m}x{tile.block_n}", f"{tile.warps} warps", f"{tile.stages} stages",
+        f"{tile.block_m}x{tile.block_n}", f"{tile.warps} warps",
+        *(["all keys on chip"] if tile.short else [f"{tile.stages} stages"]),
         *(["ahead"] if tile.ahead else []),
+        *(["copying warps"] if tile.specialized and tile.ahead else []),
         *([f"{tile.registers} registers"] if tile.registers else []),
-        *(["one loop"] if tile.one_loop else []),
+        *(["one loop"] if tile.one_loop and not tile.specialized else []),
     ]  # fmt: skip
     return ", ".join(parts)
 

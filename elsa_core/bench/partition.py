@@ -248,7 +248,8 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
     constants = call.fold.tail
     rows, key_tile = (1 if call.decode else constants["BM"]), constants["BN"]
     splits = call.partial_shape[0] if call.partial_shape else 1
-    split_keys = min(constants["chunk"], -(-case.keys // key_tile) * key_tile)
+    whole = -(-case.keys // key_tile) * key_tile
+    split_keys = min(constants.get("chunk", whole), whole)
     return Partition(
         backend="triton",
         schedule=call.words,

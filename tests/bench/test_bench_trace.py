@@ -83,6 +83,18 @@ def test_the_native_plan_is_the_librarys_own() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
+def test_few_keys_stay_on_a_gpus_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(launch, "gluon_known", lambda: True)
+    found = trace.trace(Case("t", 1, 12, 197, 197, 64), CUDA, "strict")
+    part = found.partition
+    assert found.ok and "all keys on chip" in part.schedule
+    assert (part.query_tile, part.query_tiles, part.programs) == (64, 4, 48)
+    assert (part.key_tile, part.key_tiles, part.splits, part.split_keys) == (64, 4, 1, 256)
+    assert part.states.where == "registers" and part.ahead_bytes == 0
+
+
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("precision", ["strict", "turbo", "lean", "ieee"])
 def test_a_gpus_schedule_is_planned_and_replayed_without_one(precision: str) -> None:
     pytest.importorskip("triton")

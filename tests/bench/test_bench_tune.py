@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import torch
 
+from elsa_cli.bench_tune import tile_words
 from elsa_cli.main import run
 from elsa_core.backends.triton import launch, tiling, usertable
 from elsa_core.backends.triton.tiling import Shape, Tile
@@ -70,6 +71,17 @@ def test_specialized_candidates_where_their_kernel_serves(monkeypatch) -> None:
     assert not tune.may_specialize(replace(case, mask="additive"), None)
     assert not tune.may_specialize(replace(case, head_dim=80), None)
     assert not tune.may_specialize(case, torch.device("cpu"))
+
+
+def test_few_keys_may_stay_on_chip() -> None:
+    plans = listed(CASE, specialized=True)
+    short = [plan for plan in plans if plan.tile.short]
+    assert plans[0] in short and {p.tile.block_m for p in short} == {64, 128, 256}
+    words = [tile_words(plan.tile) for plan in plans]
+    assert len(set(words)) == len(words)  # what a reader chooses among can be told apart
+    assert "64x64, 4 warps, all keys on chip" in words
+    long = replace(CASE, queries=257, keys=257)
+    assert not any(plan.tile.short for plan in listed(long, specialized=True))
 
 
 @pytest.mark.parametrize(
