@@ -188,8 +188,11 @@ def test_a_lie_is_caught() -> None:
 
 
 def test_the_command_shows_and_proves(
-    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
+    capsys: pytest.CaptureFixture[str],
+    schema: jsonschema.Draft202012Validator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     arguments = ["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,2,40:1301,32"]
     assert run(arguments) == 0
     out, err = capsys.readouterr()
