@@ -120,8 +120,22 @@ def test_every_form_compiles(form: tuple[Any, ...]) -> None:
     assert compiled.metadata.shared <= TABLE.shared_memory
     code = compiled.asm["ptx"]
     assert "wgmma.mma_async" in code
-    # warpgroups take turns at the first tile, where there are several
-    assert bool(re.search(r"bar\.arrive", code)) == (form[4] > 64)
+    # several warpgroups take turns at the first tile. A barrier of all of them in between would
+    # never be passed: those that wait for their turn do not come to it
+    turns = re.findall(r"bar\.sync\s+w, 256;(.*?)bar\.arrive", code, re.DOTALL)
+    assert len(turns) == (form[4] > 64 and launch.takes_turns())
+    assert not any(re.search(r"\bbar(rier)?\.(cta\.)?(sync|red)", between) for between in turns)
+    assert len(re.findall(r"bar\.arrive", code)) == len(turns)
+
+
+def test_no_turns_where_the_compiler_lets_all_warps_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    for version, turns in (("3.6.0", True), ("3.8.0", True), ("3.9.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        for block_m in (64, 128, 256):
+            fold = planned(197, 197, 64, 64, block_m).fold
+            assert fold is not None and fold.tail["TURNS"] == (turns and block_m > 64)
 
 
 def test_a_user_may_have_measured_it() -> None:

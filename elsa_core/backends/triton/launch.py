@@ -31,6 +31,9 @@ FOLD_REGISTERS = 232
 HELD = 160
 # the first and the last Triton that `hopper.py` and `short.py` compile with
 GLUON = ((3, 6), (3, 9))
+# from here on Triton lets all warpgroups of a program meet behind a product: taking turns at one
+# would never end
+MEETING = (3, 9)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -75,9 +78,18 @@ def specializes(device: torch.device) -> bool:
 
 def gluon_known() -> bool:
     """Gluon is young and changes: a Triton that is not known gets `forward.forward` alone."""
+    return GLUON[0] <= _triton_version() <= GLUON[1]
+
+
+def takes_turns() -> bool:
+    """Whether warpgroups of `short.py` may take turns at a product."""
+    return _triton_version() < MEETING
+
+
+def _triton_version() -> tuple[int, ...]:
     import triton
 
-    return GLUON[0] <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= GLUON[1]
+    return tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
 def _hooked(runtime: Any) -> bool:
@@ -403,6 +415,7 @@ def _short(
         **_strides("q", q, unit), **_strides("k", k, unit), **_strides("v", v, unit),
         "CAUSAL": causal, "UNIT": unit, "BM": t.block_m, "BN": t.block_n, "KEYS": keys,
         "TOGETHER": keys * (d0 + v0) + t.block_m * d0 <= HELD * 32 * t.warps,
+        "TURNS": t.warps > 4 and takes_turns(),
         "D": shape.head_dim, "D0": d0, "DV": shape.value_dim, "V0": v0,
     }  # fmt: skip
     programs = shape.batch * shape.heads * -(-shape.queries // t.block_m)

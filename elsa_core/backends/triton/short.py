@@ -2,7 +2,8 @@
 
 A ViT at 224 pixels has 197 tokens. There, launches and the first tile's latency are most of the
 time, not the products: one program takes the keys of a head whole, splits keys, values and up to
-256 of its queries into shared memory, and its warpgroups fold them without another barrier.
+256 of its queries into shared memory, and its warpgroups fold them without another barrier (Triton
+3.9 puts one behind every product).
 
 Served: no mask, 16-byte aligned rows, head dimensions in blocks of 32 or 64, keys up to the block
 that holds them all. A program whose guard fails folds its rows again with float32 FMA.
@@ -231,14 +232,15 @@ def forward(
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, k_b: tl.int64, k_h: tl.int64, k_n: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64,
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    KEYS: tl.constexpr, TOGETHER: tl.constexpr,
+    KEYS: tl.constexpr, TOGETHER: tl.constexpr, TURNS: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles x batch x heads); arguments as `forward.forward` has them, `scale` with
     the sign.
 
     KEYS: a power of two, BN or more, that holds all keys. TOGETHER: queries, keys and values fit
-    in registers at once, so all are asked for before any is split.
+    in registers at once, so all are asked for before any is split. TURNS: several warpgroups
+    begin one after another; never with a compiler that lets all of them meet behind a product.
     """
     WARPS: gl.constexpr = gl.num_warps()
     S_: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
@@ -294,11 +296,11 @@ def forward(
     m = gl.full([BM], -float("inf"), gl.float32, gl.SliceLayout(1, S_))
     # the first tile, one warpgroup after another: from then on one multiplies while others are at
     # their softmax
-    if WARPS > 4:
+    if TURNS:
         take_turn(turn)
     zero = gl.zeros([BM, BN], gl.float32, S_)
     s = warpgroup_mma_wait(0, [scores(sqh, sql, skh.index(0), skl.index(0), zero)])
-    if WARPS > 4:
+    if TURNS:
         give_turn(turn)
     m, _none, p, z = softmax(visible(s, 0, n_k, row0, BN, CAUSAL, S_), f, m)
     high, low = halves(p)
