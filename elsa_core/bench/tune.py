@@ -92,7 +92,7 @@ def candidates(
     """What to measure for a call: (plan, whether it is the shipped one), the shipped one first.
 
     A pure function of shapes, the shipped table and the GPU's sizes; needs no GPU. specialized: the
-    warp-specialised kernel takes the call (`may_specialize`).
+    kernels of sm_90 alone may take the call (`may_specialize`).
 
     Raises:
         ArgumentError: a call that no tile table serves.
@@ -125,7 +125,7 @@ def candidates(
 
 
 def may_specialize(case: Case, device: torch.device | None) -> bool:
-    """Whether the warp-specialised kernel takes a case on a GPU; None: on that of the table."""
+    """Whether kernels of sm_90 alone may take a case on a GPU; None: on that of the table."""
     like = torch.empty(case.batch, case.heads, case.keys, case.head_dim, device="meta")
     mask = None if case.mask == "none" else like
     there = launch.gluon_known() if device is None else launch.specializes(device)

@@ -85,6 +85,21 @@ def test_few_keys_may_stay_on_chip() -> None:
 
 
 @pytest.mark.parametrize(
+    ("queries", "sizes"), [(197, {64, 128, 256}), (100, {64, 128}), (10, {64})]
+)
+def test_candidates_that_hold_few_keys_at_once(queries: int, sizes: set[int]) -> None:
+    case = replace(CASE, queries=queries)
+    plans = [plan for plan in listed(case, specialized=True) if plan.tile.short]
+    assert {plan.tile.block_m for plan in plans} == sizes and len(plans) == len(sizes)
+    for plan in plans:
+        assert plan.partitions == 1
+        usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
+    for more in ({"keys": 257}, {"head_dim": 80}, {"head_dim": 16}):
+        case = replace(CASE, **more)
+        assert not any(plan.tile.short for plan in listed(case, specialized=True))
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"part": 64}, {"mode": "single"}, {"ahead": False}, {"block_m": 32}, {"block_m": 256},
