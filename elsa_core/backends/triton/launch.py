@@ -293,7 +293,8 @@ def plan_call(
 ) -> Call:
     """The launches of a call; everything here depends on layouts, never on data.
 
-    specialized: whether `hopper.py` may serve it; default: if it can, where the tensors are.
+    specialized: whether `hopper.py` or `short.py` may serve it; default: if they can, where the
+    tensors are.
     """
     b, heads, n_q, d = q.shape
     if not (q.numel() and k.numel() and v.numel()):
@@ -315,13 +316,14 @@ def plan_call(
 
 
 def may_specialize(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether `hopper.py` takes a call with such operands, on their device."""
+    """Whether `hopper.py` or `short.py` takes a call with such operands, on their device."""
     return specializes(q.device) and fits_specialized(q, k, v, mask)
 
 
 def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `hopper.py` takes operands of such layouts: one block a head dimension, 16-byte
-    aligned rows, one chain of the narrowest of its tiles, no mask.
+    aligned rows, one chain of the narrowest of its tiles, no mask. `short.py` asks for no less;
+    `tiling.Tile` knows its sizes.
     """
     one_block = all(tiling.blocks(t.shape[3])[1] == 0 for t in (q, v))
     short = k.shape[2] <= CHAIN_TILES * 64

@@ -74,7 +74,7 @@ class Tile:
         return self.programs is None or count <= self.programs
 
     def _holds(self, shape: Shape) -> bool:
-        """Whether `short.py` takes the call, and at least half of this many queries are there."""
+        """Whether `short.py` takes the call, and more than half of this many queries are there."""
         dims = blocks(shape.head_dim), blocks(shape.value_dim)
         fits = shape.keys <= SHORT_KEYS and all(d in SHORT_DIMS and not rest for d, rest in dims)
         return fits and (self.block_m == 64 or shape.queries > self.block_m // 2)
