@@ -34,6 +34,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 power = gluon.jit(pieces.power.fn)
 halves = gluon.jit(pieces.halves.fn)
+exponent = gluon.jit(pieces.exponent.fn)
 
 # threads of the copying warpgroup, each of which arrives when its copies have
 COPIERS: gl.constexpr = gl.constexpr(128)
@@ -158,7 +159,7 @@ def split_queries(
     before = gl.abs(gl.load(p_q - q_n + o_d, mask=o_d < has_before, other=0.0))
     x = gl.abs(q)
     m_c = gl.max(x, 0)
-    e = gl.minimum(140 - (gl.max(m_c, 0).to(gl.int32, bitcast=True) >> 23), 126)
+    e = exponent(gl.max(m_c, 0))
     least = gl.minimum(least_of(gl.max(x, 1)), least_of(gl.maximum(m_c, before)))
     bad = ((least * power(e) < SPLIT_LIMIT) & (e < 126)) | (e < -114)
     high, low = halves(q * (power(e) * factor))

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from elsa_core.backends.triton.hopper import (
     barrier,
+    exponent,
     halves,
     power,
     scores,
@@ -90,12 +91,6 @@ def give_turn(x):
         }""",
         "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def exponent(top):
-    """As `pieces.exponent`: top * 2**e lies in [2**13, 2**14)."""
-    return gl.minimum(140 - (top.to(gl.int32, bitcast=True) >> 23), 126)
 
 
 @gluon.jit
