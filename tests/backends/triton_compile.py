@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from elsa_core.backends.triton.launch import Call, Launch, plan_call
+from elsa_core.backends.triton.bound import Launch
+from elsa_core.backends.triton.launch import Call, plan_call
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 POINTERS = {

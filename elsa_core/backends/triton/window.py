@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends.triton import launch, tiling, window_tiling
-from elsa_core.backends.triton.launch import CACHED_PLANS, LOG2E, MODES, Launch
+from elsa_core.backends.triton.bound import Launch
+from elsa_core.backends.triton.launch import CACHED_PLANS, LOG2E, MODES
 from elsa_core.backends.triton.window_tiling import WindowPlan, WindowShape
 
 INT32 = 1 << 31

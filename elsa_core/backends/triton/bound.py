@@ -1,0 +1,72 @@
+"""A kernel's launch without Triton's bookkeeping, so that a warm call costs the host little."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _hooked(runtime: Any) -> bool:
+    """Whether somebody follows Triton's launches (`knobs.runtime`)."""
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Launch:
+    """One kernel with everything but its pointers bound.
+
+    The first call goes through Triton's JIT, which compiles or finds the kernel; later ones go
+    straight to the compiled kernel. That is right because a plan fixes all that Triton specialises
+    on: dtypes, constants and the 16-byte alignment of pointers; integers are never specialised and
+    have fixed types.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], options: dict[str, Any]
+    ):
+        self.kernel = kernel
+        self.grid = (*grid, 1, 1)[:3]
+        self.tail = tail
+        # Triton 3.10 stops fusing multiply and add by default
+        self.options = {"enable_fp_fusion": True, **options}
+        self.compiled: Any = None
+        self.launcher: Any = None
+        self.runtime: Any = None
+        self.head: tuple[Any, ...] = ()
+        self.values: tuple[Any, ...] = ()
+        self.stream: Callable[[int], int] = int
+        self.device = 0
+
+    def __call__(self, *pointers: Tensor) -> None:
+        if self.compiled is not None:
+            # addresses: for a tensor the launcher would ask the driver whose memory it is
+            addresses = [p.data_ptr() for p in pointers]
+            stream = self.stream(self.device)
+            if _hooked(self.runtime):  # Triton's own profiler wants to hear of each launch
+                self.compiled[self.grid](*addresses, *self.values, stream=stream)
+            else:
+                self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
+            return
+        compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
+        if not INTERPRETED and hasattr(compiled, "__getitem__"):
+            self._bind(compiled, pointers)
+
+    def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
+        """Keep what a warm call needs of Triton's own launch, without its bookkeeping."""
+        from triton import knobs
+        from triton.runtime import driver
+
+        # positional, in the kernel's own order: pointers come first
+        names = [p.name for p in self.kernel.params]
+        self.values = tuple(self.tail[name] for name in names[len(pointers) :])
+        self.stream = driver.active.get_current_stream
+        self.device = pointers[0].get_device()
+        self.launcher, self.runtime = compiled.run, knobs.runtime
+        # the function, its metadata, and no data, entry hook and exit hook of this launch
+        self.head = (compiled.function, compiled.packed_metadata, None, None, None)
+        self.compiled = compiled
