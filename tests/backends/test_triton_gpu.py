@@ -101,6 +101,44 @@ def tensors(b, h, hk, n, m, d, dv, dtype, seed=0):
     )
 
 
+def stays_in_its_rows(q, k, v):
+    """NaN and infinity in a query reach its row alone, in a value its channel alone."""
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = q.clone()
+        broken[0, 0, 70, 3] = bad
+        out = attention(broken, k, v)[0]
+        assert out[0, 0, 70].isnan().all() or not math.isnan(bad)
+        good = torch.ones(q.shape[2], dtype=torch.bool, device="cuda")
+        good[70] = False
+        assert out[0, 0, good].isfinite().all() and out[0, 1].isfinite().all()
+        broken = v.clone()
+        broken[0, 0, 5, 3] = bad
+        out = attention(q, k, broken)[0]
+        assert not out[0, 0, :, 3].isfinite().any() and out[0, 1].isfinite().all()
+
+
+def repeats(q, k, v, times):
+    """Every call gives the same bits: a race would show as a difference."""
+    poison()
+    first = attention(q, k, v)
+    for _ in range(times):
+        again = attention(q, k, v)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def replays(q, k, v):
+    """A recorded call gives what an eager one does."""
+    expected = attention(q, k, v)[0]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v)[0]
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), MODES)
 @pytest.mark.parametrize("n", [1, 7, 49, 63, 100, 197, 577, 785, 1025, 4097])
 def test_lengths(dtype, precision, n):

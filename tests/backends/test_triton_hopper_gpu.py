@@ -92,20 +92,7 @@ def test_what_fails_the_guard_is_folded_again(tile, row, operand):
 
 
 def test_nan_and_infinity_stay_in_their_rows(tile):
-    dim, _ = tile
-    q, k, v = tensors(1, 2, 2, 300, 300, dim)
-    for bad in (math.nan, math.inf, -math.inf):
-        broken = q.clone()
-        broken[0, 0, 70, 3] = bad
-        out = plain.attention(broken, k, v)[0]
-        assert out[0, 0, 70].isnan().all() or not math.isnan(bad)
-        good = torch.ones(300, dtype=torch.bool, device="cuda")
-        good[70] = False
-        assert out[0, 0, good].isfinite().all() and out[0, 1].isfinite().all()
-        broken = v.clone()
-        broken[0, 0, 5, 3] = bad
-        out = plain.attention(q, k, broken)[0]
-        assert not out[0, 0, :, 3].isfinite().any() and out[0, 1].isfinite().all()
+    plain.stays_in_its_rows(*tensors(1, 2, 2, 300, 300, tile[0]))
 
 
 def test_nan_among_hidden_values_stays_hidden(tile):
@@ -124,26 +111,11 @@ def test_repeats_are_equal_bit_by_bit(tile):
     dim, count = tile
     for shape, parts in product(((4, 12, 12, 1025, 1025), (1, 8, 8, 4096, 4096)), (1, 2)):
         count[:] = [parts]
-        q, k, v = tensors(*shape, dim)
-        plain.poison()
-        first = plain.attention(q, k, v)
-        for _ in range(50):
-            again = plain.attention(q, k, v)
-            assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+        plain.repeats(*tensors(*shape, dim), times=50)
 
 
 def test_in_a_graph(tile):
-    dim, _ = tile
-    q, k, v = tensors(2, 4, 4, 577, 577, dim)
-    expected = plain.attention(q, k, v)[0]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = plain.attention(q, k, v)[0]
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, expected)
+    plain.replays(*tensors(2, 4, 4, 577, 577, tile[0]))
 
 
 def test_the_table_serves_it():
