@@ -120,36 +120,40 @@ def _geometry(
     """Window and shift on three axes; a 2-D image has depth 1."""
     if not qkv.dtype.is_floating_point:
         raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
-    for name, sizes in (("window_size", window_size), ("shift_size", shift_size)):
-        if not hasattr(sizes, "__len__") or not all(hasattr(s, "__index__") for s in sizes):
-            raise ArgumentError(f"{name} must be whole numbers for each axis, not {sizes!r}")
-    axes = len(window_size)
+    window = _whole("window_size", window_size)
+    shift = _whole("shift_size", shift_size)
+    axes = len(window)
     if axes not in (2, 3) or qkv.dim() != axes + 2:
         raise ArgumentError(
-            f"qkv of shape {list(qkv.shape)} and window_size {tuple(window_size)}: expected "
+            f"qkv of shape {list(qkv.shape)} and window_size {window}: expected "
             "[B, H, W, 3 * C] and (height, width), or [B, D, H, W, 3 * C] and three sizes"
         )
-    if len(shift_size) != axes and any(shift_size):
-        raise ArgumentError(
-            f"shift_size {tuple(shift_size)} must have {axes} numbers, like window_size"
-        )
-    window = (1,) * (3 - axes) + tuple(int(w) for w in window_size)
-    given = tuple(int(s) for s in shift_size) if len(shift_size) == axes else (0,) * axes
-    shift = (0,) * (3 - axes) + given
+    if len(shift) != axes:
+        if any(shift):
+            raise ArgumentError(f"shift_size {shift} must have {axes} numbers, like window_size")
+        shift = (0,) * axes
     for size, moved in zip(window, shift, strict=True):
         if size < 1:
-            raise ArgumentError(f"window_size {tuple(window_size)} must be positive")
+            raise ArgumentError(f"window_size {window} must be positive")
         if not 0 <= moved < size:
             raise ArgumentError(
-                f"shift_size {tuple(shift_size)} must be at least 0 and smaller than "
-                f"window_size {tuple(window_size)}"
+                f"shift_size {shift} must be at least 0 and smaller than window_size {window}"
             )
+    if axes == 2:
+        window, shift = (1, *window), (0, *shift)
     if grid and (any(shift) or any(n % w for n, w in zip(_sizes(qkv), window, strict=True))):
         raise ArgumentError(
-            f"grid=True needs an image of a multiple of window_size {tuple(window_size)} and no "
-            f"shift, not {list(qkv.shape[1:-1])} shifted by {tuple(shift_size)}"
+            f"grid=True needs an image of a multiple of window_size {window[-axes:]} and no "
+            f"shift, not {list(qkv.shape[1:-1])} shifted by {shift[-axes:]}"
         )
-    return window, shift  # type: ignore[return-value]  # three entries each, by the padding above
+    return window, shift  # type: ignore[return-value]  # three entries each, by the line above
+
+
+def _whole(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, sizes))
+    except TypeError:
+        raise ArgumentError(f"{name} must be whole numbers for each axis, not {sizes!r}") from None
 
 
 def _sizes(qkv: Tensor) -> tuple[int, ...]:

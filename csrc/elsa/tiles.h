@@ -292,27 +292,19 @@ struct TileTable<Lanes<I...>> {
 };
 using Tiles = TileTable<MakeLanes<kTileRows>::type>;
 
-// scores -> exp2((scores - maximum) * to_log2) in place; lane-wise partial sums. `count` is a
-// multiple of kLanes; surplus lanes hold -inf. One vector at a time: the processor overlaps them by
-// itself, and the constants stay in registers.
+// scores -> exp2((scores - maximum) * to_log2) in place; lane-wise partial sums, in two chains.
+// `count` is a multiple of kLanes; surplus lanes hold -inf. One vector at a time: the processor
+// overlaps them by itself, and the constants stay in registers.
 ELSA_INLINE Floats exponentiate(float* scores, int64_t count, float maximum, float to_log2) {
-  Floats sum[2] = {};
-  int64_t j = 0;
-  for (; j + 2 * kLanes <= count; j += 2 * kLanes) {
-    ELSA_UNROLL
-    for (int u = 0; u < 2; ++u) {
-      float* p = scores + j + u * kLanes;
-      const Floats e = exp2_nonpositive((load(p) - maximum) * to_log2);
-      store(p, e);
-      sum[u] += e;
-    }
-  }
-  if (j < count) {
+  Floats sum = {}, other = {};
+  for (int64_t j = 0; j < count; j += kLanes) {
     const Floats e = exp2_nonpositive((load(scores + j) - maximum) * to_log2);
     store(scores + j, e);
-    sum[0] += e;
+    const Floats added = other + e;
+    other = sum;
+    sum = added;
   }
-  return sum[0] + sum[1];
+  return sum + other;
 }
 
 // Lane r of the result is the maximum, or the sum, of the lanes of rows[r]: kLanes reductions for

@@ -96,10 +96,10 @@ struct Worker {
   int64_t index;
 };
 
-int64_t take(void* context, int64_t* upcoming) {
+int64_t take(void* context, int64_t* end) {
   const Worker& worker = *static_cast<const Worker*>(context);
   const int64_t item = worker.work.queues.take(worker.index);
-  *upcoming = worker.work.queues.next_of(worker.index);
+  *end = worker.work.queues.end_of(worker.index);
   return item;
 }
 

@@ -52,10 +52,12 @@ struct Layout {
       total += round_up(floats, 16);
       return start;
     };
-    // An odd number of cache lines spreads rows over the sets.
-    const auto spread = [](int64_t floats) { return round_up(floats + 16, 32) - 16; };
-    score_stride = spread(round_up(smaller(plan.key_block, plan.tokens), kPanel));
-    query_stride = spread(round_up(a.head_dim, kLanes));
+    // An odd number of registers spreads rows over the sets of a cache.
+    const auto spread = [](int64_t floats) {
+      return (round_up(floats, kLanes) / kLanes | 1) * kLanes;
+    };
+    score_stride = spread(smaller(plan.key_block, plan.tokens));
+    query_stride = spread(a.head_dim);
     constexpr int64_t kPointer = sizeof(void*) / sizeof(float);
     const int64_t regions = shifted(a) ? round_up(plan.tokens, 4) / 4 : 0;
     const int64_t masks = shifted(a) ? kRegions * mask_stride(plan) : 0;
@@ -179,24 +181,30 @@ struct TokenRows {
   }
 };
 
-// Fetches what the upcoming item reads into the second-level cache, a few rows at a time.
+// Fetches the tokens of the next window, what is read and where the output goes, into the
+// second-level cache, a few cache lines at a time. Whole tokens, not one head's part of each: every
+// visit to a page costs a look-up of its address.
 struct Fetch {
   const char* const* source = nullptr;
-  int64_t left = 0;  // rows of this operand
-  int64_t tokens = 0;
-  int operand = 3;
-  int64_t offset[3];
-  int64_t bytes = 0;  // of a row
+  char* const* target = nullptr;
+  int64_t left = 0;  // tokens
+  int64_t at = 0;    // bytes of this token already fetched
+  int64_t source_bytes = 0, target_bytes = 0;
 
-  ELSA_INLINE void step(int64_t rows) {
-    for (; rows > 0 && operand < 3; --rows) {
-      const char* p = source[--left] + offset[operand];
-      const char* const end = p + bytes;
-      for (; p < end; p += 64) __builtin_prefetch(p, 0, 2);
-      if (left == 0) {
-        left = tokens;
-        ++operand;
+  int64_t lines() const { return left * ((source_bytes + target_bytes) / 64 + 2); }
+  ELSA_INLINE void step(int64_t lines) {
+    for (; lines > 0 && left > 0; --lines) {
+      if (at < source_bytes) {
+        __builtin_prefetch(*source + at, 0, 2);
+      } else if (*target) {
+        __builtin_prefetch(*target + (at - source_bytes), 1, 2);
       }
+      at += 64;
+      if (at < source_bytes + target_bytes) continue;
+      at = 0;
+      ++source;
+      ++target;
+      --left;
     }
   }
 };
@@ -226,7 +234,7 @@ class Worker {
     together_ = together < 1 ? 1 : smaller(together, kBlockTiles);
   }
 
-  void item(int64_t item, int64_t upcoming) {
+  void item(int64_t item, int64_t end) {
     index_ = item / plan_.splits;
     const int64_t split = item - index_ * plan_.splits;
     const int64_t window = index_ / a_.heads;
@@ -245,7 +253,7 @@ class Worker {
     }
     const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
     const int64_t blocks = (tiles + together_ - 1) / together_;
-    prepare_fetch(upcoming < 0 ? index_ : upcoming / plan_.splits, tiles);
+    prepare_fetch(item, end, tiles);
     for (block_ = 0; block_ < plan_.key_blocks; ++block_) {
       first_key_ = block_ * plan_.key_block;
       keys_ = smaller(plan_.key_block, plan_.tokens - first_key_);
@@ -266,21 +274,25 @@ class Worker {
     return index * a_.head_dim * size_;
   }
 
-  void prepare_fetch(int64_t index, int64_t tiles) {
-    fetch_.operand = 3;
-    if (index == index_) return;
-    const int64_t window = index / a_.heads;
-    Tokens* next = window_;
-    if (window != window_->window) {
-      next = &tokens_[current_ ^ 1];
-      if (next->window != window) find_tokens(a_, plan_, window, *next);
-    }
-    const int64_t head = index - window * a_.heads;
-    fetch_ = {next->source, plan_.tokens, plan_.tokens, 0, {}, a_.head_dim * size_};
-    for (int i = 0; i < 3; ++i) fetch_.offset[i] = offset(head, i);
+  // Each item of a window fetches its share of the next one's tokens.
+  void prepare_fetch(int64_t item, int64_t end, int64_t tiles) {
+    fetch_ = {};
+    const int64_t items = a_.heads * plan_.splits;
+    const int64_t window = window_->window + 1;
+    if (window * items >= end) return;
+    Tokens& next = tokens_[current_ ^ 1];
+    if (next.window != window) find_tokens(a_, plan_, window, next);
+    const int64_t share = item % items;
+    const int64_t first = share * plan_.tokens / items;
+    const int64_t channels = a_.heads * a_.head_dim * size_;
+    fetch_.source = next.source + first;
+    fetch_.target = next.target + first;
+    fetch_.left = (share + 1) * plan_.tokens / items - first;
+    fetch_.source_bytes = 3 * channels;
+    fetch_.target_bytes = channels;
     const int64_t calls =
         tiles * ((plan_.tokens + kPanel - 1) / kPanel + (width_ + kPanel - 1) / kPanel);
-    rows_per_call_ = (3 * plan_.tokens + calls - 1) / calls;
+    lines_per_call_ = (fetch_.lines() + calls - 1) / calls;
   }
 
   ELSA_NOINLINE void pack() {
@@ -334,7 +346,6 @@ class Worker {
       out_rows_[i] = out + i * width_;
       if (!direct_ || !target[i]) continue;
       out_rows_[i] = reinterpret_cast<float*>(target[i]) + head_ * a_.head_dim;
-      for (int64_t d = 0; d < width_; d += 16) __builtin_prefetch(out_rows_[i] + d, 1, 3);
     }
   }
 
@@ -364,7 +375,7 @@ class Worker {
         t.row_max = row_max + tile.local * kLanes;
         if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
         tile_for[tile.rows - 1](t);
-        fetch_.step(rows_per_call_);
+        fetch_.step(lines_per_call_);
       }
       panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
     }
@@ -456,7 +467,7 @@ class Worker {
           t.out = out_rows_ + tile.local;
           t.factor = direct_ && end == keys_ ? memory_ + at_.sum + tile.local : nullptr;
           RowTiles::value[t.value_stride > kLanes][tile.rows - 1](t);
-          fetch_.step(rows_per_call_);
+          fetch_.step(lines_per_call_);
         }
         key = end;
       }
@@ -508,7 +519,7 @@ class Worker {
   bool scaled_;
   TokenRows operand_[3];  // query, key, value
   Fetch fetch_;
-  int64_t rows_per_call_ = 0;
+  int64_t lines_per_call_ = 0;
   // The current key block and row block.
   int64_t block_, first_key_, keys_;
   int64_t block_row_, block_rows_, state_, tile_count_;
@@ -518,10 +529,10 @@ class Worker {
 };
 
 void run(const WindowAttention& a, const WindowPlan& plan, float* memory,
-         int64_t (*take)(void* context, int64_t* upcoming), void* context) {
+         int64_t (*take)(void* context, int64_t* end), void* context) {
   Worker worker(a, plan, memory);
-  int64_t upcoming;
-  for (int64_t item; (item = take(context, &upcoming)) >= 0;) worker.item(item, upcoming);
+  int64_t end;
+  for (int64_t item; (item = take(context, &end)) >= 0;) worker.item(item, end);
 }
 
 }  // namespace

@@ -26,10 +26,10 @@ struct WindowKernel {
   const char* name;
   int64_t row_tile;  // query rows of one register tile
   int64_t (*workspace)(const WindowAttention& problem, const WindowPlan& plan);  // in floats
-  // Works on the items that take(context, &upcoming) hands out, until it answers -1; `upcoming` is
-  // the item that probably comes next, or -1: its operands are fetched meanwhile.
+  // Works on the items that take(context, &end) hands out, until it answers -1. Those up to `end`
+  // are probably the next ones: their operands are fetched meanwhile.
   void (*run)(const WindowAttention& problem, const WindowPlan& plan, float* workspace,
-              int64_t (*take)(void* context, int64_t* upcoming), void* context);
+              int64_t (*take)(void* context, int64_t* end), void* context);
 };
 
 #if defined(__x86_64__) || defined(_M_X64)

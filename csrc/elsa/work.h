@@ -81,6 +81,8 @@ class Queues {
     const int64_t item = q.next.load(std::memory_order_relaxed);
     return item < q.end ? item : -1;
   }
+  // Where this worker's own items end.
+  int64_t end_of(int64_t worker) const { return queue_[worker % count_].end; }
 
  private:
   static constexpr int64_t kMost = 64;  // more workers than this share them
