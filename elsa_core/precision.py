@@ -48,7 +48,8 @@ _TABLE = (
         "turbo",
         (torch.float32,),
         "one tensor-core product for each product: significands of 11 bits, rounded to nearest",
-        "float16 with power-of-two scaling, or TF32; where there are no tensor cores, as strict",
+        "float16 with power-of-two scaling, or TF32; as strict where there are no tensor cores, or "
+        "where few keys make that faster",
     ),
     Precision(
         "lean",

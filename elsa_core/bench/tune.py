@@ -164,11 +164,10 @@ def _variations(
 
 def _specialized(shipped: Tile, shape: Shape, shared: int) -> Iterator[Tile]:
     dim = usertable.padded_dim(shape)
-    for block_m in (64, 128, 256):
+    for block_m, warps in ((64, 4), (64, 8), (128, 8), (256, 16)):
         tile = replace(
-            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=64,
-            warps=block_m // 16, stages=1, ahead=False, registers=0, one_loop=True,
-            specialized=True,
+            shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=64, warps=warps,
+            stages=1, ahead=False, registers=0, one_loop=True, specialized=True,
         )  # fmt: skip
         if tile.serves("split", dim, shape):
             yield tile

@@ -1,4 +1,4 @@
-"""The one-launch kernel for few keys: who is given it, and what the compiler makes of it."""
+"""The one-launch kernels for few keys: who is given them, and what the compiler makes of them."""
 
 from __future__ import annotations
 
@@ -20,44 +20,50 @@ TABLE = tiling.load_table("h200")
 known = pytest.mark.skipif(not launch.gluon_known(), reason="a Triton whose Gluon is not known")
 
 
-def tile(block_m: int, **more: Any) -> tiling.Tile:
+def tile(block_m: int, warps: int = 0, **more: Any) -> tiling.Tile:
     plain = tiling.Tile(
-        "split", 64, None, None, block_m, 64, block_m // 16, 1, False, 256, 0, True, True
+        "split", 64, None, None, block_m, 64, warps or block_m // 16, 1, False, 256, 0, True, True
     )
     return dataclasses.replace(plain, **more)
 
 
 def planned(
-    queries: int, keys: int, dim: int, value_dim: int, block_m: int, causal: bool = False
-) -> launch.Call:
+    queries: int, keys: int, dim: int, value_dim: int, block_m: int, causal: bool = False,
+    warps: int = 0,
+) -> launch.Call:  # fmt: skip
     """A call on one tile, whatever the table says."""
     q = torch.empty(2, 4, queries, dim, device="meta")
     k = torch.empty(2, 2, keys, dim, device="meta")
     v = torch.empty(2, 2, keys, value_dim, device="meta")
     shape = tiling.Shape(2, 4, 2, queries, keys, dim, value_dim)
-    plan = tiling.Plan(tile(block_m), 1, 256)
+    plan = tiling.Plan(tile(block_m, warps), 1, 256)
     return launch._fold_call(q, k, v, None, causal, 0.1, shape, "split", plan)
 
 
 @pytest.mark.parametrize(
-    ("shape", "block_m"),
+    ("shape", "block_m", "warps"),
     [
-        ((1, 12, 12, 197, 197, 64, 64), 64),  # a tile of queries for each multiprocessor
-        ((8, 6, 6, 197, 197, 64, 64), 128),
-        ((8, 12, 12, 197, 197, 64, 64), 256),  # keys split once a head
-        ((8, 12, 12, 197, 197, 32, 32), 256),
-        ((8, 12, 12, 50, 50, 64, 64), 64),
-        ((8, 12, 12, 128, 128, 64, 64), 128),
-        ((64, 12, 12, 10, 200, 64, 64), 64),  # most of 256 rows would be empty
-        ((64, 12, 12, 100, 200, 64, 64), 128),
+        ((1, 12, 12, 197, 197, 64, 64), 64, 8),  # multiprocessors to spare: two warpgroups a tile
+        ((1, 12, 12, 81, 81, 64, 64), 64, 8),
+        ((1, 12, 12, 77, 77, 64, 64), 64, 4),
+        ((1, 12, 12, 197, 197, 32, 32), 64, 4),
+        ((8, 6, 6, 197, 197, 64, 64), 128, 8),
+        ((8, 12, 12, 197, 197, 64, 64), 256, 16),  # keys split once a head
+        ((8, 12, 12, 197, 197, 32, 32), 256, 16),
+        ((8, 12, 12, 50, 50, 64, 64), 64, 4),
+        ((8, 12, 12, 128, 128, 64, 64), 128, 8),
+        ((64, 12, 12, 10, 200, 64, 64), 64, 4),  # most of 256 rows would be empty
+        ((64, 12, 12, 100, 200, 64, 64), 128, 8),
     ],
 )
-def test_calls_of_few_keys(shape: tuple[int, ...], block_m: int) -> None:
+def test_calls_of_few_keys(shape: tuple[int, ...], block_m: int, warps: int) -> None:
     plan = tiling.plan(
         tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132, specialized=True
     )
-    assert plan.tile.short and plan.tile.block_m == block_m and plan.partitions == 1
+    assert plan.tile.short and plan.partitions == 1
+    assert (plan.tile.block_m, plan.tile.warps) == (block_m, warps)
     assert "all keys on chip" in plan.words()
+    assert plan.tile.paired == ("two warpgroups" in plan.words()) == ((block_m, warps) == (64, 8))
     lean = tiling.plan(
         tiling.Shape(*shape), "split", TABLE, workspace=False, multiprocessors=132,
         specialized=True,
@@ -79,7 +85,31 @@ def test_calls_that_it_does_not_take(shape: tuple[int, ...]) -> None:
             specialized=there,
         )  # fmt: skip
         assert not plan.tile.short
-    assert not tile(64, dim=256).serves("split", 64, tiling.Shape(*shape))
+    for warps in (4, 8):
+        assert not tile(64, warps, dim=256).serves("split", 64, tiling.Shape(*shape))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 9, 209, 64, 64), (1, 2, 2, 9, 99, 64, 32)])
+def test_calls_that_two_warpgroups_do_not_share(shape: tuple[int, ...]) -> None:
+    assert tile(64, 4).serves("split", 64, tiling.Shape(*shape))
+    assert not tile(64, 8).serves("split", 64, tiling.Shape(*shape))
+
+
+def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
+    """Three products in one launch beat one product in two; `explain` says so."""
+    for keys, short in ((197, True), (208, True), (209, False), (577, False)):
+        shape = tiling.Shape(8, 12, 12, keys, keys, 64, 64)
+        for there in (True, False):
+            plan = tiling.plan(
+                shape, "single", TABLE, workspace=True, multiprocessors=132, specialized=there
+            )
+            assert plan.tile.short is (short and there)
+            assert plan.tile.mode == ("split" if short and there else "single")
+    q = torch.empty(8, 12, 197, 64, device="meta")
+    call = launch.plan_call(q, q, q, None, False, 0.125, "turbo", specialized=True)
+    assert call.short and "strict's products" in call.words
+    call = launch.plan_call(q, q, q, None, False, 0.125, "strict", specialized=True)
+    assert call.short and "strict's products" not in call.words
 
 
 def test_a_small_grid_of_the_most_keys_stays_with_two_launches() -> None:
@@ -101,6 +131,9 @@ def test_one_launch_without_workspace() -> None:
     assert planned(50, 50, 64, 64, 64).fold.tail["KEYS"] == 64  # type: ignore[union-attr]
     # a lane holds eight channels at least, so 16 warps take 128 rows of 32
     assert planned(50, 50, 32, 32, 256).fold.tail["KEYS"] == 128  # type: ignore[union-attr]
+    for keys, held in ((65, 128), (128, 128), (129, 208), (208, 208)):
+        fold = planned(197, keys, 64, 64, 64, warps=8).fold
+        assert fold is not None and fold.tail["KEYS"] == held and fold.options["num_warps"] == 8
 
 
 @known
@@ -110,6 +143,8 @@ def test_one_launch_without_workspace() -> None:
         (197, 197, 64, 64, 256), (197, 197, 64, 64, 128), (197, 197, 64, 64, 64),
         (197, 197, 60, 60, 256, True), (128, 128, 64, 64, 128, True), (50, 50, 64, 64, 64),
         (300, 200, 64, 32, 64), (197, 197, 32, 64, 128), (50, 50, 32, 32, 256),
+        (197, 197, 64, 64, 64, False, 8), (197, 197, 60, 60, 64, True, 8),
+        (77, 77, 64, 64, 64, True, 8), (300, 128, 60, 60, 64, False, 8),
     ],
     ids=str,
 )  # fmt: skip
@@ -143,6 +178,7 @@ def test_a_user_may_have_measured_it() -> None:
     row = usertable.measured_for(tile(128), shape)
     usertable._check(row)
     assert row.serves("split", 64, shape)
+    usertable._check(usertable.measured_for(tile(64, 8), shape))
     # keys that its block does not hold are left to others, whatever the row says
     assert not row.serves("split", 64, shape._replace(keys=270, queries=150))
     for wrong in ({"warps": 4}, {"block_n": 128}, {"block_m": 32, "warps": 2}, {"mode": "half"}):

@@ -1,8 +1,10 @@
-"""The one-launch kernel for few keys on a real GPU, whatever the table says, by twice the peer's
+"""The one-launch kernels for few keys on a real GPU, whatever the table says, by twice the peer's
 error.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import test_triton_gpu as plain
@@ -21,21 +23,27 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[(64, 64), (128, 64), (256, 64), (64, 32), (256, 32)], ids=str)
+TILES = [(64, 64, 4), (64, 64, 8), (128, 64, 8), (256, 64, 16), (64, 32, 4), (256, 32, 16)]
+
+
+@pytest.fixture(params=TILES, ids=str)
 def tile(request, monkeypatch):
-    """One tile serves every call of the test: (block_m, the largest head dimension)."""
-    block_m, dim = request.param
-    only = tiling.Tile(
-        "split", dim, None, None, block_m, 64, block_m // 16, 1, False, 256, 0, True, True
-    )
+    """One tile serves every call of the test that it takes: (block_m, the largest head dimension,
+    warps). What two warpgroups do not share goes to one.
+    """
+    block_m, dim, warps = request.param
+    base = tiling.Tile("split", dim, None, None, block_m, 64, 4, 1, False, 256, 0, True, True)
+    tiles = [dataclasses.replace(base, warps=w) for w in (warps, block_m // 16)]
 
     def plan(shape, mode, table, *, specialized, **more):
         assert specialized and mode == "split" and shape.keys <= tiling.SHORT_KEYS
-        return tiling.Plan(only, 1, 256)
+        if not tiles[0].paired or tiles[0].serves(mode, dim, shape):
+            return tiling.Plan(tiles[0], 1, 256)
+        return tiling.Plan(tiles[1], 1, 256)
 
     monkeypatch.setattr(tiling, "plan", plan)
     monkeypatch.setattr(launch, "_CALLS", {})
-    return block_m, dim
+    return block_m, dim, warps
 
 
 def tensors(b, h, hk, n, m, d, dv=None, seed=0):

@@ -30,7 +30,7 @@ COPY_REGISTERS = 40
 FOLD_REGISTERS = 232
 # what a thread of `short.py` may hold of queries, keys and values while it splits them
 HELD = 160
-# the first and the last Triton that `hopper.py` and `short.py` compile with
+# the first and the last Triton that `hopper.py`, `short.py` and `pair.py` compile with
 GLUON = ((3, 6), (3, 9))
 # from here on Triton lets all warpgroups of a program meet behind a product: taking turns at one
 # would never end
@@ -68,8 +68,8 @@ def overlaps(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def specializes(device: torch.device) -> bool:
-    """Whether `hopper.py` and `short.py` run there: on sm_90, with a Triton whose Gluon they were
-    tried with.
+    """Whether `hopper.py`, `short.py` and `pair.py` run there: on sm_90, with a Triton whose Gluon
+    they were tried with.
     """
     if device.type != "cuda" or torch.version.hip or INTERPRETED:
         return False
@@ -232,7 +232,7 @@ def plan_call(
 ) -> Call:
     """The launches of a call; everything here depends on layouts, never on data.
 
-    specialized: whether `hopper.py` or `short.py` may serve it; default: if they can, where the
+    specialized: whether a kernel of sm_90 may serve it; default: if they can, where the
     tensors are.
     """
     b, heads, n_q, d = q.shape
@@ -251,18 +251,21 @@ def plan_call(
         shape, mode, table, workspace=precision != "lean", multiprocessors=multiprocessors,
         specialized=may_specialize(q, k, v, mask) if specialized is None else specialized,
     )  # fmt: skip
-    return _fold_call(q, k, v, mask, causal, scale, shape, mode, p)
+    call = _fold_call(q, k, v, mask, causal, scale, shape, mode, p)
+    if mode == "single" and p.tile.short:
+        call.words += "; strict's products, faster here in their one launch"
+    return call
 
 
 def may_specialize(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether `hopper.py` or `short.py` takes a call with such operands, on their device."""
+    """Whether a kernel of sm_90 takes a call with such operands, on their device."""
     return specializes(q.device) and fits_specialized(q, k, v, mask)
 
 
 def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `hopper.py` takes operands of such layouts: one block a head dimension, 16-byte
-    aligned rows, one chain of the narrowest of its tiles, no mask. `short.py` asks for no less;
-    `tiling.Tile` knows its sizes.
+    aligned rows, one chain of the narrowest of its tiles, no mask. The others ask for no less;
+    `tiling.Tile` knows their sizes.
     """
     one_block = all(tiling.blocks(t.shape[3])[1] == 0 for t in (q, v))
     short = k.shape[2] <= CHAIN_TILES * 64
@@ -341,12 +344,10 @@ def _short(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, shape: Shape, p: tiling.Plan
 ) -> Call:
     """Few keys: one launch that holds them all."""
-    from elsa_core.backends.triton import short
+    from elsa_core.backends.triton import pair, short
 
     t = p.tile
     d0, v0 = tiling.blocks(shape.head_dim)[0], tiling.blocks(shape.value_dim)[0]
-    # at least eight channels of a row for every lane
-    keys = max(t.block_n, 1 << (shape.keys - 1).bit_length(), t.warps * 256 // min(d0, v0))
     factors = _scale(scale, "split")
     unit, _ = _unit((q, k, v))
     tail: dict[str, Any] = {
@@ -354,13 +355,22 @@ def _short(
         "n_k": shape.keys, "shift": (shape.keys - 1).bit_length(),
         "scale_exp": factors["scale_exp"], "scale": factors["scale"] * factors["flip"],
         **_strides("q", q, unit), **_strides("k", k, unit), **_strides("v", v, unit),
-        "CAUSAL": causal, "UNIT": unit, "BM": t.block_m, "BN": t.block_n, "KEYS": keys,
-        "TOGETHER": keys * (d0 + v0) + t.block_m * d0 <= HELD * 32 * t.warps,
-        "TURNS": t.warps > 4 and takes_turns(),
+        "CAUSAL": causal, "UNIT": unit, "BM": t.block_m,
         "D": shape.head_dim, "D0": d0, "DV": shape.value_dim, "V0": v0,
     }  # fmt: skip
+    if t.paired:
+        kernel = pair.forward
+        tail["KEYS"] = next(n for n in tiling.PAIR_KEYS if shape.keys <= n)
+    else:
+        kernel = short.forward
+        # at least eight channels of a row for every lane
+        keys = max(t.block_n, 1 << (shape.keys - 1).bit_length(), t.warps * 256 // min(d0, v0))
+        tail |= {
+            "BN": t.block_n, "KEYS": keys, "TURNS": t.warps > 4 and takes_turns(),
+            "TOGETHER": keys * (d0 + v0) + t.block_m * d0 <= HELD * 32 * t.warps,
+        }  # fmt: skip
     programs = shape.batch * shape.heads * -(-shape.queries // t.block_m)
-    fold = Launch(short.forward, (programs,), _known(short.forward, tail), {"num_warps": t.warps})
+    fold = Launch(kernel, (programs,), _known(kernel, tail), {"num_warps": t.warps})
     return Call(
         (shape.batch, shape.heads, shape.queries, shape.value_dim),
         (shape.batch, shape.heads, shape.queries), fold, short=True, words=p.words(),

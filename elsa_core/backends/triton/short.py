@@ -94,11 +94,22 @@ def give_turn(x):
 
 
 @gluon.jit
-def load_rows(p, step, rows, R: gl.constexpr, D: gl.constexpr, D0: gl.constexpr):
-    """[R, D0] float32; rows beyond the last are copies of it, channels beyond D zero."""
+def load_rows(
+    p, step, first, rows, before, R: gl.constexpr, D: gl.constexpr, D0: gl.constexpr,
+    QUERIES: gl.constexpr,
+):  # fmt: skip
+    """[R, D0] float32 from row `first` on; channels beyond D are zero.
+
+    Rows beyond the last are copies of it. Those of QUERIES are the ones R rows earlier where
+    `before` says that there are such: copies would leave single numbers to the guard's means.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D0, D0 // 8], [WARPS, 1], [1, 0])
-    o_n = gl.minimum(gl.arange(0, R, layout=gl.SliceLayout(1, LANES)), rows - 1)
+    o_n = first + gl.arange(0, R, layout=gl.SliceLayout(1, LANES))
+    if QUERIES:
+        o_n = gl.where(o_n < rows, o_n, gl.where(before, o_n - R, rows - 1))
+    else:
+        o_n = gl.minimum(o_n, rows - 1)
     o_d = gl.arange(0, D0, layout=gl.SliceLayout(0, LANES))
     p = p + o_n[:, None] * step + o_d[None, :]
     if D < D0:
@@ -117,13 +128,9 @@ def greatest_and_least(a, b, c, d):
 
 
 @gluon.jit
-def split(x, factor, high, low):
-    """x, scaled and times `factor` in [1, 2), as hi + lo into shared memory; its exponent, and
-    whether the guard fails.
-
-    The guard of `pieces` asks for the maximum of each row and channel. Here every eight channels
-    of a row must reach the limit in their maximum, and what one lane holds of a channel in its
-    mean, or be zeros: where those pass, so do rows and channels whole, and no lane asks another.
+def measure(x):
+    """Of what each lane holds: the greatest and the least maximum of eight channels of a row, and
+    the sums over rows.
     """
     R: gl.constexpr = x.shape[0]
     C: gl.constexpr = x.shape[1]
@@ -131,18 +138,46 @@ def split(x, factor, high, low):
     PASSES: gl.constexpr = R * C // (WARPS * 256)
     held = gl.reshape(gl.abs(x), [PASSES, WARPS, 256 // C, C // 8, 8])
     of_rows = gl.max(held, 4)
-    of_channels = gl.sum(held, 0) * (1.0 / PASSES)
-    top = gl.reshape(gl.max(of_rows, 0), [WARPS * 32])
-    least = gl.reshape(gl.min(nonzero(of_rows), 0), [WARPS * 32])
-    least_of_channels = gl.reshape(gl.min(nonzero(of_channels), 3), [WARPS * 32])
+    return gl.max(of_rows, 0), gl.min(nonzero(of_rows), 0), gl.sum(held, 0)
+
+
+@gluon.jit
+def judge(top, least, of_channels, PASSES: gl.constexpr):
+    """The exponent of all that was measured, PASSES rows a lane, and whether the guard fails.
+
+    The guard of `pieces` asks for the maximum of each row and channel. Here every eight channels
+    of a row must reach the limit in their maximum, and what one lane holds of a channel in its
+    mean, or be zeros: where those pass, so do rows and channels whole, and no lane asks another.
+    """
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    of_channels = of_channels * (1.0 / PASSES)
+    top = gl.reshape(top, [LANES])
+    least = gl.reshape(least, [LANES])
+    least_of_channels = gl.reshape(gl.min(nonzero(of_channels), 3), [LANES])
     least = gl.minimum(least, gl.convert_layout(least_of_channels, least.type.layout))
     top, least = gl.reduce((top, least), 0, greatest_and_least)
     e = exponent(top)
     bad = ((least * power(e) < SPLIT_LIMIT) & (e < 126)) | (e < -114)
-    h, lo = halves(x * (power(e) * factor))
+    return e, bad.to(gl.int32)
+
+
+@gluon.jit
+def store_halves(x, factor, high, low):
+    """x * factor as hi + lo into shared memory."""
+    h, lo = halves(x * factor)
     high.store(h)
     low.store(lo)
-    return e, bad.to(gl.int32)
+
+
+@gluon.jit
+def split(x, factor, high, low):
+    """x, scaled and times `factor` in [1, 2), as hi + lo into shared memory; its exponent, and
+    whether the guard fails.
+    """
+    top, least, of_channels = measure(x)
+    e, bad = judge(top, least, of_channels, x.shape[0] * x.shape[1] // (gl.num_warps() * 256))
+    store_halves(x, power(e) * factor, high, low)
+    return e, bad
 
 
 @gluon.jit
@@ -214,6 +249,25 @@ def fold_exact(
     return acc, m, gl.convert_layout(z, gl.SliceLayout(1, O_))
 
 
+@gluon.jit
+def write(
+    Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0,
+    BM: gl.constexpr, DV: gl.constexpr, V0: gl.constexpr, O_: gl.constexpr,
+):  # fmt: skip
+    """The normalised rows and their log-sum-exp."""
+    rows = n_q - row0
+    o_m = gl.arange(0, BM, layout=gl.SliceLayout(1, O_))
+    o_v = gl.arange(0, V0, layout=gl.SliceLayout(0, O_))
+    lse = (m + offset + gl.log2(total)) * LN2
+    gl.store(LSE + i_bh.to(gl.int64) * n_q + row0 + o_m, lse, mask=o_m < rows)
+    written = (o_m < rows)[:, None]
+    if DV < V0:
+        written = written & (o_v < DV)[None, :]
+    p_o = Out + ((i_b * n_q + row0) * heads + i_h) * DV
+    p_o = p_o + o_m[:, None] * (heads.to(gl.int64) * DV) + o_v[None, :]
+    gl.store(p_o, acc * (1.0 / total)[:, None], mask=written)
+
+
 @gluon.jit(
     do_not_specialize=[
         "heads", "group", "n_q", "n_k", "shift", "scale_exp",
@@ -265,14 +319,14 @@ def forward(
     skl = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, D0], SHARED_D)
     svh = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, V0], SHARED_V)
     svl = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, V0], SHARED_V)
-    k = load_rows(p_k, k_n, n_k, KEYS, D, D0)
-    q = load_rows(p_q, q_n, rows, BM, D, D0)
+    k = load_rows(p_k, k_n, 0, n_k, False, KEYS, D, D0, False)
+    q = load_rows(p_q, q_n, 0, rows, row0 > 0, BM, D, D0, True)
     if TOGETHER:
-        v = load_rows(p_v, v_n, n_k, KEYS, DV, V0)
+        v = load_rows(p_v, v_n, 0, n_k, False, KEYS, DV, V0, False)
     high = in_one(skh, KEYS, D0, SHARED_D)
     e_k, bad_k = split(k, 1.0, high, in_one(skl, KEYS, D0, SHARED_D))
     if not TOGETHER:
-        v = load_rows(p_v, v_n, n_k, KEYS, DV, V0)
+        v = load_rows(p_v, v_n, 0, n_k, False, KEYS, DV, V0, False)
     e_q, bad_q = split(q, scale, sqh, sql)
     high = in_one(svh, KEYS, V0, SHARED_V)
     e_v, bad_v = split(v, 1.0, high, in_one(svl, KEYS, V0, SHARED_V))
@@ -327,13 +381,4 @@ def forward(
         )  # fmt: skip
         offset = shift.to(gl.float32)
 
-    o_m = gl.arange(0, BM, layout=gl.SliceLayout(1, O_))
-    o_v = gl.arange(0, V0, layout=gl.SliceLayout(0, O_))
-    lse = (m + offset + gl.log2(total)) * LN2
-    gl.store(LSE + i_bh.to(gl.int64) * n_q + row0 + o_m, lse, mask=o_m < rows)
-    written = (o_m < rows)[:, None]
-    if DV < V0:
-        written = written & (o_v < DV)[None, :]
-    p_o = Out + ((i_b * n_q + row0) * heads + i_h) * DV
-    p_o = p_o + o_m[:, None] * (heads.to(gl.int64) * DV) + o_v[None, :]
-    gl.store(p_o, acc * (1.0 / total)[:, None], mask=written)
+    write(Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_)

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLES = Path(__file__).parent / "tuning"
-# what `short.py` takes: keys, and the widths that a head dimension is padded to
+# what `short.py` and `pair.py` take: keys, and the widths that a head dimension is padded to
 SHORT_KEYS = 256
 SHORT_DIMS = (32, 64)
+PAIR_KEYS = (128, 208)
+PAIR_DIMS = (64,)
+# up to so many keys their one launch of three products beats two launches of one (turbo)
+TURBO_KEYS = 208
 PARTITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
@@ -41,7 +45,8 @@ class Tile:
     for whole tiles and another for the rest: pipelined loads then wait once, not twice.
     specialized: for calls that a kernel of sm_90 serves. With `ahead` that is `hopper.py`: one
     warpgroup copies, the others fold, and `warps` are those of one warpgroup. Without, it is
-    `short.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each.
+    `short.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each; or
+    `pair.py`, where twice as many share them.
     """
 
     mode: str
@@ -60,11 +65,17 @@ class Tile:
 
     @property
     def short(self) -> bool:
-        """Whether it is one of `short.py`."""
+        """Whether it is one of `short.py` or `pair.py`: all keys on chip."""
         return self.specialized and not self.ahead
 
+    @property
+    def paired(self) -> bool:
+        """Whether it is one of `pair.py`."""
+        return self.short and self.warps * 16 > self.block_m
+
     def serves(self, mode: str, dim: int, shape: Shape) -> bool:
-        if mode != self.mode or dim > self.dim:
+        as_strict = mode == "single" and self.short and shape.keys <= TURBO_KEYS
+        if (mode != self.mode and not as_strict) or dim > self.dim:
             return False
         if self.short and not self._holds(shape):
             return False
@@ -74,9 +85,10 @@ class Tile:
         return self.programs is None or count <= self.programs
 
     def _holds(self, shape: Shape) -> bool:
-        """Whether `short.py` takes the call, and more than half of this many queries are there."""
+        """Whether the kernel takes the call, and more than half of this many queries are there."""
         dims = blocks(shape.head_dim), blocks(shape.value_dim)
-        fits = shape.keys <= SHORT_KEYS and all(d in SHORT_DIMS and not rest for d, rest in dims)
+        most, widths = (PAIR_KEYS[-1], PAIR_DIMS) if self.paired else (SHORT_KEYS, SHORT_DIMS)
+        fits = shape.keys <= most and all(d in widths and not rest for d, rest in dims)
         return fits and (self.block_m == 64 or shape.queries > self.block_m // 2)
 
 
@@ -108,7 +120,8 @@ class Plan:
         """The schedule in the words of `explain`."""
         t = self.tile
         if t.short:
-            return f"one program per {t.block_m} queries, with all keys on chip"
+            by = ", two warpgroups each" if t.paired else ""
+            return f"one program per {t.block_m} queries, with all keys on chip{by}"
         size = f"{t.block_m} queries x {t.block_n} keys"
         where = ", keys and values split ahead" if t.ahead else ""
         where += ", copied by warps of their own" if t.specialized else ""
@@ -203,7 +216,7 @@ def plan(
     """Tiles and partitions of a call.
 
     workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call,
-    and `short.py`, where its keys are few.
+    and `short.py` or `pair.py`, where its keys are few.
     """
     dim = max(sum(blocks(shape.head_dim)), sum(blocks(shape.value_dim)))
     tile = next(

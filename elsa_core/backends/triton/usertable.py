@@ -140,11 +140,12 @@ def _check(tile: UserTile) -> None:
 
 
 def _exists(tile: UserTile) -> bool:
-    """Whether a kernel of sm_90 has this tile: `short.py`, or `hopper.py`."""
+    """Whether a kernel of sm_90 has this tile: `short.py`, `pair.py` or `hopper.py`."""
     if tile.mode != "split" or tile.part != 256:
         return False
     if tile.short:
-        return (tile.block_n, tile.warps) == (64, tile.block_m // 16) and tile.block_m >= 64
+        all_rows = tile.warps == tile.block_m // 16 and tile.block_m >= 64
+        return tile.block_n == 64 and (all_rows or (tile.block_m, tile.warps) == (64, 8))
     sizes = tile.block_m in (64, 128) and tile.block_n >= 64
     return sizes and tile.warps == 4 and tile.dim <= 128
 
