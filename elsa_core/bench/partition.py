@@ -246,7 +246,8 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
         ) from None
     assert call.fold is not None
     constants = call.fold.tail
-    rows, key_tile = (1 if call.decode else constants["BM"]), constants["BN"]
+    rows = 1 if call.decode else constants["BM"]
+    key_tile = constants["BN"] if "BN" in constants else constants["KEYS"]  # or all are one tile
     splits = call.partial_shape[0] if call.partial_shape else 1
     whole = -(-case.keys // key_tile) * key_tile
     split_keys = min(constants.get("chunk", whole), whole)

@@ -83,14 +83,25 @@ def test_the_native_plan_is_the_librarys_own() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_few_keys_stay_on_a_gpus_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["strict", "turbo", "lean"])
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys"),
+    [(8, (256, 1, 96), (64, 4, 1, 256)), (1, (64, 4, 48), (208, 1, 1, 208))],
+)
+def test_few_keys_stay_on_a_gpus_chip(
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    precision: str,
+) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(launch, "gluon_known", lambda: True)
-    found = trace.trace(Case("t", 1, 12, 197, 197, 64), CUDA, "strict")
+    found = trace.trace(Case("t", batch, 12, 197, 197, 64), CUDA, precision)
     part = found.partition
     assert found.ok and "all keys on chip" in part.schedule
-    assert (part.query_tile, part.query_tiles, part.programs) == (64, 4, 48)
-    assert (part.key_tile, part.key_tiles, part.splits, part.split_keys) == (64, 4, 1, 256)
+    assert (part.query_tile, part.query_tiles, part.programs) == queries
+    assert (part.key_tile, part.key_tiles, part.splits, part.split_keys) == keys
     assert part.states.where == "registers" and part.ahead_bytes == 0
 
 

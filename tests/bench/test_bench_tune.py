@@ -88,9 +88,11 @@ def test_few_keys_may_stay_on_chip() -> None:
     ("queries", "sizes"), [(197, {64, 128, 256}), (100, {64, 128}), (10, {64})]
 )
 def test_candidates_that_hold_few_keys_at_once(queries: int, sizes: set[int]) -> None:
+    """A tile of each size, and 64 queries once more for two warpgroups."""
     case = replace(CASE, queries=queries)
     plans = [plan for plan in listed(case, specialized=True) if plan.tile.short]
-    assert {plan.tile.block_m for plan in plans} == sizes and len(plans) == len(sizes)
+    assert {plan.tile.block_m for plan in plans} == sizes and len(plans) == len(sizes) + 1
+    assert [plan.tile.block_m for plan in plans if plan.tile.paired] == [64]
     for plan in plans:
         assert plan.partitions == 1
         usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
