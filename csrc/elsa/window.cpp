@@ -98,9 +98,7 @@ struct Worker {
 
 int64_t take(void* context, int64_t* end) {
   const Worker& worker = *static_cast<const Worker*>(context);
-  const int64_t item = worker.work.queues.take(worker.index);
-  *end = worker.work.queues.end_of(worker.index);
-  return item;
+  return worker.work.queues.take(worker.index, end);
 }
 
 void work_on_items(int64_t index, int64_t, void* context) {

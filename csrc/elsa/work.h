@@ -64,13 +64,15 @@ class Queues {
       queue_[i].end = (i + 1) * items / count_;
     }
   }
-  // An item that nobody has taken, or -1.
-  int64_t take(int64_t worker) {
+  // An item that nobody has taken, or -1; `end`: that of the run it is from.
+  int64_t take(int64_t worker, int64_t* end = nullptr) {
     for (int64_t i = 0; i < count_; ++i) {
       Queue& q = queue_[(worker + i) % count_];
       if (q.next.load(std::memory_order_relaxed) >= q.end) continue;
       const int64_t item = q.next.fetch_add(1, std::memory_order_relaxed);
-      if (item < q.end) return item;
+      if (item >= q.end) continue;
+      if (end) *end = q.end;
+      return item;
     }
     return -1;
   }
@@ -81,8 +83,6 @@ class Queues {
     const int64_t item = q.next.load(std::memory_order_relaxed);
     return item < q.end ? item : -1;
   }
-  // Where this worker's own items end.
-  int64_t end_of(int64_t worker) const { return queue_[worker % count_].end; }
 
  private:
   static constexpr int64_t kMost = 64;  // more workers than this share them

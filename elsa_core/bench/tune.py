@@ -266,7 +266,9 @@ def save(tuned: Sequence[Tuned], device: torch.device | str) -> Path | None:
         if each.chosen is not None:
             rows.append(usertable.measured_for(each.chosen, shape))
         elif each.gain is not None:
-            retired.append(usertable.measured_for(each.candidates[0].tile, shape))
+            # of the call's own mode: turbo may be shipped with a tile of strict
+            shipped = replace(each.candidates[0].tile, mode=each.mode)
+            retired.append(usertable.measured_for(shipped, shape))
     # Calls that share a mode (fp16 and bf16) share a row: one that gained keeps it.
     gained = {row.calls for row in rows}
     retired = [row for row in retired if row.calls not in gained]

@@ -97,8 +97,11 @@ def test_calls_that_two_warpgroups_do_not_share(shape: tuple[int, ...]) -> None:
 
 def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
     """Three products in one launch beat one product in two; `explain` says so."""
-    for keys, short in ((197, True), (208, True), (209, False), (577, False)):
-        shape = tiling.Shape(8, 12, 12, keys, keys, 64, 64)
+    for keys, dim, short in (
+        (50, 64, True), (197, 64, True), (208, 60, True), (209, 64, False), (577, 64, False),
+        (197, 32, False),
+    ):  # fmt: skip
+        shape = tiling.Shape(8, 12, 12, keys, keys, dim, dim)
         for there in (True, False):
             plan = tiling.plan(
                 shape, "single", TABLE, workspace=True, multiprocessors=132, specialized=there

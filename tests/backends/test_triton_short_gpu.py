@@ -116,10 +116,15 @@ def test_in_a_graph(tile):
     plain.replays(*tensors(2, 4, 4, 197, 197, tile[1]))
 
 
-@pytest.mark.parametrize("precision", ["strict", "lean"])
-def test_the_table_serves_it(precision):
+@pytest.mark.parametrize("precision", ["strict", "lean", "turbo"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_table_serves_it(batch, precision):
     """The shipped table hands short calls to it, and `explain` says so."""
     import elsa_core
 
-    q, k, v = tensors(8, 12, 12, 197, 197, 64)
-    assert "all keys on chip" in str(elsa_core.explain(q, k, v, precision=precision))
+    q, k, v = tensors(batch, 12, 12, 197, 197, 64)
+    schedule = str(elsa_core.explain(q, k, v, precision=precision))
+    assert "all keys on chip" in schedule
+    assert ("two warpgroups" in schedule) is (batch == 1)
+    assert ("strict's products" in schedule) is (precision == "turbo")
+    plain.agree(q, k, v, precision=precision)

@@ -241,6 +241,36 @@ def test_new_rows_replace_those_for_the_same_calls() -> None:
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+def test_a_row_of_strict_leaves_turbo_alone() -> None:
+    """Few keys: turbo is shipped with strict's tile, and may still be tuned for itself."""
+    shape = tune.shape_of(CASE)
+    strict = usertable.measured_for(
+        Tile("split", 64, None, None, 128, 64, 8, 1, False, 256, 0, True, True), shape
+    )
+    turbo = usertable.measured_for(Tile("single", 64, None, None, 64, 64, 4, 3, True), shape)
+    for rows, mode, block in (((strict, turbo), "single", 64), ((strict,), "split", 256)):
+        table = replace(TABLE, tiles=(*rows, *TABLE.tiles))
+        plan = tiling.plan(
+            shape, "single", table, workspace=True, multiprocessors=132, specialized=True
+        )
+        assert (plan.tile.mode, plan.tile.block_m) == (mode, block)
+
+
+def test_tuning_turbo_retires_its_own_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = environment.describe("cpu") | {"gpu": "NVIDIA H200"}
+    monkeypatch.setattr(environment, "describe", lambda _: described)
+    shape = tune.shape_of(CASE)
+    tiles = [Tile(mode, 64, None, None, 64, 64, 4, 3, True) for mode in ("split", "single")]
+    rows = tuple(usertable.measured_for(tile, shape) for tile in tiles)
+    path = usertable.write(usertable.path("NVIDIA H200"), rows, {})
+    shipped, _ = listed(CASE, "turbo", specialized=True)[:2]
+    assert shipped.tile.mode == "split"
+    best = Timed(shipped.tile, 1, True, 1e-3, 1e-7)
+    slower = Timed(tiles[1], 1, False, 2e-3, 1e-7)
+    tune.save([tune.conclude(CASE, "turbo", "single", [best, slower], [])], "cpu")
+    assert usertable.read(path) == rows[:1]
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

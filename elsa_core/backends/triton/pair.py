@@ -5,8 +5,8 @@ warpgroups share a program's 64 queries: each takes half of the keys for the sco
 channels for the values, and the weights go from one to the other through shared memory. All keys
 are one tile: there is no running maximum, and no state to rescale.
 
-Served: what `short.py` serves, with head dimensions above 32 and keys up to the 128 or 208 that the
-program holds.
+Served: what `short.py` serves, with head dimensions in blocks of 64 and keys up to the 128 or 208
+that the program holds.
 """
 
 from __future__ import annotations

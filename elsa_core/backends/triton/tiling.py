@@ -16,7 +16,8 @@ SHORT_KEYS = 256
 SHORT_DIMS = (32, 64)
 PAIR_KEYS = (128, 208)
 PAIR_DIMS = (64,)
-# up to so many keys their one launch of three products beats two launches of one (turbo)
+# up to so many keys, of head dimensions as above, their one launch of three products beats two
+# launches of one (turbo)
 TURBO_KEYS = 208
 PARTITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
@@ -74,8 +75,7 @@ class Tile:
         return self.short and self.warps * 16 > self.block_m
 
     def serves(self, mode: str, dim: int, shape: Shape) -> bool:
-        as_strict = mode == "single" and self.short and shape.keys <= TURBO_KEYS
-        if (mode != self.mode and not as_strict) or dim > self.dim:
+        if mode != self.mode or dim > self.dim:
             return False
         if self.short and not self._holds(shape):
             return False
@@ -90,6 +90,12 @@ class Tile:
         most, widths = (PAIR_KEYS[-1], PAIR_DIMS) if self.paired else (SHORT_KEYS, SHORT_DIMS)
         fits = shape.keys <= most and all(d in widths and not rest for d, rest in dims)
         return fits and (self.block_m == 64 or shape.queries > self.block_m // 2)
+
+    def serves_turbo(self, dim: int, shape: Shape) -> bool:
+        """Whether a turbo call takes this tile of strict: its one launch is the faster one."""
+        narrow = {blocks(shape.head_dim)[0], blocks(shape.value_dim)[0]} - set(PAIR_DIMS)
+        fits = self.short and shape.keys <= TURBO_KEYS and not narrow
+        return fits and self.serves("split", dim, shape)
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ def plan(
     tile = next(
         t
         for t in table.tiles
-        if t.serves(mode, dim, shape)
+        if (t.serves(mode, dim, shape) or (mode == "single" and t.serves_turbo(dim, shape)))
         and (workspace or not t.ahead)
         and (specialized or not t.specialized)
     )  # fmt: skip

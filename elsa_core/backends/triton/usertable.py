@@ -54,6 +54,10 @@ class UserTile(Tile):
         )
         return near and super().serves(mode, dim, shape)
 
+    def serves_turbo(self, dim: int, shape: Shape) -> bool:
+        """Never: what was measured for strict is no figure of turbo, which may have its own row."""
+        return False
+
     @property
     def calls(self) -> tuple[Any, ...]:
         """What it serves: two rows with equal `calls` replace one another."""
