@@ -33,16 +33,17 @@ from elsa_core.backends.triton.short import (
     judge,
     load_rows,
     measure,
+    place,
     split,
     store_halves,
     write,
 )
 
-# Keys beyond the first 128 are split in tiles of these sizes, and of the last one 16 are folded.
+# tiles that keys are split in; of the third, 16 keys are folded
+FIRST: gl.constexpr = gl.constexpr(128)
 SECOND: gl.constexpr = gl.constexpr(64)
 THIRD: gl.constexpr = gl.constexpr(32)
 FOLDED: gl.constexpr = gl.constexpr(16)
-FIRST: gl.constexpr = gl.constexpr(128)
 
 
 @gluon.jit
@@ -112,21 +113,9 @@ def forward(
     P_: gl.constexpr = gl.DotOperandLayout(0, O_, 2)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * FOLDED, 16, 2)
-    q_tiles = gl.cdiv(n_q, BM)
-    pid = gl.program_id(0)
-    i_bh = pid // q_tiles
-    i_m = pid - i_bh * q_tiles
-    i_b = (i_bh // heads).to(gl.int64)
-    i_h = (i_bh % heads).to(gl.int64)
-    i_kv = i_h // group
-    row0 = i_m * BM
-    rows = n_q - row0
-    q_n = q_n * UNIT
-    k_n = k_n * UNIT
-    v_n = v_n * UNIT
-    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0.to(gl.int64) * q_n
-    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
-    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
+    i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v = place(
+        Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, UNIT, BM
+    )
 
     sqh, sql = halves_in(BM, D0, SHARED)
     kah, kal = halves_in(FIRST, D0, SHARED)

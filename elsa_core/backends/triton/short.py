@@ -94,6 +94,32 @@ def give_turn(x):
 
 
 @gluon.jit
+def place(
+    Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    UNIT: gl.constexpr, BM: gl.constexpr,
+):  # fmt: skip
+    """This program's batch, head and rows, steps from row to row in elements, and where its first
+    query, key and value lie.
+    """
+    q_tiles = gl.cdiv(n_q, BM)
+    pid = gl.program_id(0)
+    i_bh = pid // q_tiles
+    i_m = pid - i_bh * q_tiles
+    i_b = (i_bh // heads).to(gl.int64)
+    i_h = (i_bh % heads).to(gl.int64)
+    i_kv = i_h // group
+    row0 = i_m * BM
+    rows = n_q - row0
+    q_n = q_n * UNIT
+    k_n = k_n * UNIT
+    v_n = v_n * UNIT
+    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0.to(gl.int64) * q_n
+    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
+    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
+    return i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v
+
+
+@gluon.jit
 def load_rows(
     p, step, first, rows, before, R: gl.constexpr, D: gl.constexpr, D0: gl.constexpr,
     QUERIES: gl.constexpr,
@@ -297,21 +323,9 @@ def forward(
     P_: gl.constexpr = gl.DotOperandLayout(0, O_, 2)
     SHARED_D: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * D0), 16, 2)
     SHARED_V: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * V0), 16, 2)
-    q_tiles = gl.cdiv(n_q, BM)
-    pid = gl.program_id(0)
-    i_bh = pid // q_tiles
-    i_m = pid - i_bh * q_tiles
-    i_b = (i_bh // heads).to(gl.int64)
-    i_h = (i_bh % heads).to(gl.int64)
-    i_kv = i_h // group
-    row0 = i_m * BM
-    rows = n_q - row0
-    q_n = q_n * UNIT
-    k_n = k_n * UNIT
-    v_n = v_n * UNIT
-    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0.to(gl.int64) * q_n
-    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
-    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
+    i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v = place(
+        Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, UNIT, BM
+    )
 
     sqh = gl.allocate_shared_memory(gl.float16, [BM, D0], SHARED_D)
     sql = gl.allocate_shared_memory(gl.float16, [BM, D0], SHARED_D)
