@@ -2,8 +2,9 @@
 
 `elsa::attention` has its CPU kernel in the native library (`csrc/torch`) and its CUDA kernel in
 `elsa_core.backends.triton`; `elsa::attention_eager` has the same schema and serves every device and
-dtype in plain PyTorch. A native library that is loaded without this package (a bundle, a program)
-defines `elsa::attention` itself; loaded by this package it leaves that to this file.
+dtype in plain PyTorch. `elsa::linear` has a CUDA kernel and is PyTorch's own elsewhere. A native
+library that is loaded without this package (a bundle, a program) defines `elsa::attention` itself;
+loaded by this package it leaves that to this file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _WINDOW_ARGUMENTS = f"(Tensor qkv, {_WINDOW_TERMS}, str precision) -> Tensor"
 _WINDOW_BACKWARD_ARGUMENTS = (
     f"(Tensor grad_out, Tensor qkv, {_WINDOW_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+_LINEAR_ARGUMENTS = "(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 
 
@@ -188,6 +190,36 @@ def _window_attention_cuda(*args: Any) -> Tensor:
     return result
 
 
+def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias = inputs
+    ctx.save_for_backward(input, weight)
+    ctx.bias = bias is not None
+
+
+def _linear_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight = ctx.saved_tensors
+    grad_input = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_input = grad_out @ weight
+    rows = grad_out.reshape(-1, grad_out.shape[-1])
+    if ctx.needs_input_grad[1]:
+        grad_weight = rows.t() @ input.reshape(-1, input.shape[-1])
+    if ctx.bias and ctx.needs_input_grad[2]:
+        grad_bias = rows.sum(0)
+    return grad_input, grad_weight, grad_bias
+
+
+def _linear_cuda(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The CUDA kernel of `elsa::linear`: Triton is imported at the first call."""
+    from elsa_core.backends.triton import linear
+
+    return linear.linear(input, weight, bias)
+
+
 def _register() -> None:
     for name, kernel in (("attention", None), ("attention_eager", eager.attention)):
         _define(name, _ARGUMENTS)
@@ -223,5 +255,16 @@ def _register_window() -> None:
     torch.library.register_autograd("elsa::window_attention_backward", _window_twice, lib=_LIBRARY)
 
 
+def _register_linear() -> None:
+    _define("linear", _LINEAR_ARGUMENTS)
+    torch.library.register_fake("elsa::linear", _linear_fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        "elsa::linear", _linear_backward, setup_context=_linear_setup_context, lib=_LIBRARY
+    )
+    _LIBRARY.impl("linear", torch.nn.functional.linear, "CompositeExplicitAutograd")
+    _LIBRARY.impl("linear", _linear_cuda, "CUDA")
+
+
 _register()
 _register_window()
+_register_linear()

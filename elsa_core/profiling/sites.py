@@ -176,7 +176,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         schema = func._schema
-        if self._site is not None and schema.name.startswith("elsa::"):
+        attends = schema.name.startswith("elsa::") and schema.name != "elsa::linear"
+        if self._site is not None and attends:
             path, module = self._site
             if path not in self.found:
                 names = [argument.name for argument in schema.arguments]

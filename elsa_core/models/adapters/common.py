@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elsa_core.attention import attention
+from elsa_core.linear import linear
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,6 +39,19 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
+    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain one."""
+    if type(layer) is nn.Linear and not has_hooks(layer):
+        return project_by(site, x, layer.weight, layer.bias)
+    projected: Tensor = layer(x)
+    return projected
+
+
+def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias as the patched site asks for it: [..., K] -> [..., N]."""
+    return linear(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
 
 
 def shows_weights(module: Any) -> bool:

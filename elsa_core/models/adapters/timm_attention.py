@@ -21,6 +21,7 @@ from elsa_core.models.adapters.common import (
     attend,
     drop_p,
     join_heads,
+    project,
     shows_weights,
     split_heads,
     split_packed,
@@ -41,7 +42,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
             shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
             return shown
         gate = gate_of(self, x)
-        q, k, v = split_packed(self.qkv(x), self.num_heads)
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         return attended(self, q, k, v, attn_mask, is_causal, gate)
 
@@ -65,12 +66,12 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
             return shown
         gate = gate_of(self, x)
         if self.qkv is not None:
-            q, k, v = split_packed(self.qkv(x), self.num_heads)
+            q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         else:
             kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
-            q = split_heads(self.q_proj(x), self.num_heads)
-            k = split_heads(self.k_proj(x), kv_heads)
-            v = split_heads(self.v_proj(x), kv_heads)
+            q = split_heads(project(self, self.q_proj, x), self.num_heads)
+            k = split_heads(project(self, self.k_proj, x), kv_heads)
+            v = split_heads(project(self, self.v_proj, x), kv_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(self, q, rope, v), rotate(self, k, rope, v)
@@ -127,5 +128,5 @@ def attended(
     x = module.norm(join_heads(out))
     if gate is not None:
         x = x * gate
-    joined: Tensor = module.proj_drop(module.proj(x))
+    joined: Tensor = module.proj_drop(project(module, module.proj, x))
     return joined

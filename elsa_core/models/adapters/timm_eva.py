@@ -6,11 +6,10 @@ Read against timm 1.0.20 (no is_causal, no gate), 1.0.29 and 1.0.31.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from timm.models.eva import EvaAttention
 from torch import Tensor
 
-from elsa_core.models.adapters.common import split_heads, split_packed
+from elsa_core.models.adapters.common import project, project_by, split_heads, split_packed
 from elsa_core.models.adapters.timm_attention import attended, gate_of, rotate
 
 
@@ -32,9 +31,9 @@ class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
         if self.qkv is not None:
             q, k, v = split_packed(self._elsa_packed(x), self.num_heads)
         else:
-            q = split_heads(self.q_proj(x), self.num_heads)
-            k = split_heads(self.k_proj(x), self.num_heads)
-            v = split_heads(self.v_proj(x), self.num_heads)
+            q = split_heads(project(self, self.q_proj, x), self.num_heads)
+            k = split_heads(project(self, self.k_proj, x), self.num_heads)
+            v = split_heads(project(self, self.v_proj, x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(self, q, rope, v), rotate(self, k, rope, v)
@@ -43,11 +42,10 @@ class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
     def _elsa_packed(self, x: Tensor) -> Tensor:
         """The packed projection [B, N, 3 * H * D] with the biases of queries and values."""
         if self.q_bias is None:
-            packed: Tensor = self.qkv(x)
-            return packed
+            return project(self, self.qkv, x)
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         if self.qkv_bias_separate:
-            packed = self.qkv(x)
+            packed = project(self, self.qkv, x)
             packed += bias
             return packed
-        return F.linear(x, weight=self.qkv.weight, bias=bias)
+        return project_by(self, x, self.qkv.weight, bias)

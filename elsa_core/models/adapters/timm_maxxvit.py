@@ -11,6 +11,7 @@ from typing import Any
 from timm.models.maxxvit import AttentionCl, PartitionAttentionCl
 from torch import Tensor
 
+from elsa_core.models.adapters.common import project
 from elsa_core.models.adapters.windows import attend_windows, derived, must_call, why_not
 
 
@@ -41,7 +42,7 @@ class ElsaPartitionAttentionCl(PartitionAttentionCl):  # type: ignore[misc]  # t
             bias = derived(rel_pos, _bias, (*rel_pos.parameters(), *rel_pos.buffers()))
         out = attend_windows(
             self,
-            attn.qkv(x),
+            project(self, attn.qkv, x),
             bias,
             num_heads=attn.num_heads,
             window_size=self.partition_size,
@@ -49,7 +50,7 @@ class ElsaPartitionAttentionCl(PartitionAttentionCl):  # type: ignore[misc]  # t
             layout="head" if attn.head_first else "qkv",
             grid=not self.partition_block,
         )
-        joined: Tensor = attn.proj_drop(attn.proj(out))
+        joined: Tensor = attn.proj_drop(project(self, attn.proj, out))
         return joined
 
 

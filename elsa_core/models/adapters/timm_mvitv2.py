@@ -12,7 +12,7 @@ from typing import Any
 from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
 from torch import Tensor
 
-from elsa_core.models.adapters.common import attend, join_heads, split_packed
+from elsa_core.models.adapters.common import attend, join_heads, project, split_packed
 from elsa_core.models.adapters.decomposed import attend_decomposed, table
 
 _Size = list[int]
@@ -26,7 +26,7 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
     elsa_backend: str
 
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
-        q, k, v = split_packed(self.qkv(x), self.num_heads)
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)
         k, k_size = _pooled(self, k, feat_size, self.pool_k, self.norm_k)
         v, _ = _pooled(self, v, feat_size, self.pool_v, self.norm_v)
@@ -58,5 +58,5 @@ def _attended(module: Any, q: Tensor, k: Tensor, v: Tensor, q_size: _Size, k_siz
         out = attend(module, q, k, v, scale=module.scale)
     if module.residual_pooling:
         out = out + q
-    joined: Tensor = module.proj(join_heads(out))
+    joined: Tensor = project(module, module.proj, join_heads(out))
     return joined

@@ -18,7 +18,14 @@ from timm.models.tnt import Attention as TntAttention
 from timm.models.volo import ClassAttention
 from torch import Tensor
 
-from elsa_core.models.adapters.common import attend, drop_p, join_heads, split_heads, split_packed
+from elsa_core.models.adapters.common import (
+    attend,
+    drop_p,
+    join_heads,
+    project,
+    split_heads,
+    split_packed,
+)
 
 # Until 1.0.29 timm gave an image's windows the global queries of other images; kept as it is there.
 _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_names
@@ -27,7 +34,7 @@ _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_
 def _projected(module: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Attention, and the projection and dropout that most of these end with: [B, N, H * Dv]."""
     out = attend(module, q, k, v, bias, scale=module.scale, dropout_p=drop_p(module))
-    projected: Tensor = module.proj_drop(module.proj(join_heads(out)))
+    projected: Tensor = module.proj_drop(project(module, module.proj, join_heads(out)))
     return projected
 
 
@@ -40,7 +47,9 @@ class ElsaCrossAttention(CrossAttention):  # type: ignore[misc]  # timm is untyp
 
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x[:, :1]), self.num_heads)
-        k, v = split_heads(self.wk(x), self.num_heads), split_heads(self.wv(x), self.num_heads)
+        k, v = (
+            split_heads(project(self, layer, x), self.num_heads) for layer in (self.wk, self.wv)
+        )
         return _projected(self, q, k, v)
 
 
@@ -53,7 +62,9 @@ class ElsaVoloClassAttention(ClassAttention):  # type: ignore[misc]  # timm is u
 
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.q(x[:, :1]), self.num_heads)
-        k, v = (split_heads(half, self.num_heads) for half in self.kv(x).chunk(2, dim=-1))
+        k, v = (
+            split_heads(half, self.num_heads) for half in project(self, self.kv, x).chunk(2, dim=-1)
+        )
         return _projected(self, q, k, v)
 
 
@@ -65,8 +76,10 @@ class ElsaTntAttention(TntAttention):  # type: ignore[misc]  # timm is untyped
     elsa_backend: str
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = (split_heads(half, self.num_heads) for half in self.qk(x).chunk(2, dim=-1))
-        v = split_heads(self.v(x), self.num_heads)
+        q, k = (
+            split_heads(half, self.num_heads) for half in project(self, self.qk, x).chunk(2, dim=-1)
+        )
+        v = split_heads(project(self, self.v, x), self.num_heads)
         return _projected(self, q, k, v)
 
 
@@ -78,7 +91,7 @@ class ElsaConvitMHSA(MHSA):  # type: ignore[misc]  # timm is untyped
     elsa_backend: str
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = split_packed(self.qkv(x), self.num_heads)
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         return _projected(self, q, k, v)
 
 
@@ -91,10 +104,12 @@ class ElsaNestAttention(NestAttention):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         batch, blocks = x.shape[:2]
-        q, k, v = split_packed(self.qkv(x).flatten(0, 1), self.num_heads)
+        q, k, v = split_packed(project(self, self.qkv, x).flatten(0, 1), self.num_heads)
         out = attend(self, q, k, v, dropout_p=drop_p(self))
         joined = out.permute(0, 2, 3, 1).flatten(2)  # NesT puts the heads last
-        projected: Tensor = self.proj_drop(self.proj(joined.unflatten(0, (batch, blocks))))
+        projected: Tensor = self.proj_drop(
+            project(self, self.proj, joined.unflatten(0, (batch, blocks)))
+        )
         return projected
 
 
@@ -109,13 +124,16 @@ class ElsaWindowAttentionGlobal(WindowAttentionGlobal):  # type: ignore[misc]  #
         if self.use_global and q_global is not None:
             fits = x.shape[-1] == q_global.shape[-1]
             torch._assert(fits, "the windows and q_global must have as many channels")
-            k, v = (split_heads(half, self.num_heads) for half in self.qkv(x).chunk(2, dim=-1))
+            k, v = (
+                split_heads(half, self.num_heads)
+                for half in project(self, self.qkv, x).chunk(2, dim=-1)
+            )
             windows = x.shape[0] // q_global.shape[0]
             q = q_global.flatten(1, -2)
             q = q.repeat_interleave(windows, 0) if _IMAGE_MAJOR else q.repeat(windows, 1, 1)
             q = split_heads(q, self.num_heads)
         else:
-            q, k, v = split_packed(self.qkv(x), self.num_heads)
+            q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         return _projected(self, q, k, v, self.rel_pos.get_bias())
 
 

@@ -10,7 +10,7 @@ from timm.layers import apply_rot_embed_cat
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor
 
-from elsa_core.models.adapters.common import attend, drop_p, join_heads, split_packed
+from elsa_core.models.adapters.common import attend, drop_p, join_heads, project, split_packed
 from elsa_core.models.adapters.decomposed import attend_decomposed, table
 
 
@@ -23,7 +23,7 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3]
-        q, k, v = split_packed(self.qkv(x.flatten(1, 2)), self.num_heads)
+        q, k, v = split_packed(project(self, self.qkv, x.flatten(1, 2)), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         drop = drop_p(self)
         if self.use_rel_pos:
@@ -36,7 +36,9 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
                 q = apply_rot_embed_cat(q, rope).type_as(v)
                 k = apply_rot_embed_cat(k, rope).type_as(v)
             out = attend(self, q, k, v, scale=self.scale, dropout_p=drop)
-        image: Tensor = self.proj_drop(self.proj(join_heads(out))).unflatten(1, (height, width))
+        image: Tensor = self.proj_drop(project(self, self.proj, join_heads(out))).unflatten(
+            1, (height, width)
+        )
         return image
 
 

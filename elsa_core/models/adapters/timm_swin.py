@@ -13,6 +13,7 @@ from typing import Any
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
+from elsa_core.models.adapters.common import project
 from elsa_core.models.adapters.windows import (
     Bias,
     attend_windows,
@@ -48,7 +49,7 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
         bias: Bias = derived(attn, _bias, sources)
         return attend_block(
             self,
-            attn.qkv(x),
+            project(self, attn.qkv, x),
             bias.bias,
             bias_index=bias.bias_index,
             scale=attn.scale,
@@ -76,5 +77,5 @@ def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> 
         shift_size=block.shift_size,
         **terms,
     )
-    joined: Tensor = attn.proj_drop(attn.proj(out))
+    joined: Tensor = attn.proj_drop(project(block, attn.proj, out))
     return joined

@@ -11,11 +11,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block, WindowAttention
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock, WindowMultiHeadAttention
 from torch import Tensor
 
+from elsa_core.models.adapters.common import project, project_by
 from elsa_core.models.adapters.timm_swin import attend_block
 from elsa_core.models.adapters.windows import (
     Bias,
@@ -55,9 +55,9 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
         terms: _Terms = derived(attn, _terms, sources)
         bias = pad = terms.qkv_bias
         if bias is not None and not attn.qkv_bias_separate:
-            qkv = F.linear(x, attn.qkv.weight, bias)
+            qkv = project_by(self, x, attn.qkv.weight, bias)
         else:
-            qkv, own = attn.qkv(x), of_padding(attn.qkv, x, self.window_size)
+            qkv, own = project(self, attn.qkv, x), of_padding(attn.qkv, x, self.window_size)
             qkv = qkv if bias is None else qkv + bias
             if own is not None:
                 pad = own if bias is None else own + bias
@@ -113,7 +113,7 @@ class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[mi
         bias, scale = derived(attn, _pairwise_terms, sources)
         return attend_block(
             self,
-            attn.qkv(x),
+            project(self, attn.qkv, x),
             bias,
             pad_qkv=of_padding(attn.qkv, x, self.window_size),
             logit_scale=scale,

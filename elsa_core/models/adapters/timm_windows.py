@@ -14,7 +14,7 @@ from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
-from elsa_core.models.adapters.common import drop_p
+from elsa_core.models.adapters.common import drop_p, project
 from elsa_core.models.adapters.windows import (
     Bias,
     attend_windows,
@@ -41,14 +41,14 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
             return out
         out = attend_windows(
             self,
-            self.qkv(image),
+            project(self, self.qkv, image),
             None,
             num_heads=self.num_heads,
             window_size=(self.ws, self.ws),
             scale=self.scale,
             pad_qkv=of_padding(self.qkv, image, (self.ws, self.ws)),
         )
-        joined: Tensor = self.proj_drop(self.proj(out.flatten(1, 2)))
+        joined: Tensor = self.proj_drop(project(self, self.proj, out.flatten(1, 2)))
         return joined
 
 
@@ -74,14 +74,14 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
         normed = self.norm1(tokens)
         out = attend_windows(
             self,
-            attn.qkv(normed),
+            project(self, attn.qkv, normed),
             None,
             num_heads=attn.num_heads,
             window_size=self.window_size,
             scale=attn.scale,
             pad_qkv=of_padding(attn.qkv, normed, self.window_size),
         )
-        tokens = tokens + self.drop_path1(attn.proj(out))
+        tokens = tokens + self.drop_path1(project(self, attn.proj, out))
         x = self.cpe2(tokens.permute(0, 3, 1, 2))
         if self.mlp is None:
             return x
@@ -119,7 +119,7 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
         bias: Bias = derived(attn, _learnt_bias, sources)
         out = attend_windows(
             self,
-            attn.qkv(attn.norm(x)),
+            project(self, attn.qkv, attn.norm(x)),
             bias.bias,
             bias_index=bias.bias_index,
             num_heads=attn.num_heads,
@@ -128,7 +128,7 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
             pad_qkv=pad,
             layout="head",
         )
-        x = x + self.drop_path1(attn.proj(out))
+        x = x + self.drop_path1(project(self, attn.proj, out))
         tokens = self.local_conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         image: Tensor = tokens + self.drop_path2(self.mlp(tokens))
         return image

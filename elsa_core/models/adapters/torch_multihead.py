@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError
-from elsa_core.models.adapters.common import attend, join_heads, split_heads, split_packed
+from elsa_core.models.adapters.common import (
+    attend,
+    join_heads,
+    project_by,
+    split_heads,
+    split_packed,
+)
 
 
 class ElsaMultiheadAttention(nn.MultiheadAttention):
@@ -72,7 +78,7 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         mask = None if causal else _merged_mask(attn_mask, key_padding_mask, q, k)
         drop = self.dropout if self.training else 0.0
         out = attend(self, q, k, v, mask, dropout_p=drop, is_causal=causal)
-        joined = F.linear(join_heads(out), self.out_proj.weight, self.out_proj.bias)
+        joined = project_by(self, join_heads(out), self.out_proj.weight, self.out_proj.bias)
         if query.dim() == 2:
             joined = joined.squeeze(0)
         elif not self.batch_first:
@@ -89,7 +95,7 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         if weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif same_keys and same_queries:
-            return split_packed(F.linear(query, weight, bias), self.num_heads)
+            return split_packed(project_by(self, query, weight, bias), self.num_heads)
         else:
             weights = weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -98,7 +104,7 @@ class ElsaMultiheadAttention(nn.MultiheadAttention):
         if not batches[0] == batches[1] == batches[2]:
             raise ArgumentError(f"query, key and value have batches of {batches}: must be equal")
         q, k, v = (
-            split_heads(F.linear(x, w, b), self.num_heads)
+            split_heads(project_by(self, x, w, b), self.num_heads)
             for x, w, b in zip(inputs, weights, biases, strict=True)
         )
         return q, k, v

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositionalMultiHeadAttention
 
-from elsa_core.models.adapters.common import has_hooks
+from elsa_core.models.adapters.common import has_hooks, project
 from elsa_core.models.adapters.windows import (
     Bias,
     attend_windows,
@@ -48,7 +48,7 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
         bias: Bias = derived(attn, _bias, sources)
         out = attend_windows(
             self,
-            attn.to_qkv(norm(x)),
+            project(self, attn.to_qkv, norm(x)),
             bias.bias,
             bias_index=bias.bias_index,
             num_heads=attn.n_heads,
@@ -56,7 +56,7 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
             scale=attn.scale_factor,
             grid=self.partition_type == "grid",
         )
-        x = x + self.stochastic_dropout(drop(attn.merge(out)))
+        x = x + self.stochastic_dropout(drop(project(self, attn.merge, out)))
         x = x + self.stochastic_dropout(self.mlp_layer(x))
         return x.permute(0, 3, 1, 2)
 

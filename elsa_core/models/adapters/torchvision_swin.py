@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
+from elsa_core.models.adapters.common import project_by
 from elsa_core.models.adapters.windows import (
     Bias,
     attend_windows,
@@ -95,7 +96,7 @@ def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
         x = F.pad(x, (0, 0, 0, right, 0, below))
     out = attend_windows(
         attn,
-        F.linear(x, attn.qkv.weight, terms.qkv_bias),
+        project_by(attn, x, attn.qkv.weight, terms.qkv_bias),
         terms.bias.bias,
         bias_index=terms.bias.bias_index,
         num_heads=attn.num_heads,
@@ -106,5 +107,5 @@ def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
     )
     if padded:
         out = out[:, :height, :width]
-    joined = F.linear(out, attn.proj.weight, attn.proj.bias)
+    joined = project_by(attn, out, attn.proj.weight, attn.proj.bias)
     return F.dropout(joined, attn.dropout, attn.training)

@@ -1,0 +1,225 @@
+"""The linear kernel on a real GPU, alone and in patched models, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+HALF_ULP = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
+def kernel(*given):
+    from elsa_core.backends.triton import linear
+
+    return linear.linear(*given)
+
+
+def operands(rows, depth, columns, dtype=torch.float32, bias=True, seed=0):
+    torch.manual_seed(seed)
+    x = torch.randn(rows, depth, device="cuda", dtype=dtype)
+    w = torch.randn(columns, depth, device="cuda", dtype=dtype) * depth**-0.5
+    return x, w, torch.randn(columns, device="cuda", dtype=dtype) if bias else None
+
+
+def exact(x, w, b):
+    return functional.linear(x.double(), w.double(), None if b is None else b.double())
+
+
+def distance(out, reference):
+    return ((out.double() - reference).norm() / reference.norm()).item()
+
+
+def agree(*given):
+    # what was freed is what the next allocation of the size finds
+    torch.full((given[0].numel() // given[0].shape[-1], given[1].shape[0]), float("nan")).cuda()
+    out, reference = kernel(*given), exact(*given)
+    assert out.shape == reference.shape and out.dtype == given[0].dtype and out.is_contiguous()
+    assert torch.isfinite(out).all()
+    peer = distance(functional.linear(*given), reference)
+    ours = distance(out, reference)
+    assert ours <= 2 * peer + HALF_ULP[out.dtype] / 4, f"{ours:.2e} against {peer:.2e}"
+
+
+SHAPES = [
+    (25088, 96, 288), (25088, 96, 96), (6272, 192, 576), (1568, 384, 384), (1576, 768, 2304),
+    (197, 768, 768), (64, 64, 64), (65, 36, 36), (127, 100, 132), (1000, 772, 1004), (3001, 4, 4),
+    (200, 3072, 768),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape, bias):
+    agree(*operands(*shape, bias=bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(25088, 96, 288), (3001, 96, 96), (70, 40, 24), (64, 96, 8)])
+def test_half(shape, dtype):
+    agree(*operands(*shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(3, 768, 768), (65, 35, 64), (65, 64, 33), (0, 64, 64)])
+def test_what_does_not_fit_is_pytorchs(shape):
+    given = operands(*shape)
+    assert torch.equal(kernel(*given), functional.linear(*given))
+
+
+def test_strides():
+    x, w, b = operands(600, 128, 256)
+    wide = torch.randn(256, 200, device="cuda")
+    wide[:, :128] = w
+    assert torch.equal(kernel(x, wide[:, :128], b), kernel(x, w, b))
+    assert torch.equal(kernel(x.view(2, 3, 100, 128), w, b).view(600, 256), kernel(x, w, b))
+    turned = x.t().contiguous().t()
+    assert torch.equal(kernel(turned, w, b), functional.linear(turned, w, b))
+
+
+@pytest.mark.parametrize("times", [1e30, 1e37, 1e-30, 1e-36, 1e-40])
+def test_magnitudes(times):
+    x, w, _ = operands(300, 96, 288)
+    agree(x.clamp(-3, 3) * times, w, None)
+    mixed = torch.cat((x[:1] * times, x[1:]))
+    out, reference = kernel(mixed, w, None), exact(mixed, w, None)
+    peer = distance(functional.linear(mixed, w)[:1], reference[:1])
+    assert distance(out[:1], reference[:1]) <= 2 * peer + 2**-26
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e5, 1e7])
+def test_channels_of_other_magnitude(factor):
+    x, w, b = operands(300, 96, 288)
+    x[:, 3] *= factor
+    w[:, 3] /= factor
+    agree(x, w, b)
+
+
+@pytest.mark.parametrize("entry", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("of", ["input", "weight"])
+def test_what_is_not_finite(entry, of):
+    x, w, b = operands(300, 96, 288)
+    (x if of == "input" else w)[70, 5] = entry
+    out, peer = kernel(x, w, b), functional.linear(x, w, b)
+    assert torch.equal(torch.isnan(out), torch.isnan(peer))
+    assert torch.equal(out[torch.isinf(peer)], peer[torch.isinf(peer)])
+    assert torch.isfinite(out).any()
+
+
+def test_the_largest_numbers():
+    x = torch.full((128, 96), torch.finfo(torch.float32).max, device="cuda")
+    agree(x, torch.randn(96, 96, device="cuda") * 1e-4, None)
+
+
+def test_repeats_are_equal():
+    given = operands(1576, 768, 2304)
+    first = kernel(*given)
+    assert all(torch.equal(first, kernel(*given)) for _ in range(50))
+
+
+def test_rows_beyond_32_bits():
+    x, w, b = operands(64, 96, 96)
+    x = x.repeat(500_000, 1)  # 3.07e9 numbers
+    out = kernel(x, w, b)
+    assert torch.equal(out[-64:], out[:64])
+
+
+def test_operator_and_derivatives():
+    given = operands(200, 96, 288)
+    torch.library.opcheck(torch.ops.elsa.linear.default, given)
+    leaves = [t.clone().requires_grad_() for t in given]
+    torch.ops.elsa.linear.default(*leaves).square().sum().backward()
+    wide = [t.double().requires_grad_() for t in given]
+    functional.linear(*wide).square().sum().backward()
+    for ours, theirs in zip(leaves, wide, strict=True):
+        assert distance(ours.grad, theirs.grad) < 1e-6
+
+
+class Calls(TorchDispatchMode):
+    """How often the operator is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.elsa.linear.default
+        return func(*args, **(kwargs or {}))
+
+
+MODELS = [
+    ("vit_tiny_patch16_224", {}, 24),
+    ("swin_tiny_patch4_window7_224", {}, 24),
+    ("swinv2_tiny_window8_256", {}, 24),
+    ("vit_small_patch14_reg4_dinov2", {"img_size": 98}, 24),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "projections"), MODELS)
+def test_models(name, options, projections):
+    import timm
+
+    import elsa_core as elsa
+
+    torch.manual_seed(0)
+    model = timm.create_model(name, **options).eval().cuda()
+    size = model.pretrained_cfg["input_size"][-1] if not options else options["img_size"]
+    image = torch.randn(2, 3, size, size, device="cuda")
+    with torch.inference_mode():
+        before = model(image)
+        elsa.patch(model)
+        with Calls() as calls:
+            after = model(image)
+        assert calls.count == projections
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(image)
+        with torch.autocast("cuda", dtype=torch.float16), Calls() as calls:
+            model(image)
+        assert calls.count == 0
+    assert elsa.check(model, image).ok
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled, before, rtol=1e-4, atol=1e-4)
+
+
+def test_pytorchs_own_setting_is_kept():
+    import timm
+
+    import elsa_core as elsa
+
+    model = timm.create_model("vit_tiny_patch16_224").eval().cuda()
+    image = torch.randn(8, 3, 224, 224, device="cuda")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        elsa.patch(model)
+        with torch.inference_mode(), Calls() as calls:
+            model(image)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert calls.count == 0
+    elsa.unpatch(model)
+    elsa.patch(model, precision="ieee")
+    with torch.inference_mode(), Calls() as calls:
+        model(image)
+    assert calls.count == 0
+
+
+def test_a_patched_block_trains():
+    import timm
+
+    import elsa_core as elsa
+
+    torch.manual_seed(0)
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5).cuda()
+    wide = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5).double().cuda()
+    wide.load_state_dict(model.state_dict())
+    model.eval(), wide.eval()
+    elsa.patch(model)
+    image = torch.randn(1, 3, 224, 224, device="cuda")
+    model(image).square().sum().backward()
+    wide(image.double()).square().sum().backward()
+    ours, theirs = (m.layers[0].blocks[0].attn.qkv.weight.grad for m in (model, wide))
+    assert distance(ours, theirs) < 1e-4
