@@ -12,7 +12,7 @@ from elsa_core import calls, ops  # noqa: F401  (ops registers the operator)
 
 # Of a call outside CUDA graphs and compilers: with fewer multiply-adds the host, which takes some
 # microseconds more, is what one waits for.
-LEAST_WORK = 1 << 27
+LEAST_WORK = 1 << 28
 # Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
 # within these bounds.
 HALF_DEPTH = 96
@@ -30,10 +30,10 @@ def linear(
     """input @ weight.T + bias, as `torch.nn.functional.linear`.
 
     On sm_90 float32 products are computed on tensor cores, as three products of TF32 halves (22
-    significant bits) with float32 sums of short chains: 1.3 to 2 times as fast as PyTorch's at a
-    third to three quarters of its error (measured against float64). Not with precision="ieee", nor
-    where PyTorch itself was allowed TF32, nor under autocast: there, and everywhere else, PyTorch's
-    own serves the call. Half precision is computed here in few cases, see HALF_DEPTH.
+    significant bits) with float32 sums of short chains: faster than PyTorch's, and with smaller
+    errors. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
+    autocast: there, and everywhere else, PyTorch's own serves the call. Half precision is computed
+    here in few cases, see HALF_DEPTH.
 
     Args:
         input: [..., K]. weight: [N, K]. bias: [N]. precision, backend: as in `elsa_core.attention`.
@@ -43,8 +43,13 @@ def linear(
 
     Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
     """
-    served = _fits(input, weight, bias) and _serves(input.device, input.dtype, precision, backend)
-    if not served or not _gains(input, weight):
+    # in the order of their cost: many calls are of the host's time alone
+    if not (
+        input.is_cuda
+        and _gains(input, weight)
+        and _fits(input, weight, bias)
+        and _serves(input.device, input.dtype, precision, backend)
+    ):
         return functional.linear(input, weight, bias)
     if calls.watched() or calls.differentiates(input, weight, bias):
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
@@ -54,28 +59,28 @@ def linear(
     return kernel.linear(input, weight, bias)
 
 
-def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are plain tensors of one dtype on a GPU, and an operator may take them."""
-    return (
-        input.device.type == "cuda"
-        and input.dtype == weight.dtype
-        and (bias is None or bias.dtype == input.dtype)
-        and not hasattr(weight, "__tensor_flatten__")  # a wrapper: quantised, or distributed
-        and not calls.differentiates_otherwise()
-    )
-
-
 def _gains(input: Tensor, weight: Tensor) -> bool:
     """Whether a kernel of this package takes less time than PyTorch's."""
     split = input.dtype == torch.float32
     if calls.watched():  # what is recorded must not depend on lengths
         return split
-    depth = weight.shape[1]
-    rows = input.numel() // depth if depth else 0
-    if not split and not (depth <= HALF_DEPTH and HALF_ROWS[0] <= rows <= HALF_ROWS[1]):
+    work = input.numel() * weight.shape[0]
+    if work < LEAST_WORK and not torch.cuda.is_current_stream_capturing():
         return False
-    enough = rows * weight.numel() >= LEAST_WORK
-    return enough or torch.cuda.is_current_stream_capturing()
+    depth = weight.shape[1]
+    return split or (
+        0 < depth <= HALF_DEPTH and HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
+    )
+
+
+def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are plain tensors of one dtype, which an operator may take."""
+    return (
+        input.dtype == weight.dtype
+        and (bias is None or bias.dtype == input.dtype)
+        and not hasattr(weight, "__tensor_flatten__")  # a wrapper: quantised, or distributed
+        and not calls.differentiates_otherwise()
+    )
 
 
 def _serves(device: torch.device, dtype: torch.dtype, precision: str, backend: str) -> bool:

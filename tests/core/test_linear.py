@@ -59,11 +59,12 @@ class Wrapped(torch.Tensor):
         return [], None
 
 
-def test_a_wrapped_weight_is_pytorchs(monkeypatch):
-    monkeypatch.setattr(module, "_serves", lambda *_: pytest.fail("not asked of a wrapper"))
+def test_a_wrapped_weight_and_mixed_dtypes_are_pytorchs():
     x, w, b = operands(dtype=torch.float32)
-    assert torch.equal(linear(x, w.as_subclass(Wrapped), b), functional.linear(x, w, b))
+    assert module._fits(x, w, b)
     assert not module._fits(x, w.as_subclass(Wrapped), b)
+    assert not module._fits(x, w.half(), None)
+    assert not module._fits(x, w, b.half())
 
 
 @pytest.mark.parametrize(

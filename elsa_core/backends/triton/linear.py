@@ -48,6 +48,8 @@ NARROW = LinearTile(64, 32, 32, 4, 3)
 FULL = 0.77
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
+# Sums of fewer products round so little that what 22 bits leave out would show.
+LEAST_DEPTH = 64
 
 
 @triton.jit
@@ -169,31 +171,47 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         input: [..., K], float32, float16 or bfloat16. weight: [N, K], bias: [N], of its dtype.
 
     Returns:
-        [..., N], dense. Of fewer than LEAST_ROWS rows, or rows that do not begin at multiples of
-        16 bytes, PyTorch's own.
+        [..., N], dense. Of few rows, of few channels in float32, or of rows that do not begin at
+        multiples of 16 bytes, PyTorch's own.
     """
-    if not _aligned(input, weight, bias):
+    call = planned(input, weight, bias)
+    if call is None:
         return torch.nn.functional.linear(input, weight, bias)
     out = input.new_empty((*input.shape[:-1], weight.shape[0]))
+    pointers = (input, weight, weight if bias is None else bias, out)
     if input.is_cuda and input.get_device() != torch.cuda.current_device():
         with torch.cuda.device(input.device):
-            planned(input, weight, bias)(*_pointers(input, weight, bias), out)
+            call(*pointers)
     else:
-        planned(input, weight, bias)(*_pointers(input, weight, bias), out)
+        call(*pointers)
     return out
 
 
-def _pointers(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    return input, weight, weight if bias is None else bias
+_CALLS: dict[Any, Launch | None] = {}
 
 
-def _aligned(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel serves: dense rows at multiples of 16 bytes, enough of them."""
+def planned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch | None:
+    """The launch of a call, cached by layout; None where the kernel does not serve it."""
+    key = (
+        input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() % 16,
+        weight.shape, weight.stride(), weight.data_ptr() % 16,
+        None if bias is None else (bias.stride(), bias.data_ptr() % 16),
+    )  # fmt: skip
+    if key not in _CALLS:
+        if len(_CALLS) >= CACHED_PLANS:
+            _CALLS.clear()
+        _CALLS[key] = plan(input, weight, bias) if _fits(input, weight, bias) else None
+    return _CALLS[key]
+
+
+def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel serves: enough dense rows at multiples of 16 bytes, of enough channels."""
     unit = 16 // input.element_size()
     tensors = (input, weight) if bias is None else (input, weight, bias)
     return (
         weight.numel() > 0
         and input.numel() >= LEAST_ROWS * weight.shape[1]
+        and (input.dtype != torch.float32 or weight.shape[1] >= LEAST_DEPTH)
         and weight.shape[0] % unit == 0
         and weight.shape[1] % unit == 0
         and input.is_contiguous()
@@ -202,22 +220,6 @@ def _aligned(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or bias.is_contiguous())
         and not any(t.data_ptr() % 16 for t in tensors)
     )
-
-
-_CALLS: dict[Any, Launch] = {}
-
-
-def planned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch:
-    """The launch of a call, cached by layout."""
-    key = (
-        input.shape, input.dtype, input.get_device(), weight.shape, weight.stride(0), bias is None
-    )  # fmt: skip
-    call = _CALLS.get(key)
-    if call is None:
-        if len(_CALLS) >= CACHED_PLANS:
-            _CALLS.clear()
-        call = _CALLS[key] = plan(input, weight, bias)
-    return call
 
 
 def tile_for(rows: int, columns: int, depth: int, split: bool, multiprocessors: int) -> LinearTile:
