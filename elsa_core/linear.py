@@ -102,8 +102,10 @@ _serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=64)
 def _has_kernel(device: torch.device) -> bool:
     """Whether the kernel is known to be faster there: on sm_90, with Triton."""
+    if torch.version.hip or not torch.cuda.is_available():  # a fake tensor needs no GPU
+        return False
     try:
         import triton  # noqa: F401
     except ImportError:
         return False
-    return not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0)

@@ -61,6 +61,9 @@ def run(shape, dtype, options):
     out = torch.full((*rows, columns), float("nan"), dtype=dtype)
     call = kernel.plan(x, w, bias, options.get("tile"))
     call(x, w, w if bias is None else bias, out)
+    if options.get("tile") is None and kernel.planned(x, w, bias) is not None:
+        again = [kernel.linear(x, w, bias) for _ in range(2)]  # planned, and found again
+        assert all(torch.equal(out.nan_to_num(7.0), o.nan_to_num(7.0)) for o in again)
     exact = torch.nn.functional.linear(
         x.double(), w.double(), None if bias is None else bias.double()
     )
@@ -78,6 +81,21 @@ def run(shape, dtype, options):
     }
 
 
+def declined():
+    """What the kernel leaves to PyTorch: few rows, few channels, rows off 16 bytes, turned ones."""
+    for rows, depth, columns in [(63, 64, 64), (64, 60, 64), (64, 66, 64), (64, 64, 65)]:
+        x, w = torch.randn(rows, depth), torch.randn(columns, depth)
+        yield x, w, torch.randn(columns)
+    wide = torch.randn(64 * 65)
+    yield wide[1 : 64 * 64 + 1].view(64, 64), torch.randn(64, 64), None
+    yield torch.randn(64, 65)[:, :64], torch.randn(64, 64), None
+    yield torch.randn(64, 64), torch.randn(64, 64).t(), None
+    yield torch.randn(64, 64), torch.randn(64, 64), torch.randn(128)[::2]
+
+
 if __name__ == "__main__":
+    for given in declined():
+        assert kernel.planned(*given) is None, [t if t is None else t.shape for t in given]
+        assert torch.equal(kernel.linear(*given), torch.nn.functional.linear(*given))
     for name, case in CASES.items():
         print(json.dumps({"name": name, **run(*case)}), flush=True)
