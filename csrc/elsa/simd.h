@@ -53,6 +53,20 @@ ELSA_INLINE void store_first(float* p, Floats x, int64_t count) {
   }
 }
 
+// The first `count` lanes at p, `rest` in the others; no memory beyond them is read.
+ELSA_INLINE Floats load_first(const float* p, int64_t count, float rest) {
+#if defined(__AVX512F__)
+  const int lanes = count < kLanes ? static_cast<int>(count) : kLanes;
+  return reinterpret_cast<Floats>(_mm512_mask_loadu_ps(
+      _mm512_set1_ps(rest), static_cast<__mmask16>((1u << lanes) - 1), p));
+#else
+  if (count >= kLanes) return load(p);
+  Floats x = splat(rest);
+  for (int i = 0; i < count; ++i) x[i] = p[i];
+  return x;
+#endif
+}
+
 // Compares false on NaN, so that a NaN in `a` gives `b`: the same rule as x86's maxps.
 ELSA_INLINE Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
@@ -118,6 +132,34 @@ ELSA_INLINE Floats keep_first(Floats x, int64_t count) {
 
 // 2^x for x <= 0, within 1.25 ulp (1 with fused multiply-add) down to 2^-126 and zero from 2^-127
 // on; NaN stays NaN.
+#if defined(__AVX512F__)
+// x = i + k / 16 + f: 2^(k / 16) is a look-up within one register, which leaves so short a
+// polynomial, the minimax fit of relative error on [0, 1/16] with value 1 at 0 (1.4e-9).
+ELSA_INLINE Floats exp2_nonpositive(Floats x) {
+  constexpr Floats kPowers = {
+      0x1p+0f,        0x1.0b5586p+0f, 0x1.172b84p+0f, 0x1.2387a6p+0f,
+      0x1.306fe0p+0f, 0x1.3dea64p+0f, 0x1.4bfdaep+0f, 0x1.5ab07ep+0f,
+      0x1.6a09e6p+0f, 0x1.7a1148p+0f, 0x1.8ace54p+0f, 0x1.9c4918p+0f,
+      0x1.ae89fap+0f, 0x1.c199bep+0f, 0x1.d5818ep+0f, 0x1.ea4afap+0f,
+  };
+  const __m512 v = reinterpret_cast<__m512>(x);
+  // Adding 1.5 * 2^19 leaves k in the four low bits, all that the look-up reads.
+  const __m512 shifted = _mm512_add_round_ps(v, _mm512_set1_ps(786432.0f),
+                                             _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  const Floats power = reinterpret_cast<Floats>(_mm512_permutexvar_ps(
+      _mm512_castps_si512(shifted), reinterpret_cast<__m512>(kPowers)));
+  constexpr int kBelow = 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  const Floats f = reinterpret_cast<Floats>(_mm512_reduce_ps(v, kBelow));
+  Floats p = splat(0.05666298419237137f);
+  p = p * f + 0.24018490314483643f;
+  p = p * f + 0.693147599697113f;
+  p = power * f * p + power;
+  // No subnormal results: they would slow down all that multiplies them.
+  const __mmask16 normal = _mm512_cmp_ps_mask(v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return reinterpret_cast<Floats>(
+      _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), v));
+}
+#else
 // The polynomial is the minimax fit of relative error on [-1/2, 1/2] with value 1 at 0 (2.0e-9).
 ELSA_INLINE Floats exp2_nonpositive(Floats x) {
   // Adding 1.5 * 2^23 + 127 rounds to an integer and leaves its float exponent in the low bits.
@@ -135,6 +177,7 @@ ELSA_INLINE Floats exp2_nonpositive(Floats x) {
   const Ints exponent = reinterpret_cast<Ints>(shifted) << 23;
   return p * reinterpret_cast<Floats>(exponent);
 }
+#endif
 
 // Natural logarithm of a positive normal number, within 2 ulp; NaN stays NaN. The polynomial is
 // Cephes' logf.
