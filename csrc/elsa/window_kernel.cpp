@@ -18,6 +18,8 @@ namespace {
 constexpr int64_t kBlockTiles = (56 + kTileRows - 1) / kTileRows;
 constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
 constexpr int64_t kCachedScores = 4096;  // 16 KiB, half of a first-level cache
+// Floats from one narrow key's scores to the next's: those of a block's rows, in whole vectors.
+constexpr int64_t kNarrowStride = (kBlockRows + 4 + 15) / 16 * 16;
 constexpr int64_t kSumChain = 64;        // keys summed in one chain of additions
 constexpr int64_t kRegions = 8;          // two on each shifted axis
 constexpr float kNormEps = 1e-12f;       // of torch.nn.functional.normalize
@@ -40,8 +42,8 @@ int64_t item_rows(const WindowPlan& plan) { return (plan.tokens + plan.splits - 
 
 // Offsets of a thread's arrays in its workspace, in floats.
 struct Layout {
-  int64_t tokens[2], keys, values, query, scores, block_out, row_max, reference, rescale, bias,
-      rows, out, maximum, sum, total;
+  int64_t tokens[2], keys, values, query, scores, narrow, block_out, row_max, reference, rescale,
+      bias, rows, out, maximum, sum, total;
   int64_t score_stride, query_stride;
 
   Layout(const WindowAttention& a, const WindowPlan& plan) {
@@ -66,6 +68,7 @@ struct Layout {
     values = take(plan.key_block * value_width(a));
     query = take(kBlockRows * query_stride);
     scores = take(kBlockRows * score_stride);
+    narrow = take(kNarrow * kNarrowStride);
     block_out = take(kBlockRows * value_width(a));
     row_max = take(round_up(kBlockRows, kLanes) * kLanes);
     reference = take(kBlockRows + kLanes);
@@ -257,6 +260,7 @@ class Worker {
     for (block_ = 0; block_ < plan_.key_blocks; ++block_) {
       first_key_ = block_ * plan_.key_block;
       keys_ = smaller(plan_.key_block, plan_.tokens - first_key_);
+      wide_ = wide_keys(keys_);
       pack();
       int64_t row = 0, tile = 0;
       for (int64_t b = 0; b < blocks; ++b) {
@@ -359,15 +363,13 @@ class Worker {
     t.scale = scale_;
     t.stride = at_.score_stride;
     prepare_bias(t);
+    if (wide_ < keys_) narrow_scores(t);
     const float* bias = t.bias;
-    const int64_t wide = wide_keys(keys_);
-    t.few = wide <= kLanes;
-    for (int64_t panel = 0; panel < keys_;) {
-      const bool narrow = panel == wide;
-      t.panel = memory_ + at_.keys + round_up(panel, kPanel) * a_.head_dim;
-      t.valid = (narrow ? keys_ : wide) - panel;
-      const RowScoreFunction* tile_for =
-          narrow ? RowTiles::narrow : RowTiles::score[t.valid > kLanes];
+    t.few = wide_ <= kLanes;
+    for (int64_t panel = 0; panel < wide_; panel += kPanel) {
+      t.panel = memory_ + at_.keys + panel * a_.head_dim;
+      t.valid = wide_ - panel;
+      const RowScoreFunction* tile_for = RowTiles::score[t.valid > kLanes];
       for (int64_t i = 0; i < tile_count_; ++i) {
         const Tile& tile = tiles_[i];
         t.query = query_rows_ + tile.local;
@@ -377,7 +379,30 @@ class Worker {
         tile_for[tile.rows - 1](t);
         fetch_.step(lines_per_call_);
       }
-      panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
+    }
+  }
+
+  // The scores of the keys in the narrow panel, a row for each of them: softmax() then takes
+  // kLanes queries at a time instead of a vector with few lanes in use for each query. They are
+  // the first ones computed, lest softmax() loads what has only just been stored in parts.
+  void narrow_scores(RowScores t) {
+    float* const narrow = memory_ + at_.narrow;
+    const int64_t count = keys_ - wide_;
+    t.panel = memory_ + at_.keys + round_up(wide_, kPanel) * a_.head_dim;
+    t.valid = count;
+    t.stride = kNarrowStride;
+    for (int64_t i = 0; i < tile_count_; ++i) {
+      t.query = query_rows_ + tiles_[i].local;
+      t.scores = narrow + tiles_[i].local;
+      RowTiles::narrow[tiles_[i].rows - 1](t);
+    }
+    if (!t.scaled) return;
+    for (int64_t j = 0; j < count; ++j) {
+      float* const scores = narrow + j * kNarrowStride;
+      const float* bias = t.bias ? t.bias + wide_ + j : nullptr;
+      for (int64_t i = 0; i < block_rows_; ++i) {
+        scores[i] = scores[i] * t.scale + (bias ? bias[i * t.bias_stride] : 0.0f);
+      }
     }
   }
 
@@ -421,10 +446,13 @@ class Worker {
     float* const lanes = memory_ + at_.row_max;  // [rows][kLanes]: maxima, then sums
     float* const reference = memory_ + at_.reference;
     float* const rescale = memory_ + at_.rescale;
+    float* const narrow = memory_ + at_.narrow;
+    const int64_t few = keys_ - wide_;
     const bool last = block_ + 1 == plan_.key_blocks;
     for (int64_t i = 0; i < block_rows_; i += kLanes) {
       float* const maximum = memory_ + at_.maximum + state_ + i;
       Floats m = row_maxima(lanes + i * kLanes);
+      for (int64_t j = 0; j < few; ++j) m = max(load(narrow + j * kNarrowStride + i), m);
       const Floats previous = block_ == 0 ? splat(-kInf) : load(maximum);
       m = max(m, previous);
       const Floats base = m == splat(-kInf) ? Floats{} : m;
@@ -433,7 +461,7 @@ class Worker {
       store(rescale + i, exp2_nonpositive((previous - base) * to_log2));
       store_first(maximum, m, block_rows_ - i);
     }
-    const int64_t count = round_up(keys_, kLanes);
+    const int64_t count = round_up(wide_, kLanes);
     float* row = memory_ + at_.scores;
     for (int64_t i = 0; i < block_rows_; ++i, row += at_.score_stride) {
       store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
@@ -441,6 +469,12 @@ class Worker {
     for (int64_t i = 0; i < block_rows_; i += kLanes) {
       float* const sum = memory_ + at_.sum + state_ + i;
       Floats s = row_sums(lanes + i * kLanes);
+      for (int64_t j = 0; j < few; ++j) {
+        float* const scores = narrow + j * kNarrowStride + i;
+        const Floats e = exp2_nonpositive((load(scores) - load(reference + i)) * to_log2);
+        store(scores, e);
+        s += e;
+      }
       if (block_ > 0) s += load(sum) * load(rescale + i);
       if (last) s = s == 0.0f ? Floats{} : 1.0f / s;
       store_first(sum, s, block_rows_ - i);
@@ -452,6 +486,7 @@ class Worker {
     const int64_t chunks = (keys_ + kSumChain - 1) / kSumChain;
     RowSums t = {};
     t.stride = at_.score_stride;
+    t.narrow_stride = kNarrowStride;
     const float* panel = memory_ + at_.values;
     for (; t.column < width_; t.column += kPanel) {
       t.value_stride = smaller(kPanel, width_ - t.column);
@@ -460,10 +495,12 @@ class Worker {
         const int64_t end = (chunk + 1) * keys_ / chunks;
         t.values = panel + key * t.value_stride;
         t.accumulate = key > 0;
-        t.count = end - key;
+        t.count = smaller(end, wide_) - key;
+        t.narrow_count = end == keys_ ? keys_ - wide_ : 0;
         for (int64_t i = 0; i < tile_count_; ++i) {
           const Tile& tile = tiles_[i];
           t.weights = memory_ + at_.scores + tile.local * at_.score_stride + key;
+          t.narrow = memory_ + at_.narrow + tile.local;
           t.out = out_rows_ + tile.local;
           t.factor = direct_ && end == keys_ ? memory_ + at_.sum + tile.local : nullptr;
           RowTiles::value[t.value_stride > kLanes][tile.rows - 1](t);
@@ -522,6 +559,7 @@ class Worker {
   int64_t lines_per_call_ = 0;
   // The current key block and row block.
   int64_t block_, first_key_, keys_;
+  int64_t wide_;  // of the keys, those that do not lie in a narrow panel
   int64_t block_row_, block_rows_, state_, tile_count_;
   Tile tiles_[kBlockTiles];
   const float* query_rows_[kBlockRows];

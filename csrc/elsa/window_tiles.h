@@ -12,9 +12,9 @@ struct RowScores {
   const float* const* query;  // [R] rows of `depth`; the narrow tile reads whole groups of 4
   const float* panel;
   int64_t depth;
-  float* scores;  // [R][stride]
+  float* scores;  // [R][stride]; of the narrow tile [valid][stride], whole groups of 4 rows
   int64_t stride;
-  float* row_max;  // [R][kLanes], running
+  float* row_max;  // [R][kLanes], running; not the narrow tile's
   int64_t valid;   // keys that exist from the panel's start on
   bool few;        // no more than kLanes keys go into panels
   bool scaled;     // scores are multiplied by scale here (and not in the softmax)
@@ -23,6 +23,14 @@ struct RowScores {
   int64_t bias_stride;
   const float* bias_end;  // no read at or beyond it
 };
+
+// The row after `row`. Computed there and then: the addresses of all rows do not fit in registers.
+template <class T>
+ELSA_INLINE T* row_after(T* row, int64_t stride) {
+  row += stride;
+  asm("" : "+r"(row));
+  return row;
+}
 
 template <int R, int V>
 void row_score_tile(const RowScores& t) {
@@ -34,16 +42,16 @@ void row_score_tile(const RowScores& t) {
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) acc[r][v] = Floats{};
   }
-  const float* const bias = t.bias;
-  const int64_t bias_stride = t.bias_stride;
-  if (bias) {
+#if !defined(__AVX512F__)
+  if (const float* const bias = t.bias) {
     // The next panel's part of the bias: too many rows for the hardware to follow.
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) {
-      const float* ahead = bias + r * bias_stride + V * kLanes;
+      const float* ahead = bias + r * t.bias_stride + V * kLanes;
       for (int i = 0; i < V * kLanes; i += 16) __builtin_prefetch(ahead + i);
     }
   }
+#endif
   const float* panel = t.panel;
   const int64_t depth = t.depth;
   int64_t d = 0;
@@ -70,19 +78,29 @@ void row_score_tile(const RowScores& t) {
   // Copies, because the compiler must assume that the stores below change `t`.
   const int64_t valid = t.valid, stride = t.stride;
   const bool whole = valid >= V * kLanes;
-  if (t.scaled) {
+  if (t.scaled && t.bias) {
     const float scale = t.scale;
-    const float* const bias_end = t.bias_end;
+    const int64_t bias_stride = t.bias_stride;
+    const float* bias = t.bias;
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) {
       ELSA_UNROLL
       for (int v = 0; v < V; ++v) {
-        acc[r][v] = acc[r][v] * scale;
-        if (bias) {
-          const float* p = bias + r * bias_stride + v * kLanes;
-          acc[r][v] += whole ? load(p) : load_before(p, bias_end);
-        }
+        const float* p = bias + v * kLanes;
+#if defined(__AVX512F__)
+        const Floats added = v + 1 < V ? load(p) : load_first(p, valid - v * kLanes, 0.0f);
+#else
+        const Floats added = whole ? load(p) : load_before(p, t.bias_end);
+#endif
+        acc[r][v] = acc[r][v] * scale + added;
       }
+      bias = row_after(bias, bias_stride);
+    }
+  } else if (t.scaled) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] * t.scale;
     }
   }
   if (!whole) {
@@ -103,11 +121,11 @@ void row_score_tile(const RowScores& t) {
       m = max(acc[r][v], m);
     }
     store(row_max + r * kLanes, m);
-    scores += stride;
+    scores = row_after(scores, stride);
   }
 }
 
-// The last few keys, as narrow_score_tile.
+// The plain products of the last few keys, as narrow_score_tile; a row of scores is a key's.
 template <int R>
 void row_narrow_tile(const RowScores& t) {
   constexpr int kGroups = (R + 3) / 4;
@@ -124,27 +142,17 @@ void row_narrow_tile(const RowScores& t) {
     for (int r = 0; r < R; ++r) acc[r] = acc[r] + load_repeated(query[r] + d) * key;
     panel += kLanes;
   }
-  float sums[kGroups][kLanes];  // [key][row of the group]
   ELSA_UNROLL
   for (int g = 0; g < kGroups; ++g) {
     const Floats* x = acc + 4 * g;
     const Floats a = shuffle<Interleave<0>>(x[0], x[1]), b = shuffle<Interleave<1>>(x[0], x[1]);
     const Floats c = shuffle<Interleave<0>>(x[2], x[3]), d = shuffle<Interleave<1>>(x[2], x[3]);
-    store(sums[g], (shuffle<Exchange<2, 0>>(a, c) + shuffle<Exchange<2, 1>>(a, c)) +
-                       (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d)));
-  }
-  const int64_t count = t.valid;
-  float* scores = t.scores;
-  for (int r = 0; r < R; ++r, scores += t.stride) {
-    float most = t.row_max[r * kLanes];
-    store(scores, splat(-kInf));
-    for (int64_t j = 0; j < count; ++j) {
-      float s = sums[r / 4][j * 4 + r % 4];
-      if (t.scaled) s = s * t.scale + (t.bias ? t.bias[r * t.bias_stride + j] : 0.0f);
-      scores[j] = s;
-      most = s > most ? s : most;
+    float sums[kLanes];  // [key][row of the group]
+    store(sums, (shuffle<Exchange<2, 0>>(a, c) + shuffle<Exchange<2, 1>>(a, c)) +
+                    (shuffle<Exchange<2, 0>>(b, d) + shuffle<Exchange<2, 1>>(b, d)));
+    for (int64_t j = 0; j < t.valid; ++j) {
+      __builtin_memcpy(t.scores + j * t.stride + 4 * g, sums + 4 * j, 4 * sizeof(float));
     }
-    t.row_max[r * kLanes] = most;
   }
 }
 
@@ -154,6 +162,9 @@ struct RowSums {
   const float* values;  // [count][value_stride]
   int64_t value_stride;
   int64_t count;
+  const float* narrow;  // [narrow_count][narrow_stride], the weights of the keys after those
+  int64_t narrow_stride;
+  int64_t narrow_count;
   float* const* out;  // [R] rows, from `column` on
   int64_t column;
   bool accumulate;
@@ -184,6 +195,20 @@ void row_value_tile(const RowSums& t) {
       for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
     }
     values += value_stride;
+  }
+  const float* narrow = t.narrow;
+  for (int64_t j = 0; j < t.narrow_count; ++j) {
+    Floats value[V];
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Floats w = splat(narrow[r]);
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + w * value[v];
+    }
+    values += value_stride;
+    narrow += t.narrow_stride;
   }
   float* out[R];
   ELSA_UNROLL
