@@ -185,29 +185,42 @@ struct TokenRows {
 };
 
 // Fetches the tokens of the next window, what is read and where the output goes, into the
-// second-level cache, a few cache lines at a time. Whole tokens, not one head's part of each: every
-// visit to a page costs a look-up of its address.
+// second-level cache, a few cache lines at a time: in straight lines, because a loop over single
+// ones costs more than they do. Whole tokens, not one head's part of each: every visit to a page
+// costs a look-up of its address.
 struct Fetch {
+  static constexpr int kLines = 8;  // of a step
   const char* const* source = nullptr;
   char* const* target = nullptr;
   int64_t left = 0;  // tokens
-  int64_t at = 0;    // bytes of this token already fetched
   int64_t source_bytes = 0, target_bytes = 0;
+  bool reads = true;  // what follows is of `source`
+  const char* place = nullptr;
+  const char* end = nullptr;
 
-  int64_t lines() const { return left * ((source_bytes + target_bytes) / 64 + 2); }
-  ELSA_INLINE void step(int64_t lines) {
-    for (; lines > 0 && left > 0; --lines) {
-      if (at < source_bytes) {
-        __builtin_prefetch(*source + at, 0, 2);
-      } else if (*target) {
-        __builtin_prefetch(*target + (at - source_bytes), 1, 2);
+  void start() {
+    reads = true;
+    place = *source;
+    end = place + source_bytes;
+  }
+  static int64_t steps(int64_t bytes) { return (bytes + 64 * kLines - 1) / (64 * kLines); }
+  int64_t steps() const { return left * (steps(source_bytes) + steps(target_bytes)); }
+  // The last step of a run of lines goes beyond it, to neighbours or nowhere: nothing is read.
+  ELSA_INLINE void step(int64_t count) {
+    for (; count > 0 && left > 0; --count) {
+      ELSA_UNROLL
+      for (int i = 0; i < kLines; ++i) __builtin_prefetch(place + 64 * i, 0, 2);
+      place += 64 * kLines;
+      if (place < end) continue;
+      if (reads && *target) {
+        reads = false;
+        place = *target;
+        end = place + target_bytes;
+        continue;
       }
-      at += 64;
-      if (at < source_bytes + target_bytes) continue;
-      at = 0;
       ++source;
       ++target;
-      --left;
+      if (--left > 0) start();
     }
   }
 };
@@ -292,11 +305,13 @@ class Worker {
     fetch_.source = next.source + first;
     fetch_.target = next.target + first;
     fetch_.left = (share + 1) * plan_.tokens / items - first;
+    if (fetch_.left == 0) return;
     fetch_.source_bytes = 3 * channels;
     fetch_.target_bytes = channels;
+    fetch_.start();
     const int64_t calls =
-        tiles * ((plan_.tokens + kPanel - 1) / kPanel + (width_ + kPanel - 1) / kPanel);
-    lines_per_call_ = (fetch_.lines() + calls - 1) / calls;
+        rows_ + tiles * ((plan_.tokens + kPanel - 1) / kPanel + (width_ + kPanel - 1) / kPanel);
+    steps_per_call_ = (fetch_.steps() + calls - 1) / calls;
   }
 
   ELSA_NOINLINE void pack() {
@@ -377,7 +392,7 @@ class Worker {
         t.row_max = row_max + tile.local * kLanes;
         if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
         tile_for[tile.rows - 1](t);
-        fetch_.step(lines_per_call_);
+        fetch_.step(steps_per_call_);
       }
     }
   }
@@ -465,6 +480,7 @@ class Worker {
     float* row = memory_ + at_.scores;
     for (int64_t i = 0; i < block_rows_; ++i, row += at_.score_stride) {
       store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
+      fetch_.step(steps_per_call_);
     }
     for (int64_t i = 0; i < block_rows_; i += kLanes) {
       float* const sum = memory_ + at_.sum + state_ + i;
@@ -504,7 +520,7 @@ class Worker {
           t.out = out_rows_ + tile.local;
           t.factor = direct_ && end == keys_ ? memory_ + at_.sum + tile.local : nullptr;
           RowTiles::value[t.value_stride > kLanes][tile.rows - 1](t);
-          fetch_.step(lines_per_call_);
+          fetch_.step(steps_per_call_);
         }
         key = end;
       }
@@ -556,7 +572,7 @@ class Worker {
   bool scaled_;
   TokenRows operand_[3];  // query, key, value
   Fetch fetch_;
-  int64_t lines_per_call_ = 0;
+  int64_t steps_per_call_ = 0;
   // The current key block and row block.
   int64_t block_, first_key_, keys_;
   int64_t wide_;  // of the keys, those that do not lie in a narrow panel
