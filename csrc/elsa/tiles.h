@@ -307,31 +307,36 @@ ELSA_INLINE Floats exponentiate(float* scores, int64_t count, float maximum, flo
   return sum + other;
 }
 
-// Lane r of the result is the maximum, or the sum, of the lanes of rows[r]: kLanes reductions for
-// the price of one transposition.
-ELSA_INLINE Floats row_maxima(const float* rows) {
-  Floats x[kLanes];
+// One step of reduce_rows: two vectors, each of Width lanes for as many rows, become one of both's.
+template <int Width, class Combine>
+ELSA_INLINE void combine_pairs(Floats (&x)[kLanes / 2], Combine combine) {
   ELSA_UNROLL
-  for (int r = 0; r < kLanes; ++r) x[r] = load(rows + r * kLanes);
-  transpose(x);
-  ELSA_UNROLL
-  for (int n = kLanes / 2; n > 0; n /= 2) {
-    ELSA_UNROLL
-    for (int r = 0; r < n; ++r) x[r] = max(x[r], x[r + n]);
+  for (int r = 0; r < kLanes / (2 * Width); ++r) {
+    const Floats a = x[2 * r], b = x[2 * r + 1];
+    x[r] = combine(shuffle<Exchange<Width, 0>>(a, b), shuffle<Exchange<Width, 1>>(a, b));
   }
+}
+
+// Lane r of the result is all lanes of rows[r] in one: kLanes reductions by a transposition that
+// halves what is left at each of its steps.
+template <class Combine>
+ELSA_INLINE Floats reduce_rows(const float* rows, Combine combine) {
+  Floats x[kLanes / 2];
+  ELSA_UNROLL
+  for (int r = 0; r < kLanes / 2; ++r) {
+    const Floats a = load(rows + 2 * r * kLanes), b = load(rows + (2 * r + 1) * kLanes);
+    x[r] = combine(shuffle<Interleave<0>>(a, b), shuffle<Interleave<1>>(a, b));
+  }
+  combine_pairs<2>(x, combine);
+  if constexpr (kLanes >= 8) combine_pairs<4>(x, combine);
+  if constexpr (kLanes == 16) combine_pairs<8>(x, combine);
   return x[0];
 }
+ELSA_INLINE Floats row_maxima(const float* rows) {
+  return reduce_rows(rows, [](Floats a, Floats b) { return max(a, b); });
+}
 ELSA_INLINE Floats row_sums(const float* rows) {
-  Floats x[kLanes];
-  ELSA_UNROLL
-  for (int r = 0; r < kLanes; ++r) x[r] = load(rows + r * kLanes);
-  transpose(x);
-  ELSA_UNROLL
-  for (int n = kLanes / 2; n > 0; n /= 2) {
-    ELSA_UNROLL
-    for (int r = 0; r < n; ++r) x[r] += x[r + n];
-  }
-  return x[0];
+  return reduce_rows(rows, [](Floats a, Floats b) { return a + b; });
 }
 
 }  // namespace
