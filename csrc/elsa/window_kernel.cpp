@@ -21,6 +21,7 @@ constexpr int64_t kCachedScores = 4096;  // 16 KiB, half of a first-level cache
 // Floats from one narrow key's scores to the next's: those of a block's rows, in whole vectors.
 constexpr int64_t kNarrowStride = (kBlockRows + 4 + 15) / 16 * 16;
 constexpr int64_t kSumChain = 64;        // keys summed in one chain of additions
+constexpr int64_t kCachedBias = 1 << 17;  // 512 KiB, half of a second-level cache
 constexpr int64_t kRegions = 8;          // two on each shifted axis
 constexpr float kNormEps = 1e-12f;       // of torch.nn.functional.normalize
 
@@ -243,7 +244,9 @@ class Worker {
         width_(value_width(a)),
         size_(element_size(a.dtype)),
         in_place_(a.dtype == DType::kFloat32 && a.head_dim % 4 == 0 && !a.logit_scale),
-        direct_(a.dtype == DType::kFloat32 && width_ == a.head_dim && plan.key_blocks == 1) {
+        direct_(a.dtype == DType::kFloat32 && width_ == a.head_dim && plan.key_blocks == 1),
+        fetches_bias_(kLanes == 16 && plan.bias &&
+                      a.heads * plan.tokens * plan.tokens > kCachedBias) {
     for (int i = 0; i < 2; ++i) place(a, plan, memory + at_.tokens[i], tokens_[i]);
     const int64_t keys = round_up(smaller(plan.key_block, plan.tokens), kLanes);
     const int64_t together = kCachedScores / (kTileRows * keys);
@@ -299,7 +302,7 @@ class Worker {
     if (window * items >= end) return;
     Tokens& next = tokens_[current_ ^ 1];
     if (next.window != window) find_tokens(a_, plan_, window, next);
-    const int64_t share = item % items;
+    const int64_t share = item - window_->window * items;
     const int64_t first = share * plan_.tokens / items;
     const int64_t channels = a_.heads * a_.head_dim * size_;
     fetch_.source = next.source + first;
@@ -347,24 +350,33 @@ class Worker {
   // Where queries are read and sums are written: the image itself, or copies of this block's rows.
   void point_at_rows() {
     const char* const* source = window_->source + block_row_;
-    float* q = memory_ + at_.query;
-    const int64_t padded = round_up(a_.head_dim, 4);
-    for (int64_t i = 0; i < block_rows_; ++i) {
-      if (in_place_) {
-        query_rows_[i] = reinterpret_cast<const float*>(source[i] + operand_[0].offset);
-        continue;
+    const int64_t rows = block_rows_;
+    if (in_place_) {
+      const int64_t offset = operand_[0].offset;
+      for (int64_t i = 0; i < rows; ++i) {
+        query_rows_[i] = reinterpret_cast<const float*>(source[i] + offset);
       }
-      query_rows_[i] = q;
-      operand_[0].copy(block_row_ + i, 0, a_.head_dim, q);
-      for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
-      q += at_.query_stride;
+    } else {
+      copy_queries();
     }
     char* const* target = window_->target + block_row_;
     float* const out = memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
-    for (int64_t i = 0; i < block_rows_; ++i) {
-      out_rows_[i] = out + i * width_;
-      if (!direct_ || !target[i]) continue;
-      out_rows_[i] = reinterpret_cast<float*>(target[i]) + head_ * a_.head_dim;
+    for (int64_t i = 0; i < rows; ++i) out_rows_[i] = out + i * width_;
+    if (!direct_) return;
+    const int64_t column = head_ * a_.head_dim;
+    for (int64_t i = 0; i < rows; ++i) {
+      float* const place = reinterpret_cast<float*>(target[i]);
+      out_rows_[i] = place ? place + column : out_rows_[i];
+    }
+  }
+
+  void copy_queries() {
+    float* q = memory_ + at_.query;
+    const int64_t padded = round_up(a_.head_dim, 4);
+    for (int64_t i = 0; i < block_rows_; ++i, q += at_.query_stride) {
+      query_rows_[i] = q;
+      operand_[0].copy(block_row_ + i, 0, a_.head_dim, q);
+      for (int64_t d = a_.head_dim; d < padded; ++d) q[d] = 0.0f;
     }
   }
 
@@ -479,6 +491,7 @@ class Worker {
     const int64_t count = round_up(wide_, kLanes);
     float* row = memory_ + at_.scores;
     for (int64_t i = 0; i < block_rows_; ++i, row += at_.score_stride) {
+      if (fetches_bias_) fetch_bias(block_row_ + block_rows_ + i);
       store(lanes + i * kLanes, exponentiate(row, count, reference[i], to_log2));
       fetch_.step(steps_per_call_);
     }
@@ -494,6 +507,16 @@ class Worker {
       if (block_ > 0) s += load(sum) * load(rescale + i);
       if (last) s = s == 0.0f ? Floats{} : 1.0f / s;
       store_first(sum, s, block_rows_ - i);
+    }
+  }
+
+  // Fetches what this key block's scores of a row will add. Rows after a head's last are the next
+  // one's where the bias is dense, and else nobody's.
+  ELSA_INLINE void fetch_bias(int64_t row) const {
+    const float* p = plan_.bias + head_ * plan_.bias_stride[0] + row * plan_.bias_stride[1];
+    for (int64_t j = 0; j < keys_; j += 64) {
+      ELSA_UNROLL
+      for (int i = 0; i < 64; i += 16) __builtin_prefetch(p + first_key_ + j + i, 0, 2);
     }
   }
 
@@ -559,8 +582,9 @@ class Worker {
   const Layout at_;
   float* const memory_;
   const int64_t width_, size_;
-  const bool in_place_;  // queries are read where they lie
-  const bool direct_;    // outputs are written where they belong
+  const bool in_place_;      // queries are read where they lie
+  const bool direct_;        // outputs are written where they belong
+  const bool fetches_bias_;  // while softmax() computes
   int64_t together_;     // register tiles of a row block
   Tokens tokens_[2];     // this item's window, and the next one's
   int current_ = 0;
