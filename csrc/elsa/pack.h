@@ -87,11 +87,11 @@ struct MatrixRows {
 };
 
 // Keys [first, first + count) -> panels [wide_keys / kPanel][dim][kPanel]; a last partial panel
-// repeats its last key, and the score tile masks it. Then the narrow panel, if any: [ceil(dim /
-// 4)][kNarrow][4].
+// repeats its last key, and the score tile masks it. Keys from `paired` on make one last panel of
+// three vectors. Then the narrow panel, if any: [ceil(dim / 4)][kNarrow][4].
 template <class Rows>
 void pack_keys(const Rows& keys, int64_t first, int64_t count, int64_t dim, float* rows,
-               float* out) {
+               float* out, int64_t paired = INT64_MAX) {
   const int64_t padded = round_up(dim, kLanes);
   const int64_t wide = wide_keys(count);
   const bool direct = keys.dense_floats() && dim >= kLanes;
@@ -103,7 +103,9 @@ void pack_keys(const Rows& keys, int64_t first, int64_t count, int64_t dim, floa
       if (!direct) keys.copy(first + base + i, 0, dim, rows + i * padded);
     }
     for (int64_t i = present; i < kLanes; ++i) source[i] = source[present - 1];
-    float* panel = out + base / kPanel * kPanel * dim + base % kPanel;
+    const int64_t panel_start = base < paired ? base / kPanel * kPanel : paired;
+    const int64_t panel_stride = base < paired ? kPanel : 3 * kLanes;
+    float* panel = out + panel_start * dim + (base - panel_start);
     for (int64_t d = 0; d < dim; d += kLanes) {
       // The last block overlaps the one before it rather than reading past the row.
       const int64_t start = direct ? smaller(d, dim - kLanes) : d;
@@ -113,7 +115,7 @@ void pack_keys(const Rows& keys, int64_t first, int64_t count, int64_t dim, floa
       transpose(block);
       ELSA_UNROLL
       for (int i = 0; i < kLanes; ++i) {
-        if (start + i < dim) store(panel + (start + i) * kPanel, block[i]);
+        if (start + i < dim) store(panel + (start + i) * panel_stride, block[i]);
       }
     }
   }

@@ -20,10 +20,24 @@ constexpr int kTileRows = 4;
 constexpr int kTileVectors = 2;
 constexpr int kPanel = kTileVectors * kLanes;  // keys of one packed panel
 
+// Rows of a tile of three vectors, where a third vector takes the place of one left alone: too few
+// multiply-adds wait for the loads of a single one. 0 for none.
+#if defined(__AVX512F__)
+constexpr int kTripleRows = 8;
+#else
+constexpr int kTripleRows = 0;
+#endif
+
 constexpr int kNarrow = kLanes / 4;  // keys of a narrow panel, see narrow_score_tile
 // Keys of a block that go into panels; the rest, if any, make one narrow panel.
 constexpr int64_t wide_keys(int64_t keys) {
   return keys > kLanes && keys % kLanes <= kNarrow ? keys - keys % kLanes : keys;
+}
+
+// Of the `wide` keys in panels, those before the last panel of three vectors, if there is one.
+constexpr int64_t paired_keys(int64_t wide) {
+  const int64_t vectors = (wide + kLanes - 1) / kLanes;
+  return kTripleRows > 0 && vectors > 1 && vectors % 2 == 1 ? (vectors - 3) * kLanes : wide;
 }
 
 constexpr int kFewChunk = 16;       // head dimensions summed by themselves where keys are few

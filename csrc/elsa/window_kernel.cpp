@@ -321,7 +321,8 @@ class Worker {
     const bool whole = plan_.key_blocks == 1;
     if (whole && packed_ == index_) return;
     packed_ = whole ? index_ : -1;
-    pack_keys(operand_[1], first_key_, keys_, a_.head_dim, memory_ + at_.rows, memory_ + at_.keys);
+    pack_keys(operand_[1], first_key_, keys_, a_.head_dim, memory_ + at_.rows, memory_ + at_.keys,
+              paired_keys(wide_));
     pack_values(operand_[2], first_key_, keys_, a_.head_dim, memory_ + at_.values);
   }
 
@@ -393,7 +394,8 @@ class Worker {
     if (wide_ < keys_) narrow_scores(t);
     const float* bias = t.bias;
     t.few = wide_ <= kLanes;
-    for (int64_t panel = 0; panel < wide_; panel += kPanel) {
+    const int64_t paired = paired_keys(wide_);
+    for (int64_t panel = 0; panel < paired; panel += kPanel) {
       t.panel = memory_ + at_.keys + panel * a_.head_dim;
       t.valid = wide_ - panel;
       const RowScoreFunction* tile_for = RowTiles::score[t.valid > kLanes];
@@ -406,6 +408,27 @@ class Worker {
         tile_for[tile.rows - 1](t);
         fetch_.step(steps_per_call_);
       }
+    }
+    if constexpr (kTripleRows > 0) {
+      if (paired < wide_) triple_scores<kTripleRows>(t, bias, paired);
+    }
+  }
+
+  // The scores of the last panel where it has three vectors: tiles of fewer rows.
+  template <int Rows>
+  void triple_scores(RowScores& t, const float* bias, int64_t panel) {
+    t.panel = memory_ + at_.keys + panel * a_.head_dim;
+    t.valid = wide_ - panel;
+    const int64_t tiles = (block_rows_ + Rows - 1) / Rows;
+    for (int64_t i = 0, row = 0; i < tiles; ++i) {
+      const int64_t next = (i + 1) * block_rows_ / tiles;
+      t.query = query_rows_ + row;
+      t.scores = memory_ + at_.scores + row * at_.score_stride + panel;
+      t.row_max = memory_ + at_.row_max + row * kLanes;
+      if (bias) t.bias = bias + row * t.bias_stride + panel;
+      TripleTiles<Rows>::score[next - row - 1](t);
+      fetch_.step(steps_per_call_);
+      row = next;
     }
   }
 

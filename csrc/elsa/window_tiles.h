@@ -73,7 +73,7 @@ void row_score_tile(const RowScores& t) {
       ELSA_UNROLL
       for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
     }
-    panel += kPanel;
+    panel += V > kTileVectors ? V * kLanes : kPanel;
   }
   // Copies, because the compiler must assume that the stores below change `t`.
   const int64_t valid = t.valid, stride = t.stride;
@@ -249,6 +249,15 @@ struct RowTileTable<Lanes<I...>> {
                                                            {row_value_tile<I + 1, 2>...}};
 };
 using RowTiles = RowTileTable<MakeLanes<kTileRows>::type>;
+
+template <class Rows>
+struct TripleTable;
+template <int... I>
+struct TripleTable<Lanes<I...>> {
+  static constexpr RowScoreFunction score[] = {row_score_tile<I + 1, 3>...};
+};
+template <int Rows>
+using TripleTiles = TripleTable<typename MakeLanes<Rows>::type>;
 
 }  // namespace
 }  // namespace elsa
