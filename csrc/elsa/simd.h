@@ -130,8 +130,8 @@ ELSA_INLINE Floats keep_first(Floats x, int64_t count) {
   return lane_index() < limit ? x : splat(-kInf);
 }
 
-// 2^x for x <= 0, within 1.25 ulp (1 with fused multiply-add) down to 2^-126 and zero from 2^-127
-// on; NaN stays NaN.
+// 2^x for x <= 0, within 1.25 ulp (1.01 with fused multiply-add) down to 2^-126, and zero from
+// 2^-127 on (on AVX-512 below 2^-126); NaN stays NaN.
 #if defined(__AVX512F__)
 // x = i + k / 16 + f: 2^(k / 16) is a look-up within one register, which leaves so short a
 // polynomial, the minimax fit of relative error on [0, 1/16] with value 1 at 0 (1.4e-9).
