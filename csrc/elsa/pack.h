@@ -90,8 +90,8 @@ struct MatrixRows {
 // repeats its last key, and the score tile masks it. Keys from `paired` on make one last panel of
 // three vectors. Then the narrow panel, if any: [ceil(dim / 4)][kNarrow][4].
 template <class Rows>
-void pack_keys(const Rows& keys, int64_t first, int64_t count, int64_t dim, float* rows,
-               float* out, int64_t paired = INT64_MAX) {
+void pack_keys(const Rows& keys, int64_t first, int64_t count, int64_t dim, float* rows, float* out,
+               int64_t paired = INT64_MAX) {
   const int64_t padded = round_up(dim, kLanes);
   const int64_t wide = wide_keys(count);
   const bool direct = keys.dense_floats() && dim >= kLanes;

@@ -57,8 +57,8 @@ ELSA_INLINE void store_first(float* p, Floats x, int64_t count) {
 ELSA_INLINE Floats load_first(const float* p, int64_t count, float rest) {
 #if defined(__AVX512F__)
   const int lanes = count < kLanes ? static_cast<int>(count) : kLanes;
-  return reinterpret_cast<Floats>(_mm512_mask_loadu_ps(
-      _mm512_set1_ps(rest), static_cast<__mmask16>((1u << lanes) - 1), p));
+  return reinterpret_cast<Floats>(
+      _mm512_mask_loadu_ps(_mm512_set1_ps(rest), static_cast<__mmask16>((1u << lanes) - 1), p));
 #else
   if (count >= kLanes) return load(p);
   Floats x = splat(rest);
@@ -144,10 +144,10 @@ ELSA_INLINE Floats exp2_nonpositive(Floats x) {
   };
   const __m512 v = reinterpret_cast<__m512>(x);
   // Adding 1.5 * 2^19 leaves k in the four low bits, all that the look-up reads.
-  const __m512 shifted = _mm512_add_round_ps(v, _mm512_set1_ps(786432.0f),
-                                             _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  const Floats power = reinterpret_cast<Floats>(_mm512_permutexvar_ps(
-      _mm512_castps_si512(shifted), reinterpret_cast<__m512>(kPowers)));
+  const __m512 shifted =
+      _mm512_add_round_ps(v, _mm512_set1_ps(786432.0f), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  const Floats power = reinterpret_cast<Floats>(
+      _mm512_permutexvar_ps(_mm512_castps_si512(shifted), reinterpret_cast<__m512>(kPowers)));
   constexpr int kBelow = 4 << 4 | _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
   const Floats f = reinterpret_cast<Floats>(_mm512_reduce_ps(v, kBelow));
   Floats p = splat(0.05666298419237137f);
@@ -156,8 +156,7 @@ ELSA_INLINE Floats exp2_nonpositive(Floats x) {
   p = power * f * p + power;
   // No subnormal results: they would slow down all that multiplies them.
   const __mmask16 normal = _mm512_cmp_ps_mask(v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return reinterpret_cast<Floats>(
-      _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), v));
+  return reinterpret_cast<Floats>(_mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), v));
 }
 #else
 // The polynomial is the minimax fit of relative error on [-1/2, 1/2] with value 1 at 0 (2.0e-9).

@@ -20,10 +20,10 @@ constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
 constexpr int64_t kCachedScores = 4096;  // 16 KiB, half of a first-level cache
 // Floats from one narrow key's scores to the next's: those of a block's rows, in whole vectors.
 constexpr int64_t kNarrowStride = (kBlockRows + 4 + 15) / 16 * 16;
-constexpr int64_t kSumChain = 64;        // keys summed in one chain of additions
+constexpr int64_t kSumChain = 64;         // keys summed in one chain of additions
 constexpr int64_t kCachedBias = 1 << 17;  // 512 KiB, half of a second-level cache
-constexpr int64_t kRegions = 8;          // two on each shifted axis
-constexpr float kNormEps = 1e-12f;       // of torch.nn.functional.normalize
+constexpr int64_t kRegions = 8;           // two on each shifted axis
+constexpr float kNormEps = 1e-12f;        // of torch.nn.functional.normalize
 
 // The tokens of one window.
 struct Tokens {
@@ -608,8 +608,8 @@ class Worker {
   const bool in_place_;      // queries are read where they lie
   const bool direct_;        // outputs are written where they belong
   const bool fetches_bias_;  // while softmax() computes
-  int64_t together_;     // register tiles of a row block
-  Tokens tokens_[2];     // this item's window, and the next one's
+  int64_t together_;         // register tiles of a row block
+  Tokens tokens_[2];         // this item's window, and the next one's
   int current_ = 0;
   int64_t packed_ = -1;  // window * heads + head whose packed keys are in memory, or -1
   // The current item.
