@@ -36,6 +36,7 @@ CASES = {
     "small numbers": ((64, 32, 32), F32, {"times": 1e-36}),
     "one small row": ((64, 32, 32), F32, {"row": 1e-36}),
     "zeros": ((64, 32, 32), F32, {"times": 0.0}),
+    "whole numbers": ((70, 96, 68), F32, {"whole": True}),
     "infinity": ((130, 32, 36), F32, {"entry": float("inf")}),
     "not a number": ((130, 32, 36), F32, {"entry": float("nan")}),
 }
@@ -55,8 +56,10 @@ def run(shape, dtype, options):
     w = torch.randn(columns, 2 * depth if "strided" in options else depth)[:, :depth].to(dtype)
     if "largest" in options:
         w *= 1e-4
+    if "whole" in options:
+        x, w = (x * 4).round(), (w * 4).round()
     bias = torch.randn(columns).to(dtype) if options.get("bias", True) else None
-    if "times" in options or "row" in options:
+    if {"times", "row", "whole"} & set(options):
         bias = None
     out = torch.full((*rows, columns), float("nan"), dtype=dtype)
     call = kernel.plan(x, w, bias, options.get("tile"))

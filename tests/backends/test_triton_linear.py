@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 NAMES = [
     "one tile", "no bias", "ragged", "several groups", "tall", "large", "narrow", "images",
     "strided weight", "half", "half, ragged", "large numbers", "largest numbers", "small numbers",
-    "one small row", "zeros", "infinity", "not a number",
+    "one small row", "zeros", "whole numbers", "infinity", "not a number",
 ]  # fmt: skip
 
 
@@ -47,6 +47,10 @@ def test_interpreted(interpreted, name):
     assert row["same"]  # NaNs and infinities, where PyTorch has them
     assert row["error"] <= 2 * row["peer"] + 2**-24
     assert row["row"] <= 1e-6 or name.startswith("half")
+
+
+def test_whole_numbers_are_exact(interpreted):
+    assert interpreted["whole numbers"]["error"] == 0.0
 
 
 def test_interpreted_cases_are_all_here(interpreted):
