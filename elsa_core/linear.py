@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from elsa_core import calls, ops  # noqa: F401  (ops registers the operator)
@@ -17,6 +18,7 @@ LEAST_WORK = 1 << 28
 # within these bounds.
 HALF_DEPTH = 96
 HALF_ROWS = (2048, 65536)
+MOST_KINDS = 4096
 
 
 def linear(
@@ -44,33 +46,61 @@ def linear(
     Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
     """
     # in the order of their cost: many calls are of the host's time alone
-    if not (
-        input.is_cuda
-        and _gains(input, weight)
-        and _fits(input, weight, bias)
-        and _serves(input.device, input.dtype, precision, backend)
+    if not (input.is_cuda and _suits(input, weight)):
+        return functional.linear(input, weight, bias)
+    small = _is_small(input, weight)
+    if (
+        (small and _seen(input, weight))
+        or not _fits(input, weight, bias)
+        or not _serves(input.device, input.dtype, precision, backend)
     ):
         return functional.linear(input, weight, bias)
-    if calls.watched() or calls.differentiates(input, weight, bias):
-        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
-        return out
+    plain = type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
+    if not plain or calls.watched() or calls.differentiates(input, weight, bias):
+        recorded: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
+        return recorded
     from elsa_core.backends.triton import linear as kernel
 
-    return kernel.linear(input, weight, bias)
+    if small:
+        kernel.warm(input, weight, bias)
+        return functional.linear(input, weight, bias)
+    out = kernel.linear(input, weight, bias)
+    return functional.linear(input, weight, bias) if out is None else out
 
 
-def _gains(input: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel of this package takes less time than PyTorch's."""
-    split = input.dtype == torch.float32
-    if calls.watched():  # what is recorded must not depend on lengths
-        return split
-    work = input.numel() * weight.shape[0]
-    if work < LEAST_WORK and not torch.cuda.is_current_stream_capturing():
+def _suits(input: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel of this package takes less of the GPU's time than PyTorch's."""
+    if input.dtype == torch.float32:
+        return True
+    depth = weight.shape[-1]
+    if calls.watched() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
         return False
-    depth = weight.shape[1]
-    return split or (
-        0 < depth <= HALF_DEPTH and HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
-    )
+    return HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
+
+
+def _is_small(input: Tensor, weight: Tensor) -> bool:
+    """Whether the host would be waited for: not where a CUDA graph or a program is recorded."""
+    if calls.watched() or input.numel() * weight.shape[0] >= LEAST_WORK:
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+_SEEN: set[Any] = set()
+
+
+def _seen(input: Tensor, weight: Tensor) -> bool:
+    """Whether such a small call was here before.
+
+    Nothing can be loaded while a CUDA graph is recorded. So the first small call of its kind, in
+    the run that warms up, has the kernel loaded that serves its like in the graph.
+    """
+    kind = (input.shape, weight.shape, input.dtype, input.device)
+    if kind in _SEEN:
+        return True
+    if len(_SEEN) >= MOST_KINDS:
+        _SEEN.clear()
+    _SEEN.add(kind)
+    return False
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -79,6 +109,7 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         input.dtype == weight.dtype
         and (bias is None or bias.dtype == input.dtype)
         and not hasattr(weight, "__tensor_flatten__")  # a wrapper: quantised, or distributed
+        and not hasattr(input, "__tensor_flatten__")
         and not calls.differentiates_otherwise()
     )
 

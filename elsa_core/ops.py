@@ -191,12 +191,19 @@ def _window_attention_cuda(*args: Any) -> Tensor:
 
 
 def _linear_fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], not {list(weight.shape)}")
+    torch._check(
+        input.shape[-1] == weight.shape[1],
+        lambda: f"input {list(input.shape)} and weight {list(weight.shape)}: channels differ",
+    )
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
 def _linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, bias = inputs
-    ctx.save_for_backward(input, weight)
+    ctx.save_for_backward(
+        input if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
+    )
     ctx.bias = bias is not None
 
 
@@ -217,7 +224,14 @@ def _linear_cuda(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The CUDA kernel of `elsa::linear`: Triton is imported at the first call."""
     from elsa_core.backends.triton import linear
 
-    return linear.linear(input, weight, bias)
+    out = linear.linear(input, weight, bias)
+    return _linear_plain(input, weight, bias) if out is None else out
+
+
+def _linear_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """PyTorch's own, in the dtype of the operands also where autocast is on."""
+    with torch.autocast(input.device.type, enabled=False):
+        return torch.nn.functional.linear(input, weight, bias)
 
 
 def _register() -> None:
@@ -261,7 +275,7 @@ def _register_linear() -> None:
     torch.library.register_autograd(
         "elsa::linear", _linear_backward, setup_context=_linear_setup_context, lib=_LIBRARY
     )
-    _LIBRARY.impl("linear", torch.nn.functional.linear, "CompositeExplicitAutograd")
+    _LIBRARY.impl("linear", _linear_plain, "CompositeExplicitAutograd")
     _LIBRARY.impl("linear", _linear_cuda, "CUDA")
 
 

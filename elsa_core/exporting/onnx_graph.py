@@ -108,6 +108,9 @@ def rewrite(program: torch.export.ExportedProgram) -> int:
             _replace_attention(graph, node)
         elif node.target in _WINDOW:
             _replace_window(graph, node)
+        elif node.target == torch.ops.elsa.linear.default:  # ONNX has it
+            node.target = torch.ops.aten.linear.default
+            continue
         else:
             continue
         count += 1

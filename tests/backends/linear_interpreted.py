@@ -94,11 +94,20 @@ def declined():
     yield torch.randn(64, 65)[:, :64], torch.randn(64, 64), None
     yield torch.randn(64, 64), torch.randn(64, 64).t(), None
     yield torch.randn(64, 64), torch.randn(64, 64), torch.randn(128)[::2]
+    yield torch.randn(64, 64), torch.randn(64, 64), torch.randn(1)
+
+
+def refused():
+    """What PyTorch refuses: the kernel must not read or write beyond it."""
+    yield torch.randn(64, 128), torch.randn(64, 64), None
+    yield torch.randn(128, 64), torch.randn(64, 128), None
+    yield torch.randn(64, 64), torch.randn(64, 64), torch.randn(4)
+    yield torch.randn(64, 64), torch.randn(64, 64).half(), None
+    yield torch.randn(64, 64), torch.randn(64, 64, device="meta"), None
 
 
 if __name__ == "__main__":
-    for given in declined():
-        assert kernel.planned(*given) is None, [t if t is None else t.shape for t in given]
-        assert torch.equal(kernel.linear(*given), torch.nn.functional.linear(*given))
+    for given in (*declined(), *refused()):
+        assert kernel.linear(*given) is None, [t if t is None else t.shape for t in given]
     for name, case in CASES.items():
         print(json.dumps({"name": name, **run(*case)}), flush=True)

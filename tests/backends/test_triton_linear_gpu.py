@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +17,9 @@ HALF_ULP = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 def kernel(*given):
     from elsa_core.backends.triton import linear
 
-    return linear.linear(*given)
+    out = linear.linear(*given)
+    assert out is not None
+    return out
 
 
 def operands(rows, depth, columns, dtype=torch.float32, bias=True, seed=0):
@@ -70,8 +71,11 @@ def test_half(shape, dtype):
     "shape", [(3, 768, 768), (65, 35, 64), (65, 64, 33), (0, 64, 64), (65, 32, 64)]
 )
 def test_what_does_not_fit_is_pytorchs(shape):
+    from elsa_core.backends.triton import linear
+
     given = operands(*shape)
-    assert torch.equal(kernel(*given), functional.linear(*given))
+    assert linear.linear(*given) is None
+    assert torch.equal(torch.ops.elsa.linear.default(*given), functional.linear(*given))
 
 
 def test_strides():
@@ -81,7 +85,8 @@ def test_strides():
     assert torch.equal(kernel(x, wide[:, :128], b), kernel(x, w, b))
     assert torch.equal(kernel(x.view(2, 3, 100, 128), w, b).view(600, 256), kernel(x, w, b))
     turned = x.t().contiguous().t()
-    assert torch.equal(kernel(turned, w, b), functional.linear(turned, w, b))
+    out = torch.ops.elsa.linear.default(turned, w, b)
+    assert torch.equal(out, functional.linear(turned, w, b))
 
 
 @pytest.mark.parametrize("times", [1e30, 1e37, 1e-30, 1e-36, 1e-40])
@@ -158,16 +163,21 @@ def test_operator_and_derivatives():
         assert distance(ours.grad, theirs.grad) < 1e-6
 
 
-class Calls(TorchDispatchMode):
-    """How often the operator is called."""
+@pytest.fixture
+def launches(monkeypatch):
+    """Counts the kernel's launches, whoever makes them."""
+    from elsa_core.backends.triton import linear
 
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    counts, original = [0], linear.linear
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.elsa.linear.default
-        return func(*args, **(kwargs or {}))
+    def counted(*given):
+        out = original(*given)
+        counts[0] += out is not None
+        return out
+
+    monkeypatch.setattr(linear, "linear", counted)
+    monkeypatch.setattr(linear, "warm", lambda *given: None)
+    return counts
 
 
 MODELS = [
@@ -179,11 +189,12 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("name", "options", "projections"), MODELS)
-def test_models(name, options, projections):
+def test_models(name, options, projections, launches, monkeypatch):
     import timm
 
     import elsa_core as elsa
 
+    monkeypatch.setattr("elsa_core.linear.LEAST_WORK", 0)
     torch.manual_seed(0)
     model = timm.create_model(name, **options).eval().cuda()
     size = model.pretrained_cfg["input_size"][-1] if not options else options["img_size"]
@@ -191,45 +202,62 @@ def test_models(name, options, projections):
     with torch.inference_mode():
         before = model(image)
         elsa.patch(model)
-        with Calls() as calls:
-            after = model(image)
-        assert calls.count == projections
+        after = model(image)
+        assert launches == [projections]
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(image)
-        with torch.autocast("cuda", dtype=torch.float16), Calls() as calls:
+        assert launches == [2 * projections]
+        with torch.autocast("cuda", dtype=torch.float16):
             model(image)
-        assert calls.count == 0
+        assert launches == [2 * projections]
     assert elsa.check(model, image).ok
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(compiled, before, rtol=1e-4, atol=1e-4)
 
 
-def test_pytorchs_own_setting_is_kept():
+def test_pytorchs_own_setting_is_kept(launches, monkeypatch):
     import timm
 
     import elsa_core as elsa
 
+    monkeypatch.setattr("elsa_core.linear.LEAST_WORK", 0)
     model = timm.create_model("vit_tiny_patch16_224").eval().cuda()
     image = torch.randn(8, 3, 224, 224, device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         elsa.patch(model)
-        with torch.inference_mode(), Calls() as calls:
+        with torch.inference_mode():
             model(image)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
-    assert calls.count == 0
+    assert launches == [0]
     elsa.unpatch(model)
     elsa.patch(model, precision="ieee")
-    with torch.inference_mode(), Calls() as calls:
+    with torch.inference_mode():
         model(image)
-    assert calls.count == 0
+    assert launches == [0]
 
 
-def test_a_patched_block_trains():
+def test_small_products_are_loaded_before_a_graph_is_recorded():
+    from elsa_core.linear import linear
+
+    x, w, b = operands(197, 192, 576)
+    with torch.inference_mode():
+        eager = linear(x, w, b)  # PyTorch's own; the kernel is loaded
+        assert torch.equal(eager, functional.linear(x, w, b))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = linear(x, w, b)
+        graph.replay()
+        assert torch.equal(out, kernel(x, w, b))
+
+
+def test_a_patched_block_trains(launches, monkeypatch):
     import timm
 
     import elsa_core as elsa
 
+    monkeypatch.setattr("elsa_core.linear.LEAST_WORK", 0)
     torch.manual_seed(0)
     model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5).cuda()
     wide = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5).double().cuda()
@@ -238,6 +266,7 @@ def test_a_patched_block_trains():
     elsa.patch(model)
     image = torch.randn(1, 3, 224, 224, device="cuda")
     model(image).square().sum().backward()
+    assert launches[0] > 0
     wide(image.double()).square().sum().backward()
     ours, theirs = (m.layers[0].blocks[0].attn.qkv.weight.grad for m in (model, wide))
     assert distance(ours, theirs) < 1e-4

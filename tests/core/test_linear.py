@@ -95,22 +95,114 @@ def test_whom_the_kernel_serves(monkeypatch, dtype, precision, backend, tf32, se
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "depth", "columns", "gains"),
+    ("dtype", "rows", "depth", "columns", "suits", "small"),
     [
-        (torch.float32, 1576, 768, 768, True),
-        (torch.float32, 197, 192, 576, False),  # the host would be waited for
-        (torch.float16, 25088, 96, 288, True),
-        (torch.float16, 131072, 96, 288, False),
-        (torch.float16, 25088, 128, 384, False),
-        (torch.float16, 1024, 96, 288, False),
+        (torch.float32, 1576, 768, 768, True, False),
+        (torch.float32, 197, 192, 576, True, True),  # the host would be waited for
+        (torch.float16, 25088, 96, 288, True, False),
+        (torch.float16, 2500, 96, 288, True, True),
+        (torch.float16, 131072, 96, 288, False, False),
+        (torch.float16, 25088, 128, 384, False, False),
+        (torch.float16, 1024, 96, 288, False, True),
     ],
 )
-def test_where_it_gains(monkeypatch, dtype, rows, depth, columns, gains):
+def test_where_it_gains(monkeypatch, dtype, rows, depth, columns, suits, small):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     x = torch.empty(rows, depth, dtype=dtype, device="meta")
-    assert module._gains(x, torch.empty(columns, depth, dtype=dtype, device="meta")) is gains
-
-
-def test_a_recorded_graph_takes_small_ones_too(monkeypatch):
+    w = torch.empty(columns, depth, dtype=dtype, device="meta")
+    assert module._suits(x, w) is suits
+    assert module._is_small(x, w) is small
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert module._gains(torch.empty(197, 192, device="meta"), torch.empty(576, 192, device="meta"))
+    assert not module._is_small(x, w)
+
+
+class OnGpu(torch.Tensor):
+    """What says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The gates as on an H200, and a kernel that counts: [launched, warmed]."""
+    pytest.importorskip("triton")
+    from elsa_core.backends.triton import linear as own
+
+    counts = [0, 0]
+
+    def launched(*given):
+        counts[0] += 1
+        return functional.linear(*given)
+
+    def warmed(*given):
+        counts[1] += 1
+
+    monkeypatch.setattr(own, "linear", launched)
+    monkeypatch.setattr(own, "warm", warmed)
+    monkeypatch.setattr(module, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(module, "_SEEN", set())
+    monkeypatch.setattr(module, "Tensor", OnGpu)  # plain, as the gates see it
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return counts
+
+
+def on_gpu(dtype=torch.float32):
+    x, w, b = operands(dtype=dtype)
+    return x.as_subclass(OnGpu), w.as_subclass(OnGpu), b
+
+
+def test_a_large_call_takes_the_kernel(kernel, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_WORK", 0)
+    given = on_gpu()
+    assert torch.equal(linear(*given), functional.linear(*given))
+    assert kernel == [1, 0]
+    linear(*given, precision="ieee")
+    linear(*given, backend="eager")
+    assert kernel == [1, 0]
+
+
+def test_a_small_call_has_the_kernel_loaded_once(kernel, monkeypatch):
+    given = on_gpu()
+    for _ in range(3):
+        assert torch.equal(linear(*given), functional.linear(*given))
+    assert kernel == [0, 1]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    linear(*given)
+    assert kernel == [1, 1]
+
+
+def test_nothing_is_loaded_for_those_who_do_not_want_it(kernel):
+    linear(*on_gpu(), precision="ieee")
+    linear(*on_gpu(torch.float64))
+    assert kernel == [0, 0]
+
+
+def test_a_gradient_goes_through_the_operator(kernel, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_WORK", 0)
+    x, w, b = on_gpu()
+    w = w.requires_grad_()
+    linear(x, w, b).sum().backward()
+    assert kernel == [0, 0] and w.grad is not None
+
+
+def test_what_needs_no_gradient_is_not_kept():
+    x, w, b = operands(dtype=torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.shape) or t, lambda t: t
+    ):
+        OPERATOR(x.requires_grad_(), w, b)
+    assert saved == [w.shape]
+
+
+@pytest.mark.parametrize("shapes", [((5, 8), (12, 9)), ((5, 8), (8,))])
+def test_what_does_not_fit_is_refused(shapes):
+    x, w = (torch.randn(shape, device="meta") for shape in shapes)
+    with pytest.raises(RuntimeError):
+        OPERATOR(x, w, None)
+
+
+def test_autocast_leaves_the_operator_alone():
+    given = operands(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert OPERATOR(*given).dtype == torch.float32

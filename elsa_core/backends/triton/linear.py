@@ -1,13 +1,13 @@
 """`elsa::linear` on the GPU: the projections of patched sites, on tensor cores.
 
 float32: an entry x is written as hi + lo, both of TF32's 11 significant bits and 8 exponent bits,
-so 22 bits of every number within float32's own range; a product is lo * hi + hi * lo + hi * hi. The
+so 22 bits of every number from 2**-113 on; a product is lo * hi + hi * lo + hi * hi. The
 products of BK channels have an accumulator of their own, which float32 additions gather: tensor
 cores truncate where they accumulate. What that takes off, 0.8 * 2**-23 of the result on average, is
 added at the end: errors that lean one way would not average out over tokens. A tile whose result is
 not finite, or has a row or column that is nowhere above 2**-80 and not zero, is computed once more
 with float32 FMA, in the same launch: halves of infinities are NaNs, and those of the smallest
-numbers lose bits.
+numbers lose bits (which goes unseen where weights of 2**40 and more lift the result again).
 
 float16 and bfloat16: one product, accumulated in float32 over few channels.
 """
@@ -84,9 +84,9 @@ def store_rows(p, y, Bias, o_m, rows, o_n, columns, row, UNIT: tl.constexpr, BIA
 
 @triton.jit
 def restore(y):
-    """y with what truncation took off on average; sums of so few bits as to be exact stay."""
+    """y with what truncation took off on average. Sums of up to 20 bits stay: they may be exact."""
     bits = y.to(tl.int32, bitcast=True)
-    return tl.where((bits & 63) != 0, y + y * TRUNCATED, y)
+    return tl.where((bits & 15) != 0, y + y * TRUNCATED, y)
 
 
 @triton.jit
@@ -164,9 +164,9 @@ def linear_tile(
             y = tl.dot(x, w.T, y)
     kept = left
     if SPLIT:
+        y = restore(y)
         bad = fails_guard(y)
         kept = tl.where(bad, 0, left)
-        y = restore(y)
     store_rows(p_y, y, Bias, o_m, kept, o_n, columns, y_row, UNIT, BIAS)
     if SPLIT:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad:
@@ -176,19 +176,24 @@ def linear_tile(
             )  # fmt: skip
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """The CUDA kernel of `elsa::linear`: input @ weight.T + bias.
 
     Args:
-        input: [..., K], float32, float16 or bfloat16. weight: [N, K], bias: [N], of its dtype.
+        input: [..., K], float32, float16 or bfloat16. weight: [N, K], bias: [N], of its dtype and
+            device.
 
     Returns:
-        [..., N], dense. Of few rows, of few channels in float32, or of rows that do not begin at
-        multiples of 16 bytes, PyTorch's own.
+        [..., N], dense; or None where this is PyTorch's to compute, or to refuse: another GPU than
+        sm_90, few rows, few channels in float32, rows that do not begin at multiples of 16 bytes,
+        shapes, dtypes or devices that do not fit together. None too where the kernel would have to
+        be loaded while a CUDA graph is recorded.
     """
     call = planned(input, weight, bias)
     if call is None:
-        return torch.nn.functional.linear(input, weight, bias)
+        return None
+    if call.compiled is None and input.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
     out = input.new_empty((*input.shape[:-1], weight.shape[0]))
     pointers = (input, weight, weight if bias is None else bias, out)
     if input.is_cuda and input.get_device() != torch.cuda.current_device():
@@ -199,16 +204,19 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def warm(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Have the kernel of such calls compiled and loaded: a graph may be recorded of them later."""
+    call = planned(input, weight, bias)
+    if call is not None and call.compiled is None:
+        linear(input, weight, bias)
+
+
 _CALLS: dict[Any, Launch | None] = {}
 
 
 def planned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch | None:
     """The launch of a call, cached by layout; None where the kernel does not serve it."""
-    key = (
-        input.shape, input.stride(), input.dtype, input.get_device(), input.data_ptr() % 16,
-        weight.shape, weight.stride(), weight.data_ptr() % 16,
-        None if bias is None else (bias.stride(), bias.data_ptr() % 16),
-    )  # fmt: skip
+    key = (*_layout(input), *_layout(weight), *(() if bias is None else _layout(bias)))
     if key not in _CALLS:
         if len(_CALLS) >= CACHED_PLANS:
             _CALLS.clear()
@@ -216,20 +224,33 @@ def planned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch | None
     return _CALLS[key]
 
 
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16
+
+
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel serves: enough dense rows at multiples of 16 bytes, of enough channels."""
+    """Whether the kernel serves: see `linear`."""
     unit = 16 // input.element_size()
     tensors = (input, weight) if bias is None else (input, weight, bias)
+    if any(t.dtype != input.dtype or t.device != input.device for t in tensors):
+        return False
+    if input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0):
+        return False
+    if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+        return False
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        return False
+    columns, depth = weight.shape
     return (
-        weight.numel() > 0
-        and input.numel() >= LEAST_ROWS * weight.shape[1]
-        and (input.dtype != torch.float32 or weight.shape[1] >= LEAST_DEPTH)
-        and weight.shape[0] % unit == 0
-        and weight.shape[1] % unit == 0
+        columns > 0
+        and depth >= (LEAST_DEPTH if input.dtype == torch.float32 else 1)
+        and input.numel() >= LEAST_ROWS * depth
+        and columns % unit == 0
+        and depth % unit == 0
         and input.is_contiguous()
         and weight.stride(1) == 1
         and weight.stride(0) % unit == 0
-        and (bias is None or bias.is_contiguous())
+        and columns * weight.stride(0) < 1 << 31  # its offsets are 32 bits
         and not any(t.data_ptr() % 16 for t in tensors)
     )
 

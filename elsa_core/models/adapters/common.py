@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from elsa_core.attention import attention
@@ -42,8 +43,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
-    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain one."""
-    if type(layer) is nn.Linear and not has_hooks(layer):
+    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain one on a
+    GPU, which nobody watches.
+    """
+    watched = has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
+    if x.is_cuda and type(layer) is nn.Linear and not watched:
         return project_by(site, x, layer.weight, layer.bias)
     projected: Tensor = layer(x)
     return projected
