@@ -56,16 +56,18 @@ def linear(
     ):
         return functional.linear(input, weight, bias)
     plain = type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
-    if not plain or calls.watched() or calls.differentiates(input, weight, bias):
-        recorded: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
-        return recorded
+    recorded = calls.watched() or calls.differentiates(input, weight, bias)
+    if not small and (recorded or not plain):
+        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
+        return out
     from elsa_core.backends.triton import linear as kernel
 
     if small:
-        kernel.warm(input, weight, bias)
+        if plain:
+            kernel.warm(input, weight, bias)
         return functional.linear(input, weight, bias)
-    out = kernel.linear(input, weight, bias)
-    return functional.linear(input, weight, bias) if out is None else out
+    own = kernel.linear(input, weight, bias)
+    return functional.linear(input, weight, bias) if own is None else own
 
 
 def _suits(input: Tensor, weight: Tensor) -> bool:

@@ -185,6 +185,14 @@ def test_a_gradient_goes_through_the_operator(kernel, monkeypatch):
     assert kernel == [0, 0] and w.grad is not None
 
 
+def test_a_small_call_with_a_gradient_is_pytorchs(kernel):
+    x, w, b = on_gpu()
+    w = w.requires_grad_()
+    out = linear(x, w, b)
+    assert "AddmmBackward" in type(out.grad_fn).__name__ or "View" in type(out.grad_fn).__name__
+    assert kernel == [0, 1]
+
+
 def test_what_needs_no_gradient_is_not_kept():
     x, w, b = operands(dtype=torch.float32)
     saved = []
