@@ -188,9 +188,8 @@ def test_a_gradient_goes_through_the_operator(kernel, monkeypatch):
 def test_a_small_call_with_a_gradient_is_pytorchs(kernel):
     x, w, b = on_gpu()
     w = w.requires_grad_()
-    out = linear(x, w, b)
-    assert "AddmmBackward" in type(out.grad_fn).__name__ or "View" in type(out.grad_fn).__name__
-    assert kernel == [0, 1]
+    linear(x, w, b).sum().backward()
+    assert kernel == [0, 1] and w.grad is not None
 
 
 def test_what_needs_no_gradient_is_not_kept():
@@ -214,3 +213,90 @@ def test_autocast_leaves_the_operator_alone():
     given = operands(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert OPERATOR(*given).dtype == torch.float32
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """A processor for which MKL lags, where PyTorch has oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch has no oneDNN here")
+    monkeypatch.setattr(module, "_mkl_lags", lambda: True)
+
+
+def large(**options):
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 98, 192), torch.randn(192, 192, **options), torch.randn(192)
+    assert x.numel() * w.shape[0] >= module.LEAST_ONEDNN
+    return x, w, b
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_onednn_computes_the_same(onednn, bias):
+    x, w, b = large()
+    b = b if bias else None
+    assert module._suits_onednn(x, w, b)
+    exact = functional.linear(x.double(), w.double(), None if b is None else b.double())
+    ours, theirs = ((f(x, w, b) - exact).norm() for f in (linear, functional.linear))
+    assert ours <= 2 * theirs
+    x[1, 5, 7], w[3, 4] = float("inf"), float("nan")
+    out, peer = linear(x, w, b), functional.linear(x, w, b)
+    assert torch.equal(out.isnan(), peer.isnan()) and torch.equal(out.isinf(), peer.isinf())
+
+
+def test_whom_onednn_serves(onednn):
+    x, w, b = large()
+    suits = module._suits_onednn
+    assert not suits(x[:, :10], w, b)  # small, and not dense
+    assert not suits(x.double(), w.double(), b.double())
+    assert not suits(x, w.double(), b)
+    assert not suits(x, w, b[:1])
+    assert not suits(x, w[:, :100], b)
+    assert not suits(x, w.t(), b)
+    assert not suits(x, w.clone().requires_grad_(), b)
+    assert suits(x, torch.nn.Parameter(w, requires_grad=False), b)
+    with torch.no_grad():
+        assert suits(x, torch.nn.Parameter(w), b)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not suits(x, w, b)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not suits(x, w, b)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert not suits(x, w, b)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert suits(x, w, b)
+
+
+def test_a_gradient_and_a_recorded_program_are_not_onednns(onednn):
+    x, w, b = large(requires_grad=True)
+    linear(x, w, b).sum().backward()
+    assert w.grad is not None
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return linear(x, w.detach(), b)
+
+    program = torch.export.export(Layer(), (x,))
+    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert targets and not any("mkldnn" in target for target in targets)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "lags"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("GenuineIntel", "AVX512", False),
+        ("AuthenticAMD", "AVX2", False),
+    ],
+)
+def test_where_mkl_lags(monkeypatch, tmp_path, vendor, capability, lags):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    monkeypatch.setattr(module, "CPUINFO", file)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert module._mkl_lags.__wrapped__() is lags
+    file.unlink()
+    assert not module._mkl_lags.__wrapped__()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elsa_core import calls
 from elsa_core.attention import attention
 from elsa_core.linear import linear
 
@@ -43,11 +44,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
-    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain one on a
-    GPU, which nobody watches.
+    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain one that
+    nobody watches. On a CPU a recorded program names the layer.
     """
-    watched = has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
-    if x.is_cuda and type(layer) is nn.Linear and not watched:
+    shown = has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
+    if type(layer) is nn.Linear and not shown and (x.is_cuda or not calls.watched()):
         return project_by(site, x, layer.weight, layer.bias)
     projected: Tensor = layer(x)
     return projected
