@@ -6,6 +6,7 @@ outside inference mode passes through and which costs as much as the rest of a s
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -15,14 +16,36 @@ from torch.autograd import forward_ad
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
+class _Observers(threading.local):
+    count = 0
+
+
+_OBSERVERS = _Observers()
+
+
+def observe(change: int) -> None:
+    """Count a dispatch mode of this thread that wants calls as they are when nobody watches."""
+    _OBSERVERS.count += change
+
+
 def watched() -> bool:
     """Whether a compiler, a tracer, a transform or a dispatch mode watches this thread.
 
     Then what is called must be what is written, and Python must not branch on lengths.
     """
+    return _watched(0)
+
+
+def recorded() -> bool:
+    """As `watched`, but for the modes that only observe."""
+    # a constant for the compiler, which need not know of observers
+    return torch.compiler.is_compiling() or _watched(_OBSERVERS.count)
+
+
+def _watched(observers: int) -> bool:
     return bool(
         torch.compiler.is_compiling()  # first: a constant for the compiler, which reads no further
-        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_dispatch_stack() > observers
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0

@@ -79,8 +79,8 @@ def _on_gpu(
     ):
         return None
     plain = _plain(input, weight)
-    recorded = calls.watched() or calls.differentiates(input, weight, bias)
-    if not small and (recorded or not plain):
+    through = calls.recorded() or calls.differentiates(input, weight, bias)
+    if not small and (through or not plain):
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
         return out
     from elsa_core.backends.triton import linear as kernel
@@ -100,7 +100,7 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether PyTorch's oneDNN computes this faster than the MKL that PyTorch would take."""
     return (
         input.dtype == torch.float32
-        and not calls.watched()
+        and not calls.recorded()
         and input.numel() * weight.shape[0] >= LEAST_ONEDNN
         and _mkl_lags()
         and _plain(input, weight)
@@ -142,14 +142,14 @@ def _suits(input: Tensor, weight: Tensor) -> bool:
     if input.dtype == torch.float32:
         return True
     depth = weight.shape[-1]
-    if calls.watched() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
+    if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
         return False
     return HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
 
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether the host would be waited for: not where a CUDA graph or a program is recorded."""
-    if calls.watched() or input.numel() * weight.shape[0] >= LEAST_WORK:
+    if calls.recorded() or input.numel() * weight.shape[0] >= LEAST_WORK:
         return False
     return not torch.cuda.is_current_stream_capturing()
 

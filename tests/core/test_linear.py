@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from elsa_core import linear as module
 from elsa_core.linear import linear
@@ -300,3 +301,20 @@ def test_where_mkl_lags(monkeypatch, tmp_path, vendor, capability, lags):
     assert module._mkl_lags.__wrapped__() is lags
     file.unlink()
     assert not module._mkl_lags.__wrapped__()
+
+
+def test_a_proof_judges_what_users_run(onednn):
+    """A site is measured under a dispatch mode, and computes there what it does without."""
+    from elsa_core.models.proof.capture import OperatorCapture
+
+    x, w, b = large()
+    plain = linear(x, w, b)
+    with OperatorCapture():
+        assert module._suits_onednn(x, w, b)
+        assert torch.equal(linear(x, w, b), plain)
+        with FlopCounterMode(display=False) as counter:  # another mode: it sees PyTorch's own
+            linear(x, w, b)
+        assert counter.get_total_flops() == 2 * x.numel() * w.shape[0]
+    with FlopCounterMode(display=False) as counter:
+        linear(x, w, b)
+    assert counter.get_total_flops() == 2 * x.numel() * w.shape[0]

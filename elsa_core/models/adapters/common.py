@@ -48,7 +48,7 @@ def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
     nobody watches. On a CPU a recorded program names the layer.
     """
     shown = has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
-    if type(layer) is nn.Linear and not shown and (x.is_cuda or not calls.watched()):
+    if type(layer) is nn.Linear and not shown and (x.is_cuda or not calls.recorded()):
         return project_by(site, x, layer.weight, layer.bias)
     projected: Tensor = layer(x)
     return projected
