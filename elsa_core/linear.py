@@ -1,4 +1,4 @@
-"""`linear`: the projections of patched sites, by a kernel of our own where it is faster."""
+"""`linear`: the projections of patched sites, by what computes them fastest and as exactly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ HALF_DEPTH = 96
 HALF_ROWS = (2048, 65536)
 MOST_KINDS = 4096
 # Multiply-adds from which oneDNN takes less time than MKL on a processor that MKL gives no AVX-512.
-LEAST_ONEDNN = 1 << 22
+LEAST_ONEDNN = 1 << 23
+# Channels that it sums at once, as MKL does: longer chains round up to twice as much.
+ONEDNN_DEPTH = 192
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -41,8 +43,8 @@ def linear(
     autocast. Half precision is computed here in few cases, see HALF_DEPTH.
 
     On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
-    larger ones that nobody records and that need no gradient are left to PyTorch's oneDNN, which
-    takes half the time (and rounds up to 1.5 times as much). Everything else is
+    larger ones that nobody records and that need no gradient are left to PyTorch's oneDNN, in
+    parts that round like MKL's. Everything else, and all with precision="ieee", is
     `torch.nn.functional.linear`.
 
     Args:
@@ -56,10 +58,26 @@ def linear(
     if input.is_cuda:
         out = _on_gpu(input, weight, bias, precision, backend)
         return functional.linear(input, weight, bias) if out is None else out
-    if backend != "eager" and _suits_onednn(input, weight, bias):
-        faster: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-        return faster
+    if backend != "eager" and precision != "ieee" and _suits_onednn(input, weight, bias):
+        return _by_onednn(input, weight, bias)
     return functional.linear(input, weight, bias)
+
+
+def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Sums of ONEDNN_DEPTH channels at most, added up."""
+    product = torch.ops.mkldnn._linear_pointwise
+    depth = weight.shape[1]
+    parts = -(-depth // ONEDNN_DEPTH)
+    out: Tensor | None = None
+    for i in range(parts):
+        part = slice(i * depth // parts, (i + 1) * depth // parts)
+        x, w = input[..., part].contiguous(), weight[:, part].contiguous()
+        if out is None:
+            out = product(x, w, bias, "none", [], "")
+        else:
+            out += product(x, w, None, "none", [], "")
+    assert out is not None  # there is a channel
+    return out
 
 
 def _on_gpu(
@@ -101,19 +119,34 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         input.dtype == torch.float32
         and not calls.recorded()
+        and weight.dim() == 2
         and input.numel() * weight.shape[0] >= LEAST_ONEDNN
+        and input.shape[-1] == weight.shape[1]
         and _mkl_lags()
         and _plain(input, weight)
-        and input.device.type == weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and weight.dim() == 2
-        and input.shape[-1] == weight.shape[1]
-        and input.is_contiguous()
-        and weight.is_contiguous()
-        and (bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape[:1]))
+        and _dense(input)
+        and _dense(weight)
+        and _suits_bias(bias, weight)
         and not calls.differentiates(input, weight, bias)
         and not torch.is_autocast_enabled("cpu")
         and _onednn_is_exact()
+    )
+
+
+def _suits_bias(bias: Tensor | None, weight: Tensor) -> bool:
+    if bias is None:
+        return True
+    plain = type(bias) in (Tensor, nn.Parameter)
+    return plain and _dense(bias) and bias.shape == weight.shape[:1]
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether this is float32 in the CPU's memory, element by element."""
+    return (
+        t.device.type == "cpu"
+        and t.dtype == torch.float32
+        and t.layout is torch.strided
+        and t.is_contiguous()
     )
 
 

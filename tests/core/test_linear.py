@@ -226,19 +226,25 @@ def onednn(monkeypatch):
 
 def large(**options):
     torch.manual_seed(0)
-    x, w, b = torch.randn(2, 98, 192), torch.randn(192, 192, **options), torch.randn(192)
+    x, w, b = torch.randn(2, 128, 192), torch.randn(192, 192, **options), torch.randn(192)
     assert x.numel() * w.shape[0] >= module.LEAST_ONEDNN
     return x, w, b
 
 
+@pytest.mark.parametrize("depth", [192, 200, 384, 768, 1152])
 @pytest.mark.parametrize("bias", [True, False])
-def test_onednn_computes_the_same(onednn, bias):
-    x, w, b = large()
+def test_onednn_computes_the_same(onednn, bias, depth):
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 128, depth), torch.randn(256, depth), torch.randn(256)
     b = b if bias else None
     assert module._suits_onednn(x, w, b)
     exact = functional.linear(x.double(), w.double(), None if b is None else b.double())
     ours, theirs = ((f(x, w, b) - exact).norm() for f in (linear, functional.linear))
-    assert ours <= 2 * theirs
+    assert ours <= 1.1 * theirs
+    if bias:
+        spread = b.repeat_interleave(2)[::2]
+        assert torch.equal(linear(x, w, spread), functional.linear(x, w, spread))
+        assert torch.equal(linear(x, w, b, precision="ieee"), functional.linear(x, w, b))
     x[1, 5, 7], w[3, 4] = float("inf"), float("nan")
     out, peer = linear(x, w, b), functional.linear(x, w, b)
     assert torch.equal(out.isnan(), peer.isnan()) and torch.equal(out.isinf(), peer.isinf())
@@ -251,6 +257,11 @@ def test_whom_onednn_serves(onednn):
     assert not suits(x.double(), w.double(), b.double())
     assert not suits(x, w.double(), b)
     assert not suits(x, w, b[:1])
+    assert not suits(x, w, torch.zeros(384)[::2])
+    assert not suits(x, w, torch.zeros(1).expand(192))
+    assert not suits(x, w, b.to("meta"))
+    assert not suits(x, w.to_mkldnn(), b)
+    assert not suits(x, w[0], b)
     assert not suits(x, w[:, :100], b)
     assert not suits(x, w.t(), b)
     assert not suits(x, w.clone().requires_grad_(), b)
