@@ -24,6 +24,8 @@ MOST_KINDS = 4096
 LEAST_ONEDNN = 1 << 23
 # Channels that it sums at once, as MKL does: longer chains round up to twice as much.
 ONEDNN_DEPTH = 192
+# Rows from which it is worth to copy the weight's parts, which oneDNN wants dense.
+ONEDNN_ROWS = 128
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -122,6 +124,7 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dim() == 2
         and input.numel() * weight.shape[0] >= LEAST_ONEDNN
         and input.shape[-1] == weight.shape[1]
+        and (weight.shape[1] <= ONEDNN_DEPTH or input.numel() >= ONEDNN_ROWS * weight.shape[1])
         and _mkl_lags()
         and _plain(input, weight)
         and _dense(input)

@@ -262,6 +262,9 @@ def test_whom_onednn_serves(onednn):
     assert not suits(x, w, b.to("meta"))
     assert not suits(x, w.to_mkldnn(), b)
     assert not suits(x, w[0], b)
+    wide = torch.randn(1024, 768)
+    assert suits(torch.randn(128, 768), wide, None)
+    assert not suits(torch.randn(127, 768), wide, None)  # its parts would have to be copied
     assert not suits(x, w[:, :100], b)
     assert not suits(x, w.t(), b)
     assert not suits(x, w.clone().requires_grad_(), b)
