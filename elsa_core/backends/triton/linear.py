@@ -3,9 +3,8 @@
 float32: an entry x is written as hi + lo, both of TF32's 11 significant bits and 8 exponent bits,
 so 22 bits of every number from 2**-113 on; a product is lo * hi + hi * lo + hi * hi. The
 products of BK channels have an accumulator of their own, which float32 additions gather: tensor
-cores truncate where they accumulate. What that takes off, 0.8 * 2**-23 of the result on average, is
-added at the end: errors that lean one way would not average out over tokens. A tile whose result is
-not finite, or has a row or column that is nowhere above 2**-80 and not zero, is computed once more
+cores truncate where they accumulate, so that what error is left leans towards zero (about 2**-23 of
+the result) and does not average out over tokens. A tile whose result is not finite, or has a row or column that is nowhere above 2**-80 and not zero, is computed once more
 with float32 FMA, in the same launch: halves of infinities are NaNs, and those of the smallest
 numbers lose bits (which goes unseen where weights of 2**40 and more lift the result again).
 
@@ -28,8 +27,6 @@ GROUP = tl.constexpr(8)
 # What the float32 guard compares: the bits of infinity, and of 2**-80.
 INFINITE = tl.constexpr(0x7F800000)
 TINY = tl.constexpr((127 - 80) << 23)
-# What truncation takes off on average, of sums with BK = 32 on sm_90; see `restore`.
-TRUNCATED = tl.constexpr(0.8 * 2.0**-23)
 CACHED_PLANS = 4096
 
 
@@ -80,13 +77,6 @@ def store_rows(p, y, Bias, o_m, rows, o_n, columns, row, UNIT: tl.constexpr, BIA
         y += b.to(tl.float32)[None, :]
     mask = (o_m < rows)[:, None] & (o_n < columns)[None, :]
     tl.store(p + o_m[:, None] * (row * UNIT) + o_n[None, :], y.to(p.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def restore(y):
-    """y with what truncation took off on average. Sums of up to 20 bits stay: they may be exact."""
-    bits = y.to(tl.int32, bitcast=True)
-    return tl.where((bits & 15) != 0, y + y * TRUNCATED, y)
 
 
 @triton.jit
@@ -164,7 +154,6 @@ def linear_tile(
             y = tl.dot(x, w.T, y)
     kept = left
     if SPLIT:
-        y = restore(y)
         bad = fails_guard(y)
         kept = tl.where(bad, 0, left)
     store_rows(p_y, y, Bias, o_m, kept, o_n, columns, y_row, UNIT, BIAS)
