@@ -4,9 +4,10 @@ float32: an entry x is written as hi + lo, both of TF32's 11 significant bits an
 so 22 bits of every number from 2**-113 on; a product is lo * hi + hi * lo + hi * hi. The
 products of BK channels have an accumulator of their own, which float32 additions gather: tensor
 cores truncate where they accumulate, so that what error is left leans towards zero (about 2**-23 of
-the result) and does not average out over tokens. A tile whose result is not finite, or has a row or column that is nowhere above 2**-80 and not zero, is computed once more
-with float32 FMA, in the same launch: halves of infinities are NaNs, and those of the smallest
-numbers lose bits (which goes unseen where weights of 2**40 and more lift the result again).
+the result) and does not average out over tokens. A tile whose result is not finite, or has a row or
+column that is nowhere above 2**-80 and not zero, is computed once more with float32 FMA, in the
+same launch: halves of infinities are NaNs, and those of the smallest numbers lose bits (which goes
+unseen where weights of 2**40 and more lift the result again).
 
 float16 and bfloat16: one product, accumulated in float32 over few channels.
 """
