@@ -10,7 +10,7 @@ from elsa_cli.console import Session
 if TYPE_CHECKING:
     import torch
 
-    from elsa_core.backends.triton.tiling import Tile
+    from elsa_core.backends.triton.attention.tiling import Tile
     from elsa_core.bench.cases import Case
     from elsa_core.bench.results import Settings
     from elsa_core.bench.tune import Tuned

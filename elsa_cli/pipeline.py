@@ -12,9 +12,9 @@ from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
     from elsa_core.attention import Route
-    from elsa_core.models.load import Loaded
-    from elsa_core.models.patch import PatchReport
-    from elsa_core.models.proof.report import CheckReport
+    from elsa_core.loading.load import Loaded
+    from elsa_core.patching.patch import PatchReport
+    from elsa_core.proof.report import CheckReport
 
 _CHOICES = ("precision", "backend", "include", "exclude", "all_sites")
 
@@ -30,8 +30,8 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
         # The device is asked for first: a missing one is known before seconds go into loading.
         device = resolve_device(options.device)
     with session.stage(f"looking up {text}"):
-        from elsa_core.models.load import load_model
-        from elsa_core.models.spec import parse
+        from elsa_core.loading.load import load_model
+        from elsa_core.loading.spec import parse
 
         spec = parse(text)
     with session.stage(f"loading {spec.name}", drawn=not options.pretrained):
@@ -55,7 +55,7 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
     if loaded.report is not None and not typed(_CHOICES):
         return loaded.report
     with session.stage("patching"):
-        from elsa_core.models.patch import patch, unpatch
+        from elsa_core.patching.patch import patch, unpatch
 
         # The options describe the whole result, not what is added to an earlier plan.
         unpatch(loaded.model)
@@ -87,8 +87,8 @@ def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
     Raises: ModelError where it is no plan or does not fit the model.
     """
     with session.stage("patching"):
-        from elsa_core.models.patch import unpatch
-        from elsa_core.models.sources.plan import apply_plan, read_plan
+        from elsa_core.loading.plan import apply_plan, read_plan
+        from elsa_core.patching.patch import unpatch
 
         plan = read_plan(path)
         unpatch(loaded.model)
@@ -126,7 +126,7 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
 
 def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
     """Check the patched model on generated inputs, and on the images of --images."""
-    from elsa_core.models.check import check, generated_inputs, text_shape
+    from elsa_core.proof.check import check, generated_inputs, text_shape
 
     with session.stage("preparing inputs"):
         device = next(loaded.model.parameters()).device
@@ -145,7 +145,7 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
 
 
 def _images(session: Session, loaded: Loaded, folder: Path) -> Any:
-    from elsa_core.models.proof.images import read_folder
+    from elsa_core.proof.images import read_folder
 
     batch = read_folder(
         folder,

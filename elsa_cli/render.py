@@ -12,10 +12,10 @@ from elsa_cli.sites import group, group_by
 
 if TYPE_CHECKING:
     from elsa_core.attention import Route
-    from elsa_core.models.load import Loaded
-    from elsa_core.models.patch import PatchReport
-    from elsa_core.models.proof.report import CheckReport
-    from elsa_core.models.sites import AttentionSite, Inspection
+    from elsa_core.loading.load import Loaded
+    from elsa_core.patching.patch import PatchReport
+    from elsa_core.patching.sites import AttentionSite, Inspection
+    from elsa_core.proof.report import CheckReport
 
 
 def header(session: Session, loaded: Loaded, options: Options, extra: str = "") -> None:

@@ -13,23 +13,23 @@ from elsa_core.window import window_attention
 if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
-    from elsa_core.models.check import CheckReport, check
-    from elsa_core.models.load import load
-    from elsa_core.models.patch import PatchReport, patch, unpatch
-    from elsa_core.models.sites import AttentionSite, Inspection, inspect
+    from elsa_core.loading.load import load
+    from elsa_core.patching.patch import PatchReport, patch, unpatch
+    from elsa_core.patching.sites import AttentionSite, Inspection, inspect
     from elsa_core.profiling.profile import profile
     from elsa_core.profiling.report import ProfileReport
+    from elsa_core.proof.check import CheckReport, check
 
 _HOMES = {
-    "load": "models.load",
-    "AttentionSite": "models.sites",
-    "Inspection": "models.sites",
-    "inspect": "models.sites",
-    "PatchReport": "models.patch",
-    "patch": "models.patch",
-    "unpatch": "models.patch",
-    "CheckReport": "models.check",
-    "check": "models.check",
+    "load": "loading.load",
+    "AttentionSite": "patching.sites",
+    "Inspection": "patching.sites",
+    "inspect": "patching.sites",
+    "PatchReport": "patching.patch",
+    "patch": "patching.patch",
+    "unpatch": "patching.patch",
+    "CheckReport": "proof.check",
+    "check": "proof.check",
     "Bundle": "exporting.bundle",
     "export": "exporting.bundle",
     "VerifyReport": "exporting.verify",

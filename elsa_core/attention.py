@@ -164,7 +164,7 @@ def _direct(
     if chosen == "triton" and not torch._C._autograd._profiler_enabled():
         from elsa_core.backends import triton
 
-        result = triton.attention(*arguments)
+        result = triton.attention_forward(*arguments)
     else:
         result = calls.below_autograd(_EAGER if chosen == "eager" else _ATTENTION, *arguments)
     return result

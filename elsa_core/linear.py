@@ -103,7 +103,7 @@ def _on_gpu(
     if not small and (through or not plain):
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
         return out
-    from elsa_core.backends.triton import linear as kernel
+    from elsa_core.backends.triton.linear import gemm as kernel
 
     if not small:
         return kernel.linear(input, weight, bias)

@@ -127,7 +127,7 @@ def _attention_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     """The CUDA kernel of `elsa::attention`: Triton is imported at the first call, not before."""
     from elsa_core.backends import triton
 
-    result: tuple[Tensor, Tensor] = triton.attention(*args)
+    result: tuple[Tensor, Tensor] = triton.attention_forward(*args)
     return result
 
 
@@ -184,9 +184,9 @@ def _window_twice(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 def _window_attention_cuda(*args: Any) -> Tensor:
     """The CUDA kernel of `elsa::window_attention`: Triton is imported at the first call."""
-    from elsa_core.backends.triton import window
+    from elsa_core.backends.triton.window import planner
 
-    result: Tensor = window.window_attention(*args)
+    result: Tensor = planner.window_attention(*args)
     return result
 
 
@@ -222,9 +222,9 @@ def _linear_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 def _linear_cuda(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The CUDA kernel of `elsa::linear`: Triton is imported at the first call."""
-    from elsa_core.backends.triton import linear
+    from elsa_core.backends.triton.linear import gemm
 
-    out = linear.linear(input, weight, bias)
+    out = gemm.linear(input, weight, bias)
     return _linear_plain(input, weight, bias) if out is None else out
 
 

@@ -21,7 +21,7 @@ def command(session: Session, /, force: bool) -> None:
     Without this, the first use compiles it. Needs a C++ compiler: CXX, or c++, g++, clang++.
     """
     from elsa_core.backends import native
-    from elsa_core.backends.compile import is_whole
+    from elsa_core.backends.compiler import is_whole
 
     present = is_whole(native.library_path())
     start = time.perf_counter()

@@ -25,8 +25,8 @@ from elsa_cli.options import (
 if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle
     from elsa_core.exporting.verify import ArtefactReport
-    from elsa_core.models.load import Loaded
-    from elsa_core.models.proof.report import CheckReport
+    from elsa_core.loading.load import Loaded
+    from elsa_core.proof.report import CheckReport
 
 FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -181,8 +181,8 @@ def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
 
     if loaded.tower != "text":
         return pipeline.check_model(session, loaded, options)
-    from elsa_core.exporting.subject import token_cases
-    from elsa_core.models.check import check
+    from elsa_core.exporting.export_target import token_cases
+    from elsa_core.proof.check import check
 
     with session.stage("checking") as update:
         cases = token_cases(loaded.model, options.batch_size, options.seed)

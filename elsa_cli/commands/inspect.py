@@ -74,7 +74,7 @@ def command(
         return
     loaded = pipeline.open_model(session, model, options)
     with session.stage("inspecting"):
-        from elsa_core.models.sites import inspect
+        from elsa_core.patching.sites import inspect
 
         found = inspect(loaded.model, loaded.input_size)
     results = {"model": render.described(loaded, options), "inspection": found.to_dict()}

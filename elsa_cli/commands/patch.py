@@ -24,8 +24,8 @@ from elsa_cli.options import (
 )
 
 if TYPE_CHECKING:
-    from elsa_core.models.patch import PatchReport
-    from elsa_core.models.proof.report import CheckReport
+    from elsa_core.patching.patch import PatchReport
+    from elsa_core.proof.report import CheckReport
 
 
 @click.command("patch", cls=Command)
@@ -89,7 +89,7 @@ def command(
     saved = None
     if output is not None and good and not dry_run:
         with session.stage(f"writing {output}"):
-            from elsa_core.models.save import save
+            from elsa_core.loading.save import save
 
             saved = save(loaded, report, output, force=force)
             session.written.append(saved)

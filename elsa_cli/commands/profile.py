@@ -161,8 +161,8 @@ def _planned(
     import torch
 
     device = torch.device(resolve_device(given["device"]))
-    from elsa_core.models.load import Loaded, load_model
-    from elsa_core.models.spec import parse
+    from elsa_core.loading.load import Loaded, load_model
+    from elsa_core.loading.spec import parse
     from elsa_core.profiling import sweep, variants
 
     spec = parse(model)

@@ -6,7 +6,7 @@ torch from 2.10 on, with or without this package. Building it takes a C++20 comp
 Environment variables:
     ELSA_NATIVE: "0" switches the backend off.
     ELSA_CPU_ISA: kernels to run ("baseline", "avx2", "avx512", "neon") instead of the best ones.
-    ELSA_CACHE_DIR, CXX: see `elsa_core.backends.compile`.
+    ELSA_CACHE_DIR, CXX: see `elsa_core.backends.compiler`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core.backends import compile
+from elsa_core.backends import compiler
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
 
@@ -144,9 +144,9 @@ def isa() -> str:
 def build(*, force: bool = False, progress: Callable[[str], None] | None = None) -> Path:
     """Compile the library into the user's cache unless it is there already.
 
-    Takes and raises what `elsa_core.backends.compile.build` does.
+    Takes and raises what `elsa_core.backends.compiler.build` does.
     """
-    return compile.build(_recipe(), force=force, progress=progress)
+    return compiler.build(_recipe(), force=force, progress=progress)
 
 
 def library_path() -> Path:
@@ -155,18 +155,18 @@ def library_path() -> Path:
     Raises:
         UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.
     """
-    return compile.library_path(_recipe())
+    return compiler.library_path(_recipe())
 
 
 def status() -> dict[str, Any]:
     """What `elsa doctor` shows, without building anything: compiler, path, whether it is built."""
-    return compile.status(_recipe())
+    return compiler.status(_recipe())
 
 
-def _recipe() -> compile.Recipe:
+def _recipe() -> compiler.Recipe:
     torch_directory = Path(torch.__file__).parent
     include = f"-I{torch_directory / 'include'}"
-    return compile.Recipe(
+    return compiler.Recipe(
         stem="libelsa",
         title="native library",
         folder="torch",

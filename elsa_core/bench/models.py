@@ -24,12 +24,12 @@ from elsa_core.bench.cases import DTYPES
 from elsa_core.bench.results import SCHEMA_VERSION, finite
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.files import write_text
-from elsa_core.models.check import check
-from elsa_core.models.patch import patch
+from elsa_core.patching.patch import patch
 from elsa_core.profiling import variants
 from elsa_core.profiling.profile import profile
 from elsa_core.profiling.report import ProfileReport
 from elsa_core.profiling.room import limited
+from elsa_core.proof.check import check
 from elsa_core.version import __version__
 
 COMMAND: Final = "bench models"
@@ -158,7 +158,7 @@ def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
     Raises:
         ElsaError: its library is missing or cannot build it.
     """
-    from elsa_core.models.load import load
+    from elsa_core.loading.load import load
 
     size = case.image_size
     if case.window is None:

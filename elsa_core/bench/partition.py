@@ -225,7 +225,7 @@ def _eager(case: Case, tensors: Inputs, schedule: str) -> Partition:
 
 def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
     from elsa_core.backends import triton
-    from elsa_core.backends.triton import launch
+    from elsa_core.backends.triton.attention import planner
 
     query, key, value, mask = tensors
     if query.dtype not in triton.DTYPES or case.head_dim > triton.LARGEST_DIM:
@@ -235,10 +235,10 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
         )
     try:
         # without a GPU, as the one would whose table is shown
-        there = None if query.is_cuda else launch.gluon_known()
-        call = launch.plan_call(
+        there = None if query.is_cuda else planner.gluon_known()
+        call = planner.plan_call(
             query, key, value, mask, False, case.head_dim**-0.5, precision,
-            specialized=there and launch.fits_specialized(query, key, value, mask),
+            specialized=there and planner.fits_specialized(query, key, value, mask),
         )  # fmt: skip
     except ImportError as error:
         raise UnavailableError(
@@ -280,10 +280,10 @@ def _partial_states(shape: tuple[int, ...], value_dim: int) -> RoundTrip:
 
 
 def _gpu(query: Tensor) -> str:
-    from elsa_core.backends.triton import launch
+    from elsa_core.backends.triton.attention import planner
 
     index = query.device.index
-    table, multiprocessors = launch.device_table(-1 if index is None else index)
+    table, multiprocessors = planner.device_table(-1 if index is None else index)
     how = "" if table.measured else ", tiles not measured"
     here = "" if query.is_cuda else ", planned without it"
     return f"{table.gpu}, {multiprocessors} multiprocessors{how}{here}"

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from elsa_core import reference
-from elsa_core.backends.triton import launch, tiling, usertable
-from elsa_core.backends.triton.tiling import Plan, Shape, Table, Tile
+from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention.tiling import Plan, Shape, Table, Tile
+from elsa_core.backends.triton.shared import usertable
 from elsa_core.bench import environment, timing
 from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.peers import Inputs
@@ -103,7 +104,7 @@ def candidates(
         raise ArgumentError("--tune: lean shares its tiles with strict; tune strict or turbo")
     if case.dtype == "fp64" or case.head_dim > 256:
         raise ArgumentError(f"{case.name}: the GPU kernels do not take it; nothing to tune")
-    shape, mode = shape_of(case), launch.mode_of(case.torch_dtype, precision)
+    shape, mode = shape_of(case), planner.mode_of(case.torch_dtype, precision)
     workspace = precision != "lean"
 
     def planned(tile_table: Table) -> Plan:
@@ -128,8 +129,8 @@ def may_specialize(case: Case, device: torch.device | None) -> bool:
     """Whether kernels of sm_90 alone may take a case on a GPU; None: on that of the table."""
     like = torch.empty(case.batch, case.heads, case.keys, case.head_dim, device="meta")
     mask = None if case.mask == "none" else like
-    there = launch.gluon_known() if device is None else launch.specializes(device)
-    return there and launch.fits_specialized(like, like, like, mask)
+    there = planner.gluon_known() if device is None else planner.specializes(device)
+    return there and planner.fits_specialized(like, like, like, mask)
 
 
 def _key(plan: Plan) -> tuple[Any, ...]:
@@ -290,7 +291,7 @@ def _tune(case: Case, precision: str, device: torch.device, settings: Settings) 
     sample = sample_of(case, tensors)
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
     allowed = tolerance(sample, precision, oracle)
-    mode = launch.mode_of(case.torch_dtype, precision)
+    mode = planner.mode_of(case.torch_dtype, precision)
     judged = [
         _judged(case, plan, shipped, mode, tensors, sample, oracle, allowed)
         for plan, shipped in plans
@@ -347,15 +348,15 @@ def _judged(
     sample: Sample,
     oracle: Tensor,
     allowed: float,
-) -> tuple[Timed, launch.Call | None]:
+) -> tuple[Timed, planner.Call | None]:
     """Compile and run one candidate; without a call where it cannot take part."""
     timed = Timed(plan.tile, plan.partitions, shipped)
     query, key, value, mask = tensors
     try:
-        call = launch._fold_call(
+        call = planner._fold_call(
             query, key, value, mask, False, case.head_dim**-0.5, shape_of(case), mode, plan
         )
-        output, _ = launch.execute(call, *tensors)
+        output, _ = planner.execute(call, *tensors)
         error = reference.relative_l2(sample.pick(output), oracle)
     except Exception as problem:  # a compiler may fail in any way; the candidate is left out
         text = str(problem).strip().splitlines()
@@ -366,12 +367,12 @@ def _judged(
 
 
 def _timed(
-    running: Sequence[tuple[Timed, launch.Call]], tensors: Inputs, *, rounds: int, budget: float
+    running: Sequence[tuple[Timed, planner.Call]], tensors: Inputs, *, rounds: int, budget: float
 ) -> list[float]:
     """Median seconds of each, rounds interleaved, under CUDA graph."""
 
-    def contender(i: int, call: launch.Call) -> Contender:
-        return Contender(str(i), lambda: launch.execute(call, *tensors))
+    def contender(i: int, call: planner.Call) -> Contender:
+        return Contender(str(i), lambda: planner.execute(call, *tensors))
 
     contenders = [contender(i, call) for i, (_, call) in enumerate(running)]
     if not contenders:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from elsa_core.backends import compile as compiling
+from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
 from elsa_core.exporting import exported_program, operators, ort_library, torchscript
+from elsa_core.exporting.export_target import Subject
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.reference import flat, judge, make_reference
-from elsa_core.exporting.subject import Subject
 from elsa_core.exporting.verify import platform_tag
 from elsa_core.version import __version__
 

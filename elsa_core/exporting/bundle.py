@@ -19,6 +19,7 @@ from elsa_core.errors import ArgumentError, ExportError, ModelError, Unavailable
 from elsa_core.exporting.archive import unpacked, write_zip
 from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefact, write_libraries
 from elsa_core.exporting.description import describe
+from elsa_core.exporting.export_target import Subject, subject_of
 from elsa_core.exporting.manifest import (
     FORMATS,
     MANIFEST_NAME,
@@ -30,16 +31,15 @@ from elsa_core.exporting.onnx import MODES as ONNX_MODES
 from elsa_core.exporting.onnx import OPSETS as ONNX_OPSETS
 from elsa_core.exporting.readme import readme
 from elsa_core.exporting.reference import Reference, make_reference, write_reference
-from elsa_core.exporting.subject import Subject, subject_of
 from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
-from elsa_core.models import save as saving
-from elsa_core.models.sources.plan import PLAN_NAME
+from elsa_core.loading import save as saving
+from elsa_core.loading.plan import PLAN_NAME
 
 if TYPE_CHECKING:
-    from elsa_core.models.check import CheckReport
-    from elsa_core.models.load import Loaded
+    from elsa_core.loading.load import Loaded
+    from elsa_core.proof.check import CheckReport
 
 DEFAULT_FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -191,7 +191,7 @@ def _check_room(subject: Subject, chosen: Choices, target: Path, given: Path) ->
 
 def _checked(subject: Subject, given: CheckReport | None, say: Say) -> CheckReport:
     if given is None:
-        from elsa_core.models.check import check
+        from elsa_core.proof.check import check
 
         say("checking the patched model against the original")
         given = check(subject.model, tuple(t[:1] for t in subject.inputs), stress=True)

@@ -11,13 +11,13 @@ import torch
 
 from elsa_core.exporting import operators, ort_library, torchscript
 from elsa_core.exporting.artefacts import FILES, Choices, size_step
+from elsa_core.exporting.export_target import Subject
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
 from elsa_core.exporting.reference import Reference
-from elsa_core.exporting.subject import Subject
 from elsa_core.version import __version__
 
 if TYPE_CHECKING:
-    from elsa_core.models.check import CheckReport
+    from elsa_core.proof.check import CheckReport
 
 _PACKAGES = ("torch", "timm", "open_clip_torch", "torchvision", "onnx", "onnxruntime", "numpy")
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from elsa_core.errors import ModelError
-from elsa_core.models.sources.recipe import parse_json
+from elsa_core.loading.recipe import parse_json
 
 MANIFEST_NAME = "manifest.json"
 KIND = "elsa-bundle"

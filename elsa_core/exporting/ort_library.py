@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from elsa_core.backends import compile
+from elsa_core.backends import compiler
 
 OLDEST_RUNTIME = "1.17"
 # By the opset of a model: ONNX Runtime's CPU has the `Attention` of opset 23 from 1.23 on.
 OLDEST_BY_OPSET = {18: OLDEST_RUNTIME, 23: "1.23"}
 
-_RECIPE = compile.Recipe(
+_RECIPE = compiler.Recipe(
     stem="libelsa_onnxruntime",
     title="ONNX Runtime library",
     folder="onnxruntime",
@@ -27,9 +27,9 @@ _RECIPE = compile.Recipe(
 def build(*, force: bool = False, progress: Callable[[str], None] | None = None) -> Path:
     """Compile the library into the user's cache unless it is there already.
 
-    Takes and raises what `elsa_core.backends.compile.build` does.
+    Takes and raises what `elsa_core.backends.compiler.build` does.
     """
-    return compile.build(_RECIPE, force=force, progress=progress)
+    return compiler.build(_RECIPE, force=force, progress=progress)
 
 
 def library_path() -> Path:
@@ -38,4 +38,4 @@ def library_path() -> Path:
     Raises:
         UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.
     """
-    return compile.library_path(_RECIPE)
+    return compiler.library_path(_RECIPE)

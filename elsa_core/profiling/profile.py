@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from elsa_core.bench.results import digits
 from elsa_core.bench.timing import Contender
 from elsa_core.errors import ArgumentError, ElsaError
-from elsa_core.models.check import check
-from elsa_core.models.patch import PatchReport, patch, patched_sites
-from elsa_core.models.proof.cases import ModelInput, as_cases, chunks
-from elsa_core.models.sites import AttentionSite, find_sites, inspect
+from elsa_core.patching.patch import PatchReport, patch, patched_sites
+from elsa_core.patching.sites import AttentionSite, find_sites, inspect
 from elsa_core.profiling import energy, measure, trust, variants
 from elsa_core.profiling.measure import Ratio, Samples, Settings, ratio, spread
 from elsa_core.profiling.report import ProfileReport, Run
 from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
 from elsa_core.profiling.timeline import Cut, Marked, timelines
+from elsa_core.proof.cases import ModelInput, as_cases, chunks
+from elsa_core.proof.check import check
 
 Progress = Callable[[str, int, int], None]
 

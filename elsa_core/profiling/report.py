@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elsa_core.models.patch import PatchReport
+from elsa_core.patching.patch import PatchReport
 from elsa_core.profiling.measure import Ratio
 from elsa_core.profiling.sites import SiteProfile
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elsa_core.attention import explain
 from elsa_core.bench.results import digits
 from elsa_core.errors import ElsaError
-from elsa_core.models.sites import AttentionSite
+from elsa_core.patching.sites import AttentionSite
 from elsa_core.profiling.measure import Ratio, Sample, ratio
 
 REST: Final = "rest of the model"

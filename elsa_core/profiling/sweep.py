@@ -22,13 +22,13 @@ from elsa_core.bench import environment as place
 from elsa_core.bench.cases import DTYPES
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting.manifest import hashed
-from elsa_core.models.load import Loaded
-from elsa_core.models.sources.fromfile import weights_in
-from elsa_core.models.sources.imagesize import TooLargeError, with_image_size
-from elsa_core.models.sources.libraries import default_recipe
-from elsa_core.models.sources.plan import PLAN_NAME
-from elsa_core.models.sources.shards import is_index
-from elsa_core.models.spec import CONFIG_NAMES, ModelSpec
+from elsa_core.loading.fromfile import weights_in
+from elsa_core.loading.imagesize import TooLargeError, with_image_size
+from elsa_core.loading.libraries import default_recipe
+from elsa_core.loading.load import Loaded
+from elsa_core.loading.plan import PLAN_NAME
+from elsa_core.loading.shards import is_index
+from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec
 from elsa_core.precision import validate
 from elsa_core.profiling.document import (
     COMMAND,

@@ -17,8 +17,8 @@ from torch import nn
 from elsa_core.bench import timing
 from elsa_core.bench.timing import Contender
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
-from elsa_core.models.adapters.redirect import FUSED_SWITCHES
-from elsa_core.models.patch import unpatch
+from elsa_core.patching.adapters.redirect import FUSED_SWITCHES
+from elsa_core.patching.patch import unpatch
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"

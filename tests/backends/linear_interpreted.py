@@ -15,7 +15,7 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 
-from elsa_core.backends.triton import linear as kernel  # noqa: E402
+from elsa_core.backends.triton.linear import gemm as kernel  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (rows, channels, columns), dtype, options

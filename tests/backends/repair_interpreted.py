@@ -14,9 +14,9 @@ if __name__ == "__main__":
 import torch
 
 from elsa_core import reference
-from elsa_core.backends.triton import launch, repair, tiling
+from elsa_core.backends.triton.attention import fma_fallback, planner, tiling
 
-repair.PROGRAMS = 2  # so that one looks after more blocks than it reads flags of at once
+fma_fallback.PROGRAMS = 2  # so that one looks after more blocks than it reads flags of at once
 
 # (B, Hq, Hkv, Nq, Nk, D, Dv), partitions, causal
 CASES = [
@@ -35,8 +35,8 @@ def run(shape: tuple[int, ...], parts: int, causal: bool) -> dict[str, object]:
     sizes = tiling.Shape(b, h, hk, n, m, d, dv)
     tile = tiling.Tile("split", 64, None, None, 64, 16, 4, 2, True)
     plan = tiling.Plan(tile, parts, -(-m // 16 // parts) * 16)
-    call = launch._fold_call(q, k, v, None, causal, -0.3, sizes, "split", plan)
-    again = launch._repair({**call.fold.tail, "CAUSAL": causal}, sizes, parts)
+    call = planner._fold_call(q, k, v, None, causal, -0.3, sizes, "split", plan)
+    again = planner._repair({**call.fold.tail, "CAUSAL": causal}, sizes, parts)
     flags = torch.arange(again.tail["blocks"], dtype=torch.int32) % 3 == 1
     states = (parts, b * h, n)
     if parts > 1:

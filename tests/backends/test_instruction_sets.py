@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from native_kernels import once, run
 
-from elsa_core.backends import compile, native
+from elsa_core.backends import compiler, native
 
 FILES = ("test_native.py", "test_native_window.py")
-SETS = [name.lower() for name in compile.kernels()]  # a CPU that has one has those before it
+SETS = [name.lower() for name in compiler.kernels()]  # a CPU that has one has those before it
 
 
 @once

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elsa_core.backends import compile, native
+from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
 
 LOAD = """
@@ -267,10 +267,10 @@ def test_the_key_holds_the_flags_of_cxx_and_of_the_link(monkeypatch: pytest.Monk
         paths.add(native.library_path())
     recipe = native._recipe()
     linked = dataclasses.replace(recipe, link_flags=(*recipe.link_flags, "-lm"))
-    paths.add(compile.library_path(linked))
+    paths.add(compiler.library_path(linked))
     assert len(paths) == 4
     moved = dataclasses.replace(recipe, link_flags=("-L/elsewhere", *recipe.link_flags[1:]))
-    assert compile.library_path(moved) in paths
+    assert compiler.library_path(moved) in paths
 
 
 @pytest.mark.parametrize("kept", [0, 63, 4096, -1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elsa_core.backends import compile, native
+from elsa_core.backends import compiler, native
 
 PROGRAM = r"""
 #include <cstdint>
@@ -70,7 +70,7 @@ class Math:
 
 
 def names() -> list[str]:
-    return list(compile.kernels())
+    return list(compiler.kernels())
 
 
 @pytest.fixture(scope="module", params=names())
@@ -85,8 +85,8 @@ def math(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     library = directory / f"{request.param}.so"
     subprocess.run(
         [
-            *compile.compiler(), *compile.FLAGS, "-fvisibility=default",
-            *compile.kernels()[request.param], f"-I{compile.source_directory()}",
+            *compiler.compiler(), *compiler.FLAGS, "-fvisibility=default",
+            *compiler.kernels()[request.param], f"-I{compiler.source_directory()}",
             "-shared", str(directory / "math.cpp"), "-o", str(library),
         ],
         check=True,

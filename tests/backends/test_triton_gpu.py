@@ -24,7 +24,7 @@ TURBO = 1e-3
 
 
 def attention(q, k, v, mask=None, causal=False, scale=None, precision="strict"):
-    from elsa_core.backends.triton import attention as kernel
+    from elsa_core.backends.triton import attention_forward as kernel
 
     return kernel(q, k, v, mask, causal, q.shape[-1] ** -0.5 if scale is None else scale, precision)
 
@@ -330,12 +330,12 @@ def test_split_keys_agree():
 @pytest.mark.parametrize("causal", [False, True])
 def test_fresh_states(monkeypatch, precision, causal):
     """Long rows begin a fresh state after some tiles; here after two."""
-    from elsa_core.backends.triton import launch
+    from elsa_core.backends.triton.attention import planner
 
-    monkeypatch.setattr(launch, "CHAIN_TILES", 2)
-    monkeypatch.setattr(launch, "_CALLS", {})
+    monkeypatch.setattr(planner, "CHAIN_TILES", 2)
+    monkeypatch.setattr(planner, "_CALLS", {})
     q, k, v = tensors(4, 16, 16, 1025, 1025, 64, 64, torch.float32)
-    assert launch.planned(q, k, v, None, causal, 0.125, precision).fold.tail["CHAIN"]
+    assert planner.planned(q, k, v, None, causal, 0.125, precision).fold.tail["CHAIN"]
     agree(q, k, v, causal=causal, precision=precision)
 
 
@@ -378,7 +378,7 @@ def test_more_than_2_to_31_elements():
 
 
 def test_lengths_do_not_recompile():
-    from elsa_core.backends.triton.forward import forward
+    from elsa_core.backends.triton.attention.forward import forward
 
     def count():
         return sum(len(c[0]) for c in forward.device_caches.values())

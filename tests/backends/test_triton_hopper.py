@@ -18,7 +18,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton import launch, tiling
+from elsa_core.backends.triton.attention import planner, tiling
 
 # three products each for Q K^T and P V, 64 / 16 instructions a product
 PRODUCTS = 24
@@ -26,13 +26,13 @@ PRODUCTS = 24
 
 @pytest.fixture(autouse=True)
 def overlapped_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "overlaps", lambda device: True)
+    monkeypatch.setattr(planner, "overlaps", lambda device: True)
 
 
 def planned(
     shape: tuple[int, int, int, int], block_m: int = 128, stages: int = 2, registers: int = 0,
     causal: bool = False, parts: int = 1, scale: float = 0.1,
-) -> launch.Call:  # fmt: skip
+) -> planner.Call:  # fmt: skip
     b, h, n, d = shape
     q = torch.empty(shape, device="meta")
     tile = tiling.Tile(
@@ -41,7 +41,7 @@ def planned(
     whole = tiling.Shape(b, h, h, n, n, d, d)
     chunk = -(-n // 64 // parts) * 64
     plan = tiling.Plan(tile, -(-n // chunk), chunk)
-    return launch._fold_call(q, q, q, None, causal, scale, whole, "split", plan)
+    return planner._fold_call(q, q, q, None, causal, scale, whole, "split", plan)
 
 
 def loops_of(compiled: Any, tmp_path: Path) -> list[list[str]]:
@@ -71,7 +71,7 @@ def loops_of(compiled: Any, tmp_path: Path) -> list[list[str]]:
     return [loop for loop in loops if sum("HGMMA" in line for line in loop) == PRODUCTS]
 
 
-known = pytest.mark.skipif(not launch.gluon_known(), reason="a Triton whose Gluon is not known")
+known = pytest.mark.skipif(not planner.gluon_known(), reason="a Triton whose Gluon is not known")
 
 
 @known
@@ -108,24 +108,24 @@ def test_every_form_compiles(dim: int, more: dict[str, Any]) -> None:
 
 
 def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "specializes", lambda device: True)
+    monkeypatch.setattr(planner, "specializes", lambda device: True)
     q = torch.empty(1, 2, 300, 64)
-    assert launch.may_specialize(q, q, q, None)
-    assert not launch.may_specialize(q, q, q, torch.ones(1, 1, 1, 300, dtype=torch.bool))
-    assert not launch.may_specialize(*[torch.empty(1, 2, 300, 80)] * 3, None)  # 64 + 16
-    assert not launch.may_specialize(q[..., ::2], q, q, None)  # columns apart
-    assert not launch.may_specialize(q[..., 1:61], q[..., :60], q[..., :60], None)  # not aligned
+    assert planner.may_specialize(q, q, q, None)
+    assert not planner.may_specialize(q, q, q, torch.ones(1, 1, 1, 300, dtype=torch.bool))
+    assert not planner.may_specialize(*[torch.empty(1, 2, 300, 80)] * 3, None)  # 64 + 16
+    assert not planner.may_specialize(q[..., ::2], q, q, None)  # columns apart
+    assert not planner.may_specialize(q[..., 1:61], q[..., :60], q[..., :60], None)  # not aligned
     long = torch.empty(1).expand(1, 1, 65537, 64)
-    assert not launch.may_specialize(q, long, long, None)  # more than one chain
+    assert not planner.may_specialize(q, long, long, None)  # more than one chain
 
 
 def test_an_unknown_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    known = [f"{a}.{b}.1" for (a, b) in launch.GLUON]
+    known = [f"{a}.{b}.1" for (a, b) in planner.GLUON]
     for version, expected in [*((v, True) for v in known), ("3.5.0", False), ("4.0.0", False)]:
         monkeypatch.setattr(triton, "__version__", version)
-        assert launch.gluon_known() is expected
+        assert planner.gluon_known() is expected
 
 
 def test_flagged_blocks_are_folded_again() -> None:

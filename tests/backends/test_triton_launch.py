@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.compiler.compiler import CompiledKernel
 
-from elsa_core.backends.triton.bound import Launch
+from elsa_core.backends.triton.shared.launch import Launch
 
 STREAM = 77
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton import linear as kernel
+from elsa_core.backends.triton.linear import gemm as kernel
 
 HERE = Path(__file__).parent
 NAMES = [

@@ -15,9 +15,9 @@ HALF_ULP = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
 def kernel(*given):
-    from elsa_core.backends.triton import linear
+    from elsa_core.backends.triton.linear import gemm
 
-    out = linear.linear(*given)
+    out = gemm.linear(*given)
     assert out is not None
     return out
 
@@ -71,10 +71,10 @@ def test_half(shape, dtype):
     "shape", [(3, 768, 768), (65, 35, 64), (65, 64, 33), (0, 64, 64), (65, 32, 64)]
 )
 def test_what_does_not_fit_is_pytorchs(shape):
-    from elsa_core.backends.triton import linear
+    from elsa_core.backends.triton.linear import gemm
 
     given = operands(*shape)
-    assert linear.linear(*given) is None
+    assert gemm.linear(*given) is None
     assert torch.equal(torch.ops.elsa.linear.default(*given), functional.linear(*given))
 
 
@@ -156,17 +156,17 @@ def test_operator_and_derivatives():
 @pytest.fixture
 def launches(monkeypatch):
     """Counts the kernel's launches, whoever makes them."""
-    from elsa_core.backends.triton import linear
+    from elsa_core.backends.triton.linear import gemm
 
-    counts, original = [0], linear.linear
+    counts, original = [0], gemm.linear
 
     def counted(*given):
         out = original(*given)
         counts[0] += out is not None
         return out
 
-    monkeypatch.setattr(linear, "linear", counted)
-    monkeypatch.setattr(linear, "warm", lambda *given: None)
+    monkeypatch.setattr(gemm, "linear", counted)
+    monkeypatch.setattr(gemm, "warm", lambda *given: None)
     return counts
 
 

@@ -14,10 +14,11 @@ pytest.importorskip("triton.experimental.gluon")
 
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton import launch, tiling, usertable
+from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.shared import usertable
 
 TABLE = tiling.load_table("h200")
-known = pytest.mark.skipif(not launch.gluon_known(), reason="a Triton whose Gluon is not known")
+known = pytest.mark.skipif(not planner.gluon_known(), reason="a Triton whose Gluon is not known")
 
 
 def tile(block_m: int, warps: int = 0, **more: Any) -> tiling.Tile:
@@ -30,14 +31,14 @@ def tile(block_m: int, warps: int = 0, **more: Any) -> tiling.Tile:
 def planned(
     queries: int, keys: int, dim: int, value_dim: int, block_m: int, causal: bool = False,
     warps: int = 0,
-) -> launch.Call:  # fmt: skip
+) -> planner.Call:  # fmt: skip
     """A call on one tile, whatever the table says."""
     q = torch.empty(2, 4, queries, dim, device="meta")
     k = torch.empty(2, 2, keys, dim, device="meta")
     v = torch.empty(2, 2, keys, value_dim, device="meta")
     shape = tiling.Shape(2, 4, 2, queries, keys, dim, value_dim)
     plan = tiling.Plan(tile(block_m, warps), 1, 256)
-    return launch._fold_call(q, k, v, None, causal, 0.1, shape, "split", plan)
+    return planner._fold_call(q, k, v, None, causal, 0.1, shape, "split", plan)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
             assert plan.tile.short is (short and there)
             assert plan.tile.mode == ("split" if short and there else "single")
     q = torch.empty(8, 12, 197, 64, device="meta")
-    call = launch.plan_call(q, q, q, None, False, 0.125, "turbo", specialized=True)
+    call = planner.plan_call(q, q, q, None, False, 0.125, "turbo", specialized=True)
     assert call.short and "strict's products" in call.words
-    call = launch.plan_call(q, q, q, None, False, 0.125, "strict", specialized=True)
+    call = planner.plan_call(q, q, q, None, False, 0.125, "strict", specialized=True)
     assert call.short and "strict's products" not in call.words
 
 
@@ -161,7 +162,7 @@ def test_every_form_compiles(form: tuple[Any, ...]) -> None:
     # several warpgroups take turns at the first tile. A barrier of all of them in between would
     # never be passed: those that wait for their turn do not come to it
     turns = re.findall(r"bar\.sync\s+w, 256;(.*?)bar\.arrive", code, re.DOTALL)
-    assert len(turns) == (form[4] > 64 and launch.takes_turns())
+    assert len(turns) == (form[4] > 64 and planner.takes_turns())
     assert not any(re.search(r"\bbar(rier)?\.(cta\.)?(sync|red)", between) for between in turns)
     assert len(re.findall(r"bar\.arrive", code)) == len(turns)
 

@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from elsa_core.backends.triton import launch, tiling
+from elsa_core.backends.triton.attention import planner, tiling
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not launch.specializes(torch.device("cuda", 0)),
+        not torch.cuda.is_available() or not planner.specializes(torch.device("cuda", 0)),
         reason="needs a GPU of sm_90 and a Triton whose Gluon is known",
     ),
 ]
@@ -42,7 +42,7 @@ def tile(request, monkeypatch):
         return tiling.Plan(tiles[1], 1, 256)
 
     monkeypatch.setattr(tiling, "plan", plan)
-    monkeypatch.setattr(launch, "_CALLS", {})
+    monkeypatch.setattr(planner, "_CALLS", {})
     return block_m, dim, warps
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elsa_core.backends.triton import launch, tiling, window, window_tiling
-from elsa_core.backends.triton.window import Given
-from elsa_core.backends.triton.window_tiling import WindowShape
+from elsa_core.backends.triton.attention.planner import MODES
+from elsa_core.backends.triton.attention.tiling import TABLES as SHIPPED
+from elsa_core.backends.triton.window import planner, tiling
+from elsa_core.backends.triton.window.planner import Given
+from elsa_core.backends.triton.window.tiling import WindowShape
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,7 +24,7 @@ from window_interpreted import CASES
 
 BEYOND = ("overflow", "overflow long", "cosine overflow")
 BAND = {torch.float32: 2.5e-7, torch.float16: 5e-4}
-TABLES = ["default", *sorted(p.stem for p in tiling.TABLES.glob("*.json"))]
+TABLES = ["default", *sorted(p.stem for p in SHIPPED.glob("*.json"))]
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +84,19 @@ def given(
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_serve_every_call(name):
-    table = window_tiling.load_table(name)
+    table = tiling.load_table(name)
     assert not table.measured or name == "h200"
-    for mode in launch.MODES:
+    for mode in MODES:
         for dim in (1, 16, 24, 32, 64, 80, 128, 256):
             for tokens in (1, 4, 16, 49, 64, 65, 144, 256, 392, 576, 4096):
                 for windows, heads in ((1, 1), (512, 3), (100_000, 4)):
                     shape = WindowShape(windows, heads, tokens, dim)
-                    plan = window_tiling.plan(shape, mode, table, 132)
+                    plan = tiling.plan(shape, mode, table, 132)
                     assert plan.padded_dim >= dim
                     if plan.whole:
                         assert plan.block_m == plan.block_n >= tokens
                         assert plan.programs == -(-windows // plan.count) * heads
-                        assert plan.count <= window_tiling.MOST_WINDOWS
+                        assert plan.count <= tiling.MOST_WINDOWS
                     else:
                         assert plan.count == 1
                         assert plan.programs == windows * heads * -(-tokens // plan.block_m)
@@ -104,11 +106,11 @@ def test_tables_serve_every_call(name):
 @pytest.mark.parametrize(("name", "room"), [("h200", 232448), ("default", 65536)])
 def test_tiles_fit_shared_memory(name, room):
     """Operand tiles as the kernels keep them; 64 KiB is what the smallest GPU served has."""
-    table = window_tiling.load_table(name)
+    table = tiling.load_table(name)
     for mode, size in (("half", 2), ("split", 4), ("single", 4), ("exact", 4)):
         for dim in (32, 64, 128, 256):
             for tokens in (49, 64, 144, 576):
-                plan = window_tiling.plan(WindowShape(512, 3, tokens, dim), mode, table, 132)
+                plan = tiling.plan(WindowShape(512, 3, tokens, dim), mode, table, 132)
                 row = plan.padded_dim * size
                 need = 3 * plan.block_m * row * (plan.tile.stages if plan.count > 1 else 1)
                 if not plan.whole:
@@ -117,39 +119,39 @@ def test_tiles_fit_shared_memory(name, room):
 
 
 def test_windows_are_grouped_where_programs_abound():
-    tile = window_tiling.WindowTile("half", 64, 64, 64, 64, 4, 3, windows=8, resident=3)
-    assert window_tiling.windows_each(512, 3, 132, tile) == 4
-    assert window_tiling.windows_each(128, 6, 132, tile) == 2
-    assert window_tiling.windows_each(32, 12, 132, tile) == 1
-    assert window_tiling.windows_each(1, 1, 132, tile) == 1
-    assert window_tiling.windows_each(1 << 20, 3, 132, tile) == 8
+    tile = tiling.WindowTile("half", 64, 64, 64, 64, 4, 3, windows=8, resident=3)
+    assert tiling.windows_each(512, 3, 132, tile) == 4
+    assert tiling.windows_each(128, 6, 132, tile) == 2
+    assert tiling.windows_each(32, 12, 132, tile) == 1
+    assert tiling.windows_each(1, 1, 132, tile) == 1
+    assert tiling.windows_each(1 << 20, 3, 132, tile) == 8
 
 
 def test_plan_does_not_depend_on_the_image():
     """Sizes are run-time arguments: images of one kind share every constant."""
     constants = []
     for side in (56, 63, 112):
-        call = window.plan_call(given(size=(8, 1, side, side)))
+        call = planner.plan_call(given(size=(8, 1, side, side)))
         names = [p.name for p in call.kernel.params if p.is_constexpr]
         constants.append({name: call.tail[name] for name in names})
     assert constants[0] == constants[1] == constants[2]
 
 
 def test_plan_counts_windows():
-    call = window.plan_call(given(size=(2, 3, 15, 20), win=(2, 7, 7), shift=(1, 3, 3), pad=True))
+    call = planner.plan_call(given(size=(2, 3, 15, 20), win=(2, 7, 7), shift=(1, 3, 3), pad=True))
     assert call.tail["windows"] == 2 * 2 * 3 * 3
     assert (call.tail["PADDED"], call.tail["VOLUME"], call.tail["SHIFTED"]) == (2, True, True)
 
 
 def test_large_images_have_wide_offsets():
-    assert not window.plan_call(given(size=(64, 1, 1024, 1024))).tail["WIDE"]
-    assert window.plan_call(given(size=(1, 1, 4096, 4096))).tail["WIDE"]
+    assert not planner.plan_call(given(size=(64, 1, 1024, 1024))).tail["WIDE"]
+    assert planner.plan_call(given(size=(1, 1, 4096, 4096))).tail["WIDE"]
 
 
 def test_empty_image():
     for shape in ((0, 1, 7, 7, 96), (2, 1, 0, 7, 96)):
         q = torch.empty(shape)
-        out = window.window_attention(
+        out = planner.window_attention(
             q, None, None, None, None, 1, (1, 7, 7), (0, 0, 0), 1.0, -100.0, "qkv", False, "strict"
         )
         assert out.shape == (*shape[:-1], 32)
@@ -163,7 +165,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("target", "arch", "win"), COMPILED)
 def test_compiles(target, arch, win):
-    call = window.plan_call(given(size=(8, 1, 60, 60), win=win, pad=True))
+    call = planner.plan_call(given(size=(8, 1, 60, 60), win=win, pad=True))
     code = compile_launch(call, torch.float16, target, arch).asm
     assert ("hsaco" if target == "hip" else "cubin") in code
 
@@ -173,16 +175,16 @@ def test_compiles(target, arch, win):
 def test_gather_compiles(target, arch, dtype):
     table = torch.empty(169, 3, dtype=dtype, device="meta")
     index = torch.empty(49, 49, dtype=torch.int64, device="meta")
-    code = compile_launch(window.plan_gather(table, index), dtype, target, arch).asm
+    code = compile_launch(planner.plan_gather(table, index), dtype, target, arch).asm
     assert ("hsaco" if target == "hip" else "cubin") in code
 
 
 def test_strict_compiles_to_tensor_cores():
-    call = window.plan_call(given(dtype=torch.float32, cosine=True))
+    call = planner.plan_call(given(dtype=torch.float32, cosine=True))
     assert "wgmma" in compile_launch(call, torch.float32, "cuda", 90).asm["ptx"]
 
 
 def test_ieee_has_no_tensor_core_instruction():
-    call = window.plan_call(given(dtype=torch.float32, precision="ieee", win=(1, 4, 4)))
+    call = planner.plan_call(given(dtype=torch.float32, precision="ieee", win=(1, 4, 4)))
     ptx = compile_launch(call, torch.float32, "cuda", 90).asm["ptx"]
     assert "mma" not in ptx and "fma.rn.f32" in ptx

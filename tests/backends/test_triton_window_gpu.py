@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def kernel(given):
-    from elsa_core.backends.triton.window import window_attention
+    from elsa_core.backends.triton.window.planner import window_attention
 
     return window_attention(*given)
 
@@ -80,15 +80,15 @@ def test_sizes(dtype, side):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16])
 def test_windows_a_program(dtype, count):
     """Any number of windows a program gives the same result."""
-    from elsa_core.backends.triton import window
+    from elsa_core.backends.triton.window import planner
 
     given = swin(3, 21, 35, 7, 3, dtype, pad=True)
-    plan, windows = window.tile_plan(given), 3 * 3 * 5
+    plan, windows = planner.tile_plan(given), 3 * 3 * 5
     out = torch.full_like(kernel(given), math.nan)
-    call = window.plan_call(
+    call = planner.plan_call(
         given, plan._replace(count=count, programs=-(-windows // count) * given.num_heads)
     )
-    call(*window.pointers(given), out)
+    call(*planner.pointers(given), out)
     assert distance(out, kernel(given).double()) <= SAME[dtype]
 
 
@@ -239,7 +239,7 @@ def test_patched_model(name, side, dtype):
 
 
 def test_sizes_do_not_recompile():
-    from elsa_core.backends.triton.window_tile import window_tile
+    from elsa_core.backends.triton.window.tile import window_tile
 
     def count():
         return sum(len(c[0]) for c in window_tile.device_caches.values())

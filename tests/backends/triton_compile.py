@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from elsa_core.backends.triton.bound import Launch
-from elsa_core.backends.triton.launch import Call, plan_call
+from elsa_core.backends.triton.attention.planner import Call, plan_call
+from elsa_core.backends.triton.shared.launch import Launch
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 POINTERS = {

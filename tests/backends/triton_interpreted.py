@@ -19,7 +19,8 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 
-from elsa_core.backends.triton import attention, launch, tiling  # noqa: E402
+from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
+from elsa_core.backends.triton.attention import planner, tiling  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, precision, options
@@ -102,7 +103,7 @@ def run(shape, dtype, precision, options):
         if options["mask"] == "float":
             mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
-    launch.CHAIN_TILES = options.get("chain", 1024)
+    planner.CHAIN_TILES = options.get("chain", 1024)
     exact_folds.clear()
     out, lse = attention(q, k, v, mask, causal, scale, precision)
     expected, expected_lse = reference(q, k, v, mask, causal, scale)
@@ -115,7 +116,7 @@ def run(shape, dtype, precision, options):
         "hidden": bool((lse.isinf() == ~visible).all() and (out[~visible] == 0).all()),
         "memory": out.transpose(1, 2).is_contiguous(),
         "exact_folds": len(exact_folds),
-        "words": launch.planned(q, k, v, mask, causal, scale, precision).words,
+        "words": planner.planned(q, k, v, mask, causal, scale, precision).words,
     }
 
 
@@ -124,7 +125,7 @@ exact_folds: list[int] = []
 
 def count_exact_folds() -> None:
     """The interpreter runs Python: what a kernel calls can be watched."""
-    kernel = importlib.import_module("elsa_core.backends.triton.forward")
+    kernel = importlib.import_module("elsa_core.backends.triton.attention.forward")
     original = kernel.fold_exact
 
     def counted(*arguments, **options):

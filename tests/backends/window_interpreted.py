@@ -19,8 +19,8 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 
 from elsa_core.backends import eager_window  # noqa: E402
-from elsa_core.backends.triton import window  # noqa: E402
-from elsa_core.backends.triton.window import Given  # noqa: E402
+from elsa_core.backends.triton.window import planner  # noqa: E402
+from elsa_core.backends.triton.window.planner import Given  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (batch, size, heads, head_dim, window, shift), dtype, precision, options
@@ -110,7 +110,7 @@ def run(given: Given) -> dict:
     terms = [t if t is None or t.dtype == torch.int64 else t.double() for t in given[:5]]
     reference = eager_window.attention(*terms, *given[5:])
     peer = eager_window.attention(*given)
-    out = window.window_attention(*given)
+    out = planner.window_attention(*given)
     size = reference.norm().clamp_min(1e-300)
     return {
         "error": ((out.double() - reference).norm() / size).item(),
@@ -125,12 +125,12 @@ def grouped() -> dict:
     shape = (2, (1, 8, 8), 1, 16, (1, 4, 4), (0, 2, 1))
     given = arguments(shape, F32, "strict", {"pad": True})
     given.qkv[0, 0, :4, 4:] *= 2.0**40
-    plan = window.tile_plan(given)
+    plan = planner.tile_plan(given)
     outs = []
     for count, programs in ((1, 8), (3, 3)):
         out = torch.full((2, 1, 8, 8, 16), math.nan)
-        call = window.plan_call(given, plan._replace(count=count, programs=programs))
-        call(*window.pointers(given), out)
+        call = planner.plan_call(given, plan._replace(count=count, programs=programs))
+        call(*planner.pointers(given), out)
         outs.append(out)
     return {"equal": torch.equal(*outs), "finite": bool(outs[1].isfinite().all())}
 
@@ -139,7 +139,7 @@ def beyond_the_table() -> dict:
     """An index beyond the table gives NaN in its row, and nothing else."""
     given = arguments(CASES["table"][0], F32, "strict", {"bias": "table"})
     given.bias_index[3, 5] = 40
-    bad = window.window_attention(*given).isnan()
+    bad = planner.window_attention(*given).isnan()
     return {"rows": int(bad.any(-1).sum()), "windows": 2}
 
 

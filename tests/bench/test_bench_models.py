@@ -15,9 +15,9 @@ from elsa_cli.main import run
 from elsa_core.bench import compare, environment, models, tables
 from elsa_core.bench.models import ModelCase
 from elsa_core.errors import ArgumentError
-from elsa_core.models.sources.imagesize import with_image_size
-from elsa_core.models.sources.libraries import default_recipe
-from elsa_core.models.spec import parse
+from elsa_core.loading.imagesize import with_image_size
+from elsa_core.loading.libraries import default_recipe
+from elsa_core.loading.spec import parse
 
 CPU = torch.device("cpu")
 TINY = {

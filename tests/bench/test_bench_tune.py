@@ -14,8 +14,9 @@ import torch
 
 from elsa_cli.bench_tune import tile_words
 from elsa_cli.main import run
-from elsa_core.backends.triton import launch, tiling, usertable
-from elsa_core.backends.triton.tiling import Shape, Tile
+from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention.tiling import Shape, Tile
+from elsa_core.backends.triton.shared import usertable
 from elsa_core.bench import environment, timing, tune
 from elsa_core.bench.cases import Case
 from elsa_core.bench.tune import Timed
@@ -48,7 +49,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates(precision: str, head_dim: int) -> None:
     case = replace(CASE, head_dim=head_dim)
     plans = listed(case, precision)
-    mode = launch.mode_of(torch.float32, precision)
+    mode = planner.mode_of(torch.float32, precision)
     shipped = tiling.plan(tune.shape_of(case), mode, TABLE, workspace=True, multiprocessors=132)
     assert plans[0] == shipped and 1 < len(plans) < 150
     assert {plan.tile.mode for plan in plans} == {mode}
@@ -66,7 +67,7 @@ def test_specialized_candidates_where_their_kernel_serves(monkeypatch) -> None:
     for plan in plans:
         usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
     assert not any(plan.tile.specialized for plan in listed(case))
-    monkeypatch.setattr(launch, "gluon_known", lambda: True)
+    monkeypatch.setattr(planner, "gluon_known", lambda: True)
     assert tune.may_specialize(case, None)
     assert not tune.may_specialize(replace(case, mask="additive"), None)
     assert not tune.may_specialize(replace(case, head_dim=80), None)
@@ -177,8 +178,8 @@ def test_a_run_judges_times_and_concludes(monkeypatch: pytest.MonkeyPatch) -> No
     def clock(contenders: list[timing.Contender], **_: Any) -> Any:
         return {c.name: [1.0 / (1 + int(c.name))] * 3 for c in contenders}, {}
 
-    monkeypatch.setattr(launch, "_fold_call", fold_call)
-    monkeypatch.setattr(launch, "execute", execute)
+    monkeypatch.setattr(planner, "_fold_call", fold_call)
+    monkeypatch.setattr(planner, "execute", execute)
     monkeypatch.setattr(timing, "time_cuda", clock)
     monkeypatch.setattr(tune, "shipped_table", lambda _: (TABLE, 132, TABLE.shared_memory))
     found = tune._tune(case, "strict", torch.device("cpu"), tune.Settings(rounds=3))

@@ -14,8 +14,8 @@ import torch
 
 import elsa_core
 from elsa_cli import pipeline
-from elsa_core.models.patch import patched_sites
-from elsa_core.models.proof.report import CheckReport, ModelCheck, SiteCheck
+from elsa_core.patching.patch import patched_sites
+from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck
 
 from .conftest import TINY, Answer, Elsa
 

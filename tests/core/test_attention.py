@@ -508,7 +508,7 @@ def test_a_gpu_kernel_is_called_past_the_dispatcher(monkeypatch, needs_grad: boo
         taken.append(arguments)
         return eager.attention(*arguments)
 
-    monkeypatch.setattr(triton, "attention", kernel)
+    monkeypatch.setattr(triton, "attention_forward", kernel)
     monkeypatch.setattr(sys.modules["elsa_core.attention"], "_cached_name", lambda *_: "triton")
     native.load()
     q = make(1, 2, 5, 8).requires_grad_(needs_grad)

@@ -127,7 +127,7 @@ class OnGpu(torch.Tensor):
 def kernel(monkeypatch):
     """The gates as on an H200, and a kernel that counts: [launched, warmed]."""
     pytest.importorskip("triton")
-    from elsa_core.backends.triton import linear as own
+    from elsa_core.backends.triton.linear import gemm as own
 
     counts = [0, 0]
 
@@ -319,7 +319,7 @@ def test_where_mkl_lags(monkeypatch, tmp_path, vendor, capability, lags):
 
 def test_a_proof_judges_what_users_run(onednn):
     """A site is measured under a dispatch mode, and computes there what it does without."""
-    from elsa_core.models.proof.capture import OperatorCapture
+    from elsa_core.proof.capture import OperatorCapture
 
     x, w, b = large()
     plain = linear(x, w, b)

@@ -29,9 +29,9 @@ from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.towers import tower_of
 from elsa_core.exporting.verify import ArtefactReport, verify
-from elsa_core.models.check import check
-from elsa_core.models.load import Loaded, load_model
-from elsa_core.models.patch import patch, patched_sites, unpatch
+from elsa_core.loading.load import Loaded, load_model
+from elsa_core.patching.patch import patch, patched_sites, unpatch
+from elsa_core.proof.check import check
 
 FORMATS = ("torchscript", "onnx", "pt2")
 

@@ -10,8 +10,8 @@ import torch
 from elsa_core.errors import ArgumentError
 from elsa_core.exporting import support
 from elsa_core.exporting.bundle import export
-from elsa_core.models.load import load_model
-from elsa_core.models.patch import patch
+from elsa_core.loading.load import load_model
+from elsa_core.patching.patch import patch
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- begin:export:support -->\n", "<!-- end:export:support -->"

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from elsa_core.backends.triton import launch, tiling
-from elsa_core.backends.triton.tiling import Plan, Shape, Tile
+from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention.tiling import Plan, Shape, Tile
 
 DTYPES = {"half": torch.float16, "split": torch.float32, "single": torch.float32}
 
@@ -50,7 +50,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ..
 
 def build(
     mode: str, shape: tuple[int, ...], row: list, tensors: tuple[torch.Tensor, ...]
-) -> launch.Call:
+) -> planner.Call:
     bm, bn, warps, stages, ahead, part, parts, one, registers = row
     b, h, n, d = shape
     tile = Tile(
@@ -59,7 +59,9 @@ def build(
     key_tiles = -(-n // bn)
     chunk = -(-key_tiles // parts) * bn
     plan = Plan(tile, -(-n // chunk), chunk)
-    return launch._fold_call(*tensors, None, False, d**-0.5, Shape(b, h, h, n, n, d, d), mode, plan)
+    return planner._fold_call(
+        *tensors, None, False, d**-0.5, Shape(b, h, h, n, n, d, d), mode, plan
+    )
 
 
 def compile_one(task: tuple) -> str:
@@ -67,7 +69,7 @@ def compile_one(task: tuple) -> str:
     small = (1, *shape[1:2], min(shape[2], 4096), shape[3])
     try:
         tensors = inputs(small, DTYPES[mode])
-        launch.execute(build(mode, small, row, tensors), *tensors, None)
+        planner.execute(build(mode, small, row, tensors), *tensors, None)
         torch.cuda.synchronize()
     except Exception as error:
         return repr(error)[:120]
@@ -120,7 +122,7 @@ def tune_decode() -> None:
     import itertools
 
     shapes = [(1, 32, 32768, 64), (1, 8, 524288, 64), (4, 16, 65536, 128)]
-    table, _ = launch.device_table(0)
+    table, _ = planner.device_table(0)
     for shape, dtype in itertools.product(shapes, (torch.float16, torch.float32)):
         b, h, n, d = shape
         q = torch.randn(b, h, 1, d, device="cuda", dtype=dtype)
@@ -139,8 +141,8 @@ def tune_decode() -> None:
         ):
             table.decode.update(tile_bytes=bytes_, warps=warps, stages=stages, resident=resident)
             try:
-                call = launch._decode(q, k, v, None, d**-0.5, Shape(b, h, h, 1, n, d, d))
-                ms = graph_ms(lambda: launch.execute(call, q, k, v, None))  # noqa: B023
+                call = planner._decode(q, k, v, None, d**-0.5, Shape(b, h, h, 1, n, d, d))
+                ms = graph_ms(lambda: planner.execute(call, q, k, v, None))  # noqa: B023
                 timed.append((ms, (bytes_, warps, stages, resident), call.fold.grid))
             except Exception as problem:
                 timed.append((math.inf, repr(problem)[:50], ()))
@@ -161,21 +163,21 @@ TARGETS = [
 ]  # fmt: skip
 
 
-def partitioned(mode: str, tensors: tuple[torch.Tensor, ...], count: int) -> launch.Call:
+def partitioned(mode: str, tensors: tuple[torch.Tensor, ...], count: int) -> planner.Call:
     """The planned call, with another number of key partitions."""
     q, _, _ = tensors
     b, h, n, d = q.shape
     shape = Shape(b, h, h, n, n, d, d)
-    table, multiprocessors = launch.device_table(0)
+    table, multiprocessors = planner.device_table(0)
     plan = tiling.plan(
         shape, mode, table, workspace=True, multiprocessors=multiprocessors,
-        specialized=launch.may_specialize(*tensors, None),
+        specialized=planner.may_specialize(*tensors, None),
     )  # fmt: skip
     if count:
         tiles = -(-n // plan.tile.block_n)
         chunk = -(-tiles // count) * plan.tile.block_n
         plan = Plan(plan.tile, -(-n // chunk), chunk)
-    return launch._fold_call(*tensors, None, False, d**-0.5, shape, mode, plan)
+    return planner._fold_call(*tensors, None, False, d**-0.5, shape, mode, plan)
 
 
 def peak(call: Any) -> float:
@@ -191,7 +193,7 @@ def peak(call: Any) -> float:
 
 def time_targets() -> None:
     """The planned calls against their peers, and with 1 and 2 partitions."""
-    from elsa_core.backends.triton import attention
+    from elsa_core.backends.triton import attention_forward as attention
 
     for mode, shape in [(m, s) for m in ("split", "half") for s in TARGETS]:
         tensors = inputs(shape, DTYPES[mode])
@@ -219,7 +221,7 @@ def time_targets() -> None:
         line += f" MiB {peak(run):.0f} against {min(v[2] for v in best.values()):.0f} |"
         for count in (1, 2):
             forced = partitioned(mode, tensors, count)
-            line += f" {count}: {graph_ms(lambda: launch.execute(forced, *tensors, None)):.4f}"  # noqa: B023
+            line += f" {count}: {graph_ms(lambda: planner.execute(forced, *tensors, None)):.4f}"  # noqa: B023
         if mode == "split" and shape[2] in (1025, 16384):
             for precision in ("turbo", "lean", "ieee"):
                 line += f" {precision} {graph_ms(run):.4f} {error(run()[0], reference, rows):.1e}"
@@ -228,7 +230,7 @@ def time_targets() -> None:
 
 def time_decode() -> None:
     """One query against long contexts, as planned."""
-    from elsa_core.backends.triton import attention
+    from elsa_core.backends.triton import attention_forward as attention
 
     for b, h, n, d in (
         (1, 32, 32768, 64),
@@ -260,7 +262,7 @@ def time_decode() -> None:
 
 def million() -> None:
     """A million tokens in strict: time, memory, and the error of sampled rows."""
-    from elsa_core.backends.triton import attention
+    from elsa_core.backends.triton import attention_forward as attention
 
     q, k, v = inputs((1, 1, 1 << 20, 64), torch.float32)
     torch.cuda.reset_peak_memory_stats()
@@ -306,9 +308,9 @@ def main() -> None:
             for row in rows:
                 try:
                     call = build(mode, shape, row, tensors)
-                    out, _ = launch.execute(call, *tensors, None)
+                    out, _ = planner.execute(call, *tensors, None)
                     e = error(out, reference)
-                    timed.append((graph_ms(lambda: launch.execute(call, *tensors, None)), row, e))  # noqa: B023
+                    timed.append((graph_ms(lambda: planner.execute(call, *tensors, None)), row, e))  # noqa: B023
                 except Exception as problem:
                     timed.append((math.inf, row, repr(problem)[:60]))
             timed.sort(key=lambda t: t[0])

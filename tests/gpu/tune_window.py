@@ -47,9 +47,10 @@ from window_cases import (
     make,
 )
 
-from elsa_core.backends.triton import launch, window, window_tiling
-from elsa_core.backends.triton.window import Given
-from elsa_core.backends.triton.window_tiling import WHOLE, WindowPlan, WindowTile
+from elsa_core.backends.triton.attention.planner import device_table
+from elsa_core.backends.triton.window import planner, tiling
+from elsa_core.backends.triton.window.planner import Given
+from elsa_core.backends.triton.window.tiling import WHOLE, WindowPlan, WindowTile
 
 COPY_BYTES_PER_MS = 4.29e9
 L2_BYTES = 256e6
@@ -124,12 +125,12 @@ def built(shape: str, mode: str, row: tuple[int, ...], *, small: bool = False) -
 
 def launched(given: Given, mode: str, row: tuple[int, ...]) -> Any:
     tokens, qkv = math.prod(given.window_size), given.qkv
-    dim = window_tiling.padded(qkv.shape[-1] // 3 // given.num_heads)
+    dim = tiling.padded(qkv.shape[-1] // 3 // given.num_heads)
     cuts = zip(qkv.shape[1:4], given.window_size, strict=True)
     windows = qkv.shape[0] * math.prod(-(-n // w) for n, w in cuts)
     if tokens <= WHOLE:
         warps, stages, count, registers, least = row
-        block = window_tiling.padded(tokens)
+        block = tiling.padded(tokens)
         tile = WindowTile(mode, 256, None, block, block, warps, stages, registers=registers)
         programs = -(-windows // count) * given.num_heads
         plan = WindowPlan(tile, True, block, block, count, programs, max(dim, least))
@@ -140,11 +141,11 @@ def launched(given: Given, mode: str, row: tuple[int, ...]) -> Any:
         )
         programs = windows * -(-tokens // bm) * given.num_heads
         plan = WindowPlan(tile, False, bm, bn, 1, programs, max(dim, least))
-    return window.plan_call(given, plan)
+    return planner.plan_call(given, plan)
 
 
 def run(call: Any, given: Given, out: torch.Tensor) -> torch.Tensor:
-    call(*window.pointers(given), out)
+    call(*planner.pointers(given), out)
     return out
 
 
@@ -378,7 +379,7 @@ def target(
     size, shift = (1, *attn.window_size), (0, *block.shift_size)
 
     def kernel(qkv: torch.Tensor, bias: torch.Tensor, at: torch.Tensor | None) -> torch.Tensor:
-        return window.window_attention(
+        return planner.window_attention(
             qkv, bias, at, attn.qkv.bias, None, heads, size, shift, attn.scale, -100.0, "qkv",
             False, "strict",
         )  # fmt: skip
@@ -416,23 +417,23 @@ def target(
 
 
 def host_costs(results: Results) -> None:
-    from elsa_core.backends.triton.window_tile import window_tile
+    from elsa_core.backends.triton.window.tile import window_tile
 
     for dtype in (F16, F32):
         given = make(1, (1, 14, 14), 3, 32, (1, 7, 7), (0, 3, 3), {}, dtype, "strict")
-        window.window_attention(*given)
+        planner.window_attention(*given)
         best = math.inf
         for _ in range(10):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(50):
-                window.window_attention(*given)
+                planner.window_attention(*given)
             best = min(best, (time.perf_counter() - start) / 50)
         results.add({"host us a call": round(best * 1e6, 1), "dtype": str(dtype)})
     before = sum(len(c[0]) for c in window_tile.device_caches.values())
     for side in range(14, 71, 7):
         given = make(1, (1, side, side), 3, 32, (1, 7, 7), (0, 3, 3), {}, F16, "strict")
-        window.window_attention(*given)
+        planner.window_attention(*given)
     after = sum(len(c[0]) for c in window_tile.device_caches.values())
     results.add({"kernels compiled over 9 image sizes": after - before})
 
@@ -450,8 +451,8 @@ def main() -> None:
     results.add({
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__, "triton": triton.__version__,
-        "measured": window_tiling.load_table("h200").measured,
-        "multiprocessors": launch.device_table(0)[1],
+        "measured": tiling.load_table("h200").measured,
+        "multiprocessors": device_table(0)[1],
     })  # fmt: skip
     right = prepare(results, sections, options.seconds)
     if "tune" in sections:

@@ -13,15 +13,16 @@ import torch
 
 from elsa_core.backends import eager_window
 from elsa_core.backends.eager_window import Windows
-from elsa_core.backends.triton import launch, window
-from elsa_core.backends.triton.window import Given
+from elsa_core.backends.triton.shared.launch import INTERPRETED
+from elsa_core.backends.triton.window import planner
+from elsa_core.backends.triton.window.planner import Given
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # One rounding of float32: with a single key the composite is exact, and split products are not.
 ROUNDING = {F32: 2.0**-23, F16: 0.0, BF16: 0.0}
 TURBO = 1e-3
 PRECISIONS = [(F32, "strict"), (F32, "turbo"), (F32, "ieee"), (F16, "strict"), (BF16, "strict")]
-DEVICE = "cpu" if launch.INTERPRETED else "cuda"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 # name: (batch, size, heads, head_dim, window, shift, options)
 GEOMETRY: dict[str, tuple[Any, ...]] = {
@@ -159,9 +160,9 @@ def check_one(name: str, dtype: torch.dtype, precision: str) -> dict[str, Any]:
         reference = float64(given)
         theirs = distance(composite(given), reference)
         poison()
-        out = window.window_attention(*given)
+        out = planner.window_attention(*given)
         ours = distance(out, reference)
-        again = torch.equal(out, window.window_attention(*given))
+        again = torch.equal(out, planner.window_attention(*given))
         result |= {
             "ours": ours,
             "theirs": theirs,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
-from elsa_core.models.sources.plan import read_plan
+from elsa_core.loading.plan import read_plan
 from elsa_core.profiling import document as documents
 from elsa_core.profiling import policy, sweep
 

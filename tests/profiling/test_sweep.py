@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elsa_core.errors import ModelError
-from elsa_core.models.spec import ModelSpec
+from elsa_core.loading.spec import ModelSpec
 from elsa_core.profiling import sweep
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elsa_core.bench.timing import Contender
-from elsa_core.models.sites import AttentionSite
+from elsa_core.patching.sites import AttentionSite
 from elsa_core.profiling import timeline, variants
 from elsa_core.profiling.measure import Sample
 from elsa_core.profiling.sites import profiles

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
-from elsa_core.backends.triton import launch
+from elsa_core.backends.triton.attention import planner
 
 LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,25 +25,25 @@ def _environment() -> Support:
         import triton
     except ImportError as error:
         return Support(False, f"Triton cannot be imported ({error}); install triton>=3.4")
-    if launch.INTERPRETED:
+    if planner.INTERPRETED:
         return Support(True)
     if not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return Support(False, "the GPU is older than sm_80 (Ampere)")
     if torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0):
-        return Support(True, "" if launch.gluon_known() else _slower(triton.__version__))
+        return Support(True, "" if planner.gluon_known() else _slower(triton.__version__))
     return Support(True)
 
 
 def _slower(version: str) -> str:
-    known = " to ".join(f"{major}.{minor}" for major, minor in launch.GLUON)
+    known = " to ".join(f"{major}.{minor}" for major, minor in planner.GLUON)
     return f"Triton {version} is none that the sm_90 kernels know ({known}): float32 is slower"
 
 
 def support(request: Request) -> Support:
     """Whether this backend serves calls of this kind; `reason` says why not."""
-    if request.device_type != "cuda" and not launch.INTERPRETED:
+    if request.device_type != "cuda" and not planner.INTERPRETED:
         return Support(
             False, f"query lies on {request.device_type!r}: the Triton kernels need a GPU"
         )
@@ -68,7 +68,7 @@ def schedule(
     precision: str,
 ) -> str:
     """The schedule that would serve the call, in words."""
-    return launch.planned(query, key, value, attn_mask, is_causal, 1.0, precision).words
+    return planner.planned(query, key, value, attn_mask, is_causal, 1.0, precision).words
 
 
 @lru_cache(maxsize=1)
@@ -77,7 +77,7 @@ def _several() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def attention(
+def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,8 +109,8 @@ def attention(
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """
-    call = launch.planned(query, key, value, attn_mask, is_causal, scale, precision)
+    call = planner.planned(query, key, value, attn_mask, is_causal, scale, precision)
     if _several() and query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
-            return launch.execute(call, query, key, value, attn_mask)
-    return launch.execute(call, query, key, value, attn_mask)
+            return planner.execute(call, query, key, value, attn_mask)
+    return planner.execute(call, query, key, value, attn_mask)

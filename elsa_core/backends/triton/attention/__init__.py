@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels of `elsa::attention`, and who plans their launches."""

@@ -1,0 +1,45 @@
+"""The merge of partial states: the monoid's product over the partitions of the keys, in float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from elsa_core.backends.triton.shared.helpers import LN2
+
+
+@triton.jit(do_not_specialize=["parts", "heads", "n_q", "states"])
+def merge_states(
+    PO, PL, Out, LSE, parts: tl.int32, heads: tl.int32, n_q: tl.int32, states: tl.int64,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch x heads x queries / ROWS). PO: [parts, states, DV] outputs; PL: [parts, states]
+    base 2 lse.
+
+    The weights exp2(lse - max) are summed by a tree over PARTS (a power of two >= parts).
+    """
+    i_state = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_p = tl.arange(0, PARTS)
+    o_v = tl.arange(0, VP)
+    if OVERLAP:
+        gdc_wait()
+    inside = (o_p < parts)[:, None] & (i_state < states)[None, :]
+    o_state = o_p[:, None] * states + i_state[None, :]
+    lse = tl.load(PL + o_state, mask=inside, other=-float("inf"))  # [PARTS, ROWS]
+    m = tl.max(lse, 0)
+    m_safe = tl.where(m == -float("inf"), 0.0, m)
+    w = tl.exp2(lse - m_safe[None, :])
+    p = PO + o_state[:, :, None] * DV + o_v[None, None, :]
+    x = tl.load(p, mask=inside[:, :, None] & (o_v < DV)[None, None, :], other=0.0)
+    s = tl.sum(w, 0)
+    out = tl.sum(x * w[:, :, None], 0) / tl.where(s == 0.0, 1.0, s)[:, None]  # [ROWS, VP]
+    i_bh = i_state // n_q
+    i_q = i_state - i_bh * n_q
+    i_b = i_bh // heads
+    i_h = i_bh - i_b * heads
+    p_out = Out + (((i_b * n_q + i_q) * heads + i_h) * DV)[:, None] + o_v[None, :]
+    written = i_state < states
+    tl.store(p_out, out.to(Out.dtype.element_ty), mask=written[:, None] & (o_v < DV)[None, :])
+    tl.store(LSE + i_state, tl.where(s == 0.0, -float("inf"), m + tl.log2(s)) * LN2, mask=written)

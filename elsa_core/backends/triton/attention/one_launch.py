@@ -1,0 +1,398 @@
+"""The fold of float32 over few keys on sm_90, in Gluon: one launch, no workspace.
+
+A ViT at 224 pixels has 197 tokens. There, launches and the first tile's latency are most of the
+time, not the products: one program takes the keys of a head whole, splits keys, values and up to
+256 of its queries into shared memory, and its warpgroups fold them without another barrier (Triton
+3.9 puts one behind every product).
+
+Served: no mask, 16-byte aligned rows, head dimensions in blocks of 32 or 64, keys up to the block
+that holds them all. A program whose guard fails folds its rows again with float32 FMA.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma_wait,
+)
+
+from elsa_core.backends.triton.attention.hopper import (
+    barrier,
+    exponent,
+    halves,
+    power,
+    scores,
+    softmax,
+    visible,
+    weighted,
+)
+from elsa_core.backends.triton.shared.helpers import (
+    FACTOR_LIMIT,
+    FLOAT_MAX,
+    LEAST_VALUE,
+    LN2,
+    SPLIT_LIMIT,
+)
+
+# keys of a last tile that holds no more: lengths k * k + 1 leave one key beyond the whole tiles
+NARROW: gl.constexpr = gl.constexpr(16)
+
+# Triton 3.9 renamed it
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def in_one(x, R: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr):
+        """Tiles [n, rows, C] in shared memory as one of [R, C]."""
+        return x.reinterpret(gl.float16, [R, C], SHARED)
+else:
+
+    @gluon.jit
+    def in_one(x, R: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr):
+        """Tiles [n, rows, C] in shared memory as one of [R, C]."""
+        return x._reinterpret(gl.float16, [R, C], SHARED)
+
+
+@gluon.jit
+def take_turn(x):
+    """x, once the warpgroup before this one has given its turn. The first one waits for nobody."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .u32 w;
+        .reg .pred p;
+        mov.u32 w, %tid.x;
+        shr.u32 w, w, 7;
+        setp.ne.u32 p, w, 0;
+        add.u32 w, w, 8;
+        @p bar.sync w, 256;
+        mov.b32 $0, $1;
+        }""",
+        "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def give_turn(x):
+    """The warpgroup after this one, if there is one, goes on."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .u32 w, n;
+        .reg .pred p;
+        mov.u32 w, %tid.x;
+        mov.u32 n, %ntid.x;
+        add.u32 w, w, 128;
+        setp.lt.u32 p, w, n;
+        shr.u32 w, w, 7;
+        add.u32 w, w, 8;
+        @p bar.arrive w, 256;
+        mov.b32 $0, $1;
+        }""",
+        "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def place(
+    Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
+    UNIT: gl.constexpr, BM: gl.constexpr,
+):  # fmt: skip
+    """This program's batch, head and rows, steps from row to row in elements, and where its first
+    query, key and value lie.
+    """
+    q_tiles = gl.cdiv(n_q, BM)
+    pid = gl.program_id(0)
+    i_bh = pid // q_tiles
+    i_m = pid - i_bh * q_tiles
+    i_b = (i_bh // heads).to(gl.int64)
+    i_h = (i_bh % heads).to(gl.int64)
+    i_kv = i_h // group
+    row0 = i_m * BM
+    rows = n_q - row0
+    q_n = q_n * UNIT
+    k_n = k_n * UNIT
+    v_n = v_n * UNIT
+    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0.to(gl.int64) * q_n
+    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
+    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
+    return i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v
+
+
+@gluon.jit
+def load_rows(
+    p, step, first, rows, before, R: gl.constexpr, D: gl.constexpr, D0: gl.constexpr,
+    QUERIES: gl.constexpr,
+):  # fmt: skip
+    """[R, D0] float32 from row `first` on; channels beyond D are zero.
+
+    Rows beyond the last are copies of it. Those of QUERIES are the ones R rows earlier where
+    `before` says that there are such: copies would leave single numbers to the guard's means.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D0, D0 // 8], [WARPS, 1], [1, 0])
+    o_n = first + gl.arange(0, R, layout=gl.SliceLayout(1, LANES))
+    if QUERIES:
+        o_n = gl.where(o_n < rows, o_n, gl.where(before, o_n - R, rows - 1))
+    else:
+        o_n = gl.minimum(o_n, rows - 1)
+    o_d = gl.arange(0, D0, layout=gl.SliceLayout(0, LANES))
+    p = p + o_n[:, None] * step + o_d[None, :]
+    if D < D0:
+        return gl.load(p, mask=(o_d < D)[None, :], other=0.0)
+    return gl.load(p)
+
+
+@gluon.jit
+def nonzero(x):
+    return gl.where(x == 0.0, FLOAT_MAX, x)
+
+
+@gluon.jit
+def greatest_and_least(a, b, c, d):
+    return gl.maximum(a, c), gl.minimum(b, d)
+
+
+@gluon.jit
+def measure(x):
+    """Of what each lane holds: the greatest and the least maximum of eight channels of a row, and
+    the sums over rows.
+    """
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    PASSES: gl.constexpr = R * C // (WARPS * 256)
+    held = gl.reshape(gl.abs(x), [PASSES, WARPS, 256 // C, C // 8, 8])
+    of_rows = gl.max(held, 4)
+    return gl.max(of_rows, 0), gl.min(nonzero(of_rows), 0), gl.sum(held, 0)
+
+
+@gluon.jit
+def judge(top, least, of_channels, PASSES: gl.constexpr):
+    """The exponent of all that was measured, PASSES rows a lane, and whether the guard fails.
+
+    The guard of `pieces` asks for the maximum of each row and channel. Here every eight channels
+    of a row must reach the limit in their maximum, and what one lane holds of a channel in its
+    mean, or be zeros: where those pass, so do rows and channels whole, and no lane asks another.
+    """
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    of_channels = of_channels * (1.0 / PASSES)
+    top = gl.reshape(top, [LANES])
+    least = gl.reshape(least, [LANES])
+    least_of_channels = gl.reshape(gl.min(nonzero(of_channels), 3), [LANES])
+    least = gl.minimum(least, gl.convert_layout(least_of_channels, least.type.layout))
+    top, least = gl.reduce((top, least), 0, greatest_and_least)
+    e = exponent(top)
+    bad = ((least * power(e) < SPLIT_LIMIT) & (e < 126)) | (e < -114)
+    return e, bad.to(gl.int32)
+
+
+@gluon.jit
+def store_halves(x, factor, high, low):
+    """x * factor as hi + lo into shared memory."""
+    h, lo = halves(x * factor)
+    high.store(h)
+    low.store(lo)
+
+
+@gluon.jit
+def split(x, factor, high, low):
+    """x, scaled and times `factor` in [1, 2), as hi + lo into shared memory; its exponent, and
+    whether the guard fails.
+    """
+    top, least, of_channels = measure(x)
+    e, bad = judge(top, least, of_channels, x.shape[0] * x.shape[1] // (gl.num_warps() * 256))
+    store_halves(x, power(e) * factor, high, low)
+    return e, bad
+
+
+@gluon.jit
+def fold_tile(
+    sqh, sql, kh, kl, vh, vl, acc, m, z, f, n0, n_k, row0,
+    BN: gl.constexpr, CAUSAL: gl.constexpr, O_: gl.constexpr,
+):  # fmt: skip
+    """BN keys from n0 on joined to the state of all rows."""
+    S_: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
+    P_: gl.constexpr = gl.DotOperandLayout(0, O_, 2)
+    zero = gl.zeros([acc.shape[0], BN], gl.float32, S_)
+    s = warpgroup_mma_wait(0, [scores(sqh, sql, kh, kl, zero)])
+    before = gl.convert_layout(m, gl.SliceLayout(1, S_))
+    m, a, p, part = softmax(visible(s, n0, n_k, row0, BN, CAUSAL, S_), f, before)
+    z = z * gl.convert_layout(a, gl.SliceLayout(1, z.type.layout))[:, None]
+    z = z + gl.convert_layout(part, z.type.layout)
+    high, low = halves(p)
+    high = gl.convert_layout(high, P_)
+    o = warpgroup_mma_wait(0, [weighted(high, gl.convert_layout(low, P_), vh, vl, acc)])
+    a = gl.convert_layout(a, gl.SliceLayout(1, O_))
+    acc = gl.fma(acc, gl.broadcast(a[:, None], acc)[0], o)
+    return acc, gl.convert_layout(m, gl.SliceLayout(1, O_)), z
+
+
+@gluon.jit
+def fold_exact(
+    p_q, p_k, p_v, q_n, k_n, v_n, row0, rows, hi, scale, scale_exp, shift,
+    CAUSAL: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D0: gl.constexpr, DV: gl.constexpr,
+    V0: gl.constexpr, O_: gl.constexpr,
+):  # fmt: skip
+    """The state of all rows with float32 FMA, a key at a time; no finite input overflows.
+
+    As `exact.fold_exact`: the weights and their sum carry 2**-shift.
+    """
+    Q_: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D0, 16])
+    IN_Q: gl.constexpr = gl.SliceLayout(1, Q_)
+    o_m = gl.arange(0, BM, layout=IN_Q)
+    o_d = gl.arange(0, D0, layout=gl.SliceLayout(0, Q_))
+    o_v = gl.arange(0, V0, layout=gl.SliceLayout(0, O_))
+    p_q = p_q + gl.minimum(o_m, rows - 1)[:, None] * q_n + o_d[None, :]
+    q = gl.load(p_q, mask=(o_d < D)[None, :], other=0.0)
+    e_q = exponent(gl.max(gl.abs(q), 1))
+    q = q * (power(e_q) * scale)[:, None]
+    m = gl.full([BM], -float("inf"), gl.float32, IN_Q)
+    z = gl.zeros([BM], gl.float32, IN_Q)
+    acc = gl.zeros([BM, V0], gl.float32, O_)
+    for n in range(0, hi):
+        k = gl.load(p_k + n * k_n + o_d, mask=o_d < D, other=0.0)
+        v = gl.load(p_v + n * v_n + o_v, mask=o_v < DV, other=0.0)
+        e_k = exponent(gl.max(gl.abs(k), 0))
+        s = gl.sum(q * (k * power(e_k))[None, :], 1)
+        e = gl.minimum(gl.maximum(scale_exp - e_q - e_k, -252), 254)
+        x = s * power(e >> 1) * power(e - (e >> 1))
+        x = gl.minimum(gl.maximum(x, -FLOAT_MAX), FLOAT_MAX)
+        # scaled products are finite: an infinity or a NaN here came with the input and stays
+        s = gl.where(gl.abs(s) <= FLOAT_MAX, x, s)
+        if CAUSAL:
+            s = gl.where(row0 + o_m >= n, s, -float("inf"))
+        m_new = gl.maximum(m, s)
+        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
+        a = gl.exp2(m - m_safe)
+        w = gl.exp2(s - m_safe) * power(-shift)
+        m = m_new
+        z = z * a + w
+        a = gl.convert_layout(a, gl.SliceLayout(1, O_))
+        w = gl.convert_layout(w, gl.SliceLayout(1, O_))
+        acc = gl.fma(acc, gl.broadcast(a[:, None], acc)[0], w[:, None] * v[None, :])
+    m = gl.convert_layout(m, gl.SliceLayout(1, O_))
+    return acc, m, gl.convert_layout(z, gl.SliceLayout(1, O_))
+
+
+@gluon.jit
+def write(
+    Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0,
+    BM: gl.constexpr, DV: gl.constexpr, V0: gl.constexpr, O_: gl.constexpr,
+):  # fmt: skip
+    """The normalised rows and their log-sum-exp."""
+    rows = n_q - row0
+    o_m = gl.arange(0, BM, layout=gl.SliceLayout(1, O_))
+    o_v = gl.arange(0, V0, layout=gl.SliceLayout(0, O_))
+    lse = (m + offset + gl.log2(total)) * LN2
+    gl.store(LSE + i_bh.to(gl.int64) * n_q + row0 + o_m, lse, mask=o_m < rows)
+    written = (o_m < rows)[:, None]
+    if DV < V0:
+        written = written & (o_v < DV)[None, :]
+    p_o = Out + ((i_b * n_q + row0) * heads + i_h) * DV
+    p_o = p_o + o_m[:, None] * (heads.to(gl.int64) * DV) + o_v[None, :]
+    gl.store(p_o, acc * (1.0 / total)[:, None], mask=written)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "heads", "group", "n_q", "n_k", "shift", "scale_exp",
+        "q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n",
+    ]
+)  # fmt: skip
+def forward(
+    Q, K, V, Out, LSE,
+    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, shift: tl.int32,
+    scale_exp: tl.int32, scale: tl.float32,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, k_b: tl.int64, k_h: tl.int64, k_n: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64,
+    CAUSAL: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    KEYS: tl.constexpr, TOGETHER: tl.constexpr, TURNS: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr,
+):  # fmt: skip
+    """Grid (query tiles x batch x heads); arguments as `forward.forward` has them, `scale` with
+    the sign.
+
+    KEYS: a power of two, BN or more, that holds all keys. TOGETHER: queries, keys and values fit
+    in registers at once, so all are asked for before any is split. TURNS: several warpgroups
+    begin one after another; never with a compiler that lets all of them meet behind a product.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    S_: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    O_: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V0, 16])
+    P_: gl.constexpr = gl.DotOperandLayout(0, O_, 2)
+    SHARED_D: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * D0), 16, 2)
+    SHARED_V: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * V0), 16, 2)
+    i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v = place(
+        Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, UNIT, BM
+    )
+
+    sqh = gl.allocate_shared_memory(gl.float16, [BM, D0], SHARED_D)
+    sql = gl.allocate_shared_memory(gl.float16, [BM, D0], SHARED_D)
+    skh = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, D0], SHARED_D)
+    skl = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, D0], SHARED_D)
+    svh = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, V0], SHARED_V)
+    svl = gl.allocate_shared_memory(gl.float16, [KEYS // BN, BN, V0], SHARED_V)
+    k = load_rows(p_k, k_n, 0, n_k, False, KEYS, D, D0, False)
+    q = load_rows(p_q, q_n, 0, rows, row0 > 0, BM, D, D0, True)
+    if TOGETHER:
+        v = load_rows(p_v, v_n, 0, n_k, False, KEYS, DV, V0, False)
+    high = in_one(skh, KEYS, D0, SHARED_D)
+    e_k, bad_k = split(k, 1.0, high, in_one(skl, KEYS, D0, SHARED_D))
+    if not TOGETHER:
+        v = load_rows(p_v, v_n, 0, n_k, False, KEYS, DV, V0, False)
+    e_q, bad_q = split(q, scale, sqh, sql)
+    high = in_one(svh, KEYS, V0, SHARED_V)
+    e_v, bad_v = split(v, 1.0, high, in_one(svl, KEYS, V0, SHARED_V))
+    e = scale_exp - e_q - e_k
+    bad = bad_q | bad_k | bad_v | (e_v < LEAST_VALUE).to(gl.int32) | (e > FACTOR_LIMIT).to(gl.int32)
+    f = power(gl.minimum(gl.maximum(e, -126), 127))
+    fence_async_shared()
+    barrier()
+
+    hi = n_k
+    if CAUSAL:
+        hi = gl.minimum(hi, row0 + BM)
+    count = gl.cdiv(hi, BN)
+    turn = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    acc = gl.zeros([BM, V0], gl.float32, O_)
+    m = gl.full([BM], -float("inf"), gl.float32, gl.SliceLayout(1, S_))
+    # the first tile, one warpgroup after another: from then on one multiplies while others are at
+    # their softmax
+    if TURNS:
+        take_turn(turn)
+    zero = gl.zeros([BM, BN], gl.float32, S_)
+    s = warpgroup_mma_wait(0, [scores(sqh, sql, skh.index(0), skl.index(0), zero)])
+    if TURNS:
+        give_turn(turn)
+    m, _none, p, z = softmax(visible(s, 0, n_k, row0, BN, CAUSAL, S_), f, m)
+    high, low = halves(p)
+    high = gl.convert_layout(high, P_)
+    low = gl.convert_layout(low, P_)
+    acc = warpgroup_mma_wait(0, [weighted(high, low, svh.index(0), svl.index(0), acc)])
+    m = gl.convert_layout(m, gl.SliceLayout(1, O_))
+    narrow = (count > 1) & (n_k - (count - 1) * BN <= NARROW)
+    count = gl.where(narrow, count - 1, count)
+    for j in range(1, count):
+        acc, m, z = fold_tile(
+            sqh, sql, skh.index(j), skl.index(j), svh.index(j), svl.index(j),
+            acc, m, z, f, j * BN, n_k, row0, BN, CAUSAL, O_,
+        )  # fmt: skip
+    if KEYS > BN:  # noqa: SIM102 (one is decided at compile time)
+        if narrow:
+            acc, m, z = fold_tile(
+                sqh, sql, skh.index(count).slice(0, NARROW), skl.index(count).slice(0, NARROW),
+                svh.index(count).slice(0, NARROW), svl.index(count).slice(0, NARROW),
+                acc, m, z, f, count * BN, n_k, row0, NARROW, CAUSAL, O_,
+            )  # fmt: skip
+    acc = acc * power(-e_v)
+    total = gl.convert_layout(gl.sum(z, 1), gl.SliceLayout(1, O_))
+    offset = 0.0
+    if bad != 0:
+        acc, m, total = fold_exact(
+            p_q, p_k, p_v, q_n, k_n, v_n, row0, rows, hi, scale, scale_exp, shift,
+            CAUSAL, BM, D, D0, DV, V0, O_,
+        )  # fmt: skip
+        offset = shift.to(gl.float32)
+
+    write(Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_)

@@ -1,0 +1,276 @@
+"""`elsa::window_attention` on the GPU: one launch, planned once for each layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.triton.attention.planner import (
+    CACHED_PLANS,
+    LOG2E,
+    MODES,
+    device_table,
+    mode_of,
+)
+from elsa_core.backends.triton.attention.tiling import table_name
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.window import tiling
+from elsa_core.backends.triton.window.tiling import WindowPlan, WindowShape
+
+INT32 = 1 << 31
+GATHER_BLOCK = 512
+
+
+class Given(NamedTuple):
+    """The operator's arguments, as `elsa_core.ops` lists them."""
+
+    qkv: Tensor
+    bias: Tensor | None
+    bias_index: Tensor | None
+    pad_qkv: Tensor | None
+    logit_scale: Tensor | None
+    num_heads: int
+    window_size: Sequence[int]
+    shift_size: Sequence[int]
+    scale: float
+    mask_value: float
+    layout: str
+    grid: bool
+    precision: str
+
+
+def window_attention(
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int],
+    scale: float,
+    mask_value: float,
+    layout: str,
+    grid: bool,
+    precision: str,
+) -> Tensor:
+    """Attention within windows, the CUDA kernel of `elsa::window_attention`.
+
+    Args:
+        qkv: [B, D, H, W, 3C], float32, float16 or bfloat16, any strides with the last one 1;
+            head_dim up to 256. The rest as in `elsa_core.window`, window_size and shift_size with
+            three entries. precision: strict and lean (the same here: nothing but the output is
+            allocated), ieee or turbo, valid for the dtype.
+
+    Returns:
+        [B, D, H, W, C], dense, in qkv's dtype. Scores, sums and weights are float32.
+
+    A bias given as a table and an index is gathered by a launch of its own.
+
+    Split products (strict and turbo on float32) are guarded by a test on the data of each window
+    and head (see `window_pieces.py`); those that fail are computed with float32 FMA in the same
+    launch.
+
+    Source: W-ELSA (arXiv 2604.23798).
+    """
+    if pad_qkv is not None and (pad_qkv.dtype != qkv.dtype or pad_qkv.stride(0) != 1):
+        pad_qkv = pad_qkv.to(qkv.dtype).contiguous()
+    out = qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
+    if not out.numel():
+        return out
+    given = Given(
+        qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size, shift_size, scale,
+        mask_value, layout, grid, precision,
+    )  # fmt: skip
+    if qkv.is_cuda and qkv.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(qkv.device):
+            run(given, out)
+    else:
+        run(given, out)
+    return out
+
+
+def run(given: Given, out: Tensor) -> None:
+    """The call's launches, on the current device."""
+    if given.bias_index is not None:
+        assert given.bias is not None
+        given = given._replace(bias=gathered(given.bias, given.bias_index), bias_index=None)
+    planned(given)(*pointers(given), out)
+
+
+def pointers(given: Given) -> tuple[Tensor, ...]:
+    """What the kernel reads, in its order; for a term that there is not, any tensor."""
+    terms = (given.qkv, given.bias, given.pad_qkv, given.logit_scale)
+    return tuple(given.qkv if t is None else t for t in terms)
+
+
+_GATHERS: dict[Any, Launch] = {}
+
+
+def gathered(table: Tensor, index: Tensor) -> Tensor:
+    """[heads, T, T] of a table [L, heads] read at index [T, T]; NaN where that is beyond the table.
+
+    One small launch ahead of the kernel, which reads a dense bias two times faster than a table
+    (measured at windows of 16x16 on one H200).
+    """
+    tokens, heads = index.shape[0], table.shape[1]
+    out = table.new_empty((heads, tokens, tokens))
+    tensors = (table, index, out)
+    key = (
+        table.shape, table.stride(), table.dtype, index.shape, index.stride(), table.get_device(),
+        *(t.data_ptr() % 16 for t in tensors),
+    )  # fmt: skip
+    call = _GATHERS.get(key)
+    if call is None:
+        if len(_GATHERS) >= CACHED_PLANS:
+            _GATHERS.clear()
+        call = _GATHERS[key] = plan_gather(table, index)
+    call(*tensors)
+    return out
+
+
+def plan_gather(table: Tensor, index: Tensor) -> Launch:
+    """The launch that reads a table [L, heads] at an index [T, T]."""
+    from elsa_core.backends.triton.window.helpers import gather_bias
+
+    tokens = index.shape[0]
+    tail = {
+        "tokens": tokens, "rows": table.shape[0],
+        **dict(zip(("table_l", "table_h"), table.stride(), strict=True)),
+        **dict(zip(("index_q", "index_k"), index.stride(), strict=True)), "BLOCK": GATHER_BLOCK,
+    }  # fmt: skip
+    grid = (-(-tokens * tokens // GATHER_BLOCK), table.shape[1])
+    return Launch(gather_bias, grid, tail, {"num_warps": 4})
+
+
+_CALLS: dict[Any, Launch] = {}
+
+
+def planned(given: Given) -> Launch:
+    """The launch of a call, cached by layout."""
+    q = given.qkv
+    terms = tuple(
+        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
+        for t in (given.bias, given.pad_qkv, given.logit_scale)
+    )  # fmt: skip
+    key = (
+        q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, terms, given.num_heads,
+        tuple(given.window_size), tuple(given.shift_size), *given[8:],
+    )  # fmt: skip
+    call = _CALLS.get(key)
+    if call is None:
+        if len(_CALLS) >= CACHED_PLANS:
+            _CALLS.clear()
+        call = _CALLS[key] = plan_call(given)
+    return call
+
+
+def tile_plan(given: Given) -> WindowPlan:
+    """Kernel, tiles and programs of a call, from the table of its GPU."""
+    q = given.qkv
+    device = -1 if q.device.index is None else q.device.index
+    _, multiprocessors = device_table(device)
+    counts = _counts(given)
+    shape = WindowShape(
+        q.shape[0] * math.prod(counts), given.num_heads, math.prod(given.window_size),
+        q.shape[-1] // (3 * given.num_heads),
+    )  # fmt: skip
+    table = tiling.load_table(_table_name(device))
+    return tiling.plan(shape, mode_of(q.dtype, given.precision), table, multiprocessors)
+
+
+def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
+    """The kernel's launch, by its own plan or a given one; it depends on layouts, not on data.
+
+    A bias is dense here, [heads, T, T].
+    """
+    from elsa_core.backends.triton.window.fold import window_fold
+    from elsa_core.backends.triton.window.tile import window_tile
+
+    p = p or tile_plan(given)
+    q, t = given.qkv, p.tile
+    dim, tokens = q.shape[-1] // (3 * given.num_heads), math.prod(given.window_size)
+    counts, unit, exact = _counts(given), _unit(given), t.mode == "exact"
+    tail: dict[str, Any] = {
+        "windows": q.shape[0] * math.prod(counts), "heads": given.num_heads, "count": p.count,
+        **dict(zip(("depth", "height", "width"), q.shape[1:4], strict=True)),
+        **dict(zip(("n_d", "n_h", "n_w"), counts, strict=True)),
+        **dict(zip(("shift_d", "shift_h", "shift_w"), given.shift_size, strict=True)),
+        **_factors(given),
+        **dict(zip(("q_b", "q_d", "q_h", "q_w"), (s // unit for s in q.stride()), strict=False)),
+        **_term_strides(given),
+        "MODE": MODES[t.mode],
+        "SHIFTED": any(given.shift_size), "PADDED": _padding(given, counts),
+        "COSINE": given.logit_scale is not None, "HEAD_FIRST": given.layout == "head",
+        "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
+        "WIDE": _extent(q) >= INT32, "UNIT": unit,
+        **dict(zip(("WD", "WH", "WW"), given.window_size, strict=True)), "T": tokens,
+        "WEIGHT": 2.0 ** -(tokens - 1).bit_length(),
+        "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0,
+        "D": dim, "DP": p.padded_dim, "BM": p.block_m, "BN": p.block_n,
+        "XM": p.block_m if exact else 16, "XN": p.block_n if exact else 16, "STAGES": t.stages,
+        "LOOP": p.count > 1, "UNROLL": t.unroll,
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": t.warps, "num_stages": t.stages}
+    if t.registers:
+        options["maxnreg"] = t.registers
+    return Launch(window_tile if p.whole else window_fold, (p.programs,), tail, options)
+
+
+def _table_name(device: int) -> str:
+    if device < 0:
+        return "h200"
+    properties = torch.cuda.get_device_properties(device)
+    name = "MI300" if torch.version.hip else properties.name
+    return table_name(name, (properties.major, properties.minor))
+
+
+def _counts(given: Given) -> tuple[int, ...]:
+    return tuple(
+        -(-size // window)
+        for size, window in zip(given.qkv.shape[1:4], given.window_size, strict=True)
+    )
+
+
+def _extent(q: Tensor) -> int:
+    """Elements from the first to the last of one image."""
+    return sum((n - 1) * s for n, s in zip(q.shape[1:], q.stride()[1:], strict=True)) + 1
+
+
+def _unit(given: Given) -> int:
+    """16 bytes in elements if all rows of qkv are 16-byte aligned, else 1."""
+    q, pad = given.qkv, given.pad_qkv
+    unit = 16 // q.element_size()
+    aligned = q.data_ptr() % 16 == 0 and (pad is None or pad.data_ptr() % 16 == 0)
+    return unit if aligned and not any(s % unit for s in q.stride()[:4]) else 1
+
+
+def _factors(given: Given) -> dict[str, float | int]:
+    """The factor of scores in base 2, as significand and exponent where products are scaled."""
+    size, exponent = given.scale * LOG2E, 0
+    if given.qkv.dtype == torch.float32 and size and math.isfinite(size):
+        significand, exponent = math.frexp(size)
+        size, exponent = significand * 2.0, exponent - 1
+    return {"scale": size, "scale_exp": exponent, "mask_value": given.mask_value * LOG2E}
+
+
+def _padding(given: Given, counts: tuple[int, ...]) -> int:
+    sizes = zip(given.qkv.shape[1:4], counts, given.window_size, strict=True)
+    if all(size == count * window for size, count, window in sizes):
+        return 0
+    return 1 if given.pad_qkv is None else 2
+
+
+def _term_strides(given: Given) -> dict[str, int | bool]:
+    """Strides of bias and logit scale; DENSE: a bias [heads, T, T] without gaps."""
+    strides = dict.fromkeys(("bias_h", "bias_q", "bias_k", "logit_h"), 0)
+    if given.bias is not None:
+        strides["bias_h"], strides["bias_q"], strides["bias_k"] = given.bias.stride()
+    if given.logit_scale is not None:
+        strides["logit_h"] = given.logit_scale.stride(0)
+    dense = given.bias is not None and given.bias.is_contiguous()
+    return {**strides, "BIAS": given.bias is not None, "DENSE": dense}

@@ -1,0 +1,216 @@
+"""What is exported: one module, its inputs, and what is known of where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.exporting.reference import BATCH_SIZES
+from elsa_core.exporting.towers import TextTower
+from elsa_core.loading.plan import Plan
+from elsa_core.loading.recipe import Preprocess
+from elsa_core.patching.patch import patched_sites
+from elsa_core.patching.probe import resolved_input_size
+from elsa_core.proof.cases import generated_inputs, text_shape
+
+if TYPE_CHECKING:
+    from elsa_core.loading.load import Loaded
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LIBRARY_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One export.
+
+    Attributes:
+        model: patched, in eval mode.
+        inputs: the model's arguments, max(BATCH_SIZES) rows each.
+        input_names: one a tensor.
+        preprocess: how an image becomes the input; None for text and for unknown models.
+        dtype: of the weights; float32, float16 or bfloat16.
+        device: "cpu" or "cuda".
+        plan: which sites are patched, and how.
+        name: the architecture, or the model's class.
+        weights: where they come from, in words.
+        tower: "image" or "text" for one side of a CLIP.
+        loaded: what `load` knows, where the module is all of what it loaded.
+    """
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    input_names: tuple[str, ...]
+    preprocess: Preprocess | None
+    dtype: torch.dtype
+    device: str
+    plan: Plan
+    name: str
+    weights: str
+    tower: str | None
+    loaded: Loaded | None
+
+    @property
+    def first(self) -> tuple[Tensor, ...]:
+        """Two rows: what the tracers see."""
+        return tuple(tensor[:2] for tensor in self.inputs)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names a person can read. Further outputs, which few models have, are numbered."""
+        if self.tower is not None:
+            return (f"{self.tower}_features",)
+        classes = getattr(self.model, "num_classes", 0)
+        return ("logits",) if isinstance(classes, int) and classes > 0 else ("features",)
+
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def preprocess_dict(self) -> dict[str, Any] | None:
+        """The manifest's entry."""
+        if self.preprocess is None:
+            return None
+        return {key: _listed(value) for key, value in asdict(self.preprocess).items()}
+
+
+def subject_of(
+    model: nn.Module,
+    loaded: Loaded | None,
+    inputs: Tensor | tuple[Tensor, ...] | None,
+    seed: int,
+) -> Subject:
+    """Look at the model once and refuse what cannot be exported.
+
+    Raises:
+        NothingPatchedError: no site is patched.
+        ArgumentError: the model is training, of another dtype or on another device; inputs missing.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    sites = patched_sites(model)
+    if not sites:
+        raise NothingPatchedError("export: no site of this model is patched; call patch first")
+    if model.training:
+        raise ArgumentError("export: the model is in training mode; call model.eval() first")
+    dtype, device = _home(model)
+    found = _inputs(model, loaded, inputs, seed, dtype, device)
+    whole = loaded is not None and loaded.model is model and loaded.tower is None
+    return Subject(
+        model=model,
+        inputs=found,
+        input_names=_names(found),
+        preprocess=_preprocess(model, loaded) if found[0].ndim == 4 else None,
+        dtype=dtype,
+        device=device.type,
+        plan=_plan(sites),
+        name=type(model).__name__ if loaded is None else loaded.name,
+        weights="the model's own" if loaded is None else loaded.weights,
+        tower="text" if isinstance(model, TextTower) else loaded.tower if loaded else None,
+        loaded=loaded if whole else None,
+    )
+
+
+def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    dtypes = {p.dtype for p in floating}
+    if not floating or not dtypes <= set(DTYPES):
+        names = ", ".join(sorted(str(d) for d in dtypes)) or "no floating weights"
+        raise ArgumentError(f"export: takes float32, float16 and bfloat16 models, not {names}")
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(d) for d in dtypes))
+        raise ArgumentError(f"export: the model's weights are of several dtypes: {names}")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(str(d) for d in devices))
+        raise ArgumentError(f"export: the model must be on the CPU or on one GPU, not on {names}")
+    return dtypes.pop(), devices.pop()
+
+
+def _inputs(
+    model: nn.Module,
+    loaded: Loaded | None,
+    given: Tensor | tuple[Tensor, ...] | None,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, ...]:
+    rows = max(BATCH_SIZES)
+    if given is not None:
+        tensors = given if isinstance(given, tuple) else (given,)
+        return tuple(_rows(t, rows, dtype, device) for t in tensors)
+    if text_shape(model) is not None:
+        if getattr(model, "visual", None) is not None:
+            raise ArgumentError(
+                f"export: {type(model).__name__} is two towers: export one (--tower image or text)"
+            )
+        return token_cases(model, rows, seed)["noise"]
+    size = resolved_input_size(model, None) if loaded is None else loaded.input_size
+    case = generated_inputs(size, rows, seed=seed, dtype=dtype, device=device)["noise"]
+    return case if isinstance(case, tuple) else (case,)
+
+
+def token_cases(model: nn.Module, rows: int, seed: int) -> dict[str, tuple[Tensor]]:
+    """Token ids for a text tower, int64 [rows, context length], by name.
+
+    Raises:
+        ArgumentError: the tower does not say its context length and vocabulary.
+    """
+    text = text_shape(model)
+    if text is None:
+        raise ArgumentError(
+            f"export: {type(model).__name__} does not say its context_length and vocab_size: give "
+            "inputs"
+        )
+    device = next(model.parameters()).device
+    cases = generated_inputs(
+        (1, 1, 1), rows, seed=seed, dtype=torch.float32, device=device, text=text
+    )
+    return {name: (case[1],) for name, case in cases.items()}
+
+
+def _rows(tensor: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`rows` rows of an example: its own, repeated where they are too few."""
+    if tensor.ndim == 0 or tensor.shape[0] == 0:
+        raise ArgumentError("export: inputs must have the batch as their first dimension")
+    repeated = tensor.repeat(-(-rows // tensor.shape[0]), *(1,) * (tensor.ndim - 1))[:rows]
+    return repeated.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+
+def _names(inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
+    if len(inputs) == 1:
+        return ("image" if inputs[0].is_floating_point() else "text",)
+    return tuple(f"input_{index}" for index in range(len(inputs)))
+
+
+def _plan(sites: Mapping[str, nn.Module]) -> Plan:
+    """The plan that repeats the patching of these sites."""
+    ways = {(vars(m)["elsa_precision"], vars(m)["elsa_backend"]) for m in sites.values()}
+    if len(ways) > 1:
+        raise ArgumentError(
+            "export: the sites are patched with several precisions or backends; patch with one"
+        )
+    precision, backend = ways.pop()
+    return Plan(precision, backend, (), (), tuple(sites))
+
+
+def _preprocess(model: nn.Module, loaded: Loaded | None) -> Preprocess | None:
+    if loaded is not None:
+        return loaded.recipe.preprocess
+    cfg = getattr(model, "pretrained_cfg", None)
+    if not isinstance(cfg, dict) or not all(cfg.get(key) for key in _LIBRARY_KEYS):
+        return None
+    size = resolved_input_size(model, None)
+    return Preprocess(
+        size, tuple(cfg["mean"]), tuple(cfg["std"]), str(cfg["interpolation"]),
+        float(cfg["crop_pct"]),
+    )  # fmt: skip
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,1 @@
+"""From what a user names (an architecture, a file, a directory) to a model."""

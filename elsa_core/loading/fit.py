@@ -1,0 +1,152 @@
+"""A named architecture fitted to tensors: classifier, channels and image size from the shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from elsa_core.errors import ElsaError
+from elsa_core.loading.libraries import build_meta, default_recipe, patch_step, resized
+from elsa_core.loading.recipe import Recipe
+from elsa_core.loading.spec import ModelSpec
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+# Buffers that older releases stored and that are computed from the image size.
+_COMPUTED = re.compile(
+    r"(.*\.)?(relative_position_index|attn_mask|relative_coords_table|position_ids)"
+)
+
+
+def depth_of(shapes: Shapes) -> int:
+    """Return the number of transformer blocks."""
+    found = [int(m.group(1)) for name in shapes if (m := re.match(r"blocks\.(\d+)\.", name))]
+    return max(found, default=0) + 1
+
+
+def recipe_of(spec: ModelSpec, shapes: Shapes | None = None) -> Recipe:
+    """Return the library's recipe, with classifier and channels as in the shapes (when given)."""
+    recipe = default_recipe(spec)
+    if shapes is None or recipe.library == "open_clip":
+        return recipe
+    if recipe.library == "torchvision":
+        heads = ("heads.head.weight", "head.weight", "fc.weight", "classifier.weight")
+        head = next((shapes[name] for name in heads if name in shapes), None)
+        return dataclasses.replace(recipe, num_classes=head[0] if head else None)
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(recipe.name)
+    classifier = cfg.classifier if cfg is not None else "head"
+    first = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
+    head = shapes.get(f"{first}.weight")
+    stem = shapes.get(f"{cfg.first_conv if cfg is not None else ''}.weight", ())
+    args: dict[str, Any] = dict(recipe.args)
+    preprocess = recipe.preprocess
+    if len(stem) == 4 and stem[1] != preprocess.input_size[0]:
+        args["in_chans"] = stem[1]
+        preprocess = preprocess.with_channels(stem[1])
+    return dataclasses.replace(
+        recipe, args=args, num_classes=head[0] if head else 0, preprocess=preprocess
+    )
+
+
+def fitted(
+    recipe: Recipe, shapes: Shapes, image_size: tuple[int, int] | None = None
+) -> Recipe | None:
+    """Return the recipe at the image size of the tensors when every name and shape then agrees."""
+    try:
+        model = build_meta(recipe)
+        if matches(model, shapes):
+            return recipe
+        size = _image_size(model, recipe, shapes, image_size)
+        if size is None or size == recipe.size:
+            return None
+        recipe = resized(recipe, size)
+        return recipe if matches(build_meta(recipe), shapes) else None
+    except ElsaError:
+        return None
+
+
+def differences(model: nn.Module, shapes: Shapes) -> tuple[set[str], set[str], set[str]]:
+    """Return the names that are missing, that are unexpected, and that have another shape."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    missing = {name for name in own if name not in shapes and not _COMPUTED.fullmatch(name)}
+    unexpected = {name for name in shapes if name not in own and not _COMPUTED.fullmatch(name)}
+    wrong = {name for name, shape in own.items() if name in shapes and shapes[name] != shape}
+    return missing, unexpected, wrong
+
+
+def matches(model: nn.Module, shapes: Shapes) -> bool:
+    """True when names and shapes agree, buffers that are computed apart."""
+    return not any(differences(model, shapes))
+
+
+def same_shapes(one: nn.Module, other: nn.Module) -> bool:
+    """True when two models have parameters of the same names and shapes."""
+    first, second = (
+        {name: tensor.shape for name, tensor in model.named_parameters()} for model in (one, other)
+    )
+    return first == second
+
+
+def _image_size(
+    model: nn.Module, recipe: Recipe, shapes: Shapes, given: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Recover the image size from position tensors; None where they do not tell one."""
+    tower: Any = getattr(model, "visual", model)
+    step = patch_step(model, recipe)
+    if step is None:
+        return None
+    grid = _grid(tower, recipe, shapes, model, None if given is None else
+                 (given[0] // step[0], given[1] // step[1]))  # fmt: skip
+    return None if grid is None else (grid[0] * step[0], grid[1] * step[1])
+
+
+def _grid(
+    tower: Any, recipe: Recipe, shapes: Shapes, model: nn.Module, given: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return the patches (rows, columns) that the tensors were made for."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, shape in own.items():
+        leaf = name.rpartition(".")[2]
+        there = shapes.get(name)
+        if there is None or len(there) != len(shape):
+            continue
+        if leaf in ("pos_embed", "positional_embedding", "pos_embedding") and _visual(name, recipe):
+            if len(shape) == 4:
+                return there[1], there[2]
+            tokens, usual = there[-2], shape[-2]
+            patches = _usual_patches(tower, recipe, usual)
+            return _square(tokens - (usual - patches), given)
+        if leaf == "relative_position_bias_table" and "blocks.0." in name and "layers" not in name:
+            # BEiT: (2 g - 1)^2 offsets of a g x g grid and 3 for the class token.
+            side = math.isqrt(max(there[0] - 3, 0))
+            return ((side + 1) // 2, (side + 1) // 2) if side * side == there[0] - 3 else None
+    return None
+
+
+def _visual(name: str, recipe: Recipe) -> bool:
+    """The text tower of CLIP has position embeddings too; they say nothing about images."""
+    return recipe.library != "open_clip" or name.startswith("visual.")
+
+
+def _usual_patches(tower: Any, recipe: Recipe, tokens: int) -> int:
+    """Return how many of the position tokens at the recipe's own size are patches."""
+    trunk = getattr(tower, "trunk", tower)
+    grid = getattr(getattr(trunk, "patch_embed", None), "grid_size", None)
+    grid = grid or getattr(tower, "grid_size", None)
+    if grid is not None:
+        return int(grid[0] * grid[1])
+    return math.isqrt(tokens) ** 2
+
+
+def _square(patches: int, given: tuple[int, int] | None) -> tuple[int, int] | None:
+    if given is not None and given[0] * given[1] == patches:
+        return given
+    side = math.isqrt(max(patches, 0))
+    return (side, side) if side and side * side == patches else None

@@ -1,0 +1,164 @@
+"""Another image size for a model: what is refused, and the sizes near by that would do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading.libraries import (
+    BUILD_ERRORS,
+    build_meta,
+    first_line,
+    patch_step,
+    resized,
+)
+from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
+
+MEMORY_SHARE = 0.8
+# A block holds its input, a hidden layer and what that is made of at once.
+ALIVE_ACTIVATIONS = 2
+_SEARCH_STEPS = (32, 56, 64, 112, 224)
+
+
+class TooLargeError(ArgumentError):
+    """A size at which the model needs more memory than the machine has."""
+
+
+def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """Return (height, width) in pixels, or refuse.
+
+    Raises:
+        ArgumentError: not one or two whole numbers in 1..MAX_IMAGE_SIZE.
+    """
+    sequence = isinstance(image_size, Sequence) and not isinstance(image_size, str)
+    pair: tuple[Any, ...] = (image_size, image_size)
+    if sequence:
+        pair = tuple(image_size)  # type: ignore[arg-type]
+    if len(pair) != 2 or any(type(side) is not int for side in pair):
+        raise ArgumentError(
+            f"image_size (--img-size) must be one or two whole numbers, not {image_size!r}"
+        )
+    for side in pair:
+        if side < 1:
+            raise ArgumentError(f"image_size (--img-size) must be positive, not {side}")
+        if side > MAX_IMAGE_SIZE:
+            raise ArgumentError(
+                f"image_size (--img-size) {side} is beyond the limit of {MAX_IMAGE_SIZE} pixels"
+            )
+    return pair[0], pair[1]
+
+
+def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
+    """Return the recipe for another image size, known to build and to run there.
+
+    Both are tried on the meta device, which takes a fraction of a second and no memory.
+
+    Raises:
+        ArgumentError: a size that the patches do not divide, that the model cannot run at, or
+            that needs more memory than the machine has; names the nearest sizes that work.
+    """
+    size = checked_size(image_size)
+    if size == recipe.size:
+        return recipe
+    if recipe.library == "torchvision" and recipe.name.startswith("vit_") and size[0] != size[1]:
+        raise ArgumentError(
+            f"image_size (--img-size) must be square for torchvision's {recipe.name}, not {size}"
+        )
+    original = build_meta(recipe)
+    step = patch_step(original, recipe)
+    if step is not None and (size[0] % step[0] or size[1] % step[1]):
+        near = _join(_neighbours(size[0], step[0]) if step[0] == step[1] else ())
+        raise ArgumentError(
+            f"image_size (--img-size) {_words(size)} is not a multiple of the patch size"
+            f" {_words(step)} of {recipe.name}{near}"
+        )
+    target = resized(recipe, size)
+    problem = _problem(target)
+    # A model that the meta device cannot run at its own size says nothing about this one.
+    if problem is not None and _problem(recipe, original) is None:
+        near = _join(_valid_near(recipe, size[0]))
+        raise ArgumentError(
+            f"image_size (--img-size) {_words(size)} does not suit {recipe.name}: {problem}{near}"
+        )
+    return target
+
+
+def _problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
+    """Why the model cannot be built or run at the recipe's size, None when it can."""
+    try:
+        model = build_meta(recipe) if model is None else model
+    except ModelError as error:
+        return first_line(error)
+    _check_memory(_bytes([*model.parameters(), *model.buffers()]), recipe)
+    images = torch.empty(1, *recipe.preprocess.input_size, device="meta")
+    tower: Any = model.visual if recipe.library == "open_clip" else model
+    largest = 0
+
+    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        nonlocal largest
+        if isinstance(output, torch.Tensor):
+            largest = max(largest, _bytes([output]))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            tower(images)
+    except BUILD_ERRORS as error:
+        return first_line(error)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    held = _bytes([*model.parameters(), *model.buffers(), images])
+    _check_memory(held + ALIVE_ACTIVATIONS * largest, recipe)
+    return None
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _check_memory(needed: int, recipe: Recipe) -> None:
+    """Refuse a size at which the model and one image exceed the machine's memory."""
+    try:
+        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return
+    if needed > MEMORY_SHARE * present:
+        raise TooLargeError(
+            f"image_size (--img-size) {_words(recipe.size)} makes {recipe.name} need about"
+            f" {needed / 2**30:.0f} GiB for one image; this machine has {present / 2**30:.0f} GiB"
+        )
+
+
+def _valid_near(recipe: Recipe, side: int) -> tuple[int, ...]:
+    """Square sizes near `side` at which the model runs, of the finest grid that has any."""
+    for step in _SEARCH_STEPS:
+        found = [
+            near
+            for near in _neighbours(side, step)
+            if near <= MAX_IMAGE_SIZE and _problem(resized(recipe, (near, near))) is None
+        ]
+        if found:
+            return tuple(found)
+    return (recipe.size[0],)
+
+
+def _neighbours(side: int, step: int) -> tuple[int, ...]:
+    """The multiples of `step` around `side`, without 0; `side` itself when it is one."""
+    below = side // step * step
+    return tuple(near for near in dict.fromkeys((below, -(-side // step) * step)) if near > 0)
+
+
+def _join(sizes: tuple[int, ...]) -> str:
+    if not sizes:
+        return ""
+    return f"; nearest valid: {' or '.join(str(size) for size in sizes)}"
+
+
+def _words(size: tuple[int, int]) -> str:
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

@@ -1,0 +1,333 @@
+"""Models of timm, open_clip and torchvision, built from recipes; nothing here reads weights.
+
+Every build uses the caller's default device (`torch.device("meta")` builds shapes alone) and the
+caller's random state.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.loading.recipe import Preprocess, Recipe
+from elsa_core.loading.spec import ModelSpec
+
+# What a constructor raises for a recipe that it cannot follow.
+BUILD_ERRORS = (
+    AssertionError, AttributeError, ArithmeticError, ImportError, IndexError, KeyError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def default_recipe(spec: ModelSpec) -> Recipe:
+    """Return the recipe that the library itself follows for this name.
+
+    Args:
+        spec: of source "timm", "open_clip" or "torchvision".
+
+    Raises:
+        UnavailableError: the library is not installed.
+    """
+    if spec.source == "open_clip":
+        return _open_clip_recipe(spec)
+    if spec.source == "torchvision":
+        return _torchvision_recipe(spec)
+    return _timm_recipe(spec)
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """Build the model with fresh random weights, in eval mode.
+
+    Raises:
+        ModelError: the library does not know the name or cannot follow the arguments.
+        UnavailableError: the library, or one that this model needs, is not installed or offline.
+    """
+    builders = {"timm": _build_timm, "open_clip": _build_open_clip}
+    try:
+        with quiet():
+            return builders.get(recipe.library, _build_torchvision)(recipe).eval()
+    except ElsaError:
+        raise
+    except ImportError as error:
+        raise UnavailableError(f"{recipe.name} needs a package: {first_line(error)}") from None
+    except BUILD_ERRORS as error:
+        raise ModelError(
+            f"{recipe.library} cannot build {recipe.name}: {first_line(error)}"
+        ) from error
+
+
+def build_meta(recipe: Recipe) -> nn.Module:
+    """Build shapes without memory, on the meta device."""
+    with torch.device("meta"), UninitialisedParameters():
+        return build(recipe)
+
+
+class UninitialisedParameters(TorchFunctionMode):
+    """Skips initialisers, which are most of the time of a build: for shapes, or before a fill.
+
+    Parameters are left as allocated and meta tensors as they are; buffers elsewhere are computed.
+    """
+
+    SKIPPED = frozenset(
+        (
+            *("add_", "bernoulli_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_"),
+            *("normal_", "sub_", "uniform_", "zero_"),
+        )
+    )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if args and getattr(func, "__name__", "") in self.SKIPPED:
+            tensor = args[0]
+            if isinstance(tensor, nn.Parameter) or getattr(tensor, "is_meta", False):
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+
+def resized(recipe: Recipe, size: tuple[int, int]) -> Recipe:
+    """Return the recipe for inputs of (height, width) pixels, the way its library takes sizes.
+
+    A model that takes any size keeps its arguments and gets the new input size alone.
+    """
+    preprocess = dataclasses.replace(
+        recipe.preprocess, input_size=(recipe.preprocess.input_size[0], *size)
+    )
+    args, model_cfg = dict(recipe.args), recipe.model_cfg
+    if recipe.library == "open_clip" and model_cfg is not None:
+        square = size[0] if size[0] == size[1] else list(size)
+        vision = {**model_cfg["vision_cfg"], "image_size": square}
+        model_cfg = {**model_cfg, "vision_cfg": vision}
+    elif recipe.library == "timm" and ("img_size" in args or fixed_size(recipe)):
+        args["img_size"] = list(size)
+    elif recipe.library == "torchvision" and recipe.name.startswith("vit_"):
+        args["image_size"] = size[0]
+    elif recipe.library == "torchvision" and recipe.name.startswith("maxvit"):
+        args["input_size"] = list(size)
+    return dataclasses.replace(recipe, args=args, preprocess=preprocess, model_cfg=model_cfg)
+
+
+def fixed_size(recipe: Recipe) -> bool:
+    """True for a timm model that is built for one input size."""
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(recipe.name)
+    return bool(cfg is not None and cfg.fixed_input_size)
+
+
+def patch_step(model: nn.Module, recipe: Recipe) -> tuple[int, int] | None:
+    """Return the pixels (height, width) that an input must be a multiple of, None if unknown."""
+    if recipe.library == "timm" and not fixed_size(recipe):
+        return None
+    tower: Any = getattr(model, "visual", model)
+    tower = getattr(tower, "trunk", tower)
+    embed = getattr(tower, "patch_embed", None)
+    if getattr(embed, "dynamic_img_pad", False):
+        return None
+    ratio = getattr(embed, "feat_ratio", None)
+    step = ratio(as_scalar=False) if callable(ratio) else None
+    if step is None:
+        step = getattr(tower, "patch_size", None) or getattr(embed, "patch_size", None)
+    if isinstance(step, int):
+        return step, step
+    return (int(step[0]), int(step[1])) if isinstance(step, (tuple, list)) else None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the libraries' warnings and log lines about an ordinary build off the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, short enough for one line of a terminal."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:240]
+
+
+# --- timm --------------------------------------------------------------------------------------
+
+
+def _timm_recipe(spec: ModelSpec) -> Recipe:
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(f"{spec.name}.{spec.tag}" if spec.tag else spec.name)
+    if cfg is None:
+        return Recipe("timm", spec.name, tag=spec.tag)
+    preprocess = Preprocess(
+        tuple(cfg.input_size), tuple(cfg.mean), tuple(cfg.std), cfg.interpolation, cfg.crop_pct
+    )
+    return Recipe("timm", spec.name, {}, None, preprocess, spec.tag or cfg.tag or None)
+
+
+def timm_name(recipe: Recipe) -> str:
+    """Return the name that timm looks up: with the tag, whose configuration sets the defaults."""
+    return f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name
+
+
+def timm_args(recipe: Recipe) -> dict[str, Any]:
+    """Return the keyword arguments of `timm.create_model`, lists as the tuples timm expects."""
+    args = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.args.items()}
+    if recipe.num_classes is not None:
+        args["num_classes"] = recipe.num_classes
+    return args
+
+
+def _build_timm(recipe: Recipe) -> nn.Module:
+    import timm
+
+    if not timm.is_model(recipe.name):
+        raise ModelError(f"this timm ({timm.__version__}) has no model {recipe.name!r}")
+    model: nn.Module = timm.create_model(timm_name(recipe), pretrained=False, **timm_args(recipe))
+    return model
+
+
+# --- open_clip ---------------------------------------------------------------------------------
+
+
+def _open_clip_recipe(spec: ModelSpec) -> Recipe:
+    import open_clip
+
+    cfg = open_clip.get_model_config(spec.name)
+    size = cfg["vision_cfg"].get("image_size", 224)
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    tag = open_clip.get_pretrained_cfg(spec.name, spec.tag) if spec.tag else {}
+    preprocess = Preprocess(
+        (3, *pair),
+        tuple(tag.get("mean") or _CLIP_MEAN),
+        tuple(tag.get("std") or _CLIP_STD),
+        tag.get("interpolation") or "bicubic",
+        1.0,
+    )
+    return Recipe("open_clip", spec.name, {}, 0, preprocess, spec.tag, cfg)
+
+
+def _build_open_clip(recipe: Recipe) -> nn.Module:
+    from open_clip.coca_model import CoCa
+    from open_clip.model import CLIP, CustomTextCLIP
+
+    cfg: dict[str, Any] = copy.deepcopy(dict(recipe.model_cfg or {}))
+    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+    if "timm_model_name" in vision:
+        vision["timm_model_pretrained"] = False
+    hub_text = text.get("hf_model_name")
+    if hub_text:
+        text["hf_model_pretrained"] = False
+    custom = cfg.pop("custom_text", False) or bool(hub_text)
+    kind = (CoCa if "multimodal_cfg" in cfg else CustomTextCLIP) if custom else CLIP
+    try:
+        model: nn.Module = kind(**cfg)
+    except (OSError, ImportError, RuntimeError) as error:
+        if hub_text is None:
+            raise
+        raise UnavailableError(
+            f"{recipe.name} has a text tower from the hub ({hub_text}), which needs transformers"
+            f" and the network: {first_line(error)}"
+        ) from None
+    if isinstance(model, CoCa):
+        # The one weight that open_clip leaves as the memory was found: garbage, at times NaN.
+        projection = model.text_decoder.text_projection
+        nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
+    set_size = getattr(model.visual, "set_input_size", None)
+    if set_size is not None and tuple(_timm_tower_size(model.visual)) != recipe.size:
+        set_size(recipe.size)
+    return model
+
+
+def load_open_clip(target: Recipe, native: Recipe, path: str) -> nn.Module:
+    """Build a CLIP and let open_clip read its checkpoint; `native` is at the checkpoint's size.
+
+    open_clip resizes the position embedding of its own towers as it reads, and lets timm resize
+    that of a timm tower afterwards.
+    """
+    import open_clip
+
+    timm_tower = "timm_model_name" in (native.model_cfg or {})["vision_cfg"]
+    model = build(native if timm_tower else target)
+    open_clip.load_checkpoint(model, path)
+    if timm_tower and target.size != native.size:
+        tower: Any = model.visual
+        tower.set_input_size(target.size)
+    return model
+
+
+def _timm_tower_size(visual: Any) -> tuple[int, ...]:
+    """Return the size that a timm tower was built for; open_clip does not pass it on."""
+    embed = getattr(getattr(visual, "trunk", None), "patch_embed", None)
+    size = getattr(embed, "img_size", None)
+    return tuple(size) if size is not None else tuple(visual.image_size)
+
+
+# --- torchvision -------------------------------------------------------------------------------
+
+
+def _torchvision_recipe(spec: ModelSpec) -> Recipe:
+    from torchvision.models import get_model_weights
+
+    weights = list(get_model_weights(spec.name))
+    transform = weights[0].transforms() if weights else None
+    crop = int(transform.crop_size[0]) if transform is not None else 224
+    # The constructors of the ViTs are for 224 pixels whatever size their weights were trained at.
+    side = 224 if spec.name.startswith(("vit_", "maxvit")) else crop
+    preprocess = Preprocess(
+        (3, side, side),
+        tuple(transform.mean) if transform else Preprocess().mean,
+        tuple(transform.std) if transform else Preprocess().std,
+        str(transform.interpolation.value) if transform else "bilinear",
+        crop / transform.resize_size[0] if transform else 0.875,
+    )
+    return Recipe("torchvision", spec.name, {}, None, preprocess)
+
+
+def _build_torchvision(recipe: Recipe) -> nn.Module:
+    import torchvision
+
+    args: Mapping[str, Any] = recipe.args
+    if recipe.num_classes is not None:
+        args = {**args, "num_classes": recipe.num_classes}
+    if recipe.name not in torchvision.models.list_models(module=torchvision.models):
+        raise ModelError(f"torchvision has no classification model {recipe.name!r}")
+    model: nn.Module = torchvision.models.get_model(recipe.name, weights=None, **args)
+    return model
+
+
+def classes(model: nn.Module, recipe: Recipe) -> int:
+    """Return the outputs of the model's classifier; 0 when it ends in features."""
+    if recipe.library == "open_clip":
+        return 0
+    known = getattr(model, "num_classes", recipe.num_classes)
+    if isinstance(known, int):
+        return known
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return linear[-1].out_features if linear else 0
+
+
+def explicit(recipe: Recipe, num_classes: int) -> Recipe:
+    """Return the recipe with nothing left to the library's defaults, which a tag can change."""
+    args = dict(recipe.args)
+    if recipe.library == "timm" and fixed_size(recipe):
+        args.setdefault("img_size", list(recipe.size))
+    return dataclasses.replace(recipe, args=args, num_classes=num_classes)

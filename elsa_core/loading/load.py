@@ -1,0 +1,265 @@
+"""`load`: any model that a user can name, ready to run; `load_model` says also what it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.loading import hub
+from elsa_core.loading.fromfile import apply, choose_recipe, read_weights, weights_in
+from elsa_core.loading.imagesize import checked_size, with_image_size
+from elsa_core.loading.libraries import build, classes, default_recipe, explicit
+from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
+from elsa_core.loading.published import build_published
+from elsa_core.loading.recipe import Recipe, from_config, read_json
+from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
+from elsa_core.proof.cases import generated_inputs, text_shape
+
+if TYPE_CHECKING:
+    from elsa_core.patching.patch import PatchReport
+
+_SAVED_FROM = ", saved from "
+_LIBRARIES = ("timm", "open_clip", "torchvision")
+
+
+@dataclass
+class Loaded:
+    """A model in eval mode, and what is known of it.
+
+    Attributes:
+        model: on the device and in the dtype that were asked for.
+        spec: what the user named.
+        name: the architecture, as timm, open_clip or torchvision call it.
+        input_size: channels, height and width of its images in pixels.
+        mean: per channel, on images scaled to 0..1; likewise `std`.
+        interpolation: how images are resized ("bicubic", ...).
+        crop_pct: the share of the resized image that the centre crop keeps.
+        num_classes: outputs of the classifier, 0 where the model ends in features.
+        weights: where the weights come from, in words: "random (seed 0)".
+        notes: lines for the user: an alias that was completed, an architecture that was recognised.
+        recipe: how to build the model again.
+        report: what was patched, for a directory that was saved patched; otherwise None.
+        tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
+    """
+
+    model: nn.Module
+    spec: ModelSpec
+    name: str
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    crop_pct: float
+    num_classes: int
+    weights: str
+    notes: tuple[str, ...]
+    recipe: Recipe
+    report: PatchReport | None = None
+    tower: str | None = None
+
+    def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
+        """Return random inputs for `model(*inputs)`, on the model's device.
+
+        Images are [batch, channels, height, width] of normalised noise in the model's dtype. A
+        CLIP gets token ids too, int64 [batch, context length]: start, words, end, padding.
+        """
+        held = next(self.model.parameters(), torch.empty(0))
+        case = generated_inputs(
+            self.input_size,
+            batch_size,
+            seed=seed,
+            dtype=held.dtype,
+            device=held.device,
+            text=self._text_shape(),
+        )["noise"]
+        return case if isinstance(case, tuple) else (case,)
+
+    def _text_shape(self) -> tuple[int, int] | None:
+        """Context length and vocabulary of a CLIP, None for a model of images alone."""
+        if self.recipe.model_cfg is None:
+            return None
+        text: Any = self.recipe.model_cfg.get("text_cfg", {})
+        return text_shape(self.model) or (
+            int(text.get("context_length", 77)),
+            int(text.get("vocab_size", 49408)),
+        )
+
+
+def load(
+    spec: str | os.PathLike[str] | ModelSpec,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    pretrained: bool = False,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    arch: str | None = None,
+) -> nn.Module:
+    """Load a model in eval mode; see `load_model`, whose arguments these are.
+
+    Returns:
+        The model. A directory that was saved patched gives a patched model; `open_clip:NAME` the
+        whole CLIP, both towers.
+    """
+    return load_model(
+        spec,
+        image_size=image_size,
+        pretrained=pretrained,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        arch=arch,
+    ).model
+
+
+def load_model(
+    spec: str | os.PathLike[str] | ModelSpec,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    pretrained: bool = False,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    arch: str | None = None,
+) -> Loaded:
+    """Load a model and say what it is.
+
+    Args:
+        spec: MODEL as typed (see `spec.parse`), or parsed.
+        image_size: pixels, one number or (height, width); default: the checkpoint's own. Position
+            embeddings are resized the way the model's library does.
+        pretrained: published weights, from the cache or the network; for a file they are its own.
+        device: where the model goes.
+        dtype: of the parameters; floating.
+        seed: of random weights. The caller's random state is neither used nor changed.
+        arch: the architecture of a weights file, where it cannot be recognised.
+
+    Raises:
+        ModelError: unknown name, unreadable or unsupported file, tensors that do not fit.
+        ArgumentError: an image size, device, dtype or arch that cannot be.
+        UnavailableError: a library, the device or the network is missing.
+    """
+    parsed = spec if isinstance(spec, ModelSpec) else parse(spec)
+    size = None if image_size is None else checked_size(image_size)
+    target = _checked_device(device)
+    if not dtype.is_floating_point:
+        raise ArgumentError(f"dtype must be a floating one, not {dtype}")
+    if arch is not None and parsed.path is None:
+        raise ArgumentError(f"arch (--arch) is for weights files; {parsed.given!r} is a name")
+    with torch.random.fork_rng(devices=[]):
+        # The generator itself: torch.manual_seed would seed the caller's GPUs as well.
+        torch.default_generator.manual_seed(seed)
+        if parsed.source in _LIBRARIES:
+            loaded = _from_library(parsed, size, pretrained, seed)
+        elif parsed.source == "hub":
+            loaded = _from_hub(parsed, size, pretrained, dtype, seed)
+        else:
+            loaded = _from_file(parsed, size, arch, dtype)
+    loaded.model = loaded.model.eval().to(device=target, dtype=dtype)
+    if parsed.source == "directory":
+        _apply_plan(loaded)
+    return loaded
+
+
+def _from_library(
+    spec: ModelSpec, size: tuple[int, int] | None, pretrained: bool, seed: int
+) -> Loaded:
+    recipe = default_recipe(spec)
+    if size is not None:
+        recipe = with_image_size(recipe, size)
+    notes = () if spec.alias is None else (spec.alias,)
+    if pretrained:
+        model, weights = build_published(recipe)
+    else:
+        model, weights = build(recipe), f"random (seed {seed})"
+    return _loaded(model, spec, recipe, weights, notes)
+
+
+def _from_hub(
+    spec: ModelSpec,
+    size: tuple[int, int] | None,
+    pretrained: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> Loaded:
+    """A repository of the hub: its configuration, and its weights where they are asked for."""
+    config = hub.fetch(
+        spec.name, CONFIG_NAMES[::-1], need=f"the configuration and weights of {spec.name}"
+    )
+    recipe = from_config(read_json(config), str(config))
+    if not pretrained:
+        recipe = recipe if size is None else with_image_size(recipe, size)
+        return _loaded(build(recipe), spec, recipe, f"random (seed {seed})", ())
+    names = hub.OPEN_CLIP_WEIGHTS if recipe.library == "open_clip" else hub.TIMM_WEIGHTS
+    path = hub.fetch(spec.name, names, need=f"the weights of {spec.name}")
+    model, recipe = apply(recipe, read_weights(path), size, dtype)
+    return _loaded(model, spec, recipe, f"pretrained ({spec.name})", ())
+
+
+def _from_file(
+    spec: ModelSpec, size: tuple[int, int] | None, arch: str | None, dtype: torch.dtype
+) -> Loaded:
+    assert spec.path is not None
+    directory = spec.source == "directory"
+    path = weights_in(spec.path) if directory else spec.path
+    weights = read_weights(path)
+    recipe, notes = choose_recipe(weights, arch, size, config_required=directory)
+    model, recipe = apply(recipe, weights, size, dtype)
+    origin = weights.metadata.get("elsa_weights")
+    # What was saved twice comes from where it came from first.
+    first = "" if origin is None else origin.rpartition(_SAVED_FROM)[2][:200]
+    text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
+    return _loaded(model, spec, recipe, text, notes)
+
+
+def _apply_plan(loaded: Loaded) -> None:
+    assert loaded.spec.path is not None
+    path = loaded.spec.path / PLAN_NAME
+    if path.is_file():
+        loaded.report = apply_plan(loaded.model, read_plan(path), path)
+
+
+def _loaded(
+    model: nn.Module, spec: ModelSpec, recipe: Recipe, weights: str, notes: tuple[str, ...]
+) -> Loaded:
+    num_classes = classes(model, recipe)
+    given = recipe.preprocess
+    return Loaded(
+        model=model,
+        spec=spec,
+        name=recipe.name,
+        input_size=given.input_size,
+        mean=given.mean,
+        std=given.std,
+        interpolation=given.interpolation,
+        crop_pct=given.crop_pct,
+        num_classes=num_classes,
+        weights=weights,
+        notes=notes,
+        recipe=explicit(recipe, num_classes),
+    )
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        line = str(error).splitlines()[0]
+        raise ArgumentError(f"device (--device) {device!r} is unknown: {line}") from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise UnavailableError("device cuda is not available here: use --device cpu")
+        if found.index is not None and found.index >= count:
+            raise UnavailableError(f"device {found} is not there: this machine has {count}")
+    elif found.type == "mps" and not torch.backends.mps.is_available():
+        raise UnavailableError("device mps is not available here: use --device cpu")
+    elif found.type == "meta":
+        raise ArgumentError("device (--device) meta holds no weights: use cpu or cuda")
+    return found

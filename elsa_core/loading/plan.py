@@ -1,0 +1,129 @@
+"""elsa_plan.json: which sites of a saved model run on elsa, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.loading.recipe import read_json
+from elsa_core.version import __version__
+
+if TYPE_CHECKING:
+    from elsa_core.patching.patch import PatchReport
+
+PLAN_NAME = "elsa_plan.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arguments of `patch` and the paths of the sites that it patched.
+
+    `kept` are (path, reason) of sites left alone on purpose, because a profile found them slower.
+    """
+
+    precision: str
+    backend: str
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    sites: tuple[str, ...]
+    kept: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return elsa_plan.json."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "elsa_version": __version__,
+            "precision": self.precision,
+            "backend": self.backend,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+            "sites": list(self.sites),
+            "kept": dict(self.kept),
+        }
+
+
+def plan_of(report: PatchReport) -> Plan:
+    """Return the plan that repeats what `patch` reported."""
+    return Plan(
+        report.precision,
+        report.backend,
+        _names(report.include),
+        _names(report.exclude),
+        tuple(site.path for site in report.patched),
+    )
+
+
+def read_plan(path: Path) -> Plan:
+    """Read elsa_plan.json from a directory that may be hostile.
+
+    Raises:
+        ModelError: not a plan, or one of a newer elsa.
+    """
+    content = read_json(path)
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ModelError(
+            f"{path} has schema_version {str(version)[:20]}, this elsa reads {SCHEMA_VERSION}"
+        )
+    texts = [content.get("precision"), content.get("backend")]
+    lists = [content.get(key) for key in ("include", "exclude", "sites")]
+    if not all(isinstance(text, str) for text in texts):
+        raise ModelError(f"{path}: precision and backend must be text")
+    for values in lists:
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise ModelError(f"{path}: include, exclude and sites must be lists of text")
+    kept = content.get("kept", {})
+    if not isinstance(kept, dict) or not all(isinstance(why, str) for why in kept.values()):
+        raise ModelError(f"{path}: kept must map sites to reasons")
+    if not lists[2]:
+        raise ModelError(f"{path} names no sites: nothing was patched in it")
+    include, exclude, sites = (tuple(values or ()) for values in lists)
+    reasons = tuple((str(site), why[:200]) for site, why in kept.items())
+    return Plan(str(texts[0]), str(texts[1]), include, exclude, sites, reasons)
+
+
+def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
+    """Patch exactly the sites that the plan names, in place.
+
+    Raises:
+        ModelError: the plan does not fit the model, or asks for something this elsa lacks.
+    """
+    from elsa_core.patching.patch import patch
+    from elsa_core.patching.sites import find_sites
+
+    modules = dict(model.named_modules())
+    absent = [site for site in plan.sites if site not in modules]
+    if absent:
+        raise ModelError(f"{path} does not fit the model: it has no module {absent[0][:120]!r}")
+    reasons = {site.path: "" if site.patchable else site.reason for site in find_sites(model)}
+    for site in plan.sites:
+        if why := reasons.get(site, "it is no attention site"):
+            raise ModelError(f"{path} does not fit the model: {site!r} was not patched: {why}")
+    include = [_literal(site) for site in plan.sites]
+    try:
+        report = patch(model, precision=plan.precision, backend=plan.backend, include=include)
+    except (ArgumentError, NothingPatchedError) as error:
+        raise ModelError(f"{path} cannot be applied: {error}") from None
+    why_kept = dict(plan.kept)
+    left = tuple(
+        dataclasses.replace(site, reason=why_kept.get(site.path, site.reason))
+        for site in report.kept
+    )
+    return dataclasses.replace(report, kept=left, include=plan.include, exclude=plan.exclude)
+
+
+def _literal(path: str) -> str:
+    """Return a glob that matches this path alone."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
+
+
+def _names(globs: Any) -> tuple[str, ...]:
+    if globs is None:
+        return ()
+    return (globs,) if isinstance(globs, str) else tuple(globs)

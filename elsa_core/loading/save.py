@@ -1,0 +1,165 @@
+"""`save`: a patched model as a directory that loads again, written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import files
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading.fromfile import CONFIG_METADATA
+from elsa_core.loading.load import Loaded
+from elsa_core.loading.plan import PLAN_NAME, Plan, plan_of
+
+if TYPE_CHECKING:
+    from elsa_core.patching.patch import PatchReport
+
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+OPEN_CLIP_CONFIG_NAME = "open_clip_config.json"
+# What `save` and `elsa_core.exporting` write: a directory that holds nothing else may be replaced.
+_OWN_NAMES = frozenset(
+    (
+        *(WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME),
+        *("model.ts", "model.onnx", "model.onnx.data", "model.pt2", "model.aoti.pt2", "lib"),
+        *("manifest.json", "reference.npz", "load.py", "README.md", "__pycache__"),
+    )
+)
+
+
+def save(
+    loaded: Loaded,
+    report: PatchReport,
+    directory: str | os.PathLike[str],
+    *,
+    force: bool = False,
+) -> Path:
+    """Write model.safetensors, config.json and elsa_plan.json; `load` opens the directory again.
+
+    The files are written beside the target and renamed into place: after a failure or an
+    interrupt at any point the target is as it was before.
+
+    Args:
+        loaded: the model, patched.
+        report: what `patch` returned for it.
+        directory: the target; missing parents are made.
+        force: replace a directory that `save` wrote before.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ArgumentError: the target exists, or cannot be written.
+        UnavailableError: the disk is full.
+    """
+    given = files.located(directory)
+    try:
+        target = given.resolve()
+        check_target(target, given, force)
+        with files.staged(target) as staging:
+            write_files(loaded, plan_of(report), staging)
+    except OSError as error:
+        raise files.explained(error, given) from error
+    return given
+
+
+def write_files(loaded: Loaded, plan: Plan, directory: Path) -> None:
+    """Write what `load` needs to open `directory` again: weights, configuration and plan."""
+    config = _config(loaded)
+    metadata = {
+        "format": "pt",
+        "elsa_weights": loaded.weights,
+        CONFIG_METADATA: json.dumps(config),
+    }
+    write_tensors(separate(loaded.model.state_dict()), directory / WEIGHTS_NAME, metadata)
+    files.write_json(directory / CONFIG_NAME, config)
+    if loaded.recipe.library == "open_clip":
+        files.write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
+    files.write_json(directory / PLAN_NAME, plan.to_dict())
+
+
+def _config(loaded: Loaded) -> dict[str, Any]:
+    """Return config.json, with the names that timm needs to fit another classifier."""
+    config = loaded.recipe.to_config()
+    known = getattr(loaded.model, "pretrained_cfg", None)
+    if loaded.recipe.library == "timm" and isinstance(known, dict):
+        named = {key: known.get(key) for key in ("classifier", "first_conv")}
+        config["pretrained_cfg"].update(named)
+    return config
+
+
+def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name.
+
+    So the file loads strictly into any model that has those names, tied or not.
+    """
+    seen: set[int] = set()
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        plain = tensor.detach().cpu().contiguous()
+        address = plain.untyped_storage().data_ptr()
+        if plain.numel() and (address in seen or plain.untyped_storage().nbytes() != plain.nbytes):
+            plain = plain.clone()
+        seen.add(address)
+        result[name] = plain
+    return result
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a .safetensors file.
+
+    Raises:
+        ModelError: a tensor holds NaN or infinity.
+        OSError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    bad = next(
+        (
+            name
+            for name, t in tensors.items()
+            if t.is_floating_point() and not torch.isfinite(t).all()
+        ),
+        None,
+    )
+    if bad is not None:
+        raise ModelError(
+            f"tensor {bad!r} holds NaN or infinity: not saved, it would not load again"
+        )
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        text = str(error)
+        full = "os error 28" in text or "No space left" in text
+        raise OSError(errno.ENOSPC if full else errno.EIO, text.splitlines()[0][:200]) from error
+    # safetensors makes files that only their owner may read.
+    path.chmod(0o666 & ~files.umask())
+    files.flush(path)
+
+
+def check_target(target: Path, given: Path, force: bool) -> None:
+    """Refuse a target that exists without `force`, or that elsa did not write.
+
+    Raises:
+        ArgumentError: it may not be replaced; says why.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ArgumentError(f"{given} (-o) is a file: give a directory")
+    present = {entry.name for entry in target.iterdir()}
+    if not force and present:
+        raise ArgumentError(f"{given} (-o) exists: use --force to replace it, or another directory")
+    foreign = sorted(present - _OWN_NAMES)
+    if foreign or (present and PLAN_NAME not in present):
+        what = foreign[0] if foreign else "no elsa_plan.json"
+        raise ArgumentError(
+            f"{given} (-o) is not a directory that elsa wrote (it has {what}): not replaced"
+        )

@@ -1,1 +1,0 @@
-"""Finding, rewriting and proving attention in models."""

@@ -1,1 +1,0 @@
-"""What `check` stands on: inputs, runs side by side, the criterion, the report."""

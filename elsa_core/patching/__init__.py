@@ -1,0 +1,1 @@
+"""Finding attention in a model and rewriting it."""

@@ -1,0 +1,186 @@
+"""The subclasses that a patched module takes: written ones (one file a family) and redirected ones.
+
+Each is importable and picklable, has no constructor, no parameters and no closures, and names the
+class that it replaces in `elsa_base`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from elsa_core.backends.support import Support
+from elsa_core.errors import ModelError
+from elsa_core.patching.adapters import redirect
+
+# Qualified name of a class -> where its adapter is. Families are imported when a model brings them.
+_WRITTEN = MappingProxyType(
+    {
+        "timm.layers.attention.Attention": ("timm_attention", "ElsaAttention"),
+        "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
+        "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
+        "timm.models.davit.SpatialBlock": ("timm_windows", "ElsaSpatialBlock"),
+        "timm.models.tiny_vit.TinyVitBlock": ("timm_windows", "ElsaTinyVitBlock"),
+        "timm.models.twins.LocallyGroupedAttn": ("timm_windows", "ElsaLocallyGroupedAttn"),
+        "timm.models.maxxvit.PartitionAttentionCl": ("timm_maxxvit", "ElsaPartitionAttentionCl"),
+        "timm.models.swin_transformer.SwinTransformerBlock": (
+            "timm_swin",
+            "ElsaSwinTransformerBlock",
+        ),
+        "timm.layers.bottleneck_attn.BottleneckAttn": ("timm_bottleneck", "ElsaBottleneckAttn"),
+        "timm.layers.halo_attn.HaloAttn": ("timm_bottleneck", "ElsaHaloAttn"),
+        "timm.models.convit.MHSA": ("timm_plain", "ElsaConvitMHSA"),
+        "timm.models.crossvit.CrossAttention": ("timm_plain", "ElsaCrossAttention"),
+        "timm.models.efficientformer.Attention": ("timm_levit", "ElsaEfficientFormerAttention"),
+        "timm.models.efficientvit_msra.CascadedGroupAttention": (
+            "timm_levit",
+            "ElsaCascadedGroupAttention",
+        ),
+        "timm.models.gcvit.WindowAttentionGlobal": ("timm_plain", "ElsaWindowAttentionGlobal"),
+        "timm.models.levit.Attention": ("timm_levit", "ElsaLevitAttention"),
+        "timm.models.levit.AttentionDownsample": ("timm_levit", "ElsaLevitAttentionDownsample"),
+        "timm.models.mvitv2.MultiScaleAttention": ("timm_mvitv2", "ElsaMultiScaleAttention"),
+        "timm.models.nest.Attention": ("timm_plain", "ElsaNestAttention"),
+        "timm.models.shvit.SHSA": ("timm_plain", "ElsaSHSA"),
+        "timm.models.tnt.Attention": ("timm_plain", "ElsaTntAttention"),
+        "timm.models.vision_transformer_sam.Attention": ("timm_sam", "ElsaSamAttention"),
+        "timm.models.volo.ClassAttention": ("timm_plain", "ElsaVoloClassAttention"),
+        "open_clip.modified_resnet.AttentionPool2d": ("open_clip_towers", "ElsaAttentionPool2d"),
+        "timm.models.swin_transformer_v2.SwinTransformerV2Block": (
+            "timm_swin_v2",
+            "ElsaSwinTransformerV2Block",
+        ),
+        "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": (
+            "timm_swin_v2",
+            "ElsaSwinTransformerV2CrBlock",
+        ),
+        "torchvision.models.maxvit.PartitionAttentionLayer": (
+            "torchvision_maxvit",
+            "ElsaPartitionAttentionLayer",
+        ),
+        "torchvision.models.swin_transformer.ShiftedWindowAttention": (
+            "torchvision_swin",
+            "ElsaShiftedWindowAttention",
+        ),
+        "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": (
+            "torchvision_swin",
+            "ElsaShiftedWindowAttentionV2",
+        ),
+        "torch.nn.modules.activation.MultiheadAttention": (
+            "torch_multihead",
+            "ElsaMultiheadAttention",
+        ),
+    }
+)
+
+
+def patched_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class of elsa's that the module has, or that its class was derived from since.
+
+    PyTorch derives classes of single instances (parametrizations, `fully_shard`).
+    """
+    return next((cls for cls in type(module).__mro__ if "elsa_base" in cls.__dict__), None)
+
+
+def base_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before it was patched; its class if it is not patched."""
+    patched = patched_class(module)
+    base: type[nn.Module] = type(module) if patched is None else patched.__dict__["elsa_base"]
+    return base
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether the module's class is one of elsa's, or derived from one."""
+    return patched_class(module) is not None
+
+
+def with_base(module: nn.Module, base: type[nn.Module]) -> type[nn.Module]:
+    """The module's class with `base` for elsa's class: `base` itself if none was derived since.
+
+    Raises:
+        ModelError: a class in between calls `super()`, and so cannot be derived anew.
+    """
+    patched = patched_class(module)
+    return base if patched is None else _derived_anew(type(module), patched, base)
+
+
+def _derived_anew(cls: Any, patched: type, base: type) -> Any:
+    if cls is patched:
+        return base
+    if not issubclass(cls, patched):
+        return cls
+    namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    codes = (getattr(value, "__code__", None) for value in namespace.values())
+    if any(code is not None and "__class__" in code.co_freevars for code in codes):
+        raise ModelError(
+            f"{cls.__qualname__} was derived from elsa's {patched.__name__} and calls super(): "
+            "give the module its patched class back first"
+        )
+    return type(cls)(
+        cls.__name__, tuple(_derived_anew(b, patched, base) for b in cls.__bases__), namespace
+    )
+
+
+def written(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The adapter written for exactly this class; a subclass is not taken for its base."""
+    place = _WRITTEN.get(f"{cls.__module__}.{cls.__qualname__}")
+    if place is None:
+        return None
+    adapter: type[nn.Module] = getattr(importlib.import_module(f"{__name__}.{place[0]}"), place[1])
+    own = adapter.__dict__["elsa_base"] is cls and _is_as_written(cls, adapter)
+    return adapter if own else None
+
+
+def _is_as_written(cls: type[nn.Module], adapter: Any) -> bool:
+    """Whether the class still has its own forward: recipes put in others, which say more."""
+    for name in {"forward", getattr(adapter, "elsa_entry", "forward")}:
+        function = cls.__dict__.get(name)
+        place = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
+        if function is not None and place != (cls.__module__, f"{cls.__qualname__}.{name}"):
+            return False
+    return True
+
+
+def attention_within(module: nn.Module) -> nn.Module | None:
+    """The attention module inside a block whose adapter computes it in the block's own code.
+
+    Such a block is the site, its attention module none of its own. None for every other module, and
+    for a block that its adapter does not take.
+    """
+    adapter: Any = written(base_class(module))
+    name: str | None = getattr(adapter, "elsa_attention", None)
+    return None if name is None or adapter.elsa_why_not(module) else module.get_submodule(name)
+
+
+def entry(module: nn.Module) -> str:
+    """The method of a site that computes its attention: what a check calls and compares."""
+    name: str = getattr(written(base_class(module)), "elsa_entry", "forward")
+    return name
+
+
+def support(module: nn.Module) -> Support:
+    """Whether the module can be patched, and how or why not."""
+    cls = base_class(module)
+    for name in ("forward", entry(module)):
+        if name in vars(module):
+            return Support(False, f"its {name} was replaced on the instance")
+    adapter = written(cls)
+    if adapter is not None:
+        refusal = getattr(adapter, "elsa_why_not", None)
+        reason = "" if refusal is None else refusal(module)
+        return Support(not reason, reason or "an adapter is written for this class")
+    return redirect.support(cls, module)
+
+
+def replacement(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
+    """The class that a module of class `cls` takes; `support` has said yes before."""
+    return written(cls) or redirect.redirected(cls, precision, backend)
+
+
+def name_of(cls: type[nn.Module]) -> str:
+    """How reports name the adapter of a class that can be patched."""
+    adapter = written(cls)
+    return "sdpa-redirect" if adapter is None else adapter.__name__

@@ -1,0 +1,91 @@
+"""Decomposed relative positions: a bias q . R_h[row, key row] + q . R_w[column, key column].
+
+As a mask the bias is as large as the scores (805 MB for an image of SAM's at 64x64 tokens). It is a
+product itself: with queries [q * s, q R_h, q R_w] and keys [k, one-hot row, one-hot column], the
+scores contain it, exactly, and nothing of that size exists.
+
+Reference:
+    MViTv2 (arXiv 2112.01526), Eq. 4; Bottleneck Transformers (arXiv 2101.11605).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa_core.patching.adapters.common import attend
+
+_WIDEST = 256  # head_dim that every backend takes
+
+
+def attend_decomposed(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_h: Tensor,
+    rel_w: Tensor,
+    *,
+    scale: float,
+    prefix: int = 0,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """The operator with decomposed relative positions.
+
+    Args:
+        module: the patched module.
+        query: [B, H, prefix + qh * qw, D]; `prefix` tokens in front have no position.
+        key: [B, H, prefix + kh * kw, D].
+        value: [B, H, prefix + kh * kw, Dv].
+        rel_h: [qh, kh, D], multiplied with the unscaled queries.
+        rel_w: [qw, kw, D].
+        scale: of the scores, not of the bias.
+        prefix: tokens in front.
+        dropout_p: the probability of dropping a weight.
+
+    Returns:
+        [B, H, prefix + qh * qw, Dv].
+    """
+    (q_rows, k_rows, dim), (q_columns, k_columns, _) = rel_h.shape, rel_w.shape
+    grid = query[:, :, prefix:].unflatten(2, (q_rows, q_columns))
+    by_row = torch.einsum("bnhwc,hkc->bnhwk", grid, rel_h).flatten(2, 3)
+    by_column = torch.einsum("bnhwc,wkc->bnhwk", grid, rel_w).flatten(2, 3)
+    if dim + k_rows + k_columns > _WIDEST:
+        bias = (by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).flatten(-2)
+        mask = F.pad(bias, (prefix, 0, prefix, 0))
+        return attend(module, query, key, value, mask, scale=scale, dropout_p=dropout_p)
+    rows = F.one_hot(torch.arange(k_rows, device=key.device), k_rows)
+    columns = F.one_hot(torch.arange(k_columns, device=key.device), k_columns)
+    places = torch.cat(
+        (
+            rows[:, None].expand(-1, k_columns, -1),
+            columns[None].expand(k_rows, -1, -1),
+        ),
+        dim=-1,
+    )
+    # One dtype: autocast may have turned the products, but not the operands, to half precision.
+    places = F.pad(places.flatten(0, 1), (0, 0, prefix, 0)).to(key.dtype)
+    offsets = F.pad(torch.cat((by_row, by_column), dim=-1), (0, 0, prefix, 0))
+    query = torch.cat((query * scale, offsets.to(query.dtype)), dim=-1)
+    key = torch.cat((key, places.expand(*key.shape[:2], -1, -1)), dim=-1)
+    return attend(module, query, key, value, scale=1.0, dropout_p=dropout_p)
+
+
+def table(rel: Tensor, queries: int, keys: int) -> Tensor:
+    """[queries, keys, D] from relative embeddings [L, D], as SAM and MViTv2 count them: entry
+    (i, j) is of i - j, both in steps of the coarser axis."""
+    q_step, k_step = max(keys / queries, 1.0), max(queries / keys, 1.0)
+    i = torch.arange(queries, device=rel.device)[:, None] * q_step
+    j = torch.arange(keys, device=rel.device)[None, :] * k_step
+    return rel[(i - j + (keys - 1) * k_step).long()]
+
+
+def table_ahead(rel: Tensor, queries: int, keys: int) -> Tensor:
+    """[queries, keys, D] from relative embeddings [2 * keys - 1, D], as bottleneck and halo
+    attention count them: entry (i, j) is of j - i."""
+    i = torch.arange(queries, device=rel.device)[:, None]
+    j = torch.arange(keys, device=rel.device)[None, :]
+    return rel[j - i + keys - 1]

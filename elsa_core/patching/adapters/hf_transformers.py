@@ -1,0 +1,119 @@
+"""ELSA behind the attention interface of Hugging Face transformers.
+
+    from elsa_core.patching.adapters.hf_transformers import register
+
+    register()
+    model = AutoModel.from_pretrained(name, attn_implementation="elsa")
+
+Read against transformers 5.23. `patch` is not involved: transformers itself calls what is
+registered, and makes the masks that its "sdpa" takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.attention import BACKENDS, attention
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.precision import PRECISIONS
+
+# Arguments that change the scores in ways that the operator does not know.
+_UNKNOWN_TERMS = ("softcap", "s_aux", "head_mask", "cache")
+
+
+def register(name: str = "elsa", *, precision: str = "strict", backend: str = "auto") -> None:
+    """Make `attn_implementation=name` run on `elsa_core.attention`.
+
+    Registering a name again replaces it.
+
+    Raises:
+        UnavailableError: transformers is not installed, or has no attention interface.
+        ArgumentError: precision or backend is unknown.
+    """
+    for given, choices in ((precision, tuple(PRECISIONS)), (backend, BACKENDS)):
+        if given not in choices:
+            raise ArgumentError(f"{given!r} is unknown: choose one of {', '.join(choices)}")
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    except ImportError as error:
+        raise UnavailableError(
+            f"a recent transformers is needed: pip install transformers ({error})"
+        ) from None
+    forward = functools.partial(attention_forward, precision=precision, backend=backend)
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    *,
+    precision: str = "strict",
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: [B, H, N, D] -> [B, N, H, D] and no weights.
+
+    Args:
+        module: the attention layer; `module.is_causal` counts where `is_causal` is None.
+        query: [B, H, Nq, D].
+        key: [B, Hkv, Nk, D]; fewer heads are not repeated.
+        value: [B, Hkv, Nk, Dv].
+        attention_mask: None, or as transformers' "sdpa" takes it: boolean (True takes part) or
+            additive, [B or 1, H or 1, Nq, >= Nk].
+        dropout: of the attention weights, already 0 in eval mode.
+        scaling: of the scores, 1 / sqrt(D) if None.
+        is_causal: whether a call without a mask is causal.
+        position_bias: added to the scores (T5), [1 or B, H, Nq, Nk].
+
+    Raises:
+        ArgumentError: a term that the operator does not know (softcap, sinks, a paged cache).
+    """
+    unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
+    if unknown:
+        raise ArgumentError(
+            f"{type(module).__name__} asks for {', '.join(unknown)}, which elsa's attention does "
+            "not have: use attn_implementation='eager'"
+        )
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[-2]]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    if position_bias is not None:
+        attention_mask, causal = _with_bias(position_bias, attention_mask, causal), False
+    out: Any = attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=True,
+        precision=precision,
+        backend=backend,
+    )
+    return out.transpose(1, 2), None
+
+
+def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """The bias with the mask in it, additive."""
+    if mask is None and causal:
+        mask = bias.new_ones(bias.shape[-2:]).tril().bool()
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask
+    return bias.masked_fill(~mask, float("-inf"))

@@ -1,0 +1,185 @@
+"""The redirect: a class that calls `scaled_dot_product_attention` gets a subclass whose methods
+call `elsa_core.attention` in its place. Nothing outside the subclass changes.
+
+A method that refers to the function is rebuilt over a copy of its globals, in which the modules on
+the way to the function (`F`, or `torch`, `nn` and `functional`) are copies with that one entry
+replaced. Code, defaults and closure cells (`__class__`) are the original's own. The functions and
+modules that such a method names are those of the time when it was patched; a class with a method
+that uses any other kind of global stays as it is, since a flag may change.
+
+The subclass is importable: `__getattr__` builds it again from its name, which spells out precision,
+backend, module and class; that is how pickle finds it in a fresh process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import re
+import threading
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from elsa_core.attention import BACKENDS, attention
+from elsa_core.backends.support import Support
+from elsa_core.patching.adapters.common import has_hooks
+from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
+from elsa_core.precision import PRECISIONS
+
+# Switches between the call and eager softmax. The subclass reads them as on; the instance's own
+# value stays in its __dict__.
+FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
+_PREFIX = "Redirected"
+_ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
+_CLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
+_LOCK = threading.Lock()
+
+
+def calls_sdpa(cls: type) -> Support:
+    """Whether every call of `scaled_dot_product_attention` in a class can be redirected."""
+    return _calls_sdpa(cls, tuple(method.function for method in methods(cls)))
+
+
+@functools.lru_cache(maxsize=512)
+def _calls_sdpa(cls: type, functions: tuple[FunctionType, ...]) -> Support:
+    reached = [m for m in methods(cls) if sdpa_calls(m.function)]
+    if not reached:
+        return Support(False, "it does not call scaled_dot_product_attention")
+    for method in reached:
+        if not method.rebuildable:
+            return Support(
+                False,
+                f"its call of scaled_dot_product_attention is in {method.function.__qualname__}, "
+                "which is a helper, is decorated or is reached through super()",
+            )
+        if sdpa_calls(method.function).unresolved:
+            return Support(
+                False,
+                f"{method.function.__qualname__} does not reach scaled_dot_product_attention "
+                "through a global name",
+            )
+        variable = variable_globals(method.function)
+        if variable:
+            return Support(
+                False,
+                f"{method.function.__qualname__} uses the global {variable[0]}, of which a "
+                "redirected copy would not see a later value",
+            )
+    return Support(True, "its scaled_dot_product_attention call is redirected")
+
+
+def refers_to_sdpa(cls: type) -> bool:
+    """Whether any function that the class's forward reaches calls the operator."""
+    return any(sdpa_calls(method.function) for method in methods(cls))
+
+
+def support(cls: type[nn.Module], module: nn.Module) -> Support:
+    """Whether this instance runs through `scaled_dot_product_attention` once redirected."""
+    if isinstance(module, GraphModule):  # its class is its own, and calls itself by name
+        return Support(False, "a traced graph: patch the model before it is traced")
+    answer = calls_sdpa(cls)  # type: ignore[arg-type]  # a class is hashable
+    if answer.ok and getattr(module, "scaled_cosine", False):  # open_clip: branches off before SDPA
+        return Support(False, "scaled cosine attention: its own forward raises in open_clip 3.3")
+    return answer
+
+
+def redirected(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
+    """The subclass of `cls` that calls `elsa_core.attention` with this precision and backend."""
+    functions = tuple(method.function for method in methods(cls))  # a class may get other ones
+    key = (cls, precision, backend, functions)
+    with _LOCK:  # pickle needs the one class that its name leads to
+        if key not in _CLASSES:
+            _CLASSES[key] = _build(cls, precision, backend)
+        return _CLASSES[key]
+
+
+def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
+    fields = _decoded(name)
+    if len(fields) != 5 or fields[0] != _PREFIX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _, precision, backend, module, qualname = fields
+    if precision not in PRECISIONS or backend not in BACKENDS:
+        raise AttributeError(f"{name!r}: this version has no precision or backend of that name")
+    cls = operator.attrgetter(qualname)(importlib.import_module(module))
+    return redirected(cls, precision, backend)
+
+
+def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
+    replaced = functools.partial(attention, precision=precision, backend=backend)
+    namespace: dict[str, Any] = {
+        "__module__": __name__,
+        "__qualname__": _encoded(_PREFIX, precision, backend, cls.__module__, cls.__qualname__),
+        "__doc__": f"{cls.__qualname__} whose scaled_dot_product_attention is elsa's.",
+        "elsa_base": cls,
+    }
+    for method in methods(cls):
+        if not sdpa_calls(method.function):
+            continue
+        namespace[method.name] = _rebuilt(method, replaced)
+        for switch in set(FUSED_SWITCHES) & set(method.function.__code__.co_names):
+            namespace[switch] = _always_on(switch)
+    return type(f"Elsa{cls.__name__}", (cls,), namespace)
+
+
+def _rebuilt(method: Method, replaced: Any) -> FunctionType:
+    """The same function over globals in which the call leads to `replaced`."""
+    function = method.function
+    namespace = dict(function.__globals__)
+    # The compiler finds globals again by this name, and would find the original's.
+    namespace.pop("__name__", None)
+    for chain in sdpa_calls(function).chains:
+        namespace[chain[0]] = _with_replaced(namespace[chain[0]], chain[1:], replaced)
+    copy = FunctionType(
+        function.__code__,
+        namespace,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__ = function.__doc__
+    copy.__module__ = function.__module__
+    copy.__qualname__ = function.__qualname__
+    return copy
+
+
+def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
+    """A copy of the module `value` in which the attribute at `path` is `replaced`."""
+    if not path:
+        return replaced
+    copy = ModuleType(value.__name__, value.__doc__)
+    copy.__dict__.update(value.__dict__)
+    copy.__dict__[path[0]] = _with_replaced(value.__dict__[path[0]], path[1:], replaced)
+    return copy
+
+
+def _always_on(switch: str) -> property:
+    """A data descriptor: it wins over the instance's own value, which stays as it is.
+
+    But where somebody waits for the weights of the eager branch.
+    """
+
+    def read(self: nn.Module) -> bool:
+        drop = getattr(self, "attn_drop", None)
+        shown = isinstance(drop, nn.Module) and has_hooks(drop)
+        return not shown or bool(self.__dict__.get(switch, True))
+
+    def write(self: nn.Module, value: bool) -> None:
+        self.__dict__[switch] = value
+
+    return property(read, write, doc="On: the other branch is softmax in eager PyTorch.")
+
+
+def _encoded(*fields: str) -> str:
+    """One identifier for several dotted names; `_decoded` is its inverse."""
+    return "_s".join(field.translate(_ESCAPES) for field in fields)
+
+
+def _decoded(name: str) -> list[str]:
+    marks = {"_": "_", "d": ".", "l": "<", "g": ">", "s": "\0"}
+    return re.sub("_(.)", lambda match: marks.get(match[1], match[0]), name).split("\0")

@@ -1,0 +1,132 @@
+"""timm's `Attention` and `AttentionRope` on `elsa_core.attention`.
+
+Read against timm 1.0.20 (no is_causal, no gate), 1.0.29 (both) and 1.0.31 (grouped key/value heads
+in AttentionRope): the forwards below take the newest signature, which contains the older ones, and
+ask for what a version may lack.
+
+Queries, keys and values stay views of the packed projection, and the heads come back side by side,
+so that nothing is copied on either side of the operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.layers import apply_rot_embed_cat
+from timm.layers.attention import Attention, AttentionRope
+from torch import Tensor
+
+from elsa_core.patching.adapters.common import (
+    attend,
+    drop_p,
+    join_heads,
+    project,
+    shows_weights,
+    split_heads,
+    split_packed,
+)
+
+
+class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
+    """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = Attention
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        if shows_weights(self):
+            shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
+            return shown
+        gate = gate_of(self, x)
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return attended(self, q, k, v, attn_mask, is_causal, gate)
+
+
+class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
+    """timm's attention with rotary positions: [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = AttentionRope
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        if shows_weights(self):
+            shown: Tensor = super().forward(x, rope, attn_mask, **_causal(is_causal))
+            return shown
+        gate = gate_of(self, x)
+        if self.qkv is not None:
+            q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+        else:
+            kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
+            q = split_heads(project(self, self.q_proj, x), self.num_heads)
+            k = split_heads(project(self, self.k_proj, x), kv_heads)
+            v = split_heads(project(self, self.v_proj, x), kv_heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(self, q, rope, v), rotate(self, k, rope, v)
+        return attended(self, q, k, v, attn_mask, is_causal, gate)
+
+
+# The helpers take the module as Any: timm is untyped, and its attributes differ between versions.
+
+
+def _causal(is_causal: bool) -> dict[str, bool]:
+    """The argument where it matters: older versions do not have it."""
+    return {"is_causal": True} if is_causal else {}
+
+
+def gate_of(module: Any, x: Tensor) -> Tensor | None:
+    """The sigmoid gate on the output, [B, N, C], where the module has one."""
+    gate = getattr(module, "gate", None)
+    if gate is None:
+        return None
+    opening: Tensor = gate(x).sigmoid()
+    return opening
+
+
+def rotate(module: Any, x: Tensor, rope: Tensor, like: Tensor) -> Tensor:
+    """Rotate the tokens after the prefix (class and register tokens), in `like`'s dtype."""
+    prefix = module.num_prefix_tokens
+    half = getattr(module, "rotate_half", False)
+    rotated: Tensor = apply_rot_embed_cat(x[:, :, prefix:, :], rope, half=half)
+    turned: Tensor = torch.cat([x[:, :, :prefix, :], rotated], dim=2).type_as(like)
+    return turned
+
+
+def attended(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    gate: Tensor | None,
+) -> Tensor:
+    """The operator and what timm does after it: join heads, norm, gate, projection, dropout."""
+    out = attend(
+        module,
+        q,
+        k,
+        v,
+        attn_mask,
+        # Like the branch that timm would take: its fused one leaves the scale to the operator.
+        scale=None if module.fused_attn else module.scale,
+        dropout_p=drop_p(module),
+        is_causal=is_causal,
+    )
+    x = module.norm(join_heads(out))
+    if gate is not None:
+        x = x * gate
+    joined: Tensor = module.proj_drop(project(module, module.proj, x))
+    return joined

@@ -1,0 +1,117 @@
+"""Attention with a learned table of biases by offset, and values wider than queries: timm's LeViT,
+EfficientFormer and EfficientViT (MSRA), on `elsa_core.attention`.
+
+Read against timm 1.0.20, 1.0.29 and 1.0.31. The models keep the gathered biases of eval mode in a
+cache; it is not touched while a program is captured or a gradient is wanted, where a kept tensor
+would be one of the capture or hold on to its graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.models.efficientformer import Attention as EfficientFormerAttention
+from timm.models.efficientvit_msra import CascadedGroupAttention
+from timm.models.levit import Attention, AttentionDownsample
+from torch import Tensor
+
+from elsa_core.patching.adapters.common import attend, join_heads, split_heads
+
+
+class ElsaLevitAttention(Attention):  # type: ignore[misc]  # timm is untyped
+    """[B, N, C] -> [B, N, C], or [B, C, H, W] -> [B, C, H, W] in the convolutional variant."""
+
+    elsa_base = Attention
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = _heads(self.qkv(x), self.num_heads, self.use_conv)
+        q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
+        out = attend(self, q, k, v, biases(self, x), scale=self.scale)
+        projected: Tensor = self.proj(_joined(out, x.shape[2:] if self.use_conv else None))
+        return projected
+
+
+class ElsaLevitAttentionDownsample(AttentionDownsample):  # type: ignore[misc]  # timm is untyped
+    """The same with every `stride`-th token of both axes as query."""
+
+    elsa_base = AttentionDownsample
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = _heads(self.kv(x), self.num_heads, self.use_conv)
+        k, v = heads.split([self.key_dim, self.val_dim], dim=-1)
+        q = _heads(self.q(x), self.num_heads, self.use_conv)
+        out = attend(self, q, k, v, biases(self, x), scale=self.scale)
+        size = [(side - 1) // self.stride + 1 for side in x.shape[2:]] if self.use_conv else None
+        projected: Tensor = self.proj(_joined(out, size))
+        return projected
+
+
+class ElsaEfficientFormerAttention(EfficientFormerAttention):  # type: ignore[misc]
+    """[B, N, C] -> [B, N, C]."""
+
+    elsa_base = EfficientFormerAttention
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = _heads(self.qkv(x), self.num_heads, False)
+        q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
+        out = attend(self, q, k, v, biases(self, x), scale=self.scale)
+        projected: Tensor = self.proj(join_heads(out))
+        return projected
+
+
+class ElsaCascadedGroupAttention(CascadedGroupAttention):  # type: ignore[misc]  # timm is untyped
+    """One head after another, each fed with the output of the one before: [B, C, H, W]."""
+
+    elsa_base = CascadedGroupAttention
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[2:]
+        bias = biases(self, x)
+        outputs: list[Tensor] = []
+        parts = x.chunk(len(self.qkvs), dim=1)
+        for head, (part, project, convolve) in enumerate(
+            zip(parts, self.qkvs, self.dws, strict=True)
+        ):
+            packed = project(part + outputs[-1] if outputs else part)
+            q, k, v = packed.split([self.key_dim, self.key_dim, self.val_dim], dim=1)
+            q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (convolve(q), k, v))
+            out = attend(self, q, k, v, bias[head], scale=self.scale)
+            outputs.append(_joined(out, size))
+        projected: Tensor = self.proj(torch.cat(outputs, dim=1))
+        return projected
+
+
+def biases(module: Any, x: Tensor) -> Tensor:
+    """[H, Nq, Nk], from the model's cache where that is safe."""
+    captured = torch.compiler.is_compiling()
+    wants_grad = torch.is_grad_enabled() and module.attention_biases.requires_grad
+    if captured or wants_grad:
+        table: Tensor = module.attention_biases[:, module.attention_bias_idxs]
+        return table
+    kept: Tensor = module.get_attention_biases(x.device)
+    return kept
+
+
+def _heads(x: Tensor, num_heads: int, convolutional: bool) -> Tensor:
+    """A view [B, H, N, D] of [B, N, H * D], or of [B, H * D, H', W']."""
+    if not convolutional:
+        return split_heads(x, num_heads)
+    heads: Tensor = x.flatten(2).unflatten(1, (num_heads, -1)).transpose(2, 3)
+    return heads
+
+
+def _joined(out: Tensor, size: Any) -> Tensor:
+    """[B, N, H * D] of the operator's result, or the dense image [B, H * D, *size]."""
+    if size is None:
+        return join_heads(out)
+    image: Tensor = out.transpose(2, 3).flatten(1, 2).unflatten(2, tuple(size))
+    return image

@@ -1,0 +1,62 @@
+"""timm's MViTv2 attention on `elsa_core.attention`: pooled queries, keys and values, decomposed
+relative positions, residual pooling.
+
+Read against timm 1.0.20, 1.0.29 and 1.0.31. `MultiScaleAttentionPoolFirst` has no adapter: it
+multiplies queries with keys of another layout and raises, in every version read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
+from torch import Tensor
+
+from elsa_core.patching.adapters.common import attend, join_heads, project, split_packed
+from elsa_core.patching.adapters.decomposed import attend_decomposed, table
+
+_Size = list[int]
+
+
+class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # timm is untyped
+    """Pooling after the projection: [B, N, C] -> [B, N', C'] and the size of N'."""
+
+    elsa_base = MultiScaleAttention
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
+        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+        q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)
+        k, k_size = _pooled(self, k, feat_size, self.pool_k, self.norm_k)
+        v, _ = _pooled(self, v, feat_size, self.pool_v, self.norm_v)
+        return _attended(self, q, k, v, q_size, k_size), q_size
+
+
+def _pooled(module: Any, x: Tensor, feat_size: _Size, pool: Any, norm: Any) -> tuple[Tensor, _Size]:
+    """The tokens [B, H, N, D] pooled as an image, the class token left alone, then normalised."""
+    size = feat_size
+    if pool is not None:
+        x, token = reshape_pre_pool(x, feat_size, module.has_cls_token)
+        x, size = reshape_post_pool(pool(x), module.num_heads, token)
+    return (x if norm is None else norm(x)), size
+
+
+def _attended(module: Any, q: Tensor, k: Tensor, v: Tensor, q_size: _Size, k_size: _Size) -> Tensor:
+    if module.rel_pos_type == "spatial":
+        out = attend_decomposed(
+            module,
+            q,
+            k,
+            v,
+            table(module.rel_pos_h, q_size[0], k_size[0]),
+            table(module.rel_pos_w, q_size[1], k_size[1]),
+            scale=module.scale,
+            prefix=int(module.has_cls_token),
+        )
+    else:
+        out = attend(module, q, k, v, scale=module.scale)
+    if module.residual_pooling:
+        out = out + q
+    joined: Tensor = project(module, module.proj, join_heads(out))
+    return joined

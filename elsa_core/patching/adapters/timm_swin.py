@@ -1,0 +1,81 @@
+"""timm's Swin block on `elsa_core.window_attention`.
+
+Read against timm 1.0.20 to 1.0.31. Window, shift and table are read at each call, so that
+`set_input_size`, `always_partition` and a dynamic image size work on a patched model. The block's
+`attn_mask` stays a buffer and is not read: the operator knows the regions by their coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
+from torch import Tensor
+
+from elsa_core.patching.adapters.common import project
+from elsa_core.patching.adapters.windows import (
+    Bias,
+    attend_windows,
+    derived,
+    must_call,
+    of_padding,
+    read_bias,
+    why_not,
+)
+
+
+class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
+    """Swin's block, whose attention reads the projection of the whole image as it lies."""
+
+    elsa_base = SwinTransformerBlock
+    elsa_attention = "attn"
+    elsa_entry = "_attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowAttention)
+
+    def _attn(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> [B, H, W, C]."""
+        attn = self.attn
+        if must_call(attn, WindowAttention):
+            out: Tensor = super()._attn(x)
+            return out
+        sources = (attn.relative_position_bias_table, attn.relative_position_index)
+        bias: Bias = derived(attn, _bias, sources)
+        return attend_block(
+            self,
+            project(self, attn.qkv, x),
+            bias.bias,
+            bias_index=bias.bias_index,
+            scale=attn.scale,
+            pad_qkv=of_padding(attn.qkv, x, self.window_size),
+        )
+
+
+def _bias(attn: Any) -> Bias:
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    return read_bias(table, index, attn.num_heads, math.prod(attn.window_size))
+
+
+def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
+    """What a Swin block, of either version, makes of a projection [B, H, W, 3 * C]: [B, H, W, C].
+
+    Window, shift and heads are the block's and its attention's own, as is the last projection.
+    """
+    attn = block.attn
+    out = attend_windows(
+        block,
+        qkv,
+        bias,
+        num_heads=attn.num_heads,
+        window_size=block.window_size,
+        shift_size=block.shift_size,
+        **terms,
+    )
+    joined: Tensor = attn.proj_drop(project(block, attn.proj, out))
+    return joined

@@ -1,0 +1,126 @@
+"""timm's Swin-V2 blocks, both implementations, on `elsa_core.window_attention`.
+
+Read against timm 1.0.20 to 1.0.31. Queries and keys are normalised inside the operator. The bias
+that a small network makes of the relative positions, the same for every image, is computed once for
+the weights as they are (`derived`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block, WindowAttention
+from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock, WindowMultiHeadAttention
+from torch import Tensor
+
+from elsa_core.patching.adapters.common import project, project_by
+from elsa_core.patching.adapters.timm_swin import attend_block
+from elsa_core.patching.adapters.windows import (
+    Bias,
+    cosine_scale,
+    derived,
+    must_call,
+    of_padding,
+    read_bias,
+    why_not,
+)
+
+
+class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc]  # timm is untyped
+    """Swin-V2's block, whose attention reads the projection of the whole image as it lies."""
+
+    elsa_base = SwinTransformerV2Block
+    elsa_attention = "attn"
+    elsa_entry = "_attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowAttention)
+
+    def _attn(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> [B, H, W, C]."""
+        attn = self.attn
+        if must_call(attn, WindowAttention):
+            out: Tensor = super()._attn(x)
+            return out
+        sources = (
+            *attn.cpb_mlp.parameters(), attn.relative_coords_table, attn.relative_position_index,
+            attn.logit_scale, attn.q_bias, attn.k_bias, attn.v_bias,
+        )  # fmt: skip
+        terms: _Terms = derived(attn, _terms, sources)
+        bias = pad = terms.qkv_bias
+        if bias is not None and not attn.qkv_bias_separate:
+            qkv = project_by(self, x, attn.qkv.weight, bias)
+        else:
+            qkv, own = project(self, attn.qkv, x), of_padding(attn.qkv, x, self.window_size)
+            qkv = qkv if bias is None else qkv + bias
+            if own is not None:
+                pad = own if bias is None else own + bias
+        return attend_block(
+            self,
+            qkv,
+            terms.bias.bias,
+            bias_index=terms.bias.bias_index,
+            pad_qkv=pad,
+            logit_scale=terms.scale,
+        )
+
+
+class _Terms(NamedTuple):
+    bias: Bias
+    scale: Tensor  # [heads]
+    qkv_bias: Tensor | None  # [3 * C]
+
+
+def _terms(attn: Any) -> _Terms:
+    table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
+    bias = None
+    if attn.q_bias is not None:
+        bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
+    read = read_bias(
+        16 * torch.sigmoid(table), attn.relative_position_index, attn.num_heads,
+        math.prod(attn.window_size),
+    )  # fmt: skip
+    return _Terms(read, cosine_scale(attn.logit_scale), bias)
+
+
+class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[misc]
+    """The other implementation's block (Christoph Reich's): a bias for each pair of tokens."""
+
+    elsa_base = SwinTransformerV2CrBlock
+    elsa_attention = "attn"
+    elsa_entry = "_shifted_window_attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowMultiHeadAttention)
+
+    def _shifted_window_attn(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> [B, H, W, C]."""
+        attn = self.attn
+        if must_call(attn, WindowMultiHeadAttention):
+            out: Tensor = super()._shifted_window_attn(x)
+            return out
+        sources = (*attn.meta_mlp.parameters(), attn.relative_coordinates_log, attn.logit_scale)
+        bias, scale = derived(attn, _pairwise_terms, sources)
+        return attend_block(
+            self,
+            project(self, attn.qkv, x),
+            bias,
+            pad_qkv=of_padding(attn.qkv, x, self.window_size),
+            logit_scale=scale,
+        )
+
+
+def _pairwise_terms(attn: Any) -> tuple[Tensor, Tensor]:
+    """The bias [heads, T, T] and the factors [heads]."""
+    bias = attn._relative_positional_encodings().squeeze(0).contiguous()  # keys side by side
+    return bias, cosine_scale(attn.logit_scale)

@@ -1,0 +1,139 @@
+"""Windows without shift in timm's Twins, DaViT and TinyViT on `elsa_core.window_attention`.
+
+Read against timm 1.0.20 to 1.0.31.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from timm.models.davit import SpatialBlock, WindowAttention
+from timm.models.tiny_vit import Attention as TinyVitAttention
+from timm.models.tiny_vit import TinyVitBlock
+from timm.models.twins import LocallyGroupedAttn
+from torch import Tensor
+
+from elsa_core.patching.adapters.common import drop_p, project
+from elsa_core.patching.adapters.windows import (
+    Bias,
+    attend_windows,
+    derived,
+    is_watched,
+    of_padding,
+    read_bias,
+    shows_parts,
+    why_not,
+)
+
+
+class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm is untyped
+    """Twins' attention within groups: [B, H * W, C] -> [B, H * W, C]."""
+
+    elsa_base = LocallyGroupedAttn
+    elsa_precision: str
+    elsa_backend: str
+
+    def forward(self, x: Tensor, size: Any) -> Tensor:
+        image = x.unflatten(1, tuple(size))
+        if drop_p(self) > 0.0 or shows_parts(self):
+            out: Tensor = super().forward(x, size)
+            return out
+        out = attend_windows(
+            self,
+            project(self, self.qkv, image),
+            None,
+            num_heads=self.num_heads,
+            window_size=(self.ws, self.ws),
+            scale=self.scale,
+            pad_qkv=of_padding(self.qkv, image, (self.ws, self.ws)),
+        )
+        joined: Tensor = self.proj_drop(project(self, self.proj, out.flatten(1, 2)))
+        return joined
+
+
+class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
+    """DaViT's block of window attention: [B, C, H, W] -> [B, C, H, W]."""
+
+    elsa_base = SpatialBlock
+    elsa_attention = "attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn, WindowAttention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attn = self.attn
+        if is_watched(attn, WindowAttention):
+            out: Tensor = super().forward(x)
+            return out
+        tokens = self.cpe1(x).permute(0, 2, 3, 1)
+        normed = self.norm1(tokens)
+        out = attend_windows(
+            self,
+            project(self, attn.qkv, normed),
+            None,
+            num_heads=attn.num_heads,
+            window_size=self.window_size,
+            scale=attn.scale,
+            pad_qkv=of_padding(attn.qkv, normed, self.window_size),
+        )
+        tokens = tokens + self.drop_path1(project(self, attn.proj, out))
+        x = self.cpe2(tokens.permute(0, 3, 1, 2))
+        if self.mlp is None:
+            return x
+        tokens = x.permute(0, 2, 3, 1)
+        tokens = tokens + self.drop_path2(self.mlp(self.norm2(tokens)))
+        image: Tensor = tokens.permute(0, 3, 1, 2)
+        return image
+
+
+class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
+    """TinyViT's block of window attention: [B, H, W, C] -> [B, H, W, C]."""
+
+    elsa_base = TinyVitBlock
+    elsa_attention = "attn"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        attn = module.attn
+        if type(attn) is TinyVitAttention and attn.val_dim != attn.key_dim:
+            return "its values are of another width than its keys"
+        return why_not(attn, TinyVitAttention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attn, window = self.attn, self.window_size
+        if is_watched(attn, TinyVitAttention):
+            out: Tensor = super().forward(x)
+            return out
+        pad = None
+        if x.shape[1] % window or x.shape[2] % window:  # a padded token goes through the norm too
+            pad = attn.qkv(attn.norm(x.new_zeros(x.shape[-1])))
+        sources = (attn.attention_biases, attn.attention_bias_idxs)
+        bias: Bias = derived(attn, _learnt_bias, sources)
+        out = attend_windows(
+            self,
+            project(self, attn.qkv, attn.norm(x)),
+            bias.bias,
+            bias_index=bias.bias_index,
+            num_heads=attn.num_heads,
+            window_size=(window, window),
+            scale=attn.scale,
+            pad_qkv=pad,
+            layout="head",
+        )
+        x = x + self.drop_path1(project(self, attn.proj, out))
+        tokens = self.local_conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        image: Tensor = tokens + self.drop_path2(self.mlp(tokens))
+        return image
+
+
+def _learnt_bias(attn: Any) -> Bias:
+    table, index = attn.attention_biases.t(), attn.attention_bias_idxs
+    return read_bias(table, index, attn.num_heads, math.prod(attn.resolution))

@@ -1,0 +1,207 @@
+"""`torch.nn.MultiheadAttention` on `elsa_core.attention`, alone and inside PyTorch's layers.
+
+Read against torch 2.10 to 2.15. In eval mode PyTorch sends the module, and the whole of a
+`TransformerEncoderLayer`, through one C++ operator each, which no export format knows. The adapter
+replaces the first by its forward, and turns the second off through `_qkv_same_embed_dim`, which
+PyTorch asks for before it takes that path.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elsa_core.errors import ArgumentError
+from elsa_core.patching.adapters.common import (
+    attend,
+    join_heads,
+    project_by,
+    split_heads,
+    split_packed,
+)
+
+
+class ElsaMultiheadAttention(nn.MultiheadAttention):
+    """Multi-head attention of [B, N, E] (or [N, B, E], or [N, E]), any floating dtype.
+
+    A call that wants the attention weights back goes to PyTorch's own function: the weights do not
+    exist here.
+    """
+
+    elsa_base = nn.MultiheadAttention
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: nn.Module) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        if getattr(module, "bias_k", None) is not None or getattr(module, "add_zero_attn", False):
+            return "appends learned or zero keys (bias_k, add_zero_attn): no adapter yet"
+        return ""
+
+    # A data descriptor: it wins over the instance's own value, which stays in its __dict__.
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        return False
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        self.__dict__["_qkv_same_embed_dim"] = value
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_nested:
+            alone = key_padding_mask is None and attn_mask is None and not need_weights
+            if not (query is key is value and alone):
+                raise ArgumentError(
+                    "nested tensors are served in self-attention without masks and weights"
+                )
+            return self._elsa_nested(query), None
+        if need_weights:
+            return self._elsa_with_weights(
+                query, key, value, key_padding_mask, attn_mask, average_attn_weights, is_causal
+            )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
+        q, k, v = self._elsa_projected(query, key, value)
+        causal = is_causal and key_padding_mask is None
+        mask = None if causal else _merged_mask(attn_mask, key_padding_mask, q, k)
+        drop = self.dropout if self.training else 0.0
+        out = attend(self, q, k, v, mask, dropout_p=drop, is_causal=causal)
+        joined = project_by(self, join_heads(out), self.out_proj.weight, self.out_proj.bias)
+        if query.dim() == 2:
+            joined = joined.squeeze(0)
+        elif not self.batch_first:
+            joined = joined.transpose(0, 1)
+        return joined, None
+
+    def _elsa_projected(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, H, N, D], views of as few projections as PyTorch makes."""
+        same_keys, same_queries = key is value, query is key
+        query = self._elsa_batched(query)
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if weight is None:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        elif same_keys and same_queries:
+            return split_packed(project_by(self, query, weight, bias), self.num_heads)
+        else:
+            weights = weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        inputs = (query, self._elsa_batched(key), self._elsa_batched(value))
+        batches = [x.shape[0] for x in inputs]
+        if not batches[0] == batches[1] == batches[2]:
+            raise ArgumentError(f"query, key and value have batches of {batches}: must be equal")
+        q, k, v = (
+            split_heads(project_by(self, x, w, b), self.num_heads)
+            for x, w, b in zip(inputs, weights, biases, strict=True)
+        )
+        return q, k, v
+
+    def _elsa_batched(self, x: Tensor) -> Tensor:
+        """[B, N, E] of an input in the module's layout."""
+        if x.dim() == 2:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _elsa_nested(self, x: Tensor) -> Tensor:
+        """Self-attention within each sequence of a nested tensor (TransformerEncoder makes one)."""
+        padded = x.to_padded_tensor(0.0)
+        lengths = torch.tensor([len(sequence) for sequence in x.unbind()], device=x.device)
+        absent = torch.arange(padded.shape[1], device=x.device) >= lengths[:, None]
+        out, _ = self.forward(padded, padded, padded, absent, need_weights=False)
+        nested: Tensor = torch._nested_tensor_from_mask(out, ~absent, mask_check=False)
+        return nested
+
+    def _elsa_with_weights(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """PyTorch's function, which computes the weights and returns them."""
+        turn = self.batch_first and query.dim() == 3
+        if turn:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        out, weights = F.multi_head_attention_forward(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=True,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=self.in_proj_weight is None,
+            q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight,
+            v_proj_weight=self.v_proj_weight,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
+        return out.transpose(0, 1) if turn else out, weights
+
+
+def _merged_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """One mask for the operator, not larger than it must be: [B or 1, H or 1, Nq or 1, Nk].
+
+    The module's boolean masks say what is left out, the operator's what takes part.
+    """
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    if attn_mask is not None and attn_mask.dim() == 3:
+        _check("attn_mask", attn_mask, (batch * heads, queries, keys))
+        attn_mask = attn_mask.view(batch, heads, queries, keys)
+    elif attn_mask is not None:
+        _check("attn_mask", attn_mask, (queries, keys))
+    if key_padding_mask is not None:
+        if key_padding_mask.dim() == 1:  # of queries without a batch
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        _check("key_padding_mask", key_padding_mask, (batch, keys))
+        key_padding_mask = key_padding_mask.view(batch, 1, 1, keys)
+    given = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    if not given:
+        return None
+    if all(mask.dtype == torch.bool for mask in given):
+        return ~(given[0] if len(given) == 1 else given[0] | given[1])
+    terms = [_additive(mask, q.dtype) for mask in given]
+    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def _check(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+    """What PyTorch refuses: the operator would broadcast the mask, or add up its integers."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ArgumentError(f"{name} is {mask.dtype}: expected torch.bool or a floating dtype")
+    if tuple(mask.shape) != shape:
+        raise ArgumentError(f"{name} is {list(mask.shape)}: expected {list(shape)}")
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

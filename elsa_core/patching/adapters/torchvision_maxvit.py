@@ -1,0 +1,66 @@
+"""torchvision's MaxViT partition layers, windows and grids, on `elsa_core.window_attention`.
+
+Read against torchvision 0.20 to 0.30. Its scores are scaled by the width of all heads together.
+Between the two permutations of the layer everything acts on single tokens, so that the order of
+tokens does not matter and the image is never cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositionalMultiHeadAttention
+
+from elsa_core.patching.adapters.common import has_hooks, project
+from elsa_core.patching.adapters.windows import (
+    Bias,
+    attend_windows,
+    derived,
+    is_watched,
+    read_bias,
+    why_not,
+)
+
+
+class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc]  # untyped
+    """MaxViT's layer of attention and MLP: [B, C, H, W] -> [B, C, H, W]."""
+
+    elsa_base = PartitionAttentionLayer
+    elsa_attention = "attn_layer.1"
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_not(module.attn_layer[1], RelativePositionalMultiHeadAttention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, attn, drop = self.attn_layer
+        grid = tuple(self.grid_size)
+        watched = is_watched(attn, RelativePositionalMultiHeadAttention)
+        if watched or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
+            out: Tensor = super().forward(x)
+            return out
+        x = x.permute(0, 2, 3, 1)
+        sources = (attn.relative_position_bias_table, attn.relative_position_index)
+        bias: Bias = derived(attn, _bias, sources)
+        out = attend_windows(
+            self,
+            project(self, attn.to_qkv, norm(x)),
+            bias.bias,
+            bias_index=bias.bias_index,
+            num_heads=attn.n_heads,
+            window_size=(attn.size, attn.size),
+            scale=attn.scale_factor,
+            grid=self.partition_type == "grid",
+        )
+        x = x + self.stochastic_dropout(drop(project(self, attn.merge, out)))
+        x = x + self.stochastic_dropout(self.mlp_layer(x))
+        return x.permute(0, 3, 1, 2)
+
+
+def _bias(attn: Any) -> Bias:
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    return read_bias(table, index, attn.n_heads, attn.max_seq_len)

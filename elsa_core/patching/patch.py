@@ -1,0 +1,246 @@
+"""`patch` and `unpatch`: swap the class of each attention module for elsa's, in place.
+
+A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
+two strings (`elsa_precision`, `elsa_backend`); only its class differs. So state dicts, deepcopy,
+pickle, `torch.compile` and `torch.export` see the model that they saw before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from elsa_core.attention import BACKENDS
+from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.patching import adapters
+from elsa_core.patching.sites import AttentionSite, find_sites
+from elsa_core.precision import PRECISIONS, validate
+
+_ATTRIBUTES = ("elsa_precision", "elsa_backend")
+_MAX_NAMED = 3  # classes that an error line spells out
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What `patch` did.
+
+    Attributes:
+        patched: the sites that run on elsa now.
+        kept: the sites left as they were; `reason` says why.
+        precision: the precision that the patched sites ask for.
+        backend: the backend that they ask for.
+        include: the globs given, empty for all.
+        exclude: the globs given.
+    """
+
+    patched: tuple[AttentionSite, ...]
+    kept: tuple[AttentionSite, ...]
+    precision: str
+    backend: str
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "patched": [site.to_dict() for site in self.patched],
+            "kept": [site.to_dict() for site in self.kept],
+            "precision": self.precision,
+            "backend": self.backend,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+        }
+
+
+def patch(
+    model: nn.Module,
+    *,
+    precision: str = "strict",
+    backend: str = "auto",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    strict: bool = False,
+) -> PatchReport:
+    """Make the attention sites of a model run on elsa, in place.
+
+    Patching again updates precision and backend; sites that this call does not select stay as they
+    are, patched or not. The model changes only if the call succeeds.
+
+    Args:
+        model: any module, in any mode, dtype and device.
+        precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
+        backend: "auto", "native", "triton" or "eager".
+        include: globs over site paths ("blocks.[0-5].attn"); default: every site.
+        exclude: globs over site paths that are left alone.
+        strict: make it an error if a selected site cannot be patched.
+
+    Returns:
+        The sites patched and those kept, with reasons.
+
+    Raises:
+        ArgumentError: precision or backend is unknown, the model's dtype does not take it, or a
+            glob matches no site.
+        NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
+    """
+    _check_choice("precision", precision, tuple(PRECISIONS))
+    _check_choice("backend", backend, BACKENDS)
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    wanted, unwanted = _globs(include), _globs(exclude)
+    sites = find_sites(model)
+    selected, kept = [], []
+    for site in sites:
+        reason = _why_not_selected(site.path, wanted, unwanted)
+        if reason is None and site.patchable:
+            selected.append(site)
+        else:
+            kept.append(replace(site, reason=reason or site.reason))
+    refused = [site for site in kept if _why_not_selected(site.path, wanted, unwanted) is None]
+    if not selected:
+        raise NothingPatchedError(_nothing_line(model, sites, refused))
+    _check_globs(sites, include=wanted, exclude=unwanted)
+    if strict and refused:
+        raise NothingPatchedError(
+            f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
+            + _named(refused)
+        )
+    _swap(model, selected, precision, backend)
+    done = tuple(replace(site, patched=True) for site in selected)
+    return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted)
+
+
+def unpatch(model: nn.Module) -> int:
+    """Give every patched module its own class back; returns how many there were.
+
+    What was derived from the patched class since (parametrizations, `fully_shard`) stays on top.
+
+    Raises:
+        ModelError: a class derived since cannot be put on the module's own; nothing has changed.
+    """
+    # Inside `original` a module shows its own class, but its strings tell that it is on loan.
+    modules = [
+        module
+        for module in model.modules()
+        if adapters.is_patched(module) or "elsa_precision" in module.__dict__
+    ]
+    own = [_own_class(module) for module in modules]
+    for module, cls in zip(modules, own, strict=True):
+        module.__class__ = cls
+        for name in _ATTRIBUTES:
+            module.__dict__.pop(name, None)
+    return len(modules)
+
+
+def patched_sites(model: nn.Module) -> dict[str, nn.Module]:
+    """The patched modules by path, in the model's order."""
+    model = getattr(model, "_orig_mod", model)
+    return {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
+
+
+@contextmanager
+def original(model: nn.Module) -> Iterator[nn.Module]:
+    """The model with its own classes for the length of a `with` block, patched again afterwards.
+
+    Not for use while another thread runs the model: it is the same object.
+    """
+    patched = {m: (type(m), _own_class(m)) for m in patched_sites(model).values()}
+    for module, (_, own) in patched.items():
+        module.__class__ = own
+    try:
+        yield model
+    finally:
+        for module, (cls, own) in patched.items():
+            # Patched or unpatched inside the block: that stands.
+            if type(module) is own and "elsa_precision" in module.__dict__:
+                module.__class__ = cls
+
+
+def _swap(
+    model: nn.Module, selected: Sequence[AttentionSite], precision: str, backend: str
+) -> None:
+    modules = [model.get_submodule(site.path) for site in selected]
+    for module, site in zip(modules, selected, strict=True):
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        if dtype is not None:
+            try:
+                validate(precision, dtype)
+            except ArgumentError as error:
+                raise ArgumentError(f"{site.path or 'the model'}: {error}") from error
+    # Every class is made before the first is swapped: a failure leaves the model as it was.
+    classes = [
+        adapters.with_base(
+            module, adapters.replacement(adapters.base_class(module), precision, backend)
+        )
+        for module in modules
+    ]
+    for module, cls in zip(modules, classes, strict=True):
+        module.__class__ = cls
+        module.__dict__["elsa_precision"] = precision
+        module.__dict__["elsa_backend"] = backend
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return adapters.with_base(module, adapters.base_class(module))
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ArgumentError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
+
+
+def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _check_globs(sites: Sequence[AttentionSite], **given: tuple[str, ...]) -> None:
+    """A glob that matches nothing is a mistake: the site that it means is not treated as asked."""
+    for name, globs in given.items():
+        for glob in globs:
+            if not any(fnmatchcase(site.path, glob) for site in sites):
+                raise ArgumentError(
+                    f"{name} (--{name}) {glob!r} matches none of the {len(sites)} attention sites "
+                    f"(the first is {sites[0].path!r})"
+                )
+
+
+def _why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
+    hit = next((glob for glob in exclude if fnmatchcase(path, glob)), None)
+    if hit is not None:
+        return f"excluded by {hit!r}"
+    if include and not any(fnmatchcase(path, glob) for glob in include):
+        return "not named by include"
+    return None
+
+
+def _nothing_line(
+    model: nn.Module, sites: Sequence[AttentionSite], refused: Sequence[AttentionSite]
+) -> str:
+    name = type(model).__name__
+    if not sites:
+        return f"nothing to patch: {name} has no attention site"
+    if not refused:
+        return (
+            f"nothing to patch: include and exclude leave none of the {len(sites)} attention sites "
+            f"of {name} (the first is {sites[0].path!r})"
+        )
+    return f"nothing to patch in {name}: {_named(refused)}"
+
+
+def _named(sites: Sequence[AttentionSite]) -> str:
+    """The classes of some sites with count, first path and reason, for one line."""
+    groups: dict[tuple[str, str], list[AttentionSite]] = {}
+    for site in sites:
+        groups.setdefault((site.module_class.rpartition(".")[2], site.reason), []).append(site)
+    parts = [
+        f"{len(group)} x {name} ({group[0].path or 'the model itself'}): {reason}"
+        for (name, reason), group in list(groups.items())[:_MAX_NAMED]
+    ]
+    if len(groups) > _MAX_NAMED:
+        parts.append(f"{len(groups) - _MAX_NAMED} further classes")
+    return "; ".join(parts)

@@ -1,0 +1,304 @@
+"""One run of a copy of a model, to learn what its attention sites see: tokens, windows, FLOPs.
+
+The copy shares nothing with the model that a run could change: its weights are fake tensors (shapes
+without memory), its buffers and caches its own, its classes the unpatched ones. So the model keeps
+no hook, no cached fake tensor and no mode, whatever happens in the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from elsa_core.errors import ArgumentError
+from elsa_core.patching import adapters
+
+_DEFAULT_SIZE = 224
+_MAX_SIDE = 2**20  # beyond it the image alone would not fit in any memory
+
+
+class ProbeError(Exception):
+    """The copy could not be made or run; the message says why."""
+
+
+@dataclass
+class Observation:
+    """What one site did in the run, for one image.
+
+    Attributes:
+        ran: whether the site ran at all.
+        query_tokens: rows of one softmax; key_tokens: its columns. Of the largest one.
+        problems: independent softmax matrices: heads, times windows.
+        heads: the size of the dim before the queries.
+        head_dim: the length that queries and keys were multiplied over.
+        flops: of all products of two activations inside the site.
+        terms: further terms seen in the arguments: "mask", "rope", "causal", "returns weights".
+    """
+
+    ran: bool = False
+    query_tokens: int | None = None
+    key_tokens: int | None = None
+    problems: int | None = None
+    heads: int | None = None
+    head_dim: int | None = None
+    flops: int = 0
+    terms: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The run's result: FLOPs of the whole model and what each site did, by path."""
+
+    total_flops: int
+    observations: Mapping[str, Observation]
+
+
+def probe(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, int]) -> Probe:
+    """Run a copy of `model` once on one image of `input_size` and watch the modules at `paths`.
+
+    Raises:
+        ProbeError: neither the fake nor the real run came to an end.
+    """
+    try:
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            return _run(_shadow(model, mode), paths, input_size)
+    except Exception as fake_error:
+        # Values that decide shapes (a .item(), a boolean index) need real tensors.
+        try:
+            return _run(_shadow(model, None), paths, input_size)
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise ProbeError(first_line) from fake_error
+
+
+def resolved_input_size(
+    model: nn.Module, input_size: int | tuple[int, ...] | None
+) -> tuple[int, int, int]:
+    """(C, H, W) from what the caller gave, else from the model, else 224 x 224.
+
+    Raises:
+        ArgumentError: what the caller gave is no image size.
+    """
+    channels = _channels(model)
+    if input_size is None:
+        return (channels, *(_own_size(model) or (_DEFAULT_SIZE, _DEFAULT_SIZE)))
+    sides = (input_size,) * 2 if isinstance(input_size, int) else tuple(input_size)
+    if len(sides) == 2:
+        sides = (channels, *sides)
+    if len(sides) != 3 or not all(
+        isinstance(side, int) and 0 < side <= _MAX_SIDE for side in sides
+    ):
+        raise ArgumentError(
+            f"input_size={input_size!r} is no image size: give (channels, height, width) or a side"
+        )
+    return sides[0], sides[1], sides[2]
+
+
+def _own_size(model: nn.Module) -> tuple[int, int] | None:
+    """The image size that the model says it was built for."""
+    visual = getattr(model, "visual", None)
+    if isinstance(visual, nn.Module):
+        found = _pair(getattr(visual, "image_size", None)) or _own_size(visual)
+        if found is not None:
+            return found
+    trunk = getattr(model, "trunk", None)
+    if isinstance(trunk, nn.Module):
+        return _own_size(trunk)
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    sizes: list[Any] = [
+        getattr(getattr(model, "patch_embed", None), "img_size", None),
+        tuple((config or {}).get("input_size") or ())[1:] if isinstance(config, dict) else None,
+        getattr(model, "image_size", None),
+        *(getattr(module, "img_size", None) for module in model.modules()),
+    ]
+    return next((pair for pair in map(_pair, sizes) if pair is not None), None)
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, int) and not isinstance(size, bool):
+        size = (size, size)
+    if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(s, int) for s in size):
+        return int(size[0]), int(size[1])
+    return None
+
+
+def _channels(model: nn.Module) -> int:
+    """The image's channels: what the convolution that timm names as the first one takes."""
+    config = getattr(model, "pretrained_cfg", None)
+    config = config if isinstance(config, dict) else {}
+    names = config.get("first_conv") or "patch_embed.proj"
+    modules = dict(model.named_modules())
+    for name in (names,) if isinstance(names, str) else names:
+        if isinstance(modules.get(name), nn.Conv2d):
+            return int(modules[name].in_channels)
+    if config.get("input_size"):
+        return int(config["input_size"][0])
+    return next((m.in_channels for m in modules.values() if isinstance(m, nn.Conv2d)), 3)
+
+
+def _shadow(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
+    """A copy of the model in eval mode and unpatched; under a fake mode its weights are fake."""
+    memo: dict[int, Any] = {}
+    if mode is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            device = "cpu" if tensor.is_meta else tensor.device
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=False)
+            memo[id(tensor)] = fake
+    shadow = copy.deepcopy(model, memo)
+    for module in shadow.modules():
+        module.__class__ = adapters.with_base(module, adapters.base_class(module))
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            # A plain function may hold on to the caller's lists; deepcopy does not copy those.
+            for key in [k for k, hook in hooks.items() if isinstance(hook, types.FunctionType)]:
+                del hooks[key]
+    return shadow.eval()
+
+
+def _run(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, int]) -> Probe:
+    recorder = _Recorder(paths)
+    for path in paths:
+        recorder.watch(model.get_submodule(path), path)
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    image = torch.zeros((1, *input_size), dtype=like.dtype, device=like.device)
+    counter = FlopCounterMode(display=False)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        # The math path spells attention out as two products and a softmax, which can be watched.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_no_fast_path())
+        stack.enter_context(counter)
+        stack.enter_context(recorder)
+        _call(model, image)
+    return Probe(counter.get_total_flops(), recorder.observations)
+
+
+def _call(model: nn.Module, image: Tensor) -> None:
+    """Run the image tower, and the text tower where the model has one (open_clip)."""
+    length = getattr(model, "context_length", None)
+    if isinstance(length, int) and hasattr(model, "encode_text"):
+        text = torch.zeros((1, length), dtype=torch.long, device=image.device)
+        model(image, text)
+    else:
+        model(image)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of a fake run that fails: the caller handles it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Keep nn.MultiheadAttention from its one fused operator, whose FLOPs nobody counts."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _Recorder(TorchDispatchMode):
+    """Watches matrix products and softmaxes, and books them on the innermost watched module."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observations = {path: Observation() for path in paths}
+        self._stack: list[str] = []
+        self._products: list[tuple[int, int]] = []  # (elements of the result, inner length)
+
+    def watch(self, module: nn.Module, path: str) -> None:
+        """Follow one module of the copy."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._stack.append(path)
+            self._products.clear()
+            self.observations[path].ran = True
+            for term in _argument_terms(module, args, kwargs):
+                if term not in self.observations[path].terms:
+                    self.observations[path].terms.append(term)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._stack:
+            name = func._schema.name.removeprefix("aten::")
+            if name in ("bmm", "baddbmm"):
+                self._product(args[-2:] if name == "bmm" else args[1:3])
+            elif name in ("_softmax", "_safe_softmax"):
+                self._softmax(out, int(args[1]))
+        return out
+
+    def _product(self, factors: Sequence[Tensor]) -> None:
+        left, right = factors
+        batch, rows, inner = left.shape
+        columns = right.shape[-1]
+        self.observations[self._stack[-1]].flops += 2 * batch * rows * inner * columns
+        self._products.append((batch * rows * columns, inner))
+
+    def _softmax(self, scores: Tensor, dim: int) -> None:
+        seen = self.observations[self._stack[-1]]
+        if dim not in (-1, scores.dim() - 1) or scores.dim() < 2:
+            return
+        queries, keys = int(scores.shape[-2]), int(scores.shape[-1])
+        if seen.query_tokens is not None and queries * keys <= seen.query_tokens * (
+            seen.key_tokens or 0
+        ):
+            return
+        seen.query_tokens, seen.key_tokens = queries, keys
+        seen.problems = math.prod(scores.shape[:-2])
+        seen.heads = int(scores.shape[-3]) if scores.dim() > 3 else None
+        lengths = [inner for size, inner in self._products if size == scores.numel()]
+        seen.head_dim = lengths[-1] if lengths else None
+
+
+def _argument_terms(module: nn.Module, args: Any, kwargs: Any) -> Iterator[str]:
+    """What a site's arguments tell: masks, rotary positions, a shared bias, causality, weights."""
+    try:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    except (TypeError, ValueError):
+        return
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        if value is None or name == "self":
+            continue
+        if name == "is_causal" and value is True:
+            yield "causal"
+        elif name == "need_weights" and value is True:  # these calls stay with PyTorch
+            yield "returns weights"
+        elif isinstance(value, Tensor | tuple | list):
+            if "mask" in name:
+                yield "mask"
+            elif "rope" in name:
+                yield "rope"
+            elif "rel_pos" in name or "bias" in name:
+                yield "relative bias"

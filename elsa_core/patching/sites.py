@@ -1,0 +1,311 @@
+"""`inspect`: every place in a model that computes attention, and whether elsa can take it over.
+
+A site is a module whose own code computes attention: a class known by name, a class that calls
+`scaled_dot_product_attention`, or one that multiplies matrices around a softmax. Where an adapter
+takes over a block's way to such a module too (Swin), the block is the site. What its code does not
+say (tokens, windows, FLOPs, masks) is learned by running a copy of the model once on fake tensors
+(`elsa_core.patching.probe`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from elsa_core.backends.support import Support
+from elsa_core.errors import ArgumentError
+from elsa_core.patching import adapters, bytecode
+from elsa_core.patching.adapters import known, redirect
+from elsa_core.patching.probe import Observation, Probe, ProbeError, probe, resolved_input_size
+
+_EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
+_FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
+_NOT_OVER_TOKENS = ("linear", "channel", "other")
+_BIAS_NAMES = (
+    "relative_position_bias_table",
+    "relative_position_bias",
+    "attention_biases",
+    "rel_pos",
+    "rel_pos_bias",
+    "cpb_mlp",
+    "meta_mlp",
+)
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One module that computes attention.
+
+    Attributes:
+        path: its name in the model ("blocks.0.attn"); "" is the model itself.
+        module_class: its class before patching, qualified.
+        kind: "global", "window", "cross", "pooling", "class", "linear", "channel",
+            "talking-heads", "gated-positional", "outlook" or "other".
+        num_heads: heads of the queries, None where the module does not say.
+        head_dim: channels of a query head.
+        query_tokens: queries in one attention problem (one window); None before a run and where the
+            softmax is not over tokens (linear, channel).
+        key_tokens: keys in one attention problem.
+        extra: what comes on top of softmax(Q K^T * s) V: "relative bias", "mask", "rope", ...
+        flops: of the two attention products for one image, without the projections.
+        flops_share: `flops` over the model's FLOPs.
+        patchable: whether `patch` can take the site over.
+        reason: how, or why not.
+        adapter: the adapter's name, None where there is none.
+        patched: whether the site runs on elsa now.
+    """
+
+    path: str
+    module_class: str
+    kind: str
+    num_heads: int | None
+    head_dim: int | None
+    query_tokens: int | None
+    key_tokens: int | None
+    extra: tuple[str, ...]
+    flops: int | None
+    flops_share: float | None
+    patchable: bool
+    reason: str
+    adapter: str | None
+    patched: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"extra": list(self.extra)}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    Attributes:
+        model_class: the model's class, qualified.
+        input_size: the image (C, H, W) that tokens and FLOPs hold for.
+        total_flops: of the model for one image; None where it could not be run.
+        sites: in the model's own order.
+        note: why tokens and FLOPs are missing, where they are.
+    """
+
+    model_class: str
+    input_size: tuple[int, int, int]
+    total_flops: int | None
+    sites: tuple[AttentionSite, ...]
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "model_class": self.model_class,
+            "input_size": list(self.input_size),
+            "total_flops": self.total_flops,
+            "sites": [site.to_dict() for site in self.sites],
+            "note": self.note,
+        }
+
+
+def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -> Inspection:
+    """Find every attention site of a model. The model itself is neither run nor changed.
+
+    A copy of its structure runs once on fake tensors, in eval mode, without memory for weights or
+    activations; a model that fake tensors cannot run is copied and run for real.
+
+    Args:
+        model: any module; patched ones report the same sites with `patched` set.
+        input_size: (C, H, W), (H, W), or H = W; default: the model's own (timm's `img_size` and
+            `pretrained_cfg`, open_clip's `visual.image_size`), else 224.
+
+    Returns:
+        The sites with tokens and FLOPs for one image of that size.
+
+    Raises:
+        ArgumentError: `input_size` is no image size, or the model does not run on it.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    size = resolved_input_size(model, input_size)
+    sites = find_sites(model)
+    note, total = "", None
+    result: Probe | None = None
+    try:
+        result = probe(model, [site.path for site in sites], size)
+    except ProbeError as error:
+        if input_size is not None:
+            raise ArgumentError(
+                f"input_size={list(size)}: {type(model).__name__} does not run on it: {error}"
+            ) from error
+        note = f"tokens and FLOPs are unknown: the model could not be run ({error})"
+    if result is not None:
+        total = result.total_flops
+        sites = tuple(_observed(site, result) for site in sites)
+    cls = adapters.base_class(model)
+    return Inspection(f"{cls.__module__}.{cls.__qualname__}", size, total, sites, note)
+
+
+def find_sites(model: nn.Module) -> tuple[AttentionSite, ...]:
+    """The sites by code alone: nothing runs, so tokens and FLOPs are None."""
+    return tuple(_sites(model))
+
+
+def _sites(model: nn.Module) -> Iterator[AttentionSite]:
+    within: set[nn.Module] = set()  # computed by the adapter of the block around them
+    for path, module in model.named_modules():
+        if module in within:
+            continue
+        attention = adapters.attention_within(module) or module
+        if attention is not module:
+            within.add(attention)
+        kind = _kind_of(adapters.base_class(attention))  # type: ignore[arg-type]  # hashable
+        if kind is None:
+            continue
+        cls = adapters.base_class(module)
+        answer = _support(module, cls)
+        heads = _first_int(attention, "num_heads", "heads", "n_heads", "groups")
+        yield AttentionSite(
+            path=path,
+            module_class=_qualified(cls),
+            kind=kind,
+            num_heads=heads,
+            head_dim=_head_dim(attention, heads),
+            query_tokens=None,
+            key_tokens=None,
+            extra=_extras(module, attention),
+            flops=None,
+            flops_share=None,
+            patchable=answer.ok,
+            reason=answer.reason,
+            adapter=adapters.name_of(cls) if answer.ok else None,
+            patched=adapters.is_patched(module),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(cls: type) -> str | None:
+    """The kind of attention that a class computes itself, None where it computes none."""
+    entry = _entry(cls)
+    if entry is not None:
+        return entry.kind
+    if _qualified(cls) in known.NOT_ATTENTION or cls.__module__.startswith("torch.nn."):
+        return None
+    reached = bytecode.methods(cls)
+    if (
+        any(bytecode.sdpa_calls(method.function) for method in reached)
+        or bytecode.calls_multi_head_attention_forward(reached)
+        or bytecode.computes_softmax_attention(reached)
+    ):
+        return "global"
+    return None
+
+
+def _entry(cls: type) -> known.Known | None:
+    """What is known of the class whose forward this is."""
+    for base in cls.__mro__:
+        entry = known.CLASSES.get(_qualified(base))
+        if entry is not None:
+            return entry
+        if "forward" in base.__dict__:
+            break  # what is known of further bases says nothing about this forward
+    return None
+
+
+def _support(module: nn.Module, cls: type[nn.Module]) -> Support:
+    entry = _entry(cls)
+    if entry is not None and entry.reason:
+        return Support(False, entry.reason)
+    answer = adapters.support(module)
+    if answer.ok or adapters.written(cls) is not None or redirect.refers_to_sdpa(cls):
+        return answer
+    if bytecode.calls_multi_head_attention_forward(bytecode.methods(cls)):
+        return Support(False, _FUNCTIONAL)
+    return Support(False, _EAGER)
+
+
+def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
+    """The site with what the run showed."""
+    seen = result.observations.get(site.path)
+    if seen is None or not seen.ran:
+        return site
+    heads = site.num_heads or seen.heads
+    return replace(
+        site,
+        kind=_observed_kind(site.kind, heads, seen),
+        num_heads=heads,
+        head_dim=seen.head_dim if site.head_dim is None else site.head_dim,
+        query_tokens=None if site.kind in _NOT_OVER_TOKENS else seen.query_tokens,
+        key_tokens=None if site.kind in _NOT_OVER_TOKENS else seen.key_tokens,
+        extra=site.extra + tuple(term for term in seen.terms if term not in site.extra),
+        flops=seen.flops,
+        flops_share=seen.flops / result.total_flops if result.total_flops else None,
+    )
+
+
+def _observed_kind(kind: str, heads: int | None, seen: Observation) -> str:
+    """Tell apart what the class name alone leaves open: "global" may prove to be windowed."""
+    if kind != "global":
+        return kind
+    if heads and seen.problems and seen.problems > heads:
+        return "window"
+    if seen.query_tokens == 1 and seen.key_tokens not in (None, 1):
+        return "pooling"
+    return kind
+
+
+def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
+    """The terms beyond softmax(Q K^T * s) V that the attributes of the site, or of the attention
+    module within it, tell of."""
+
+    def has(*names: str) -> bool:
+        values = [getattr(module, name, None) for name in names]
+        return any(
+            value is True
+            or (isinstance(value, Tensor | nn.Module) and type(value) is not nn.Identity)
+            for value in values
+        )
+
+    heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
+    dropout = getattr(getattr(module, "attn_drop", None), "p", 0.0)
+    found = {
+        "relative bias": has(*_BIAS_NAMES),
+        "decomposed relative positions": has("rel_pos_h", "use_rel_pos"),
+        "rope": has("rope"),
+        "qk-norm": has("q_norm", "ln_q"),
+        "scale-norm": adapters.written(adapters.base_class(module)) is not None and has("norm"),
+        "gate": has("gate"),
+        "cosine": has("logit_scale", "temperature"),
+        "mask": _is_shifted(site),
+        "grouped keys": isinstance(kv_heads, int) and kv_heads != heads,
+        "dropout": isinstance(dropout, float) and dropout > 0,
+    }
+    return tuple(name for name, present in found.items() if present)
+
+
+def _is_shifted(site: nn.Module) -> bool:
+    """Whether the site shifts its windows, and so masks what the shift brings side by side."""
+    shift = getattr(site, "shift_size", None)
+    return isinstance(shift, tuple | list) and any(shift)
+
+
+def _head_dim(module: nn.Module, heads: int | None) -> int | None:
+    given = _first_int(module, "head_dim", "dim_head", "key_dim")
+    if given is not None or heads is None:
+        return given
+    width = _first_int(module, "embed_dim", "attn_dim", "dim")
+    projection = getattr(module, "qkv", None)
+    if isinstance(projection, nn.Linear):
+        width = projection.out_features // 3
+    return None if width is None else width // heads
+
+
+def _first_int(module: nn.Module, *names: str) -> int | None:
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

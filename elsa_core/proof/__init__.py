@@ -1,0 +1,1 @@
+"""Whether a patched model agrees with the original, against float64."""

@@ -1,0 +1,260 @@
+"""What reaches the elsa operator inside a model, measured against float64 as it passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core import calls, reference
+from elsa_core.backends import eager_window
+from elsa_core.proof.cases import jittered
+from elsa_core.proof.compare import TURBO_EPS
+from elsa_core.reference import Drift
+
+_OPERATORS = frozenset({"elsa::attention", "elsa::attention_eager"})
+_WINDOW_OPERATORS = frozenset({"elsa::window_attention", "elsa::window_attention_eager"})
+
+# Entries of P that are rebuilt for one call: 2**18 are 2 MiB in float64, about 40 ms of one core.
+_SAMPLE = 1 << 18
+
+# Values of qkv that one call of the window operator is judged on: 16 MiB in float64.
+_WINDOW_SAMPLE = 1 << 21
+
+# Nearby samples, where one alone condemns a call. Two equally good errors of n samples that one
+# dot product dominates differ by more than 2x once in 3 at n = 1 and once in 10^4 at n = 32.
+_SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """One call of the operator: what it cost in accuracy and how large its logits were.
+
+    `rows` counts the sampled rows of P; `largest_logit` is the largest |finite score| among them.
+    `p_error` and `y_error` are relative Euclidean errors of P and Y against float64. What they are
+    allowed is `factor` times the error of PyTorch's own products on the same tensors (the paper's
+    Algorithm 2, float32 inside) plus a band: for P two ulp of the float32 lse, whose absolute
+    rounding is a relative one of P; for Y one ulp of its dtype, the division and the store.
+    Where one sample condemns Y, the root mean square over nearby ones counts, of both
+    (`Comparison`).
+    This sees what no output in bfloat16 can show, such as one key left out of 197.
+
+    The window operator returns no lse, so that its P is not known (0 of 0); Y is judged in the same
+    way, against PyTorch's own products in float32.
+    """
+
+    drift: Drift
+    rows: int
+    largest_logit: float
+    p_error: float
+    p_allowed: float
+    y_error: float
+    y_allowed: float
+
+    def reason(self) -> str:
+        """Why the call fails, or an empty string."""
+        for name, error, allowed in (
+            ("weights P", self.p_error, self.p_allowed),
+            ("output", self.y_error, self.y_allowed),
+        ):
+            if not error <= allowed:
+                return f"the operator's {name}: error {error:.2e}, allowed {allowed:.2e}"
+        return ""
+
+
+class OperatorCapture(TorchDispatchMode):
+    """Measures every call of the elsa operator that happens under it; keeps no tensor.
+
+    P is rebuilt from what the operator returned, P = exp(scores - lse) with scores of the same
+    queries and keys in float32, and compared with the float64 oracle on evenly spaced rows, so
+    that the memory stays bounded (about 2**18 entries of P) whatever the length.
+    """
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.factor = factor
+        self.calls: list[OperatorCall] = []
+
+    def __enter__(self) -> OperatorCapture:
+        calls.observe(1)  # what is judged must be what runs where nobody watches
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        calls.observe(-1)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _OPERATORS or name in _WINDOW_OPERATORS:
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            if name in _WINDOW_OPERATORS:
+                if given["qkv"].numel():
+                    self.calls.append(_measure_windows(func, given, result, self.factor))
+            elif given["query"].numel() and given["key"].numel():
+                out, lse = result
+                self.calls.append(_measure(func, given, out, lse, self.factor))
+        return result
+
+
+def worst(drifts: list[Drift]) -> Drift | None:
+    """The drift with the largest relative error of P (or of Y, where P is not known)."""
+
+    def size(drift: Drift) -> float:
+        spread = drift.p_relative_l2 or drift.y_relative_l2
+        return math.inf if math.isnan(spread.value) else spread.value
+
+    return max(drifts, key=size, default=None)
+
+
+def _measure(
+    operator: Any, given: dict[str, Any], out: Tensor, lse: Tensor, factor: float
+) -> OperatorCall:
+    query, key, value, scale = (given[name] for name in ("query", "key", "value", "scale"))
+    batch, heads, length, _ = query.shape
+    images = min(batch, max(1, _SAMPLE // (heads * key.shape[2])))
+    count = min(length, max(1, _SAMPLE // (images * heads * key.shape[2])))
+    rows = torch.linspace(0, length - 1, count, device=query.device).round().long().unique()
+    q, k, v = query[:images, :, rows], key[:images], value[:images]
+    mask = _rows_of_mask(given["attn_mask"], images, rows)
+    if given["is_causal"]:
+        mask = _with_causal(mask, rows, key.shape[2])
+    p_ref = reference.probabilities(q, k, mask, scale=scale)
+    y_ref, _ = reference.attention(q, k, v, mask, scale=scale)
+    scores = _scores(q, k, mask, scale)
+    row_lse = lse[:images, :, rows].unsqueeze(-1)
+    p = torch.where(row_lse == -math.inf, torch.zeros_like(scores), torch.exp(scores - row_lse))
+    p_peer, y_peer = reference.algorithm2(q, k, v, mask, scale=scale)
+    y = out[:images, :, rows]
+    turbo = given["precision"] == "turbo" and query.dtype == torch.float32
+    lse_ulp = (TURBO_EPS if turbo else torch.finfo(lse.dtype).eps) * max(1.0, _largest(row_lse))
+
+    def again(seed: int) -> tuple[float, float]:
+        other = jittered(query, seed)
+        q = other[:images, :, rows]
+        exact, _ = reference.attention(q, k, v, mask, scale=scale)
+        own = operator(**(given | {"query": other}))[0][:images, :, rows]
+        _, peer = reference.algorithm2(q, k, v, mask, scale=scale)
+        return _errors(own, peer, exact)
+
+    y_error, y_allowed = _settled(
+        _errors(y, y_peer, y_ref), factor, TURBO_EPS if turbo else torch.finfo(out.dtype).eps, again
+    )
+    return OperatorCall(
+        drift=reference.drift(p, p_ref, y, y_ref),
+        rows=images * heads * len(rows),
+        largest_logit=_largest(scores),
+        p_error=reference.relative_l2(p, p_ref),
+        p_allowed=factor * reference.relative_l2(p_peer, p_ref) + 2 * lse_ulp,
+        y_error=y_error,
+        y_allowed=y_allowed,
+    )
+
+
+def _measure_windows(
+    operator: Any, given: dict[str, Any], out: Tensor, factor: float
+) -> OperatorCall:
+    """One call of the window operator on its first images, as many as the sample allows."""
+    qkv = given["qkv"]
+    images = min(qkv.shape[0], max(1, _WINDOW_SAMPLE // qkv[0].numel()))
+    given = given | {"qkv": qkv[:images]}
+    exact, wide = _cast(given, torch.float64), _cast(given, torch.float32)
+    y_ref = eager_window.attention(**exact)
+    y = out[:images]
+
+    def again(seed: int) -> tuple[float, float]:
+        other = {"qkv": jittered(given["qkv"], seed)}
+        return _errors(
+            operator(**(given | other)),
+            eager_window.attention(**(wide | _cast(other, torch.float32))),
+            eager_window.attention(**(exact | _cast(other, torch.float64))),
+        )
+
+    turbo = given["precision"] == "turbo" and out.dtype == torch.float32
+    y_error, y_allowed = _settled(
+        _errors(y, eager_window.attention(**wide), y_ref),
+        factor,
+        TURBO_EPS if turbo else torch.finfo(out.dtype).eps,
+        again,
+    )
+    heads = (-1, given["num_heads"], out.shape[-1] // given["num_heads"])
+    return OperatorCall(
+        drift=reference.drift(None, None, y.reshape(heads), y_ref.reshape(heads)),
+        rows=y_ref.reshape(heads).shape[:2].numel(),
+        largest_logit=eager_window.largest_score(**wide),
+        p_error=0.0,
+        p_allowed=0.0,
+        y_error=y_error,
+        y_allowed=y_allowed,
+    )
+
+
+def _errors(own: Tensor, peer: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Relative errors of the operator and of the peer, both in the operator's dtype."""
+    return reference.relative_l2(own, exact), reference.relative_l2(peer.to(own.dtype), exact)
+
+
+def _settled(
+    first: tuple[float, float],
+    factor: float,
+    ulp: float,
+    again: Callable[[int], tuple[float, float]],
+) -> tuple[float, float]:
+    """(error, allowed) of one sample, or of many where that one condemns the call."""
+    error, peer = first
+    if not error <= factor * peer + ulp:
+        samples = [first, *(again(seed) for seed in range(1, _SAMPLES))]
+        error, peer = (math.sqrt(fmean(x * x for x in each)) for each in zip(*samples, strict=True))
+    return error, factor * peer + ulp
+
+
+def _cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in given.items()
+    }
+
+
+def _largest(values: Tensor) -> float:
+    """The largest finite absolute value, 0 where there is none."""
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Scores in float32 (float64 for float64), the state's own precision. [b, H, rows, Nk]."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    key = key.to(wide).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = (query.to(wide) @ key.mT) * scale
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -math.inf)
+    return scores + mask.to(wide)
+
+
+def _rows_of_mask(mask: Tensor | None, images: int, rows: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    mask = mask if mask.shape[0] == 1 else mask[:images]
+    return mask if mask.shape[2] == 1 else mask[:, :, rows]
+
+
+def _with_causal(mask: Tensor | None, rows: Tensor, keys: int) -> Tensor:
+    """Adds key j <= query i to a mask, as the operator does when it is given both."""
+    visible = torch.arange(keys, device=rows.device) <= rows.unsqueeze(1)
+    if mask is None:
+        return visible
+    if mask.dtype == torch.bool:
+        return mask & visible
+    return torch.where(visible, mask, -math.inf)

@@ -1,0 +1,200 @@
+"""Proof that a patched model still computes what it did: relative to float64, site by site."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.patching.patch import original, patched_sites
+from elsa_core.proof.cases import ModelInput, as_cases, generated_inputs, text_shape
+from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck
+from elsa_core.proof.run import CheckRun, Fault, Progress
+
+__all__ = [
+    "CheckReport",
+    "ModelCheck",
+    "SiteCheck",
+    "check",
+    "generated_inputs",
+    "text_shape",
+]
+
+FAULT_SWITCH = "ELSA_FAULT_INJECTION"
+
+
+def check(
+    model: nn.Module,
+    inputs: ModelInput | Mapping[str, ModelInput],
+    *,
+    factor: float = 2.0,
+    stress: bool = True,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Judges a patched model against the original one, with float64 as the oracle.
+
+    The error of the patched model may not exceed `factor` times the original's own error plus a
+    rounding band of two ulp (`elsa_core.proof.compare`), for the model's output and for each
+    site's; the site is run alone on what reached it in the original. Top-1 must agree with the
+    oracle's wherever the original's own rounding cannot flip it. Values that are not finite fail.
+
+    The switch ELSA_FAULT_INJECTION=site_path:amount multiplies the output of that patched site by
+    1 + amount, to show that the check sees it; the report says that it was on.
+
+    Args:
+        model: Patched by `elsa_core.patch`; any floating dtype but float64. Comes back as it was:
+            patched, in its mode, without new hooks. The random state is not touched. Of a compiled
+            model the eager one is judged.
+        inputs: A tensor [B, C, H, W], a tuple of the model's arguments, or named ones of either;
+            floating tensors are cast to the model's dtype and device first.
+        factor: How many times the original's own error is allowed; at least 1.
+        stress: Also hard cases for each site, made from the first case that reaches it, and one
+            with random weights for those that are all zero. That one is made without `stress` too,
+            where a site's output is zero and would show nothing.
+        batch_size: Rows for one forward. Sites are judged on the first batch of each case.
+        progress: Called with (what, steps done, steps in all).
+
+    Raises:
+        NothingPatchedError: No site of the model is patched.
+        ArgumentError: `factor`, `batch_size`, an input or the fault switch is wrong.
+        ModelError: The original model does not run on the inputs, or not in float64.
+    """
+    if not (math.isfinite(factor) and factor >= 1.0):
+        raise ArgumentError(f"factor={factor}: expected a finite number of at least 1")
+    if batch_size < 1:
+        raise ArgumentError(f"batch_size={batch_size}: expected at least 1")
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: judged without it
+    sites = patched_sites(model)
+    if not sites:
+        raise NothingPatchedError("check: no site of this model is patched; call patch first")
+    cases = as_cases(inputs)
+    fault = _fault(sites)
+    dtype, device = _home(model)
+    with _undisturbed(model, device):
+        with original(model):
+            oracle = _oracle(model)
+        run = CheckRun(model, sites, oracle, dtype, device, factor, batch_size, fault, progress)
+        checks = run.cases(cases, stress)
+        seconds, timed_runs = run.timings(next(iter(cases.values())))
+        run.tick("timing", 1)
+    results = run.site_checks()
+    failures = _bad_weights(model)
+    failures += [f"{site.path}: {site.reason}" for site in results if not site.ok]
+    failures += [f"model on {one.case!r}: {one.reason}" for one in checks if not one.ok]
+    if not failures and not any(site.operator_calls for site in results):
+        failures.append("no site ran elsa's operator on these inputs, so nothing is known about it")
+    return CheckReport(
+        sites=results,
+        cases=checks,
+        ok=not failures,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        factor=factor,
+        stress=stress,
+        seconds_original=seconds[0],
+        seconds_patched=seconds[1],
+        timed_runs=timed_runs,
+        failures=tuple(failures),
+        fault_injection=None if fault is None else f"{fault.path}:{fault.amount:g}",
+    )
+
+
+def _fault(sites: Mapping[str, nn.Module]) -> Fault | None:
+    text = os.environ.get(FAULT_SWITCH, "")
+    if not text:
+        return None
+    path, _, number = text.rpartition(":")
+    try:
+        amount = float(number)
+    except ValueError:
+        amount = math.nan
+    if path not in sites or math.isnan(amount):
+        raise ArgumentError(
+            f"{FAULT_SWITCH}={text}: expected the path of a patched site, a colon and a number"
+        )
+    return Fault(path, amount)
+
+
+def _home(model: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device that hold most of the model's weights."""
+    counts: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype, parameter.device] += parameter.numel()
+    if not counts:
+        raise ModelError("check: the model has no floating weights; nothing can be compared")
+    dtype, device = counts.most_common(1)[0][0]
+    if device.type == "meta":
+        raise ModelError("check: the weights are on the meta device; load the model for real")
+    if dtype == torch.float64:
+        raise ArgumentError(
+            "check: a float64 model has no oracle better than itself; check it in float32"
+        )
+    return dtype, device
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Eval mode, eager, no gradient, no autocast; every mode and random state comes back."""
+    modes = [(module, module.training) for module in model.modules()]
+    index = device.index if device.index is not None else 0
+    devices = [index] if device.type == "cuda" else []
+    rng = torch.random.fork_rng(devices=devices)
+    with torch.no_grad(), rng, _no_autocast(device), _nothing_compiled():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device_type=device.type, enabled=False)
+
+
+def _nothing_compiled() -> AbstractContextManager[object]:
+    """Keeps what is compiled, whole or in part, from running so: a compiler leaves out hooks."""
+    # A process that has not imported the compiler, which takes seconds, has compiled nothing.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+def _oracle(model: nn.Module) -> nn.Module:
+    """The original model in float64, which holds its weights exactly."""
+    try:
+        return copy.deepcopy(model).double()
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last: fully_shard
+        raise ModelError(
+            f"check: this model cannot be copied for a float64 oracle ({error})"
+        ) from error
+
+
+def _bad_weights(model: nn.Module) -> list[str]:
+    """One line that names the weights with NaN or infinite values, if there are any."""
+    bad = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and not bool(parameter.detach().isfinite().all())
+    ]
+    # A buffer may hold -inf on purpose (a causal mask), a NaN never.
+    bad += [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and bool(buffer.isnan().any())
+    ]
+    if not bad:
+        return []
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return [f"weights: NaN or infinite values in {', '.join(bad[:3])}{more}"]

@@ -1,0 +1,272 @@
+"""The adapters of timm's and open_clip's eager attentions: each against its class in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.patching.adapters import decomposed
+from elsa_core.patching.patch import patch
+
+pytest.importorskip("timm")
+
+from timm.layers.bottleneck_attn import BottleneckAttn
+from timm.layers.halo_attn import HaloAttn
+from timm.models import (
+    convit,
+    crossvit,
+    efficientformer,
+    efficientvit_msra,
+    gcvit,
+    levit,
+    mvitv2,
+    nest,
+    shvit,
+    tnt,
+    vision_transformer_sam,
+    volo,
+)
+
+
+class Calls(TorchDispatchMode):
+    """Counts elsa's operators, and the elements of the largest mask that one was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.mask = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith("elsa::attention"):
+            self.count += 1
+            self.mask = max(self.mask, 0 if args[3] is None else args[3].numel())
+        return func(*args, **(kwargs or {}))
+
+
+class Case(NamedTuple):
+    """How to make a module, and what it takes: a shape after the batch, further arguments."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    further: Callable[[int], tuple[Any, ...]] = lambda batch: ()
+
+
+def sam(size: tuple[int, int], **options) -> Case:
+    options = {"use_rel_pos": True, "input_size": (5, 4), **options}
+    return Case(lambda: vision_transformer_sam.Attention(32, num_heads=2, **options), (*size, 32))
+
+
+def mvit(size: int, token: bool = True, **options) -> Case:
+    def make() -> nn.Module:
+        return mvitv2.MultiScaleAttention(
+            24, 32, (size, size), num_heads=2, has_cls_token=token, **options
+        )
+
+    return Case(make, (size * size + token, 24), lambda batch: ([size, size],))
+
+
+POOL = {"kernel_q": (3, 3), "kernel_kv": (3, 3), "stride_q": (2, 2), "stride_kv": (4, 4)}
+CASES: dict[str, Case] = {
+    "sam": sam((5, 4)),
+    "sam-resized": sam((7, 6), qk_norm=True),
+    "sam-one-row": sam((1, 4)),
+    "sam-plain": sam((5, 4), use_rel_pos=False),
+    "mvit": mvit(8, **POOL),
+    "mvit-no-token": mvit(8, token=False, **POOL),
+    "mvit-fine-keys": mvit(8, kernel_q=(3, 3), stride_q=(4, 4), kernel_kv=(3, 3)),
+    "mvit-unpooled": mvit(4, residual_pooling=False),
+    "mvit-odd": mvit(7, mode="max", rel_pos_type="", **POOL),
+    "bottleneck": Case(
+        lambda: BottleneckAttn(16, feat_size=(4, 6), num_heads=2, stride=2, qk_ratio=0.5),
+        (16, 4, 6),
+    ),
+    "bottleneck-scaled": Case(
+        lambda: BottleneckAttn(16, 32, (4, 5), num_heads=2, scale_pos_embed=True, qkv_bias=True),
+        (16, 4, 5),
+    ),
+    "halo": Case(
+        lambda: HaloAttn(16, 32, num_heads=2, block_size=4, halo_size=1, dim_head=8), (16, 8, 12)
+    ),
+    "halo-stride": Case(
+        lambda: HaloAttn(16, num_heads=2, block_size=4, halo_size=2, stride=2), (16, 8, 4)
+    ),
+    "halo-pool": Case(
+        lambda: HaloAttn(16, num_heads=2, block_size=4, stride=2, avg_down=True), (16, 8, 8)
+    ),
+    "levit": Case(lambda: levit.Attention(24, 8, 3, 2.0, (3, 5)), (15, 24)),
+    "levit-conv": Case(lambda: levit.Attention(24, 8, 3, 2.0, (3, 5), use_conv=True), (24, 3, 5)),
+    "levit-down": Case(lambda: levit.AttentionDownsample(24, 32, 8, 3, 4.0, 2, (3, 5)), (15, 24)),
+    "levit-down-conv": Case(
+        lambda: levit.AttentionDownsample(24, 32, 8, 3, 4.0, 2, (3, 5), use_conv=True), (24, 3, 5)
+    ),
+    "efficientformer": Case(lambda: efficientformer.Attention(24, 8, 3, 2, 4), (16, 24)),
+    "efficientvit": Case(
+        lambda: efficientvit_msra.CascadedGroupAttention(24, 4, 3, 2, 5, (7, 5, 3)), (24, 5, 5)
+    ),
+    "crossvit": Case(lambda: crossvit.CrossAttention(24, 3, qkv_bias=True), (9, 24)),
+    "volo": Case(lambda: volo.ClassAttention(24, 3, qkv_bias=True), (9, 24)),
+    "volo-head-dim": Case(lambda: volo.ClassAttention(24, 3, head_dim=5), (9, 24)),
+    "tnt": Case(lambda: tnt.Attention(24, 12, 3), (9, 24)),
+    "convit": Case(lambda: convit.MHSA(24, 3, qkv_bias=True), (9, 24)),
+    "nest": Case(lambda: nest.Attention(24, 3, qkv_bias=True), (4, 9, 24)),
+    "gcvit": Case(
+        lambda: gcvit.WindowAttentionGlobal(24, 3, (3, 4), use_global=False), (12, 24)
+    ),
+    "shvit": Case(lambda: shvit.SHSA(24, 4, 8), (24, 3, 5)),
+}  # fmt: skip
+
+
+# One of each adapter, for the compiler takes seconds.
+COMPILED = (
+    *("sam", "mvit", "bottleneck", "halo", "levit", "levit-down-conv", "efficientformer"),
+    *("efficientvit", "crossvit", "volo", "tnt", "nest", "gcvit", "shvit"),
+)
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """No parameter or running mean at its initial value, where a mistake would not show."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.4)
+        for name, buffer in module.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.normal_(std=0.1)
+    module.eval()  # LeViT's returns nothing
+    return module
+
+
+def first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def cast(values: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
+    return [v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for v in values]
+
+
+def assert_same(module: nn.Module, dtype: torch.dtype, *inputs: Any) -> nn.Module:
+    """The patched copy is as close to the float64 module as the module itself; returns the copy."""
+    whole = copy.deepcopy(module).double()(*cast(inputs, torch.float64))
+    plain = copy.deepcopy(module).to(dtype)
+    own = plain(*cast(inputs, dtype))
+    expected, own_error = first(whole), (first(own).double() - first(whole)).norm()
+    patched = copy.deepcopy(plain)
+    patch(patched, strict=True)
+    with Calls() as calls:
+        found = patched(*cast(inputs, dtype))
+    assert calls.count > 0
+    assert first(found).dtype == dtype and first(found).shape == expected.shape
+    if isinstance(own, tuple):
+        assert list(found[1]) == list(own[1])
+    band = 4 * torch.finfo(dtype).eps * expected.norm()
+    assert (first(found).double() - expected).norm() <= 2 * own_error + band
+    return patched
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_agrees(name: str, dtype: torch.dtype) -> None:
+    module = randomised(CASES[name].make())
+    for batch in (1, 3):
+        inputs = (torch.randn(batch, *CASES[name].shape), *CASES[name].further(batch))
+        assert_same(module, dtype, *inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_copies_and_capture(name: str) -> None:
+    """float64 gradients are the original's; copies and pickles work; it compiles in one graph."""
+    torch._dynamo.reset()
+    module = randomised(CASES[name].make()).double()
+    x = torch.randn(2, *CASES[name].shape, dtype=torch.float64)
+    more = CASES[name].further(2)
+    original = copy.deepcopy(module)  # LeViT keeps the graph of its biases, which has no copy
+    expected = first(original(x, *more))
+    grads = torch.autograd.grad(expected.square().sum(), list(original.parameters()))
+    patch(module)
+    out = first(module(x, *more))
+    torch.testing.assert_close(out, expected)
+    found = torch.autograd.grad(out.square().sum(), list(module.parameters()))
+    for a, b in zip(found, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    with torch.no_grad():
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert type(other) is type(module)
+            assert torch.equal(first(other(x, *more)), first(module(x, *more)))
+        if name in COMPILED:
+            compiled = torch.compile(module, fullgraph=True, backend="eager")
+            torch.testing.assert_close(first(compiled(x, *more)), expected.detach())
+            torch.testing.assert_close(first(module(x, *more)), expected.detach())
+
+
+def test_global_queries_stay_with_their_image() -> None:
+    """timm 1.0.31 mends an order that 1.0.29 had wrong; the adapter follows the installed one."""
+    module = randomised(gcvit.WindowAttentionGlobal(24, 3, (3, 3)))
+    with torch.no_grad():
+        assert_same(module, torch.float32, torch.randn(6, 9, 24), torch.randn(2, 3, 3, 24))
+        assert_same(module, torch.float32, torch.randn(4, 9, 24), torch.randn(1, 3, 3, 24))
+
+
+def test_decomposed_positions_need_no_mask() -> None:
+    for case, masked in (("sam", False), ("mvit", False), ("halo", False)):
+        module = randomised(CASES[case].make())
+        patch(module)
+        with torch.no_grad(), Calls() as calls:
+            module(torch.randn(2, *CASES[case].shape), *CASES[case].further(2))
+        assert (calls.mask > 0) is masked
+
+
+@torch.no_grad()
+def test_positions_too_many_for_the_head_dim_become_a_mask(monkeypatch) -> None:
+    monkeypatch.setattr(decomposed, "_WIDEST", 16)
+    for name in ("sam", "mvit", "mvit-no-token", "halo", "bottleneck-scaled"):
+        module = randomised(CASES[name].make())
+        inputs = (torch.randn(2, *CASES[name].shape), *CASES[name].further(2))
+        assert_same(module, torch.float32, *inputs)
+        patch(module)
+        with Calls() as calls:
+            module(*inputs)
+        assert calls.mask > 0
+
+
+def test_cached_biases_follow_the_weights() -> None:
+    """LeViT's cache of eval mode holds neither a graph nor a captured tensor."""
+    module = randomised(CASES["levit"].make())
+    patch(module)
+    x = torch.randn(2, *CASES["levit"].shape)
+    for _ in range(2):  # a cached graph would be freed by the first backward pass
+        module(x).sum().backward()
+    program = torch.export.export(module, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(x), module(x))
+        before = module(x)
+        module.train()
+        module.attention_biases.add_(torch.randn_like(module.attention_biases))
+        module.eval()
+        assert not torch.allclose(module(x), before)
+
+
+@pytest.mark.parametrize("name", ["crossvit", "volo", "tnt", "convit", "nest", "sam", "gcvit"])
+@torch.no_grad()
+def test_dropout_stays_dropout(name: str) -> None:
+    module = randomised(CASES[name].make())
+    module.attn_drop.p = 0.5
+    patch(module)
+    x = torch.randn(2, *CASES[name].shape)
+    assert torch.equal(module(x), module(x))
+    module.train()
+    assert not torch.equal(module(x), module(x))
+
+
+@torch.no_grad()
+def test_open_clip_attention_pool() -> None:
+    resnet = pytest.importorskip("open_clip.modified_resnet")
+    module = randomised(resnet.AttentionPool2d(3, 24, 3, 10))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same(module, dtype, torch.randn(3, 24, 3, 3))

@@ -1,0 +1,171 @@
+"""MaxViT, in timm and torchvision, on elsa: windows and grids, every kind of relative positions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.patching.patch import patch, unpatch
+from elsa_core.patching.sites import inspect
+from elsa_core.proof.check import check
+
+TIMM = {
+    # Heads first in the projection; a table of biases.
+    "bias": ("maxvit_pico_rw_256", {}),
+    "mlp": ("maxvit_rmlp_pico_rw_256", {}),
+    # The projection as in other models; biases as TensorFlow keeps them.
+    "tf": ("maxvit_tiny_tf_224", {}),
+}
+KINDS = (*TIMM, "torchvision")
+SIDE = 96  # 24 x 24 tokens in the first stage, windows and grids of 3 x 3
+
+
+class Calls(TorchDispatchMode):
+    """Counts elsa's window operator and softmaxes in plain PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows = self.softmaxes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        self.windows += name.startswith("elsa::window_attention")
+        self.softmaxes += name in ("aten::_softmax", "aten::_safe_softmax")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def make(kind: str) -> nn.Module:
+    """A small model of four sites in which no bias is zero."""
+    if kind == "torchvision":
+        maxvit = pytest.importorskip("torchvision.models.maxvit")
+        model = maxvit.MaxVit(
+            input_size=(SIDE, SIDE), stem_channels=16, partition_size=3, block_channels=[16, 32],
+            block_layers=[1, 1], head_dim=8, stochastic_depth_prob=0.0, num_classes=6,
+        )  # fmt: skip
+    else:
+        name, options = TIMM[kind]
+        model = timm.create_model(
+            name, img_size=SIDE, embed_dim=(32, 64), depths=(1, 1), stem_width=16, num_classes=6,
+            drop_path_rate=0.0, **options,
+        )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "rel" in name or "bias" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def images(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_windows_and_grids(kind: str, dtype: torch.dtype) -> None:
+    """Every site and the model, against float64, in batches of 1 and 3."""
+    model = make(kind).to(dtype)
+    report = patch(model)
+    assert len(report.patched) == 4 and not report.kept
+    with Calls() as calls:
+        model(images(1).to(dtype))
+    assert calls.windows == 4 and not calls.softmaxes
+    found = check(model, {"one": images(1), "three": images(3)})
+    assert found.ok, found.failures
+    assert all(site.operator_calls == site.calls > 0 for site in found.sites)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "torchvision"])
+@torch.no_grad()
+def test_one_graph_a_dynamic_batch_and_copies(kind: str) -> None:
+    torch._dynamo.reset()
+    model, x = make(kind), images(2)
+    expected = model(x)
+    patch(model)
+    found = model(x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), found)
+        unpatch(twin)
+        assert torch.equal(twin(x), expected)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), found, rtol=1e-4, atol=1e-5)
+    dims = {0: torch.export.Dim("batch", min=1, max=64)}
+    program = torch.export.export(model, (x,), dynamic_shapes=(dims,))
+    called = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert sum(name.startswith("elsa.window_attention") for name in called) == 4
+    torch.testing.assert_close(program.module()(images(3)), model(images(3)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_shows_windows(kind: str) -> None:
+    sites = inspect(make(kind), (3, SIDE, SIDE)).sites
+    assert [(s.kind, s.query_tokens, s.patchable) for s in sites] == [("window", 9, True)] * 4
+    assert all("relative bias" in s.extra and s.flops for s in sites)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_and_hooks(kind: str) -> None:
+    plain, x = make(kind).double(), images(2).double()
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    with torch.no_grad():
+        patched(x)
+    for model in (plain, patched):
+        model(x).square().sum().backward()
+    for (name, a), b in zip(plain.named_parameters(), patched.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, msg=name)
+    path = "attn_layer.1" if kind == "torchvision" else ".attn"
+    seen: list[Any] = []
+    attn = next(m for p, m in patched.named_modules() if p.endswith(path))
+    attn.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    with torch.no_grad(), Calls() as calls:
+        patched(x)
+    assert len(seen) == 1 and calls.windows == 3
+
+
+@pytest.mark.parametrize("kind", ["bias", "mlp", "tf"])
+@torch.no_grad()
+def test_another_size_and_other_weights_after_patching(kind: str) -> None:
+    plain, other = make(kind), make(kind)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    patched(images(1))
+    for model in (plain, patched):
+        model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(patched(images(1)), plain(images(1)), rtol=1e-4, atol=1e-5)
+    if hasattr(plain, "set_input_size"):
+        for model in (plain, patched):
+            model.set_input_size(img_size=(64, 96), window_size=(2, 3))
+        x = images(2)[:, :, :64]
+        torch.testing.assert_close(patched(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_torchvision_refuses_another_size_as_before() -> None:
+    """A layer is built for one grid; a multiple of its partition would run without a word."""
+    model, x = make("torchvision"), torch.randn(1, 16, 12, 12)
+    layer = next(m for p, m in model.named_modules() if p.endswith("window_attention"))
+    x = torch.randn(1, layer.attn_layer[0].normalized_shape[0], 12, 12)
+    with pytest.raises(Exception) as before:
+        layer(x)
+    patch(model)
+    with pytest.raises(type(before.value)):
+        layer(x)

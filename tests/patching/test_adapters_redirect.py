@@ -1,0 +1,310 @@
+"""The redirect of `scaled_dot_product_attention`: what it reaches and refuses; real families."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.errors import NothingPatchedError
+from elsa_core.patching.adapters import redirect
+from elsa_core.patching.patch import patch, unpatch
+
+timm = pytest.importorskip("timm")
+
+
+class Count(TorchDispatchMode):
+    """Counts the calls of elsa's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func._schema.name.startswith(("elsa::attention", "elsa::window_attention"))
+        return func(*args, **(kwargs or {}))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def heads(self, x):
+        return self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+
+
+class ByModule(Base):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.heads(x))
+
+
+class ByLongName(Base):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(*self.heads(x))
+
+
+class ByImportedName(Base):
+    def forward(self, x):
+        attend = sdpa
+        return attend(*self.heads(x), scale=0.5)
+
+
+class InAHelperMethod(Base):
+    def _attend(self, q, k, v, *, causal=True):
+        outs = [F.scaled_dot_product_attention(q, k, v, is_causal=causal) for _ in range(1)]
+        return outs[0]
+
+    def forward(self, x):
+        return self._attend(*self.heads(x))
+
+
+class WithSuper(ByModule):
+    """`super()` needs the class cell of the original function."""
+
+    def heads(self, x):
+        return super().heads(x) * 2
+
+    def forward(self, x, scale: float = 0.3):
+        q, k, v = super().heads(x)
+        return nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+class Inherits(ByModule):
+    pass
+
+
+class CallsSuperForward(ByModule):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class ImportsInside(Base):
+    def forward(self, x):
+        from torch.nn.functional import scaled_dot_product_attention
+
+        return scaled_dot_product_attention(*self.heads(x))
+
+
+def traced(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+class Decorated(Base):
+    @traced
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.heads(x))
+
+
+class OwnMethodOfThatName(Base):
+    def scaled_dot_product_attention(self, q, k, v):
+        return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+    def forward(self, x):
+        return self.scaled_dot_product_attention(*self.heads(x))
+
+
+FLAG = False
+CALLS = 0
+
+
+class ReadsAFlag(Base):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.heads(x), is_causal=FLAG)
+
+
+class CountsItsCalls(Base):
+    def forward(self, x):
+        global CALLS  # noqa: PLW0603
+        CALLS += 1
+        return F.scaled_dot_product_attention(*self.heads(x))
+
+
+class SetsAGlobal(Base):
+    def forward(self, x):
+        global LAST  # noqa: PLW0603
+        LAST = F.scaled_dot_product_attention(*self.heads(x))
+        return LAST
+
+
+class NamesWhatComesLater(Base):
+    def forward(self, x):
+        calls = (F.scaled_dot_product_attention(*self.heads(x), scale=LATER) for _ in x)  # noqa: F821
+        return next(calls)
+
+
+REDIRECTED = [ByModule, ByLongName, ByImportedName, InAHelperMethod, WithSuper, Inherits]
+
+
+@pytest.mark.parametrize("cls", REDIRECTED)
+@torch.no_grad()
+def test_every_spelling_is_redirected(cls: type) -> None:
+    torch.manual_seed(0)
+    module, x = cls(), torch.randn(2, 5, 16)
+    expected, sdpa_before = module(x), F.scaled_dot_product_attention
+    patch(module, backend="eager")
+    with Count() as count:
+        found = module(x)
+    assert count.calls == 1
+    torch.testing.assert_close(found, expected)
+    called = []
+
+    def backend(graph, example):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend=backend)(x), expected)
+    assert any("elsa.attention" in name for name in called)
+    assert not any("scaled_dot_product" in name for name in called)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(module))(x), expected)
+    assert type(module).forward.__code__ is cls.forward.__code__
+    assert F.scaled_dot_product_attention is sdpa_before
+    with Count() as count:
+        cls()(x)  # another instance of the class is not touched
+        unpatch(module)
+        assert torch.equal(module(x), expected)
+    assert count.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (CallsSuperForward, "reached through super"),
+        (Decorated, "is decorated"),
+        (ImportsInside, "through a global name"),
+        (OwnMethodOfThatName, "through a global name"),
+        (ReadsAFlag, "uses the global FLAG"),
+        (CountsItsCalls, "uses the global CALLS"),
+        (SetsAGlobal, "uses the global LAST"),
+        (NamesWhatComesLater, "uses the global LATER"),
+    ],
+)
+def test_what_cannot_be_redirected_is_kept_with_a_reason(cls: type, words: str) -> None:
+    module = cls()
+    with pytest.raises(NothingPatchedError, match=words):
+        patch(module)
+    assert type(module) is cls
+
+
+def test_a_traced_graph_is_refused() -> None:
+    """Its class is its instance's own: a copy of it called itself without end."""
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    graph = torch.fx.symbolic_trace(Plain())
+    with pytest.raises(NothingPatchedError, match="before it is traced"):
+        patch(graph)
+    graph(torch.randn(1, 3, 16))
+
+
+def test_the_fused_branch_is_forced_without_touching_the_instance() -> None:
+    from timm.models.swin_transformer import WindowAttention
+
+    module = WindowAttention(16, num_heads=2, window_size=4)
+    assert module.fused_attn is False  # timm: experimental
+    patch(module)
+    assert module.fused_attn is True
+    assert module.__dict__["fused_attn"] is False
+    module.fused_attn = True
+    unpatch(module)
+    assert module.fused_attn is True
+
+
+def test_names_are_invertible() -> None:
+    from timm.models.vision_transformer_sam import Attention
+
+    cls = redirect.redirected(Attention, "ieee", "eager")
+    assert cls.__qualname__.isidentifier()
+    assert getattr(redirect, cls.__qualname__) is cls
+    assert redirect.redirected(Attention, "ieee", "eager") is cls
+    assert redirect.redirected(Attention, "strict", "eager") is not cls
+    for name in ("Redirected", "anything", cls.__qualname__.replace("ieee", "exact")):
+        with pytest.raises(AttributeError):
+            getattr(redirect, name)
+
+
+FAMILIES = {
+    # Hands 5-D tensors over.
+    "hiera_tiny_224": {"img_size": 64, "embed_dim": 32, "stages": (1, 1, 1, 1)},
+    "beit_base_patch16_224": {"img_size": 48, "embed_dim": 48, "depth": 2, "num_heads": 3},
+    "pvt_v2_b0": {"depths": (1, 1, 1, 1)},
+    "twins_svt_small": {"depths": (1, 1, 1, 2)},
+    "tiny_vit_5m_224": {"depths": (1,) * 4, "embed_dims": (8, 32, 32, 32), "num_heads": (1,) * 4},
+    "vit_relpos_small_patch16_224": {"img_size": 48, "embed_dim": 48, "depth": 2, "num_heads": 3},
+    "samvit_base_patch16": {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3,
+                            "global_attn_indexes": (1,)},
+    "visformer_tiny": {"img_size": 64, "depth": (1, 1, 1)},
+    "cait_xxs24_224": {"img_size": 48, "depth": 2},
+    "vit_base_patch16_siglip_224": {"img_size": 48, "embed_dim": 48, "depth": 1, "num_heads": 3},
+}  # fmt: skip
+
+
+def family(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """A small model with no parameter at zero, and inputs for it."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=7, **FAMILIES[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.std(correction=0) < 1e-3:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    side = FAMILIES[name].get("img_size", 224 if name.startswith("tiny_vit") else 64)
+    return model, torch.randn(2, 3, side, side)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_families_agree(name: str, dtype: torch.dtype) -> None:
+    """The patched model errs no more than twice as much as the model itself."""
+    model, x = family(name)
+    expected = copy.deepcopy(model).double()(x.double())
+    model, x = model.to(dtype), x.to(dtype)
+    own_error = (model(x).double() - expected).norm()
+    report = patch(model)
+    with Count() as count:
+        error = (model(x).double() - expected).norm()
+    assert count.calls >= len(report.patched)
+    assert error <= 2 * own_error + 8 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["hiera_tiny_224", "beit_base_patch16_224", "samvit_base_patch16"])
+@torch.no_grad()
+def test_families_compile_and_export(name: str) -> None:
+    torch._dynamo.reset()
+    model, x = family(name)
+    patch(model)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
+    batch = torch.export.Dim("batch", min=2, max=32)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},))
+    more = torch.cat([x, x, x])
+    torch.testing.assert_close(program.module()(more), model(more), rtol=1e-4, atol=1e-5)
+
+
+def test_open_clip_attention() -> None:
+    open_clip = pytest.importorskip("open_clip")
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 32)
+    mask = torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
+    module = open_clip.transformer.Attention(32, num_heads=4, qk_norm=True, scale_heads=True)
+    with torch.no_grad():
+        expected = module(x, attn_mask=mask)
+        patch(module)
+        torch.testing.assert_close(module(x, attn_mask=mask), expected)
+    cosine = open_clip.transformer.Attention(32, num_heads=4, scaled_cosine=True)
+    with pytest.raises(NothingPatchedError, match="scaled cosine"):
+        patch(cosine)

@@ -1,0 +1,463 @@
+"""Swin, in timm and torchvision, on elsa: padding and shift on both axes, sizes that change."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.patching.adapters.windows import read_bias
+from elsa_core.patching.patch import patch, patched_sites, unpatch
+from elsa_core.patching.sites import inspect
+from elsa_core.proof.check import check
+
+# 27 x 19 tokens in windows of 4 x 4: both axes are padded, in the second stage (14 x 10) too.
+SIDES = (108, 76)
+SMALL = {"embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4), "num_classes": 6}
+TIMM = {
+    "swin": "swin_tiny_patch4_window7_224",
+    "swin-v2": "swinv2_tiny_window8_256",
+    "swin-v2-cr": "swinv2_cr_tiny_224",
+}
+TORCHVISION = ("torchvision-v1", "torchvision-v2")
+KINDS = (*TIMM, *TORCHVISION)
+SITES = dict.fromkeys(TIMM, "SwinTransformer") | dict.fromkeys(TORCHVISION, "ShiftedWindow")
+
+
+class Calls(TorchDispatchMode):
+    """Counts elsa's window operator, and what the original would call around attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows = 0
+        self.others: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        self.windows += name.startswith("elsa::window_attention")
+        if name in ("aten::roll", "aten::_softmax", "aten::bmm"):
+            self.others.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def make(kind: str, **options: Any) -> nn.Module:
+    """A small model in which no parameter is zero or all alike."""
+    if kind in TIMM:
+        given = {"img_size": SIDES, "window_size": 4} | SMALL | options
+        model = timm.create_model(TIMM[kind], **given).eval()
+    else:
+        model = torchvision_swin(kind, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "logit_scale" in name:
+                parameter.uniform_(1.0, 6.0)  # some beyond the clamp at log 100
+            elif parameter.dim() < 2 or "bias" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def torchvision_swin(kind: str, **options: Any) -> nn.Module:
+    swin = pytest.importorskip("torchvision.models.swin_transformer")
+    block, merge = swin.SwinTransformerBlock, swin.PatchMerging
+    if kind == "torchvision-v2":
+        block, merge = swin.SwinTransformerBlockV2, swin.PatchMergingV2
+    given = {"patch_size": [4, 4], "window_size": [4, 4], "block": block} | SMALL | options
+    return swin.SwinTransformer(downsample_layer=merge, **given).eval()
+
+
+def images(batch: int = 2, sides: tuple[int, int] = SIDES) -> Tensor:
+    return torch.randn(batch, 3, *sides, generator=torch.Generator().manual_seed(batch))
+
+
+def features(model: nn.Module, x: Tensor) -> Tensor:
+    """Tokens, not classes: as many values as a comparison can have."""
+    return model.features(x) if hasattr(model, "features") else model.forward_features(x)
+
+
+def assert_same(model: nn.Module, x: Tensor, dtype: torch.dtype, run: Any = None) -> None:
+    """Patched, the model errs no more than twice as much as itself, against float64."""
+    expected = features(copy.deepcopy(model).double(), x.double())
+    model, x = copy.deepcopy(model).to(dtype), x.to(dtype)
+    plain = features(model, x)
+    report = patch(model)
+    assert not report.kept
+    with Calls() as calls:
+        found = features(model, x)
+    assert calls.windows == len(report.patched) and not calls.others
+    assert found.dtype == dtype and found.shape == plain.shape
+    own, error = ((out.double() - expected) for out in (plain, found))
+    eps = torch.finfo(dtype).eps
+    assert error.norm() <= 2 * own.norm() + 2 * eps * expected.norm()
+    assert error.abs().max() <= 2 * own.abs().max() + 2 * eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_padded_and_shifted_on_both_axes(kind: str, batch: int, dtype: torch.dtype) -> None:
+    assert_same(make(kind), images(batch), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_without_a_projection_bias(kind: str) -> None:
+    model = make(kind, **({"qkv_bias": False} if kind in ("swin", "swin-v2") else {}))
+    for module in model.modules():
+        if kind in TORCHVISION and hasattr(module, "relative_position_index"):
+            module.qkv.bias = None
+    assert_same(model, images(1), torch.float32)
+
+
+@pytest.mark.parametrize("kind", TIMM)
+@torch.no_grad()
+def test_windows_that_are_no_square_and_cover_an_axis(kind: str) -> None:
+    """9 x 40 tokens: in the second stage a window covers the height, so that the width alone is
+    shifted; `always_partition` shifts it all the same."""
+    for always in (False, True):
+        sides = (36, 160)
+        model = make(kind, img_size=sides, window_size=(5, 6), always_partition=always)
+        assert_same(model, images(2, sides), torch.float32)
+
+
+@pytest.mark.parametrize("kind", TORCHVISION)
+@pytest.mark.parametrize("sides", [(12, 150), (96, 64), (20, 20)])
+@torch.no_grad()
+def test_torchvision_sizes(kind: str, sides: tuple[int, int]) -> None:
+    """One window covers the height; nothing is padded; a window is larger than the image."""
+    assert_same(make(kind), images(2, sides), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_check_judges_each_site_at_its_attention(kind: str, monkeypatch) -> None:
+    model = make(kind)
+    before = {path: set(vars(m)) for path, m in model.named_modules()}
+    report = patch(model)
+    found = check(model, images(1))
+    assert found.ok, found.failures
+    assert len(found.sites) == 4 == len(report.patched)
+    assert all(site.operator_calls == site.calls == 4 for site in found.sites)
+    assert all(site.drift is not None and site.largest_logit > 5 for site in found.sites)
+    path = report.patched[1].path
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", f"{path}:1e-5")
+    found = check(model, images(1), stress=False)
+    assert [site.path for site in found.sites if not site.ok] == [path]
+    unpatch(model)
+    assert {p: set(vars(m)) for p, m in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_shows_one_site_for_each_block(kind: str) -> None:
+    model = make(kind)
+    sites = inspect(model, (3, *SIDES)).sites
+    assert [s.patchable for s in sites] == [True] * 4
+    assert all(s.module_class.rpartition(".")[2].startswith(SITES[kind]) for s in sites)
+    assert [(s.kind, s.query_tokens, s.num_heads, s.head_dim) for s in sites] == [
+        ("window", 16, 2, 12), ("window", 16, 2, 12), ("window", 16, 4, 12), ("window", 16, 4, 12),
+    ]  # fmt: skip
+    assert ["mask" in s.extra for s in sites] == [False, True, False, True]
+    assert all(s.flops for s in sites)
+    patch(model)
+    assert [s.patched for s in inspect(model, (3, *SIDES)).sites] == [True] * 4
+
+
+@pytest.mark.parametrize("kind", [*TIMM, "torchvision-v2"])
+@torch.no_grad()
+def test_one_graph_and_a_dynamic_batch(kind: str) -> None:
+    torch._dynamo.reset()
+    model = make(kind, depths=(2,), num_heads=(2,))
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for batch in (1, 3):
+        x = images(batch)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    dims = {0: torch.export.Dim("batch", min=1, max=64)}
+    program = torch.export.export(model, (images(2),), dynamic_shapes=(dims,))
+    called = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert sum(name.startswith("elsa.window_attention") for name in called) == 2
+    assert not any("softmax" in name or "roll" in name for name in called)
+    torch.testing.assert_close(program.module()(images(5)), model(images(5)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_copies_and_pickles(kind: str) -> None:
+    model, x = make(kind), images(1)
+    patch(model)
+    expected = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        assert unpatch(twin) == 4 and not patched_sites(twin)
+
+
+@pytest.mark.parametrize("kind", ["swin", "swin-v2", "torchvision-v2"])
+def test_tangents_of_the_image_and_of_the_weights(kind: str) -> None:
+    plain = make(kind).double()
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    x = images(1).double()
+    with torch.no_grad():
+        patched(x)  # keeps what is computed once
+    weights = {name: t.detach() for name, t in plain.named_parameters()}
+    primals = (weights, x)
+    tangents = ({name: 0.1 * t for name, t in weights.items()}, x.flip(-1))
+
+    def tangent(model: nn.Module) -> Tensor:
+        def call(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, weights, (x,))
+
+        return torch.func.jvp(call, primals, tangents)[1]
+
+    torch.testing.assert_close(tangent(patched), tangent(plain), rtol=1e-9, atol=1e-9)
+
+
+def test_a_bias_is_dense_while_it_is_small() -> None:
+    table, index = torch.randn(40, 3), torch.randint(40, (256,))
+    read = read_bias(table, index, 3, 16)
+    assert read.bias_index is None and read.bias.is_contiguous()
+    assert torch.equal(read.bias, table[index.view(16, 16)].permute(2, 0, 1))
+    tokens = 600  # 600 * 600 * 3 * 4 bytes
+    index = torch.randint(40, (tokens * tokens,))
+    read = read_bias(table, index, 3, tokens)
+    assert read.bias is table and read.bias_index is not None
+    assert torch.equal(read.bias_index, index.view(tokens, tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_what_is_computed_once_follows_the_weights(kind: str) -> None:
+    plain, other, x = make(kind), make(kind), images(1)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+
+    def agree() -> None:
+        found, expected = features(patched, x), features(plain, x)
+        assert float((found - expected).norm()) < 1e-4 * float(expected.norm())
+
+    with torch.inference_mode():  # first computed here, used outside
+        features(patched, x)
+    agree()
+    with Calls() as calls:
+        features(patched, x)
+    kept = calls.windows
+    assert kept == 4
+    for model in (plain, patched):
+        model.load_state_dict(other.state_dict())
+    agree()
+    for model in (plain, patched):
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("mlp", "logit_scale", "bias_table")):
+                parameter.mul_(0.9)
+    agree()
+    for model in (plain, patched):
+        for site in model.modules():
+            if hasattr(site, "logit_scale"):
+                site.logit_scale = nn.Parameter(site.logit_scale - 0.5)
+    agree()
+    for model in (plain, patched):
+        model.double()
+    x = x.double()
+    agree()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind: str) -> None:
+    plain, x = make(kind).double(), images(1).double()
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    with torch.no_grad():
+        patched(x)  # must leave nothing behind that a gradient would miss
+    for training in (False, True):
+        for model in (plain, patched):
+            model.train(training)
+            for module in model.modules():
+                if type(module).__name__ in ("Dropout", "DropPath", "StochasticDepth"):
+                    module.eval()  # Swin-V2 CR drops in its position network
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for (name, a), b in zip(plain.named_parameters(), patched.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None), name
+            if a.grad is not None:
+                torch.testing.assert_close(b.grad, a.grad, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["swin", "swin-v2", "torchvision-v1"])
+def test_attention_dropout_in_training_is_the_original(kind: str) -> None:
+    name = "attention_dropout" if kind in TORCHVISION else "attn_drop_rate"
+    model = make(kind, **{name: 0.5}).train()
+    results = []
+    for patched in (False, True):
+        if patched:
+            patch(model)
+        torch.manual_seed(1)
+        with Calls() as calls:
+            results.append(model(images(1)))
+        assert calls.windows == 0
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", TIMM)
+@torch.no_grad()
+def test_a_hook_on_the_attention_inside_is_called(kind: str) -> None:
+    model, seen = make(kind), []
+    expected = model(images(1))
+    patch(model)
+    attn = next(m for path, m in model.named_modules() if path.endswith("0.attn"))
+    handle = attn.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    with Calls() as calls:
+        torch.testing.assert_close(model(images(1)), expected, rtol=1e-4, atol=1e-5)
+    assert len(seen) == 1 and calls.windows == 3
+    handle.remove()
+    with Calls() as calls:
+        model(images(1))
+    assert len(seen) == 1 and calls.windows == 4
+
+
+@pytest.mark.parametrize("kind", TIMM)
+@torch.no_grad()
+def test_another_size_after_patching(kind: str) -> None:
+    plain = make(kind)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    patched(images(1))
+    sides = (76, 132)
+    for options in ({}, {"window_size": 5}, {"window_size": 5, "always_partition": True}):
+        for model in (plain, patched):
+            model.set_input_size(img_size=sides, **options)
+        expected, found = (features(model, images(1, sides)) for model in (plain, patched))
+        assert float((found - expected).norm()) < 1e-4 * float(expected.norm())
+
+
+@torch.no_grad()
+def test_a_model_of_any_size() -> None:
+    """`strict_img_size=False`: the mask is made for each image; exported with a dynamic size."""
+    plain = make("swin", img_size=64, strict_img_size=False, depths=(2,), num_heads=(2,))
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    for sides in ((64, 64), SIDES):
+        expected, found = (model(images(1, sides)) for model in (plain, patched))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    any_size = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
+    program = torch.export.export(patched, (images(1, (96, 64)),), dynamic_shapes=(any_size,))
+    torch.testing.assert_close(program.module()(images(1)), found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", TIMM)
+@torch.no_grad()
+def test_a_trace_computes_on_other_images(kind: str) -> None:
+    model = make(kind)
+    patch(model)
+    model(images(1))
+    traced = torch.jit.trace(model, images(2), check_trace=False)
+    torch.testing.assert_close(traced(images(3)), model(images(3)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_subclass_of_the_attention_is_not_taken_for_it() -> None:
+    from timm.models.swin_transformer import WindowAttention
+
+    class Other(WindowAttention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x
+
+    model = make("swin")
+    model.layers[0].blocks[0].attn.__class__ = Other
+    paths = [site.path for site in patch(model).patched]
+    assert paths == ["layers.0.blocks.1", "layers.1.blocks.0", "layers.1.blocks.1"]
+
+
+class LowRank(nn.Module):
+    """A projection with an addition, as fine-tuning makes it; it has no bias of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.addition = nn.Sequential(
+            nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.addition(x)
+
+
+@pytest.mark.parametrize("kind", ["swin", "swin-v2", "swin-v2 without bias", "swin-v2-cr"])
+@torch.no_grad()
+def test_another_projection_says_what_padding_becomes(kind: str) -> None:
+    name, _, without = kind.partition(" ")
+    plain = make(name, qkv_bias=False) if without else make(name)
+    for module in plain.modules():
+        if hasattr(module, "qkv"):
+            module.qkv = LowRank(module.qkv)
+            module.qkv_bias_separate = True  # Swin-V2 calls its projection then
+    assert_same(plain, images(1), torch.float32)
+
+
+@torch.no_grad()
+def test_autocast_computes_in_its_dtype() -> None:
+    for kind in KINDS:
+        model, x = make(kind), images(1)
+        expected = features(model, x)
+        patch(model)
+        features(model, x)  # what is kept from here is of another dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            found = features(model, x)
+        assert float((found.float() - expected).norm()) < 0.05 * float(expected.norm())
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1 797 handwritten digits as [N, 1, 8, 8], normalised, and their labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    pixels = torch.from_numpy(data.images).float().unsqueeze(1) / 16.0
+    return (pixels - 0.3) / 0.375, torch.from_numpy(data.target).long()
+
+
+def trained_swin(pixels: Tensor, labels: Tensor) -> nn.Module:
+    """A Swin of 4 x 4 tokens in windows of 3 x 3, so padded and shifted; trained for seconds."""
+    model = timm.create_model(
+        TIMM["swin"], img_size=8, patch_size=2, in_chans=1, num_classes=10, window_size=3,
+        embed_dim=48, depths=(2, 2), num_heads=(2, 4), drop_path_rate=0.0,
+    )  # fmt: skip
+    epochs, size = 12, 40
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    steps = epochs * math.ceil(len(pixels) / size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(pixels)).split(size):
+            optimizer.zero_grad()
+            F.cross_entropy(model(pixels[rows]), labels[rows]).backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval()
+
+
+def test_a_trained_swin_predicts_the_same(digits: tuple[Tensor, Tensor]) -> None:
+    pixels, labels = digits
+    held_out = torch.arange(len(pixels)) % 5 == 0
+    model = trained_swin(pixels[~held_out], labels[~held_out])
+    with torch.no_grad():
+        before = model(pixels)
+        right = before.argmax(1) == labels
+        assert float(right[held_out].float().mean()) > 0.85
+        assert len(patch(model).patched) == 4
+        after = model(pixels)
+    assert len(pixels) == 1797 and torch.equal(before.argmax(1), after.argmax(1))
+    assert float((before - after).abs().max()) < 1e-4 * float(before.abs().max())

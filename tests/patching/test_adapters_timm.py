@@ -1,0 +1,286 @@
+"""The written adapters against the classes that they replace, term by term."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.patching import adapters
+from elsa_core.patching.patch import patch
+
+pytest.importorskip("timm")
+
+from timm.layers import RotaryEmbeddingCat
+from timm.layers.attention import Attention, AttentionRope
+from timm.models.eva import EvaAttention
+
+TOKENS, WIDTH, HEADS = 17, 48, 3
+ROPE_GRID = (4, 4)  # 16 rotated tokens after one prefix token
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments and results of elsa's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith("elsa::attention"):
+            self.seen.append((args, out[0]))
+        return out
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """No parameter at its initial zero or one, where a mistake would not show."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)
+    return module.eval()
+
+
+def assert_same(module: nn.Module, dtype: torch.dtype, *args, **kwargs) -> nn.Module:
+    """The patched copy is as close to the float64 module as the module itself; returns the copy."""
+    oracle = copy.deepcopy(module).double()
+    wide = [
+        a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+    ]
+    more = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in kwargs.items()
+    }
+    expected = oracle(*wide, **more)
+    plain = copy.deepcopy(module).to(dtype)
+    narrow = [a.to(dtype) if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+    slim = {
+        k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
+        for k, v in kwargs.items()
+    }
+    own_error = (plain(*narrow, **slim).double() - expected).norm()
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    with Calls() as calls:
+        out = patched(*narrow, **slim)
+    assert len(calls.seen) == 1
+    assert out.dtype == dtype
+    band = 4 * torch.finfo(dtype).eps * expected.norm()
+    assert (out.double() - expected).norm() <= 2 * own_error + band
+    return patched
+
+
+ATTENTION = {
+    "plain": {},
+    "bias": {"qkv_bias": True},
+    "qk-norm": {"qk_norm": True, "norm_layer": nn.LayerNorm},
+    "scale-norm": {"scale_norm": True, "norm_layer": nn.LayerNorm},
+    "no-proj-bias": {"proj_bias": False},
+}
+NEWER = {
+    "gate": {"gated": True, "qkv_bias": True},
+    "head-dim": {"attn_head_dim": 24},
+    "dim-out": {"dim_out": 30},
+}
+
+
+def build(cls: type, **options) -> nn.Module:
+    missing = options.keys() - inspect.signature(cls).parameters.keys()
+    if missing:
+        pytest.skip(f"this timm's {cls.__name__} has no {', '.join(missing)}")
+    return randomised(cls(WIDTH, num_heads=HEADS, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", (ATTENTION | NEWER).values(), ids=(ATTENTION | NEWER).keys())
+@torch.no_grad()
+def test_attention_agrees(options: dict, dtype: torch.dtype) -> None:
+    module = build(Attention, **options)
+    assert_same(module, dtype, torch.randn(2, TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize("mask", ["bool", "additive", "causal"])
+@torch.no_grad()
+def test_attention_takes_masks(mask: str) -> None:
+    module = build(Attention, qkv_bias=True)
+    x = torch.randn(2, TOKENS, WIDTH)
+    visible = torch.rand(2, 1, TOKENS, TOKENS) > 0.3
+    visible[..., 0] = True
+    if mask == "bool":
+        assert_same(module, torch.float32, x, attn_mask=visible)
+    elif mask == "additive":
+        assert_same(module, torch.float32, x, torch.randn(1, HEADS, TOKENS, TOKENS))
+    elif "is_causal" in Attention.forward.__annotations__:
+        assert_same(module, torch.float32, x, is_causal=True)
+    else:
+        pytest.skip("this timm's Attention has no is_causal")
+
+
+@torch.no_grad()
+def test_attention_keeps_a_changed_scale_of_the_unfused_branch() -> None:
+    module = build(Attention)
+    module.fused_attn = False
+    module.scale = 0.05
+    assert_same(module, torch.float32, torch.randn(2, TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rotate_half": True},
+        {"qkv_fused": False},
+        {"qk_norm": True, "scale_norm": True, "norm_layer": nn.LayerNorm},
+        {"gated": True},
+        {"num_kv_heads": 1, "qkv_fused": False},
+        {"num_prefix_tokens": 0},
+    ],
+    ids=lambda o: "-".join(o) or "plain",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_attention_rope_agrees(options: dict, dtype: torch.dtype) -> None:
+    module = build(AttentionRope, **options)
+    prefix = options.get("num_prefix_tokens", 1)
+    rope = RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
+    x = torch.randn(2, ROPE_GRID[0] * ROPE_GRID[1] + prefix, WIDTH)
+    assert_same(module, dtype, x, rope=rope)
+    assert_same(module, dtype, x)
+
+
+@torch.no_grad()
+def test_rotated_tokens_take_the_dtype_of_the_values() -> None:
+    """A norm, and in older versions the rotation, may leave queries and keys in float32."""
+
+    class Wide(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.float()
+
+    module = build(AttentionRope).bfloat16()
+    module.q_norm, module.k_norm = Wide(), Wide()
+    rope = RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
+    x = torch.randn(2, TOKENS, WIDTH).bfloat16()
+    expected = module(x, rope=rope)
+    patch(module)
+    torch.testing.assert_close(module(x, rope=rope), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale_norm": False},
+        {"scale_norm": False, "qkv_bias": False},
+        {"scale_norm": False, "qkv_bias_separate": True},
+        {"qkv_fused": False, "norm_layer": nn.LayerNorm},
+        {"scale_norm": False, "qk_norm": True, "norm_layer": nn.LayerNorm},
+        {"scale_norm": False, "rotate_half": True},
+        {"scale_norm": False, "gated": True},
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_eva_attention_agrees(options: dict, dtype: torch.dtype) -> None:
+    module = build(EvaAttention, **options)
+    rope = RotaryEmbeddingCat(WIDTH // HEADS, in_pixels=False, feat_shape=ROPE_GRID).get_embed()
+    x = torch.randn(2, TOKENS, WIDTH)
+    assert_same(module, dtype, x, rope=rope)
+    visible = torch.rand(2, 1, TOKENS, TOKENS) > 0.3
+    visible[..., 0] = True
+    assert_same(module, dtype, x, rope, visible)
+
+
+@pytest.mark.parametrize("cls", [Attention, AttentionRope, EvaAttention])
+@torch.no_grad()
+def test_nothing_is_copied_around_the_operator(cls: type) -> None:
+    options = {"scale_norm": False} if cls is EvaAttention else {}
+    module = build(cls, **options)
+    patch(module)
+    packed, joined = [], []
+    if cls is EvaAttention:  # calls F.linear with the projection's weight
+        module.q_bias = None
+    module.qkv.register_forward_hook(lambda m, args, out: packed.append(out))
+    module.proj.register_forward_pre_hook(lambda m, args: joined.append(args[0]))
+    with Calls() as calls:
+        module(torch.randn(2, TOKENS, WIDTH))
+    (arguments, out), *_ = calls.seen
+    assert {storage(t) for t in arguments[:3]} == {storage(packed[0])}
+    assert storage(joined[0]) == storage(out)
+    assert joined[0].is_contiguous()
+
+
+@torch.no_grad()
+def test_grouped_keys_are_not_repeated() -> None:
+    module = build(AttentionRope, num_kv_heads=1, qkv_fused=False)
+    patch(module)
+    with Calls() as calls:
+        module(torch.randn(2, TOKENS, WIDTH))
+    query, key, value = calls.seen[0][0][:3]
+    assert (query.shape[1], key.shape[1], value.shape[1]) == (HEADS, 1, 1)
+
+
+def test_dropout_stays_dropout() -> None:
+    """Attention dropout reaches the operator in training and not in eval."""
+    module = build(Attention, attn_drop=0.5)
+    x = torch.randn(2, TOKENS, WIDTH)
+    with torch.no_grad():
+        expected = module(x)
+        patch(module)
+        torch.testing.assert_close(module(x), expected)
+        module.train()
+        torch.manual_seed(0)
+        draws = module(x.repeat(400, 1, 1)).unflatten(0, (400, 2))
+    assert not torch.equal(draws[0], draws[1])
+    spread = draws.std(0) / len(draws) ** 0.5
+    assert ((draws.mean(0) - expected).abs() < 6 * spread + 1e-6).all()
+
+
+@pytest.mark.parametrize("cls", [Attention, AttentionRope, EvaAttention])
+def test_gradients_flow(cls: type) -> None:
+    options = {"scale_norm": False} if cls is EvaAttention else {"qkv_bias": True}
+    module = build(cls, **options).double()
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    patch(module)
+    found = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    module = build(Attention, qk_norm=True, norm_layer=nn.LayerNorm)
+    x = torch.randn(2, TOKENS, WIDTH)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        patch(module)
+        found = module(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_subclass_is_not_taken_for_its_base() -> None:
+    class Other(Attention):
+        def forward(self, x):
+            return self.proj(x)
+
+    class Same(Attention):
+        pass
+
+    assert adapters.written(Attention) is not None
+    assert adapters.written(Other) is None
+    assert adapters.written(Same) is None  # it is redirected: its forward calls SDPA
+    module = nn.ModuleDict({"other": build(Other), "same": build(Same)})
+    report = patch(module)
+    assert [site.path for site in report.patched] == ["same"]
+    assert [site.adapter for site in report.patched] == ["sdpa-redirect"]
+    x = torch.randn(2, TOKENS, WIDTH)
+    torch.testing.assert_close(module["other"](x), module["other"].proj(x))

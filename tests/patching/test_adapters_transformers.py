@@ -1,0 +1,88 @@
+"""`register` puts elsa behind transformers' attention interface."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core.errors import ArgumentError
+from elsa_core.patching.adapters.hf_transformers import attention_forward, register
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func._schema.name.startswith("elsa::attention")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "additive", "causal"])
+@torch.no_grad()
+def test_forward_is_the_formula(mask: str) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    key, value = (torch.randn(2, 2, 5, 8, dtype=torch.float64) for _ in range(2))
+    bias = torch.randn(1, 4, 5, 5, dtype=torch.float64)
+    lower = torch.ones(5, 5, dtype=torch.bool).tril()
+    given = {"bool": lower[None, None], "additive": torch.randn(2, 1, 5, 7).double()}.get(mask)
+    module = SimpleNamespace(is_causal=mask == "causal")
+    for term in (None, bias):
+        scores = query @ key.repeat_interleave(2, 1).transpose(-2, -1) * 0.5
+        scores = scores if term is None else scores + term
+        if mask in ("bool", "causal"):
+            scores = scores.masked_fill(~lower, float("-inf"))
+        elif given is not None:
+            scores = scores + given[..., :5]
+        expected = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+        found, weights = attention_forward(
+            module, query, key, value, given, scaling=0.5, position_bias=term
+        )
+        assert weights is None
+        torch.testing.assert_close(found, expected)
+
+
+def test_unknown_terms_and_choices_are_refused() -> None:
+    x = torch.randn(1, 1, 2, 4)
+    with pytest.raises(ArgumentError, match="softcap"):
+        attention_forward(SimpleNamespace(), x, x, x, None, softcap=30.0)
+    with pytest.raises(ArgumentError, match="exact"):
+        register(precision="exact")
+
+
+@torch.no_grad()
+def test_models_run_on_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    register()
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    vision = transformers.ViTConfig(**small, num_attention_heads=4, image_size=32, patch_size=8)
+    text = transformers.LlamaConfig(
+        **small, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
+    )
+    padding = torch.tensor([[1] * 7, [0, 0] + [1] * 5])
+    ids = torch.randint(0, 50, (2, 7))
+    for config, inputs in (
+        (vision, {"pixel_values": torch.randn(2, 3, 32, 32)}),
+        (text, {"input_ids": ids}),
+        (text, {"input_ids": ids, "attention_mask": padding}),
+    ):
+        eager = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+        ours = transformers.AutoModel.from_config(config, attn_implementation="elsa").eval()
+        ours.load_state_dict(eager.state_dict())
+        wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+        expected = copy.deepcopy(eager).double()(**wide).last_hidden_state
+        own = eager(**inputs).last_hidden_state.double()
+        with Count() as count:
+            found = ours(**inputs).last_hidden_state.double()
+        assert count.calls == 2
+        if "attention_mask" in inputs:  # a padded token's own output is nobody's promise
+            expected, own, found = (x[padding.bool()] for x in (expected, own, found))
+        band = 4 * torch.finfo(torch.float32).eps * expected.norm()
+        assert (found - expected).norm() <= 2 * (own - expected).norm() + band

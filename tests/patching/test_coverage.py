@@ -1,0 +1,114 @@
+"""`inspect --all`: records, resuming, the page, and a sample of the architectures.
+
+The whole list takes hours (`elsa inspect --all --check --state FILE`); here every fourth family is
+looked at, by its first architecture, and a few small ones are proved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from elsa_core.errors import ModelError
+from elsa_core.patching import coverage
+from elsa_core.patching.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
+
+pytest.importorskip("timm")
+
+KEPT = (
+    Kept("timm.models.cait.TalkingHeadAttn", "mixes heads", 3, softmax=False),
+    Kept("a.b.Eager", "no adapter", 1, softmax=True),
+)
+RECORD = Coverage("timm:a", "some", 7, 6, 2, KEPT, AGREES, "", 1e-7, 2e-7)
+
+
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    return coverage.architectures("timm:*")
+
+
+def test_one_of_each_family_comes_first(names: list[str]) -> None:
+    families = list(map(coverage._family, names))
+    first = len(set(families))
+    assert len(set(families[:first])) == first
+    assert coverage.architectures("timm:vit_tiny_patch16_22?") == ["timm:vit_tiny_patch16_224"]
+    assert coverage.architectures("nothing*") == []
+
+
+def test_a_sample_of_the_families(names: list[str]) -> None:
+    """Nothing crashes, nothing is skipped, and softmax attention is patched wherever it is."""
+    families = len({coverage._family(name) for name in names})
+    seen = 0
+    for name in names[:families:4]:
+        found = coverage.examine(name, checked=False)
+        assert found.verdict == NOT_CHECKED, found
+        assert found.softmax_sites == found.patchable, found
+        assert found.sites == found.patchable + sum(kept.sites for kept in found.kept)
+        assert all(kept.reason for kept in found.kept)
+        seen += found.sites > 0
+    assert seen > 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["timm:crossvit_9_240", "timm:efficientvit_m0", "timm:test_vit", "open_clip:ViT-S-32-alt"],
+)
+def test_a_small_version_agrees(name: str) -> None:
+    if name.startswith("open_clip"):
+        pytest.importorskip("open_clip")
+    random_state = torch.get_rng_state()
+    found = coverage.examine(name)
+    assert (found.verdict, found.reason) == (AGREES, "")
+    assert found.complete
+    assert found.error is not None and found.error < 1e-4
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_what_goes_wrong_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(recipe: object) -> None:
+        raise StopIteration("no such layer\nsecond line")
+
+    monkeypatch.setattr(coverage, "build_meta", broken)
+    found = coverage.examine("timm:test_vit")
+    assert (found.verdict, found.reason) == (FAILED, "cannot be built: no such layer")
+    monkeypatch.undo()
+    assert coverage.examine("timm:resnet10t").reason == "no attention"
+    assert coverage.examine("timm:edgenext_xx_small").reason == "nothing to patch"
+
+
+def test_a_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def examine(name: str, *, checked: bool) -> Coverage:
+        calls.append((name, checked))
+        verdict = AGREES if checked else NOT_CHECKED
+        return Coverage(name, "some", 1, 1, 1, (), verdict, "")
+
+    monkeypatch.setattr(coverage, "examine", examine)
+    state = tmp_path / "state.jsonl"
+    list(coverage.examine_all(["a", "b"], checked=False, state=state))
+    list(coverage.examine_all(["a", "b", "c"], checked=False, state=state))
+    assert [name for name, _ in calls] == ["a", "b", "c"]
+    done = list(coverage.examine_all(["a", "c"], state=state))  # now with the check
+    assert calls[3:] == [("a", True), ("c", True)]
+    assert list(coverage.examine_all(["a", "c"], state=state)) == done
+    assert len(calls) == 5
+    state.write_text("{}\n")
+    with pytest.raises(ModelError, match="coverage file"):
+        coverage.read_state(state)
+
+
+def test_numbers_and_page() -> None:
+    assert coverage.from_dict(RECORD.to_dict()) == RECORD
+    assert RECORD.softmax_sites == 3 and not RECORD.complete
+    whole = Coverage("timm:b", "some", 7, 4, 4, (), "differs", "error 1e-3")
+    none = Coverage("timm:c", "other", 7, 0, 0, (), NOT_CHECKED, "no attention")
+    total = coverage.summarise([RECORD, whole, none])
+    assert (total.architectures, total.attentive, total.complete) == (3, 2, 1)
+    assert total.share == 0.5 and total.verdicts == {AGREES: 1, "differs": 1}
+    page = coverage.to_markdown([RECORD, whole, none], "A note.")
+    assert "| some | 2 | 10 | 6 | 1/2 | 1.0e-07 (2.0e-07) |" in page
+    assert "3 TalkingHeadAttn: mixes heads; 1 Eager: no adapter" in page
+    assert "- `timm:b`: differs: error 1e-3" in page and "other" not in page

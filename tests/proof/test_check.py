@@ -1,0 +1,521 @@
+"""The check: what passes, what must fail and name its site, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from timm.layers.attention import Attention
+from timm.models import levit
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from elsa_core.backends import eager
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.patching.adapters.timm_attention import ElsaAttention
+from elsa_core.patching.adapters.timm_swin import ElsaSwinTransformerBlock
+from elsa_core.patching.patch import patch, patched_sites
+from elsa_core.proof.cases import zeros_filled
+from elsa_core.proof.check import CheckReport, check, generated_inputs
+
+SIZE = (3, 32, 32)
+
+
+@pytest.fixture(autouse=True)
+def no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELSA_FAULT_INJECTION", raising=False)
+
+
+def vit(dtype: torch.dtype = torch.float32, **kwargs: Any) -> VisionTransformer:
+    torch.manual_seed(0)
+    options = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 3}
+    return VisionTransformer(**(options | {"num_classes": 40} | kwargs)).to(dtype).eval()
+
+
+def inputs(dtype: torch.dtype = torch.float32, batch: int = 2) -> dict[str, Any]:
+    return generated_inputs(SIZE, batch, seed=0, dtype=dtype, device="cpu")
+
+
+def noise(batch: int = 2) -> Tensor:
+    return inputs(batch=batch)["noise"]
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_right_model_passes(dtype: torch.dtype) -> None:
+    model = vit(dtype)
+    patch(model)
+    report = check(model, inputs(dtype))
+    assert report.ok and not report.failures
+    assert report.dtype == str(dtype).removeprefix("torch.")
+    assert [site.path for site in report.sites] == [f"blocks.{i}.attn" for i in range(3)]
+    for site in report.sites:
+        # Four cases, three hard ones and one without zero biases, each through the operator.
+        assert site.ok and site.calls == site.operator_calls == 8
+        assert site.original_error > 0 and site.patched_error <= site.allowed
+        assert site.drift is not None and site.drift.p_argmax_rate is not None
+        assert site.excess <= 1.0
+    assert [case.case for case in report.cases] == ["noise", "constant", "bright patch", "large"]
+    assert all(case.ok and case.top1_rows == 2 and case.inputs == 2 for case in report.cases)
+    assert report.seconds_original > 0 and report.seconds_patched > 0
+    text = json.dumps(report.to_dict(), allow_nan=False)
+    assert json.loads(text)["sites"][0]["path"] == "blocks.0.attn"
+
+
+class Wrong(ElsaAttention):
+    """A patched site that is off by a thousandth."""
+
+    elsa_base = Attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) * 1.001
+
+
+@pytest.mark.parametrize("stress", [False, True])
+@pytest.mark.parametrize("cls", [ElsaAttention, Wrong])
+def test_weights_of_zero_hide_no_error(cls: type[nn.Module], stress: bool) -> None:
+    """Many models begin with a last gain of zero: right and wrong sites give zeros there."""
+    model = with_site(cls)
+    with torch.no_grad():
+        for parameter in model.blocks[1].attn.proj.parameters():
+            parameter.zero_()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check(model, inputs(), stress=stress)
+    site = report.sites[1]
+    assert site.ok is report.ok is (cls is ElsaAttention)
+    assert site.worst_case == "noise, zero weights filled" and "zero" in site.notes[0]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_weights_of_zero_hide_no_error_within_a_block(factor: float) -> None:
+    """A block is judged at its method `_attn`."""
+
+    class Off(ElsaSwinTransformerBlock):
+        elsa_base = SwinTransformerBlock
+
+        def _attn(self, x: Tensor) -> Tensor:
+            return super()._attn(x) * factor
+
+    torch.manual_seed(0)
+    options = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 24}
+    model = SwinTransformer(**options, depths=(1,), num_heads=(2,), num_classes=20).eval()
+    patch(model)
+    model.layers[0].blocks[0].__class__ = Off
+    with torch.no_grad():
+        for parameter in model.layers[0].blocks[0].attn.proj.parameters():
+            parameter.zero_()
+    report = check(model, noise())
+    assert report.ok is (factor == 1.0) and report.sites[0].calls == 5
+
+
+def test_a_copy_without_zeros_reads_its_own_table() -> None:
+    """LeViT keeps what it gathered of its biases, which begin at zero."""
+    site = levit.Attention(16, key_dim=4, num_heads=2, attn_ratio=2, resolution=(3, 3))
+    site.eval()
+    x = torch.randn(1, 9, 16)
+    with torch.no_grad():
+        assert not site(x).any()
+        twin = zeros_filled(site, "forward")
+        assert twin is not None and not site(x).any()
+        found = twin(x)
+        twin.train()  # forgets what it gathered
+        twin.eval()
+        assert found.any() and torch.equal(twin(x), found)
+
+
+def test_a_site_that_gives_zeros_whatever_its_weights_is_not_proven() -> None:
+    class Silent(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 0.0
+
+    model = vit()
+    patch(model)
+    model.blocks[1].attn.proj_drop = Silent()
+    report = check(model, inputs())
+    assert failing_sites(report) == ["blocks.1.attn"] and not report.ok
+    assert "its output is zero" in report.sites[1].reason
+
+
+def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
+    """Patched, it asks for the weights each time, which is PyTorch's own attention."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.attn(x, x, x)[0]
+            return out
+
+    model = Weights().eval()
+    patch(model)
+    report = check(model, torch.randn(2, 5, 16))
+    assert not report.ok and "no site ran elsa's operator" in report.failures[0]
+
+
+class Dropping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def test_a_site_that_draws_at_random_is_not_proven() -> None:
+    """Two draws differ by as much as the original from the oracle, and twice that was allowed."""
+    model = nn.Sequential(nn.Linear(8, 8), Dropping()).eval()
+    patch(model)
+    report = check(model, torch.randn(2, 3, 9, 8))
+    assert not report.ok and "the original's own error is" in report.sites[0].reason
+    assert any("hides any other" in note for note in report.cases[0].notes)
+
+
+@pytest.mark.parametrize("cls", [ElsaAttention, Wrong])
+def test_a_model_that_writes_to_its_input(cls: type[nn.Module]) -> None:
+    class Normalises(VisionTransformer):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(x.sub_(0.5).mul_(3.0), *args, **kwargs)
+
+    model, x = with_site(cls), noise()
+    model.__class__ = Normalises
+    before = x.clone()
+    report = check(model, x)
+    assert torch.equal(x, before)
+    assert report.ok is report.cases[0].ok is (cls is ElsaAttention)
+    assert report.cases[0].original_error < 1e-5
+
+
+class NotFinite(ElsaAttention):
+    elsa_base = Attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(*args, **kwargs)
+        out[0, 0, 0] = math.inf
+        return out
+
+
+class Raises(ElsaAttention):
+    elsa_base = Attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise ZeroDivisionError("kernel fell over\nsecond line")
+
+
+class OtherDtype(ElsaAttention):
+    elsa_base = Attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs).double()
+
+
+def with_site(cls: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = vit(dtype)
+    patch(model, backend="eager")
+    model.blocks[1].attn.__class__ = cls
+    return model
+
+
+def failing_sites(report: CheckReport) -> list[str]:
+    return [site.path for site in report.sites if not site.ok]
+
+
+def test_a_site_off_by_a_thousandth_fails_and_is_named() -> None:
+    report = check(with_site(Wrong), inputs())
+    assert not report.ok and failing_sites(report) == ["blocks.1.attn"]
+    assert report.failures[0].startswith("blocks.1.attn: ")
+    site = report.sites[1]
+    assert site.patched_error == pytest.approx(1e-3, rel=0.05) and site.excess > 100
+    assert not all(case.ok for case in report.cases)
+
+
+def test_the_switch_for_deliberate_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vit()
+    patch(model)
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.2.attn:1e-3")
+    report = check(model, noise())
+    assert failing_sites(report) == ["blocks.2.attn"] and not report.cases[0].ok
+    assert report.fault_injection == "blocks.2.attn:0.001"
+    assert hooks(model) == 0
+    for wrong in ("blocks.9.attn:1e-3", "blocks.2.attn", "blocks.2.attn:much", ":"):
+        monkeypatch.setenv("ELSA_FAULT_INJECTION", wrong)
+        with pytest.raises(ArgumentError, match="ELSA_FAULT_INJECTION"):
+            check(model, noise())
+    monkeypatch.delenv("ELSA_FAULT_INJECTION")
+    report = check(model, noise())
+    assert report.ok and report.fault_injection is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_leaves_out_one_key_fails(dtype: torch.dtype) -> None:
+    def short(q: Tensor, k: Tensor, v: Tensor, mask: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        return eager.attention(q, k[:, :, :-1], v[:, :, :-1], mask, *rest)
+
+    model = vit(dtype, img_size=64)
+    patch(model, backend="eager", include="blocks.0.*")
+    given = generated_inputs((3, 64, 64), 1, seed=0, dtype=dtype, device="cpu")
+    assert check(model, given).ok
+    with torch.library._scoped_library("elsa", "IMPL") as library:
+        library.impl("attention_eager", short, "CPU")
+        report = check(model, given, stress=False)
+    assert failing_sites(report) == ["blocks.0.attn"]
+    assert check(model, given).ok
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (NotFinite, "not finite where the oracle is"),
+        (Raises, "raises ZeroDivisionError: kernel fell over"),
+        (OtherDtype, "the patched output is float64"),
+    ],
+)
+def test_other_wrong_kernels(cls: type[nn.Module], words: str) -> None:
+    model = with_site(cls)
+    report = check(model, noise())
+    assert failing_sites(report) == ["blocks.1.attn"]
+    assert words in report.failures[0] and "\n" not in "".join(report.failures)
+    assert type(model.blocks[1].attn) is cls
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+def test_nan_weights_are_reported() -> None:
+    model = vit()
+    patch(model)
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[5, 5] = math.nan
+    report = check(model, noise())
+    assert not report.ok
+    assert report.failures[0] == "weights: NaN or infinite values in blocks.1.attn.qkv.weight"
+    assert failing_sites(report) == ["blocks.1.attn", "blocks.2.attn"]
+    assert "NaN in the float64 oracle" in report.sites[1].reason
+
+
+def test_nan_buffers_are_reported() -> None:
+    """One that the inputs do not reach, too; -inf may be a mask."""
+    model = vit()
+    patch(model)
+    model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
+    assert check(model, noise()).ok
+    model.register_buffer("spare", torch.tensor([math.nan, 0.0]))
+    report = check(model, noise())
+    assert report.failures == ("weights: NaN or infinite values in spare",)
+
+
+class Draws(nn.Module):
+    """Takes from the global random numbers, as a model may in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(3)
+        return x
+
+
+def test_leaves_no_trace() -> None:
+    model = vit(proj_drop_rate=0.5)
+    model.blocks[0].drop_path1 = Draws()
+    patch(model, exclude="blocks.1.*")
+    model.train()
+    model.blocks[2].eval()
+    modes = [module.training for module in model.modules()]
+    classes = [type(module) for module in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = torch.get_rng_state()
+    report = check(model, noise())
+    assert report.ok and len(report.sites) == 2
+    assert [module.training for module in model.modules()] == modes
+    assert [type(module) for module in model.modules()] == classes
+    assert hooks(model) == 0 and torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+@pytest.mark.parametrize("when", range(1, 9))
+def test_restored_after_an_interrupt(when: int) -> None:
+    model = vit(depth=2)
+    patch(model)
+    model.train()
+    classes = [type(module) for module in model.modules()]
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal when
+        when -= 1
+        if when == 0:
+            raise KeyboardInterrupt
+
+    two = {"one": noise(), "two": noise()}
+    # Two cases of two sites and the model, and the timing: seven steps.
+    if when > 7:
+        assert check(model, two, progress=progress).ok
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            check(model, two, progress=progress)
+    assert [type(module) for module in model.modules()] == classes
+    assert hooks(model) == 0 and all(module.training for module in model.modules())
+
+
+def test_progress_counts_to_the_end() -> None:
+    model = vit(depth=2)
+    patch(model)
+    seen: list[tuple[str, int, int]] = []
+    check(model, inputs(), progress=lambda *step: seen.append(step))
+    assert [done for _, done, _ in seen] == list(range(1, 14)) and {s[2] for s in seen} == {13}
+    assert seen[0][0] == "blocks.0.attn" and seen[-1][0] == "timing"
+
+
+def test_what_cannot_be_checked() -> None:
+    model = vit()
+    with pytest.raises(NothingPatchedError):
+        check(model, noise())
+    patch(model)
+    for bad in ({"factor": 0.5}, {"factor": math.nan}, {"batch_size": 0}):
+        with pytest.raises(ArgumentError, match=next(iter(bad))):
+            check(model, noise(), **bad)
+    point = torch.tensor(1.0)
+    for nothing in ({}, torch.empty(0, 3, 32, 32), {"a": ()}, noise() * math.nan, point):
+        with pytest.raises(ArgumentError, match="inputs"):
+            check(model, nothing)
+    with pytest.raises(ModelError, match=r"'input'.*does not run"):
+        check(model, torch.zeros(1, 3, 48, 48))
+    with pytest.raises(ArgumentError, match="float64"):
+        check(model.double(), noise())
+    with pytest.raises(ModelError, match="meta"):
+        check(model.to("meta"), noise())
+    assert hooks(model) == 0
+
+
+def test_a_model_that_refuses_copies_is_named() -> None:
+    """As `fully_shard` makes them."""
+
+    class Sharded(VisionTransformer):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("no copies")
+
+    model = vit()
+    model.__class__ = Sharded
+    patch(model)
+    with pytest.raises(ModelError, match=r"cannot be copied .*no copies"):
+        check(model, noise())
+    assert list(patched_sites(model)) and hooks(model) == 0
+
+
+class Twice(nn.Module):
+    """One site at two call sites, one that no input reaches, and a dict as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention(32, num_heads=2)
+        self.spare = Attention(32, num_heads=2)
+
+    def forward(self, x: Tensor, other: Tensor) -> dict[str, Any]:
+        once = x + self.attn(x)
+        return {"tokens": self.attn(once + other), "pair": (once.mean(1), torch.arange(3)), "n": 1}
+
+
+def test_called_twice_not_reached_and_nested_outputs() -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    patch(model)
+    given = (torch.randn(2, 9, 32), torch.randn(2, 9, 32))
+    report = check(model, {"pair": given})
+    site, spare = report.sites
+    assert site.ok and site.calls == 5  # two calls, three hard cases of the first
+    assert not spare.ok and "not reached" in spare.reason and math.isnan(spare.max_abs)
+    assert report.cases[0].ok and report.cases[0].top1_rows == 0
+    assert report.failures == (f"spare: {spare.reason}",)
+    assert report.to_dict()["sites"][1]["max_abs"] is None
+    model.attn.__class__ = Wrong
+    report = check(model, given)
+    assert not report.sites[0].ok and not report.cases[0].ok
+    assert report.cases[0].output in ("output['tokens']", "output['pair'][0]")
+
+
+def test_long_inputs_come_in_batches() -> None:
+    model = vit(num_classes=2)
+    patch(model)
+    report = check(model, noise(batch=7), batch_size=3, stress=False)
+    assert report.ok and report.cases[0].inputs == 7 and report.cases[0].top1_rows == 7
+    assert report.sites[0].calls == 1 and not report.stress
+    # Two values of output say little: nearby inputs join in, top-1 counts the real one alone.
+    report = check(model, noise(batch=1))
+    assert report.ok and report.cases[0].top1_rows == 1
+
+
+def test_turbo_is_judged_by_its_own_rounding() -> None:
+    class Rounded(ElsaAttention):
+        elsa_base = Attention
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            asked, self.elsa_precision = self.elsa_precision, "strict"  # runs on any machine
+            out = super().forward(*args, **kwargs) * (1 + 2.0**-11)
+            self.elsa_precision = asked
+            return out
+
+    model = with_site(Rounded)
+    assert not check(model, noise()).ok
+    model.blocks[1].attn.elsa_precision = "turbo"
+    assert check(model, noise()).ok
+
+
+def test_input_dtype_follows_the_model() -> None:
+    model = vit(torch.bfloat16)
+    patch(model)
+    assert check(model, noise()).ok
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model = vit()
+        patch(model)
+        report = check(model, noise().double())
+    assert report.ok and report.cases[0].original_error < 1e-5
+
+
+def _compile_block(model: Any, backend: Any) -> None:
+    model.blocks[0] = torch.compile(model.blocks[0], backend=backend)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, backend: model.compile(backend=backend),
+        lambda model, backend: model.blocks[0].attn.compile(backend=backend),
+        _compile_block,
+    ],
+    ids=["model", "site", "block"],
+)
+def test_what_is_compiled_in_place_is_judged_eagerly(change: Any) -> None:
+    """Compiled code leaves out hooks, and so sites were not reached."""
+    runs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        return lambda *args: (runs.append(1), graph.forward(*args))[1]
+
+    torch._dynamo.reset()
+    model = vit(depth=2)
+    patch(model)
+    change(model, backend)
+    with torch.no_grad():
+        model(noise())
+        assert runs
+        runs.clear()
+        report = check(model, noise())
+        assert report.ok and not runs and all(site.operator_calls for site in report.sites)
+        model(noise())
+    assert runs
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled() -> Iterator[Any]:
+    yield torch.compile(vit(depth=1), backend="eager")
+    torch._dynamo.reset()
+
+
+def test_compiled_model_is_checked_without_its_wrapper(compiled: Any) -> None:
+    patch(compiled)
+    assert check(compiled, noise()).ok
+    assert list(patched_sites(compiled)) == ["blocks.0.attn"]

@@ -1,0 +1,339 @@
+"""The parts of the check: the criterion's arithmetic, generated and hard cases, the capture."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elsa_core import reference
+from elsa_core.backends import eager, eager_window
+from elsa_core.errors import ArgumentError
+from elsa_core.proof.capture import OperatorCapture, worst
+from elsa_core.proof.cases import (
+    as_cases,
+    chunks,
+    generated_inputs,
+    hard_cases,
+    jittered,
+    nearby,
+    nudged,
+)
+from elsa_core.proof.compare import (
+    Comparison,
+    Top1,
+    floating_outputs,
+    map_floating,
+    plain,
+)
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def compared(
+    original: float, patched: float, factor: float = 2.0, dtype: torch.dtype = torch.float32
+) -> Comparison:
+    """A comparison whose relative errors are those given, in every element."""
+    oracle = torch.ones(8, 16, dtype=torch.float64)
+    comparison = Comparison(factor)
+    comparison.add(
+        oracle,
+        (oracle * (1 + original)).to(dtype),
+        (oracle * (1 - patched)).to(dtype),
+    )
+    return comparison
+
+
+def test_criterion_is_twice_the_original_plus_two_ulp() -> None:
+    assert compared(2.0**-10, 2.0**-9).reason() == ""
+    assert compared(2.0**-10, 2.0**-9 + EPS).reason() == ""
+    failing = compared(2.0**-10, 2.0**-9 + 4 * EPS)
+    assert (
+        failing.excess > 1 and "allowed 1.95e-03 (2 x the original's 9.77e-04" in failing.reason()
+    )
+    assert compared(2.0**-10, 2.0**-9, factor=1.5).reason() != ""
+    exact = compared(0.0, EPS)
+    assert exact.reason() == "" and exact.excess == pytest.approx(0.5)
+    assert compared(0.0, 3 * EPS).reason() != ""
+    bfloat16 = compared(0.0, 2.0**-7, dtype=torch.bfloat16)
+    assert bfloat16.band == 2.0**-6 and bfloat16.reason() == ""
+
+
+def test_one_wrong_element_fails_by_the_largest_error() -> None:
+    oracle = torch.ones(100_000, dtype=torch.float64)
+    original = (oracle * (1 + 1e-5)).float()
+    patched = original.clone()
+    patched[7] += 3e-5
+    comparison = Comparison(2.0)
+    comparison.add(oracle, original, patched)
+    assert comparison.patched_error < comparison.allowed
+    assert comparison.reason().startswith("largest error 4.0")
+
+
+def test_values_that_are_not_finite() -> None:
+    oracle = torch.tensor([1.0, math.inf, -math.inf, 2.0], dtype=torch.float64)
+    good = oracle.float()
+    comparison = Comparison(2.0)
+    comparison.add(oracle, good, good)
+    assert comparison.reason() == "" and comparison.excess == 0
+    for bad in (math.nan, math.inf):
+        patched = good.clone()
+        patched[0] = bad
+        comparison = Comparison(2.0)
+        comparison.add(oracle, good, patched)
+        assert "1 of 4" in comparison.reason() and comparison.patched_error == math.inf
+        comparison.add(oracle, patched, good)
+        assert comparison.original_error == math.inf and "original is not" in comparison.reason()
+    patched = good.clone()
+    patched[1] = -math.inf
+    comparison = Comparison(2.0)
+    comparison.add(oracle, good, patched)
+    assert "not finite where the oracle is" in comparison.reason()
+    comparison = Comparison(2.0)
+    comparison.add(oracle * math.nan, good, good)
+    assert "NaN in the float64 oracle" in comparison.reason()
+
+
+def test_shape_and_dtype_must_agree() -> None:
+    for patched in (torch.ones(3), torch.ones(2, dtype=torch.float16)):
+        comparison = Comparison(2.0)
+        comparison.add(torch.ones(2).double(), torch.ones(2), patched)
+        assert "the patched output is float" in comparison.reason()
+        assert comparison.excess == math.inf
+
+
+def test_top1_counts_ties_apart() -> None:
+    oracle = torch.tensor([[3.0, 1.0, 0.0], [1.0, 1.0009, 0.0], [0.0, 2.0, 1.0]]).double()
+    original = (oracle + 0.0005).float()
+    top1 = Top1()
+    top1.add(oracle, original, oracle.float())
+    assert (top1.rows, top1.ties, top1.tie_flips, top1.flips) == (3, 1, 0, 0)
+    patched = oracle[:, [1, 0, 2]].float()
+    top1.add(oracle, original, patched)
+    assert (top1.rows, top1.ties, top1.tie_flips, top1.flips) == (6, 2, 1, 2)
+    assert "2 of 6 rows" in top1.reason()
+
+
+def test_a_tie_is_what_twice_the_originals_error_can_turn() -> None:
+    for gap, ties in ((1.5, 1), (2.5, 0)):
+        oracle = torch.tensor([[1.0 + gap * 2.0**-10, 1.0, 0.0]], dtype=torch.float64)
+        original = oracle.float()
+        original[0, 2] += 2.0**-10
+        top1 = Top1()
+        top1.add(oracle, original, oracle[:, [1, 0, 2]].float())
+        assert (top1.ties, top1.tie_flips, top1.flips) == (ties, ties, 1 - ties)
+
+
+def test_outputs_of_any_shape() -> None:
+    value = {"a": torch.ones(2), "b": (torch.arange(3), [torch.zeros(1).half()]), "c": None}
+    assert list(floating_outputs(value)) == ["output['a']", "output['b'][1][0]"]
+    assert list(floating_outputs(torch.ones(2))) == ["output"]
+    cast = map_floating(value, torch.float64)
+    assert cast["a"].dtype == cast["b"][1][0].dtype == torch.float64
+    assert cast["b"][0].dtype == torch.int64 and cast["c"] is None
+    assert plain({"x": (math.nan, 1.0), 3: torch.float16}) == {"x": [None, 1.0], "3": "float16"}
+
+
+def test_generated_inputs() -> None:
+    state = torch.get_rng_state()
+    made = generated_inputs((3, 20, 24), 3, seed=4, dtype=torch.bfloat16, device="cpu")
+    again = generated_inputs((3, 20, 24), 3, seed=4, dtype=torch.bfloat16, device="cpu")
+    other = generated_inputs((3, 20, 24), 3, seed=5, dtype=torch.bfloat16, device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(made) == ["noise", "constant", "bright patch", "large"]
+    for name, image in made.items():
+        assert isinstance(image, Tensor) and isinstance(again[name], Tensor)
+        assert image.shape == (3, 3, 20, 24) and image.dtype == torch.bfloat16
+        assert torch.equal(image, again[name]) and bool(image.isfinite().all())
+    assert not torch.equal(made["noise"], other["noise"])
+    assert made["constant"][1].float().std() == 0
+    tiny = generated_inputs((1, 1, 1), 1, seed=0, dtype=torch.float32, device="cpu")
+    assert all(bool(image.isfinite().all()) for image in tiny.values())
+    image, tokens = generated_inputs(
+        (3, 8, 8), 4, seed=0, dtype=torch.float32, device="cpu", text=(10, 50)
+    )["noise"]
+    assert image.shape == (4, 3, 8, 8) and tokens.shape == (4, 10)
+    assert tokens.dtype == torch.int64 and int(tokens.min()) >= 0 and int(tokens.max()) == 49
+    assert bool((tokens.amax(1) == 49).all()) and bool((tokens[:, 0] >= 48).all())
+    for size, batch in (((3, 0, 8), 1), ((3, 8), 1), ((3, 8, 8), 0)):
+        with pytest.raises(ArgumentError, match="input_size"):
+            generated_inputs(size, batch, seed=0, dtype=torch.float32, device="cpu")
+
+
+def test_cases_and_batches() -> None:
+    images, ids, scale = torch.randn(5, 3, 8, 8), torch.arange(5), torch.tensor(2.0)
+    cases = as_cases({"a": images, "b": (images, ids, scale, "word")})
+    assert list(cases) == ["a", "b"] and len(cases["a"]) == 1
+    cut = list(chunks(cases["b"], 2))
+    assert [len(part[0]) for part in cut] == [2, 2, 1] == [len(part[1]) for part in cut]
+    assert cut[2][2] is scale and cut[1][3] == "word"
+    assert torch.equal(torch.cat([part[1] for part in cut]), ids)
+    moved = nearby(cases["b"], 1)
+    assert torch.equal(moved[1], ids) and moved[3] == "word"
+    assert 1e-3 < float((moved[0] - images).norm() / images.norm()) < 5e-2
+    assert not torch.equal(nearby(cases["b"], 2)[0], moved[0])
+    assert not torch.equal(nearby((torch.zeros(4),), 0)[0], torch.zeros(4))
+
+
+class Site(nn.Module):
+    """The smallest site: one head, and the logits it saw."""
+
+    def __init__(self, channels: int, nchw: bool) -> None:
+        super().__init__()
+        self.nchw = nchw
+        self.q, self.k = (
+            nn.Conv2d(channels, 8, 1) if nchw else nn.Linear(channels, 8) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, rope: Any = None, key: Any = None, attn_mask: Any = None) -> Any:
+        q, k = self.q(x), self.k(x if key is None else key)
+        if self.nchw:
+            q, k = (t.flatten(2).mT for t in (q, k))
+        self.logits = (q @ k.mT).detach() * 8**-0.5
+        return self.logits
+
+
+@pytest.mark.parametrize("nchw", [False, True])
+def test_hard_cases(nchw: bool) -> None:
+    torch.manual_seed(0)
+    site = Site(12, nchw)
+    x = torch.randn(2, 12, 4, 5) if nchw else torch.randn(2, 20, 12)
+    before = x.clone()
+    mask, rope = torch.randn(2, 1, 20, 20), torch.randn(1, 20, 8)
+    largest = float(site(x).abs().max())
+    made = {
+        name: (a, k) for name, a, k in hard_cases(site, (x, rope), {"attn_mask": mask}, largest)
+    }
+    assert list(made) == ["large logits", "constant rows", "dominant token"]
+    for args, kwargs in made.values():
+        assert args[0].shape == x.shape and args[1] is rope and kwargs["attn_mask"] is mask
+    assert torch.equal(x, before)
+    site(*made["large logits"][0])
+    assert 50 < float(site.logits.abs().max()) < 200
+    site(*made["constant rows"][0])
+    assert torch.allclose(site.logits, site.logits[..., :1], atol=1e-5)
+    site(*made["dominant token"][0])
+    rest = site.logits[..., 1:, 1:].abs().max()
+    assert float(site.logits[..., 1:, 0].abs().max()) > 4 * float(rest)
+
+
+def test_hard_cases_keep_one_tensor_one() -> None:
+    site = Site(12, nchw=False)
+    x = torch.randn(2, 20, 12)
+    for _, args, kwargs in hard_cases(site, (x,), {"key": x}, 0.0):
+        assert args[0] is kwargs["key"]
+    for _, args, _ in hard_cases(site, (x.half(),), {}, math.inf):
+        assert args[0].dtype == torch.float16 and bool(args[0].isfinite().all())
+
+
+def operands(dtype: torch.dtype, tokens: int = 65) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, tokens, 16, generator=generator)
+    k, v = (torch.randn(2, 2, tokens + 3, 16, generator=generator) for _ in range(2))
+    return q.to(dtype), k.to(dtype), (v + 1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["plain", "bool", "additive", "causal", "both"])
+def test_capture_sees_what_the_operator_did(dtype: torch.dtype, kind: str) -> None:
+    q, k, v = operands(dtype)
+    generator = torch.Generator().manual_seed(1)
+    mask = None
+    if kind in ("bool", "both"):
+        mask = torch.rand(2, 1, 65, 68, generator=generator) > 0.4
+        mask[:, :, 3] = False  # a row without any key: zeros, and no NaN in the metrics
+    if kind == "additive":
+        mask = torch.randn(1, 4, 1, 68, generator=generator)
+    causal = kind in ("causal", "both")
+    with OperatorCapture() as capture:
+        F.linear(q, q[0, 0])
+        out, _ = torch.ops.elsa.attention_eager(q, k, v, mask, causal, 0.25, "strict")
+    (call,) = capture.calls
+    expected, _ = reference.attention(q, k, v, mask, causal, 0.25)
+    assert call.reason() == "" and call.rows == 2 * 4 * 65
+    assert call.y_error == pytest.approx(reference.relative_l2(out, expected))
+    assert call.drift.p_argmax_rate is not None and call.drift.p_argmax_rate.value == 0
+    assert call.drift.p_max_abs is not None and call.drift.p_max_abs.value < 1e-5
+    assert worst([call.drift]) is call.drift and worst([]) is None
+
+
+def test_capture_sees_one_missing_key_in_bfloat16() -> None:
+    """The output moves by less than an ulp of bfloat16; lse, and so P, are float32."""
+    q, k, v = operands(torch.bfloat16, tokens=700)
+
+    def short(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return eager.attention(q, k[:, :, :-1], v[:, :, :-1], *rest)
+
+    with torch.library._scoped_library("elsa", "IMPL") as library, OperatorCapture() as capture:
+        library.impl("attention_eager", short, "CPU")
+        torch.ops.elsa.attention_eager(0.1 * q, k, v, None, False, 0.25, "strict")
+    (call,) = capture.calls
+    assert call.y_error <= call.y_allowed
+    assert "the operator's weights P" in call.reason()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_capture_sees_what_the_window_operator_returned(factor: float) -> None:
+    def off(*given: Any) -> Tensor:
+        return factor * eager_window.attention(*given)
+
+    qkv = torch.randn(1, 1, 4, 4, 24, generator=torch.Generator().manual_seed(0))
+    rest = (2, (1, 2, 2), (0, 0, 0), 0.5, -100.0, "qkv", False, "strict")
+    with torch.library._scoped_library("elsa", "IMPL") as library, OperatorCapture() as capture:
+        library.impl("window_attention_eager", off, "CPU")
+        torch.ops.elsa.window_attention_eager(qkv, None, None, None, None, *rest)
+    (call,) = capture.calls
+    assert bool(call.reason()) is (factor != 1.0)
+    if factor != 1.0:
+        assert call.y_error == pytest.approx(1e-3, rel=0.01)
+
+
+def test_capture_samples_long_inputs() -> None:
+    q = torch.randn(3, 2, 3000, 8)
+    with OperatorCapture() as capture:
+        torch.ops.elsa.attention_eager(q, q, q, None, True, 0.3, "strict")
+        torch.ops.elsa.attention_eager(q[:, :, :0], q, q, None, False, 0.3, "strict")
+    (call,) = capture.calls
+    assert call.rows * 3000 <= 2**18 and call.rows > 80 and call.reason() == ""
+
+
+def test_nudged_moves_numbers_by_one_ulp_now_and_then() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(4096).to(dtype)
+        x[:3] = torch.tensor([0.0, -math.inf, 2.0]).to(dtype)
+        ids = torch.arange(3)
+        (moved,), same = nudged(((x,), {"ids": ids}), 3)
+        assert moved.dtype == dtype and same["ids"] is ids
+        assert moved[0] == 0 and moved[1] == -math.inf
+        ulp = torch.finfo(dtype).eps * x[3:].double().abs()
+        steps = (moved[3:].double() - x[3:].double()).abs() / ulp
+        assert float(steps.max()) <= 1.0
+        assert 1 / 15 < float((steps > 0).double().mean()) < 1 / 10
+        assert torch.equal(nudged(x, 3), moved) and not torch.equal(nudged(x, 4), moved)
+
+
+def test_jittered_keeps_what_is_large_and_what_is_not_finite() -> None:
+    x = torch.tensor([0.0, -math.inf, 1e-3, 1e3])
+    (moved,), same = jittered(((x,), {"ids": (ids := torch.arange(3))}), 3)
+    assert same["ids"] is ids and torch.equal(moved[:2], x[:2])
+    shift = (moved[2:] / x[2:] - 1).abs()
+    assert float(shift.min()) > 0 and float(shift.max()) < 0.1
+
+
+def test_more_samples_settle_what_one_leaves_in_doubt() -> None:
+    comparison = compared(2.0**-14, 2.0**-10)
+    assert comparison.in_doubt and comparison.samples == 1
+    for original, patched in ((2.0**-10, 2.0**-14), (2.0**-12, 2.0**-12)):
+        ones = torch.ones(8, 16, dtype=torch.float64)
+        comparison.add(ones, (ones * (1 + original)).float(), (ones * (1 - patched)).float())
+    assert comparison.reason() == "" and comparison.original_error < 2.0**-10
+    worse = compared(2.0**-14, 2.0**-10)
+    for _ in range(31):
+        ones = torch.ones(8, 16, dtype=torch.float64)
+        worse.add(ones, (ones * (1 + 2.0**-14)).float(), (ones * (1 - 2.0**-10)).float())
+    assert "allowed" in worse.reason()
+    assert not compared(0.0, math.inf).in_doubt

@@ -1,0 +1,130 @@
+"""A model that has learnt something: predictions on real data are the same after patching."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from elsa_core.loading.load import load_model
+from elsa_core.loading.recipe import Preprocess, Recipe
+from elsa_core.loading.save import save
+from elsa_core.patching.patch import patch, patched_sites, unpatch
+from elsa_core.proof.check import check
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1 797 handwritten digits as [N, 1, 8, 8], normalised, and their labels."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.from_numpy(data.images).float().unsqueeze(1) / 16.0
+    images = (images - 0.3) / 0.375
+    return images, torch.from_numpy(data.target).long()
+
+
+def tiny_vit() -> VisionTransformer:
+    return VisionTransformer(
+        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=2
+    )
+
+
+def held_out(digits: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.arange(len(digits[0])) % 5 == 0
+
+
+@pytest.fixture(scope="module")
+def trained(digits: tuple[Tensor, Tensor]) -> VisionTransformer:
+    """A ViT of 17 tokens, trained for a few seconds on four fifths of the digits."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = tiny_vit()
+        images, labels = (x[~held_out(digits)] for x in digits)
+        epochs, size = 18, 50
+        steps = epochs * math.ceil(len(images) / size)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(images)).split(size):
+                optimizer.zero_grad()
+                F.cross_entropy(model(images[rows]), labels[rows]).backward()
+                optimizer.step()
+                schedule.step()
+    return model.eval()
+
+
+def accuracy(model: torch.nn.Module, images: Tensor, labels: Tensor) -> float:
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).float().mean())
+
+
+def test_it_has_learnt(trained: VisionTransformer, digits: tuple[Tensor, Tensor]) -> None:
+    images, labels = (x[held_out(digits)] for x in digits)
+    assert len(images) == 360 and accuracy(trained, images, labels) > 0.85
+
+
+def test_same_predictions_on_all_digits(
+    trained: VisionTransformer, digits: tuple[Tensor, Tensor]
+) -> None:
+    images, labels = digits
+    with torch.no_grad():
+        before = trained(images)
+        try:
+            report = patch(trained)
+            after = trained(images)
+            assert len(report.patched) == 2
+            result = check(trained, images, batch_size=600)
+        finally:
+            unpatch(trained)
+    assert len(images) == 1797 and torch.equal(before.argmax(1), after.argmax(1))
+    assert float((before - after).abs().max()) < 1e-4 * float(before.abs().max())
+    (case,) = result.cases
+    assert result.ok, result.failures
+    assert case.top1_rows == 1797 and case.top1_flips == case.top1_tie_flips == 0
+    assert float((after.argmax(1) == labels).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_passes(
+    trained: VisionTransformer, digits: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> None:
+    model = copy.deepcopy(trained).to(dtype)
+    patch(model)
+    report = check(model, digits[0], batch_size=600)
+    assert report.ok, report.failures
+    assert report.cases[0].top1_rows == 1797 and report.cases[0].top1_flips == 0
+
+
+def test_same_predictions_after_save_and_load(
+    trained: VisionTransformer, digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    """A folder as a user has it: loaded, patched, saved, loaded again, and still patched."""
+    images, _ = digits
+    args = {"img_size": 8, "patch_size": 2, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    preprocess = Preprocess((1, 8, 8), (0.3,), (0.375,), "bilinear", 1.0)
+    recipe = Recipe("timm", "vit_tiny_patch16_224", args, 10, preprocess)
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "config.json").write_text(json.dumps(recipe.to_config()))
+    save_file(trained.state_dict(), given / "model.safetensors")
+    loaded = load_model(given)
+    with torch.no_grad():
+        before = trained(images)
+        assert torch.equal(loaded.model(images), before)
+        report = patch(loaded.model)
+        after = loaded.model(images)
+        save(loaded, report, tmp_path / "saved")
+        again = load_model(tmp_path / "saved")
+        assert len(patched_sites(again.model)) == 2
+        assert torch.equal(again.model(images), after)
+    assert torch.equal(after.argmax(1), before.argmax(1))
+    assert check(again.model, images[:100]).ok

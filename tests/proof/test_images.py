@@ -1,0 +1,125 @@
+"""Folders of images: what timm's own transform gives, and what a user may have in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.proof import images
+from elsa_core.proof.images import load_images, read_folder
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+
+
+def write(path: Path, width: int = 50, height: int = 40, mode: str = "RGB", seed: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).convert(mode).save(path)
+    return path
+
+
+def test_same_as_timm_transform(tmp_path: Path) -> None:
+    from timm.data import create_transform
+
+    file = write(tmp_path / "a.png", 61, 47)
+    for mode in ("center", "squash", "border"):
+        got = load_images(
+            tmp_path, (3, 32, 32), MEAN, STD, crop_pct=0.9, crop_mode=mode, interpolation="bicubic"
+        )
+        transform = create_transform(
+            (3, 32, 32), mean=MEAN, std=STD, crop_pct=0.9, crop_mode=mode, interpolation="bicubic"
+        )
+        with Image.open(file) as image:
+            expected = transform(image.convert("RGB"))
+        assert got.shape == (1, 3, 32, 32) and got.dtype == torch.float32
+        assert torch.equal(got[0], expected)
+
+
+def test_sorted_recursive_and_ignored(tmp_path: Path) -> None:
+    write(tmp_path / "b" / "z.JPG", seed=1)
+    write(tmp_path / "a.png", seed=2)
+    write(tmp_path / "c.webp", seed=3)
+    (tmp_path / "notes.txt").write_text("no image")
+    (tmp_path / "._a.png").write_bytes(b"left by a file system")
+    batch = read_folder(tmp_path, (3, 16, 24), MEAN, STD)
+    assert [str(file.relative_to(tmp_path)) for file in batch.files] == [
+        "a.png",
+        str(Path("b") / "z.JPG"),
+        "c.webp",
+    ]
+    assert batch.ignored == 2 and batch.left_out == 0
+    assert batch.images.shape == (3, 3, 16, 24)
+    few = read_folder(tmp_path, (3, 16, 16), MEAN, STD, limit=2)
+    assert len(few.files) == 2 and few.left_out == 1
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "L", "LA", "CMYK", "1"])
+def test_modes_become_rgb(tmp_path: Path, mode: str) -> None:
+    write(tmp_path / ("a.tif" if mode == "CMYK" else "a.png"), mode=mode)
+    tensor = load_images(tmp_path, (3, 16, 16), MEAN, STD)
+    assert tensor.shape == (1, 3, 16, 16) and bool(tensor.isfinite().all())
+
+
+def test_grey_model(tmp_path: Path) -> None:
+    write(tmp_path / "a.png")
+    assert load_images(tmp_path, (1, 16, 16), (0.5,), (0.2,)).shape == (1, 1, 16, 16)
+    with pytest.raises(ArgumentError, match="12"):
+        load_images(tmp_path, (12, 16, 16), (0.5,), (0.2,))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty", "link"])
+def test_broken_image_is_named(tmp_path: Path, damage: str) -> None:
+    write(tmp_path / "a.png")
+    bad = write(tmp_path / "broken.png", 200, 200)
+    if damage == "truncated":
+        bad.write_bytes(bad.read_bytes()[:2000])
+    elif damage == "text":
+        bad.write_text("not an image")
+    elif damage == "empty":
+        bad.write_bytes(b"")
+    else:
+        bad.unlink()
+        bad.symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(ModelError, match=r"broken\.png") as error:
+        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+    assert "\n" not in str(error.value)
+
+
+def test_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "big.png", 60, 60)
+    monkeypatch.setattr(images, "MAX_PIXELS", 3000)
+    with pytest.raises(ModelError, match=r"big\.png.*pixels"):
+        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+    monkeypatch.setattr(images, "MAX_PIXELS", 10**9)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ModelError, match=r"big\.png.*bomb"):
+        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no image"):
+        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+    with pytest.raises(ModelError, match="not a folder"):
+        load_images(tmp_path / "missing", (3, 16, 16), MEAN, STD)
+    file = write(tmp_path / "a.png")
+    with pytest.raises(ModelError, match="not a folder"):
+        load_images(file, (3, 16, 16), MEAN, STD)
+    for limit in (0, -1):
+        with pytest.raises(ArgumentError, match="limit"):
+            load_images(tmp_path, (3, 16, 16), MEAN, STD, limit=limit)
+    with pytest.raises(ArgumentError, match="input_size"):
+        load_images(tmp_path, (3, 0, 16), MEAN, STD)
+
+
+def test_links_in_a_loop(tmp_path: Path) -> None:
+    write(tmp_path / "sub" / "a.png")
+    (tmp_path / "sub" / "up").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "twin").symlink_to(tmp_path / "sub", target_is_directory=True)
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    batch = read_folder(tmp_path, (3, 16, 16), MEAN, STD)
+    assert len(batch.files) == 1
