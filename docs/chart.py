@@ -56,8 +56,8 @@ def drawn() -> str:
     head = [
         '<text class="title" x="8" y="20">Speed against the fastest PyTorch kernel or model of '
         "the same run</text>",
-        f'<text class="note" x="8" y="40">{gpu}, {date}; models as CUDA graphs; batch x heads x tokens x '
-        "head_dim; 1.0 = equal</text>",
+        f'<text class="note" x="8" y="40">{gpu}, {date}; models as CUDA graphs; '
+        "batch x heads x tokens x head_dim; 1.0 = equal</text>",
         f'<line class="one" x1="{one}" x2="{one}" y1="{TOP - 12}" y2="{y - 16}"/>',
     ]
     size = f'width="{END + 80}" height="{y}" viewBox="0 0 {END + 80} {y}"'
