@@ -18,7 +18,8 @@ from torch import nn
 from elsa_core.attention import BACKENDS
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.patching import adapters
-from elsa_core.patching.sites import AttentionSite, find_sites
+from elsa_core.patching.adapters.derived import DERIVED
+from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.precision import PRECISIONS, validate
 
 _ATTRIBUTES = ("elsa_precision", "elsa_backend")
@@ -83,13 +84,14 @@ def patch(
         The sites patched and those kept, with reasons.
 
     Raises:
+        TypeError: `model` is no `nn.Module`.
         ArgumentError: precision or backend is unknown, the model's dtype does not take it, or a
             glob matches no site.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
     """
+    model = plain_model(model)
     _check_choice("precision", precision, tuple(PRECISIONS))
     _check_choice("backend", backend, BACKENDS)
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     wanted, unwanted = _globs(include), _globs(exclude)
     sites = find_sites(model)
     selected, kept = [], []
@@ -119,8 +121,10 @@ def unpatch(model: nn.Module) -> int:
     What was derived from the patched class since (parametrizations, `fully_shard`) stays on top.
 
     Raises:
+        TypeError: `model` is no `nn.Module`.
         ModelError: a class derived since cannot be put on the module's own; nothing has changed.
     """
+    model = plain_model(model)
     # Inside `original` a module shows its own class, but its strings tell that it is on loan.
     modules = [
         module
@@ -130,6 +134,7 @@ def unpatch(model: nn.Module) -> int:
     own = [_own_class(module) for module in modules]
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
+        DERIVED.drop(module)
         for name in _ATTRIBUTES:
             module.__dict__.pop(name, None)
     return len(modules)
@@ -137,7 +142,7 @@ def unpatch(model: nn.Module) -> int:
 
 def patched_sites(model: nn.Module) -> dict[str, nn.Module]:
     """The patched modules by path, in the model's order."""
-    model = getattr(model, "_orig_mod", model)
+    model = plain_model(model)
     return {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
 
 

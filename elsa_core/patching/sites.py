@@ -123,9 +123,10 @@ def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -
         The sites with tokens and FLOPs for one image of that size.
 
     Raises:
+        TypeError: `model` is no `nn.Module`.
         ArgumentError: `input_size` is no image size, or the model does not run on it.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = plain_model(model)
     size = resolved_input_size(model, input_size)
     sites = find_sites(model)
     note, total = "", None
@@ -143,6 +144,19 @@ def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -
         sites = tuple(_observed(site, result) for site in sites)
     cls = adapters.base_class(model)
     return Inspection(f"{cls.__module__}.{cls.__qualname__}", size, total, sites, note)
+
+
+def plain_model(model: object) -> nn.Module:
+    """The model without the wrapper of `torch.compile`.
+
+    Raises:
+        TypeError: it is no `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        hint = f": elsa.load({model!r}) builds one" if isinstance(model, str) else ""
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}{hint}")
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def find_sites(model: nn.Module) -> tuple[AttentionSite, ...]:
