@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
     from elsa_core.loading.load import load
+    from elsa_core.patching.adapters.table import register_adapter
     from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.patch import PatchReport, patch, unpatch
     from elsa_core.patching.sites import AttentionSite, Inspection, inspect
@@ -30,6 +31,7 @@ _HOMES = {
     "freeze": "patching.freeze",
     "refresh": "patching.freeze",
     "unfreeze": "patching.freeze",
+    "register_adapter": "patching.adapters.table",
     "PatchReport": "patching.patch",
     "patch": "patching.patch",
     "unpatch": "patching.patch",
@@ -66,6 +68,7 @@ __all__ = [
     "patch",
     "profile",
     "refresh",
+    "register_adapter",
     "unfreeze",
     "unpatch",
     "verify",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters, bytecode
-from elsa_core.patching.adapters import known, redirect
+from elsa_core.patching.adapters import redirect, table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe, resolved_input_size
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
@@ -172,7 +172,7 @@ def _sites(model: nn.Module) -> Iterator[AttentionSite]:
         attention = adapters.attention_within(module) or module
         if attention is not module:
             within.add(attention)
-        kind = _kind_of(adapters.base_class(attention))  # type: ignore[arg-type]  # hashable
+        kind = _kind_of(adapters.base_class(attention))
         if kind is None:
             continue
         cls = adapters.base_class(module)
@@ -180,7 +180,7 @@ def _sites(model: nn.Module) -> Iterator[AttentionSite]:
         heads = _first_int(attention, "num_heads", "heads", "n_heads", "groups")
         yield AttentionSite(
             path=path,
-            module_class=_qualified(cls),
+            module_class=table.qualified(cls),
             kind=kind,
             num_heads=heads,
             head_dim=_head_dim(attention, heads),
@@ -196,13 +196,19 @@ def _sites(model: nn.Module) -> Iterator[AttentionSite]:
         )
 
 
-@functools.lru_cache(maxsize=4096)
 def _kind_of(cls: type) -> str | None:
     """The kind of attention that a class computes itself, None where it computes none."""
-    entry = _entry(cls)
-    if entry is not None:
-        return entry.kind
-    if _qualified(cls) in known.NOT_ATTENTION or cls.__module__.startswith("torch.nn."):
+    row = _row(cls)
+    if row is not None:
+        return None if row.kind == table.NONE else row.kind
+    return _kind_by_code(cls, getattr(cls, "forward", None))
+
+
+# Bound: reading the code of a class takes milliseconds, and a process sees some hundred classes.
+@functools.lru_cache(maxsize=1024)
+def _kind_by_code(cls: type, forward: object) -> str | None:
+    """The kind by what the class's forward does; a class may get another one."""
+    if cls.__module__.startswith("torch.nn."):
         return None
     reached = bytecode.methods(cls)
     if (
@@ -214,21 +220,21 @@ def _kind_of(cls: type) -> str | None:
     return None
 
 
-def _entry(cls: type) -> known.Known | None:
+def _row(cls: type) -> table.Row | None:
     """What is known of the class whose forward this is."""
     for base in cls.__mro__:
-        entry = known.CLASSES.get(_qualified(base))
-        if entry is not None:
-            return entry
+        row = table.row_of(base)
+        if row is not None and row.kind != table.BLOCK:
+            return row
         if "forward" in base.__dict__:
             break  # what is known of further bases says nothing about this forward
     return None
 
 
 def _support(module: nn.Module, cls: type[nn.Module]) -> Support:
-    entry = _entry(cls)
-    if entry is not None and entry.reason:
-        return Support(False, entry.reason)
+    row = _row(cls)
+    if row is not None and row.reason:
+        return Support(False, row.reason)
     answer = adapters.support(module)
     if answer.ok or adapters.written(cls) is not None or redirect.refers_to_sdpa(cls):
         return answer
@@ -319,7 +325,3 @@ def _first_int(module: nn.Module, *names: str) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
