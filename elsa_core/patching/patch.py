@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from elsa_core.attention import BACKENDS
-from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.errors import ArgumentError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters
+from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
-from elsa_core.precision import PRECISIONS, validate
+from elsa_core.patching.text import as_html, reasons, sites_table
+from elsa_core.precision import validate
 
 _ATTRIBUTES = ("elsa_precision", "elsa_backend")
 _MAX_NAMED = 3  # classes that an error line spells out
@@ -57,6 +58,19 @@ class PatchReport:
             "exclude": list(self.exclude),
         }
 
+    def __str__(self) -> str:
+        done, found = len(self.patched), len(self.patched) + len(self.kept)
+        title = f"{done} of {found} attention sites patched"
+        lines = [
+            f"{title} · precision {self.precision} · backend {self.backend}",
+            *sites_table(self.patched),
+            *reasons(self.kept, "kept"),
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
 
 def patch(
     model: nn.Module,
@@ -87,11 +101,11 @@ def patch(
         TypeError: `model` is no `nn.Module`.
         ArgumentError: precision or backend is unknown, the model's dtype does not take it, or a
             glob matches no site.
+        UnavailableError: the backend asked for by name does not serve the model's device or dtype.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
     """
     model = plain_model(model)
-    _check_choice("precision", precision, tuple(PRECISIONS))
-    _check_choice("backend", backend, BACKENDS)
+    asked.check_names(precision, backend)
     wanted, unwanted = _globs(include), _globs(exclude)
     sites = find_sites(model)
     selected, kept = [], []
@@ -169,12 +183,7 @@ def _swap(
 ) -> None:
     modules = [model.get_submodule(site.path) for site in selected]
     for module, site in zip(modules, selected, strict=True):
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-        if dtype is not None:
-            try:
-                validate(precision, dtype)
-            except ArgumentError as error:
-                raise ArgumentError(f"{site.path or 'the model'}: {error}") from error
+        _check_served(module, site, precision, backend)
     # Every class is made before the first is swapped: a failure leaves the model as it was.
     classes = [
         adapters.with_base(
@@ -188,13 +197,22 @@ def _swap(
         module.__dict__["elsa_backend"] = backend
 
 
+def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return
+    path = site.path or "the model"
+    try:
+        validate(precision, weight.dtype)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from error
+    answer = asked.served(precision, backend, weight.device, weight.dtype, site.head_dim)
+    if not answer.ok:
+        raise UnavailableError(f"backend={backend!r} cannot serve {path}: {answer.reason}")
+
+
 def _own_class(module: nn.Module) -> type[nn.Module]:
     return adapters.with_base(module, adapters.base_class(module))
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ArgumentError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
 
 
 def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:

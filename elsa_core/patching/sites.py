@@ -21,6 +21,7 @@ from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters, bytecode
 from elsa_core.patching.adapters import redirect, table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe, resolved_input_size
+from elsa_core.patching.text import as_html, reasons, sites_table
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
 _FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
@@ -106,6 +107,22 @@ class Inspection:
             "sites": [site.to_dict() for site in self.sites],
             "note": self.note,
         }
+
+    def __str__(self) -> str:
+        patchable = sum(site.patchable for site in self.sites)
+        title = f"{self.model_class} · {'x'.join(map(str, self.input_size))}"
+        if self.total_flops:
+            title += f" · {self.total_flops / 1e9:.2f} GFLOPs"
+        lines = [
+            f"{title} · {patchable} of {len(self.sites)} attention sites patchable",
+            *(sites_table(self.sites) if self.sites else ()),
+            *reasons([site for site in self.sites if not site.patchable], "not patchable:"),
+            *([self.note] if self.note else ()),
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
 
 def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -> Inspection:
