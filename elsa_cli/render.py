@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
-from elsa_cli.sites import group, group_by
+from elsa_core.patching.labels import group, group_by
 
 if TYPE_CHECKING:
     from elsa_core.attention import Route
