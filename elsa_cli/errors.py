@@ -8,6 +8,7 @@
 | 3 | environment: a backend, device, extra, memory, disk or the network is missing |
 | 4 | the model or file cannot be read, or is not supported |
 | 5 | an export failed or does not reproduce the model |
+| 129, 143 | ended by SIGHUP or SIGTERM; like 130, nothing half-written remains |
 | 130 | interrupted |
 """
 

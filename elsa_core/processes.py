@@ -1,4 +1,7 @@
-"""Child processes in a process group of their own: what they start ends with them."""
+"""Child processes in a process group of their own: what they start ends with them.
+
+While `starting`, no signal handler may raise: a child would be there that nobody knows.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+starting = False
 
 
 @contextmanager
@@ -20,23 +25,38 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
         command: the program and its arguments.
         options: of `subprocess.Popen`. Text is read as UTF-8, and stdin is empty unless given.
     """
-    options.setdefault("stdin", subprocess.DEVNULL)
-    process: subprocess.Popen[str] = subprocess.Popen(
-        command, start_new_session=True, encoding="utf-8", errors="replace", **options
-    )
+    started: list[subprocess.Popen[str]] = []
     try:
-        yield process
+        _start(started, command, options)
+        yield started[0]
     finally:
-        if process.poll() is None:
-            _kill(process)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+        for process in started:
+            _end(process)
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _start(
+    started: list[subprocess.Popen[str]], command: Sequence[str], options: dict[str, Any]
+) -> None:
+    global starting  # noqa: PLW0603  # read by signal handlers
+    options.setdefault("stdin", subprocess.DEVNULL)
+    starting = True
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (AttributeError, ProcessLookupError, PermissionError):  # a system without groups
-        process.kill()
-    process.wait()
+        started.append(
+            subprocess.Popen(
+                command, start_new_session=True, encoding="utf-8", errors="replace", **options
+            )
+        )
+    finally:
+        starting = False
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (AttributeError, ProcessLookupError, PermissionError):  # a system without groups
+            process.kill()
+        process.wait()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()

@@ -133,7 +133,7 @@ def locked(path: Path, title: str, say: Callable[[str], None]) -> Iterator[None]
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(f"{path}.lock")
+    lock = FileLock(f"{path}.lock", mode=0o644)
     try:
         lock.acquire(timeout=0)
     except Timeout:
