@@ -28,7 +28,7 @@ _OWN_NAMES = frozenset(
     (
         *(WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME),
         *("model.ts", "model.onnx", "model.onnx.data", "model.pt2", "model.aoti.pt2", "lib"),
-        *("manifest.json", "reference.npz", "load.py", "README.md", "__pycache__"),
+        *("manifest.json", "manifest.sig", "reference.npz", "load.py", "README.md", "__pycache__"),
     )
 )
 
@@ -150,6 +150,7 @@ def check_target(target: Path, given: Path, force: bool) -> None:
     Raises:
         ArgumentError: it may not be replaced; says why.
     """
+    files.recover(target)
     if not target.exists():
         return
     if not target.is_dir():
