@@ -35,7 +35,7 @@ from elsa_core.backends.triton.shared.gluon import (
     visible,
     weighted,
 )
-from elsa_core.backends.triton.shared.helpers import FACTOR_LIMIT, LEAST_VALUE, LN2
+from elsa_core.backends.triton.shared.helpers import FACTOR_LIMIT, LEAST_VALUE
 
 # tiles that keys are split in; of the third, 16 keys are folded
 FIRST: gl.constexpr = gl.constexpr(128)
@@ -203,8 +203,6 @@ def forward(
             CAUSAL, BM, D, D0, DV, V0, O_,
         )  # fmt: skip
         offset = shift.to(gl.float32)
-    lse = (m + offset + gl.log2(total)) * LN2
     store_rows(
-        Out + ((i_b * n_q + row0) * heads + i_h) * DV, heads.to(gl.int64) * DV,
-        LSE + i_bh.to(gl.int64) * n_q + row0, acc, 1.0 / total, lse, rows, DV, V0, O_,
+        Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_
     )  # fmt: skip

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma
 
 from elsa_core.backends.triton.shared import helpers
-from elsa_core.backends.triton.shared.helpers import FLOAT_MAX, SPLIT_LIMIT
+from elsa_core.backends.triton.shared.helpers import FLOAT_MAX, LN2, SPLIT_LIMIT
 
 # Triton 3.8 renamed these two
 load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -244,15 +244,18 @@ def fold_exact(
 
 @gluon.jit
 def store_rows(
-    p_out, step, p_lse, acc, inverse, lse, rows,
-    DV: gl.constexpr, V0: gl.constexpr, O_: gl.constexpr,
+    Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0,
+    BM: gl.constexpr, DV: gl.constexpr, V0: gl.constexpr, O_: gl.constexpr,
 ):  # fmt: skip
-    """acc * inverse and the log-sum-exp of `rows` rows; `step` elements from one to the next."""
-    o_m = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, O_))
+    """The normalised rows and their log-sum-exp."""
+    rows = n_q - row0
+    o_m = gl.arange(0, BM, layout=gl.SliceLayout(1, O_))
     o_v = gl.arange(0, V0, layout=gl.SliceLayout(0, O_))
-    gl.store(p_lse + o_m, lse, mask=o_m < rows)
+    lse = (m + offset + gl.log2(total)) * LN2
+    gl.store(LSE + i_bh.to(gl.int64) * n_q + row0 + o_m, lse, mask=o_m < rows)
     written = (o_m < rows)[:, None]
     if DV < V0:
         written = written & (o_v < DV)[None, :]
-    p_out = p_out + o_m[:, None] * step + o_v[None, :]
-    gl.store(p_out, acc * inverse[:, None], mask=written)
+    p_o = Out + ((i_b * n_q + row0) * heads + i_h) * DV
+    p_o = p_o + o_m[:, None] * (heads.to(gl.int64) * DV) + o_v[None, :]
+    gl.store(p_o, acc * (1.0 / total)[:, None], mask=written)
