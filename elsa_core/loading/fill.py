@@ -32,6 +32,7 @@ from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
 
 # Arguments of constructors that change the shape of position tensors or of the patch embedding.
+_ADVICE = "name the architecture it was made for (--arch, --model-kwargs KEY=VALUE)"
 _RESAMPLING = frozenset(("img_size", "window_size", "patch_size"))
 
 Size = tuple[int, int] | None
@@ -74,7 +75,7 @@ def apply(
     except BUILD_ERRORS as error:
         why = explain_misfit(recipe, shapes)
         raise ModelError(
-            f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}"
+            f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}; {_ADVICE}"
         ) from error
     asked = _asked(target, recipe, plain, shapes, given or {})
     _check_held(model, weights, asked, recipe)
@@ -120,7 +121,7 @@ def _check_held(model: nn.Module, weights: Weights, asked: Sequence[str], recipe
     more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
     raise ModelError(
         f"{weights.path} does not fit {label(recipe)} as it is: {name[:120]} {found[name]}{more};"
-        " name the architecture it was made for (--arch, --model-kwargs KEY=VALUE)"
+        f" {_ADVICE}"
     )
 
 

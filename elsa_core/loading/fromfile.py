@@ -112,7 +112,9 @@ def choose_recipe(
     shapes = weights.shapes
     if arch is not None:
         recipe = named_recipe(arch, shapes, image_size, given)
-        return Choice(recipe, described=recipe.library == "timm" and "." in arch)
+        told = _args_text(recipe)
+        notes = (f"architecture {label(recipe)}{told}, as the tensors' shapes say",) if told else ()
+        return Choice(recipe, notes, described=recipe.library == "timm" and "." in arch)
     embedded = weights.metadata.get(CONFIG_METADATA)
     if embedded is not None and not config_required:
         where = f"{weights.path} (metadata {CONFIG_METADATA})"

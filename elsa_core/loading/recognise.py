@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading.alike import groups, label
-from elsa_core.loading.fit import differences, fitted, recipe_of, with_given
+from elsa_core.loading.fit import differences, fitted, matches, recipe_of, with_given
 from elsa_core.loading.libraries import build_meta, resized
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.shown import Shapes, Shown, depth_of, shown
@@ -116,7 +117,19 @@ def fit_named(
     else:
         tries = [usual]
     fits = (fitted(recipe, shapes, image_size) for recipe in tries)
-    return next((fit for fit in fits if fit is not None), usual)
+    fit = next((fit for fit in fits if fit is not None), usual)
+    return _pruned(fit, shapes, usual.args)
+
+
+def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
+    """Return the recipe without the arguments that its name implies; the shapes still agree."""
+    for key in sorted(set(recipe.args) - {*kept, "img_size"}):
+        args = {k: v for k, v in recipe.args.items() if k != key}
+        fewer = dataclasses.replace(recipe, args=args)
+        with suppress(ElsaError):
+            if matches(build_meta(fewer), shapes):
+                recipe = fewer
+    return recipe
 
 
 def _with(recipe: Recipe, args: _Args, size: tuple[int, int] | None, given: _Args) -> Recipe:
@@ -126,10 +139,10 @@ def _with(recipe: Recipe, args: _Args, size: tuple[int, int] | None, given: _Arg
     return with_given(recipe, given) if given else recipe
 
 
-def _preference(recipe: Recipe) -> tuple[bool, int, str]:
-    """Names published for this very image size first, then the shortest."""
+def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
+    """Names of the fewest other arguments first, then of this image size, then the shortest."""
     usual = recipe_of(ModelSpec(recipe.library, recipe.name, recipe.name))
-    return usual.size != recipe.size, len(recipe.name), recipe.name
+    return len(recipe.args), usual.size != recipe.size, len(recipe.name), recipe.name
 
 
 def _look(shapes: Shapes) -> str:
@@ -173,7 +186,7 @@ def _timm(shapes: Shapes, image_size: tuple[int, int] | None, given: _Args) -> l
             fits = (fitted(r, shapes, image_size) for r in sieved if r is not None)
             found = [recipe for recipe in fits if recipe is not None]
             if found:
-                return found
+                return [_pruned(recipe, shapes, given) for recipe in found]
     return []
 
 
@@ -338,11 +351,16 @@ def _open_clip_plausible(cfg: Mapping[str, Any], shapes: Shapes) -> bool:
 
 def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
     """Say in one line what differs between a recipe's tensors and these; "" for nothing."""
-    missing, unexpected, wrong = differences(build_meta(recipe), shapes)
+    model = build_meta(recipe)
+    missing, unexpected, wrong = differences(model, shapes)
     parts: list[str] = []
     for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", wrong)):
         if names:
             parts.append(f"{len(names)} {what} ({_first(names)})")
+    own = {**dict(model.named_buffers()), **model.state_dict()}
+    if wrong and not missing and not unexpected:
+        name = min(wrong)
+        parts.append(f"{list(shapes[name])} in the file and {list(own[name].shape)} in the model")
     return ", ".join(parts)
 
 

@@ -81,11 +81,12 @@ def _swin(shapes: Shapes, stages: Mapping[str, int]) -> list[Shown]:
     grid = _swin_grid(shapes, next(iter(stages)), known)
     if patch is None:
         return [Shown(args)]
+    apart = Shown(args | {"window_size": known})  # a window of its own for every stage
     if grid is not None:
-        return [Shown(args, (grid * patch, grid * patch))]
+        return [Shown(args, (grid * patch, grid * patch)), apart]
     # Every stage has room for a whole window: at the usual size, or at least at this one.
     least = max(known) * 2 ** (len(known) - 1) * patch
-    return [Shown(args), Shown(args, (least, least))]
+    return [Shown(args), Shown(args, (least, least)), apart]
 
 
 def _swin_heads(shapes: Shapes, attn: str) -> int | None:
@@ -114,9 +115,13 @@ def _swin_grid(shapes: Shapes, first: str, windows: list[int]) -> int | None:
         tokens = mask[0] * mask[1]
         side = math.isqrt(tokens)
         return side if side * side == tokens else None
+    whole = max(windows)
     for stage, window in enumerate(windows):
-        if window < max(windows):
-            return window << stage
+        if window < whole:
+            # The stage has `window` tokens a side, after rounding up at every halving.
+            sides = range((window - 1 << stage) + 1, (window << stage) + 1)
+            even = [side for side in sides if side % whole == 0]
+            return even[-1] if even else sides[-1]
     return None
 
 
