@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from elsa_cli import completion, config
+from elsa_cli import completion, config, file_options
 from elsa_cli.console import Session
 from elsa_cli.errors import PlaceError
 
@@ -105,7 +105,7 @@ class ImageSize(click.ParamType):  # type: ignore[type-arg]  # generic in new Cl
         """The size as (height, width); a usage error for anything else."""
         text = str(value).strip().lower()
         if not re.fullmatch(r"[+-]?\d{1,20}(x[+-]?\d{1,20})?", text):
-            self.fail(f"{value!r} is not a size in pixels (like 224 or 224x320)", param, ctx)
+            self.fail(f"{text[:60]!r} is not a size in pixels (like 224 or 224x320)", param, ctx)
         sides = [int(side) for side in text.split("x")]
         if not all(1 <= side <= LARGEST_SIDE for side in sides):
             self.fail(f"{value} is outside 1 to {LARGEST_SIDE} pixels", param, ctx)
@@ -180,6 +180,11 @@ class Options:
     device: str = "auto"
     pretrained: bool = False
     arch: str | None = None
+    model_kwargs: tuple[tuple[str, Any], ...] = ()
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
     precision: str = "strict"
     backend: str = "auto"
     include: tuple[str, ...] = ()
@@ -192,6 +197,16 @@ class Options:
         return cls(
             **{each.name: values.pop(each.name) for each in fields(cls) if each.name in values}
         )
+
+    def source(self) -> dict[str, Any]:
+        """What `load_model` takes about a weights file: architecture and preprocessing."""
+        from elsa_core.loading.preprocessing import Given
+
+        return {
+            "arch": self.arch,
+            "model_kwargs": dict(self.model_kwargs),
+            "preprocess": Given(self.mean, self.std, self.crop_pct, self.interpolation),
+        }
 
     def torch_dtype(self) -> torch.dtype:
         """The dtype that --dtype names."""
@@ -313,6 +328,7 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
             help="auto, cpu, cuda, cuda:N or mps.",
         ),
     ]  # fmt: skip
+    options += file_options.all_of_them()
     return _apply(options)(function)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from elsa_core.bench.environment import available_bytes
 from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.loading.alike import shallow
 from elsa_core.loading.libraries import (
     UninitialisedParameters,
     build,
@@ -29,7 +30,6 @@ from elsa_core.loading.libraries import (
     first_line,
 )
 from elsa_core.loading.recipe import Recipe
-from elsa_core.loading.recognise import shallow
 from elsa_core.loading.spec import parse
 from elsa_core.patching import catalogue
 from elsa_core.patching.adapters.table import ROWS
