@@ -196,7 +196,8 @@ def test_what_ends_a_freeze(kind: str, thaw: str) -> None:
             for module in model.modules():
                 module.training = training
             if training:
-                model(x)
+                with torch.no_grad():
+                    model(x)
     elif thaw == "gradients":
         model(x)
     elif thaw == "load":

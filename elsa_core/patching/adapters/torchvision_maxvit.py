@@ -18,8 +18,8 @@ from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
     attend_windows,
+    is_hooked,
     is_small,
-    is_watched,
     read_bias,
     why_not,
 )
@@ -48,8 +48,8 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
     def forward(self, x: Tensor) -> Tensor:
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)
-        watched = is_watched(attn, RelativePositionalMultiHeadAttention)
-        if watched or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
+        hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
+        if hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)
