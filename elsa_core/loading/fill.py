@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
 
 # Arguments of constructors that change the shape of position tensors or of the patch embedding.
+# How much more than a model's numbers a file may hold, and be read: another tower, a decoder.
+_FAR = 4
+_FEW = 2**24
 _ADVICE = "name the architecture it was made for (--arch, --model-kwargs KEY=VALUE)"
 _RESAMPLING = frozenset(("img_size", "window_size", "patch_size"))
 
@@ -143,11 +147,17 @@ def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
 
 
 def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -> None:
-    """A model far larger than its file, or with no tensor of it, cannot be meant."""
+    """A model far larger than its file, far smaller, or with no tensor of it, cannot be meant."""
     missing, unexpected, _ = differences(model, shapes)
     total = len(shapes)
     if len(unexpected) == total or len(missing) > max(8, 4 * total):
         raise ModelError(f"{path} does not fit {label(recipe)}: {explain_misfit(recipe, shapes)}")
+    there, here = sum(map(math.prod, shapes.values())), sum(t.numel() for t in model.parameters())
+    if there > _FAR * here + _FEW:
+        raise ModelError(
+            f"{path} does not fit {label(recipe)}: {there} numbers in the file and {here} in the"
+            " model"
+        )
 
 
 @contextmanager
