@@ -254,6 +254,16 @@ class Session:
         if not self.quiet:
             self.log(cut(one_line(text)), "warning:", "33")
 
+    def can_ask(self) -> bool:
+        """Whether a person at a terminal can be asked."""
+        return bool(self._interactive() and sys.stdin and sys.stdin.isatty())
+
+    def ask(self, question: str) -> bool:
+        """Whether the answer to a question on stderr is yes."""
+        self._stderr.write(f"{one_line(question)} [y/N] ")
+        self._stderr.flush()
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
     def fail(self, code: int, line: str, error: BaseException) -> None:
         """Say on stderr why the command ends; the traceback only with --debug."""
         if self.debug and line and code != INTERRUPTED:

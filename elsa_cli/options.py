@@ -70,7 +70,7 @@ class Command(click.Command):
             path, table = found
             ctx.meta["elsa.config"] = str(path)
             ctx.default_map = config.defaults(path, table, self, all_commands(), session.warn)
-        except (config.ConfigError, PlaceError, OSError) as error:
+        except (config.ConfigError, OSError) as error:
             # `doctor` reports the file instead of failing because of it.
             if self.name != "doctor":
                 raise
