@@ -309,9 +309,11 @@ def test_opcheck_of_the_backward_of_a_padded_image(order: Any, with_terms: bool)
     terms = (bias.mT.contiguous().mT, None, pad, scale) if with_terms else (None,) * 4
     rest[2] = [0, 0, 0]
     grad_out = torch.ones(*qkv.shape[:-1], CHANNELS)
-    torch.library.opcheck(
-        torch.ops.elsa.window_attention_backward.default, (grad_out, qkv, *terms, *rest[:-1])
-    )
+    for needs in ([True, with_terms, with_terms, with_terms], [False, with_terms, False, False]):
+        torch.library.opcheck(
+            torch.ops.elsa.window_attention_backward.default,
+            (grad_out, qkv, *terms, *rest, needs),
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
