@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elsa_core.operands import require_inside
+
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
 _SCORES_ALIVE = 1 << 22
 _NORM_EPS = 1e-12  # of torch.nn.functional.normalize, which cosine attention is defined with
@@ -257,7 +259,10 @@ class _Terms(NamedTuple):
 
 def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
     """The bias as [heads, T, T]: itself, or a table [L, heads] read at `bias_index` [T, T]."""
-    return bias if bias_index is None else bias[bias_index].permute(2, 0, 1)
+    if bias_index is None:
+        return bias
+    require_inside(bias_index, bias.shape[0])  # PyTorch takes a negative one from the end
+    return bias[bias_index].permute(2, 0, 1)
 
 
 def largest_score(
