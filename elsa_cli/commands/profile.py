@@ -102,7 +102,7 @@ def command(session: Session, /, model: str, **given: Any) -> None:
 
     files = _targets(given)
     with session.stage("importing torch"):
-        from elsa_core.bench import environment
+        from elsa_core.measuring import environment
         from elsa_core.profiling import sweep
 
         plan, points = _planned(session, model, given)
@@ -163,7 +163,8 @@ def _planned(
     device = torch.device(resolve_device(given["device"]))
     from elsa_core.loading.load import Loaded, load_model
     from elsa_core.loading.spec import parse
-    from elsa_core.profiling import sweep, variants
+    from elsa_core.model_runs import variants
+    from elsa_core.profiling import sweep
 
     spec = parse(model)
     baselines = variants.chosen(given["baselines"], device)

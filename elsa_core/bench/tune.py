@@ -20,13 +20,14 @@ from elsa_core import reference
 from elsa_core.backends.triton.attention import planner, tiling
 from elsa_core.backends.triton.attention.tiling import Plan, Shape, Table, Tile
 from elsa_core.backends.triton.shared import usertable
-from elsa_core.bench import environment, timing
 from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.peers import Inputs
-from elsa_core.bench.results import Settings, digits, percentile
-from elsa_core.bench.timing import Contender
+from elsa_core.bench.results import Settings
 from elsa_core.bench.trace import Sample, sample_of, tolerance
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import environment, timing
+from elsa_core.measuring.intervals import digits, percentile
+from elsa_core.measuring.timing import Contender
 
 Progress = Callable[[str, int, int], None]
 

@@ -18,9 +18,7 @@ from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build,
     build_meta,
-    first_line,
     load_open_clip,
-    quiet,
     timm_args,
 )
 from elsa_core.loading.published import torchvision_resized
@@ -29,6 +27,7 @@ from elsa_core.loading.recognise import explain_misfit, fit_named, label, recogn
 from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.loading.spec import CONFIG_NAMES, parse
 from elsa_core.loading.weights import Weights, read_checkpoint, read_safetensors
+from elsa_core.messages import first_line, quiet
 
 CONFIG_METADATA = "elsa_config"
 _WEIGHTS_NAMES = (

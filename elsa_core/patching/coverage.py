@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from elsa_core.bench.environment import available_bytes
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading.libraries import (
     UninitialisedParameters,
     build,
     build_meta,
     default_recipe,
-    first_line,
 )
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.recognise import shallow
 from elsa_core.loading.spec import parse
+from elsa_core.measuring.memory_limit import available_bytes
+from elsa_core.messages import first_line
 from elsa_core.patching.patch import original, patch, patched_sites
 from elsa_core.patching.sites import AttentionSite, find_sites
 from elsa_core.proof.cases import generated_inputs, random_weight, text_shape

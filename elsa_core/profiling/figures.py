@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from elsa_core.bench.environment import label
-from elsa_core.bench.plots import check as check_target
-from elsa_core.bench.plots import save
 from elsa_core.errors import UnavailableError
-from elsa_core.profiling.document import DONE, Document, side
+from elsa_core.measuring.documents import side
+from elsa_core.measuring.environment import label
+from elsa_core.measuring.plots import check as check_target
+from elsa_core.measuring.plots import save
+from elsa_core.profiling.document import DONE, Document
 
 SLOWEST: Final = 10
 _METRICS: Final = (
@@ -39,7 +40,7 @@ def check_plot(path: Path, *, force: bool) -> None:
     """Raise what `plot` would raise for `path`, before anything is measured.
 
     Raises:
-        ArgumentError, UnavailableError: as `elsa_core.bench.plots.plot`.
+        ArgumentError, UnavailableError: as `elsa_core.measuring.plots.check`.
     """
     check_target(path, force=force)
 

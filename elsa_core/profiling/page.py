@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from elsa_core.bench.environment import label
 from elsa_core.errors import UnavailableError
 from elsa_core.files import write_text
+from elsa_core.measuring.documents import side
+from elsa_core.measuring.environment import label
 from elsa_core.profiling import figures
-from elsa_core.profiling.document import DONE, Document, side
+from elsa_core.profiling.document import DONE, Document
 
 _STYLE: Final = """
 :root { color-scheme: light; }

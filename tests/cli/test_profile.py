@@ -321,7 +321,7 @@ def test_a_plan_leaves_slow_sites_alone(elsa: Elsa, monkeypatch: pytest.MonkeyPa
         """Odd blocks are slower by a third, the others faster, whatever this machine says."""
         from dataclasses import replace
 
-        from elsa_core.profiling.measure import Ratio
+        from elsa_core.measuring.intervals import Ratio
 
         rows = real(*args, **named)
         fast, slow = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.75, 0.7, 0.8, 9)

@@ -11,10 +11,9 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
-from elsa_core.profiling import variants
-from elsa_core.profiling.measure import Ratio
-from elsa_core.profiling.profile import profile
-from elsa_core.profiling.report import ProfileReport
+from elsa_core.measuring.intervals import Ratio
+from elsa_core.model_runs import variants
+from elsa_core.profiling.profile import ProfileReport, profile
 
 from .conftest import small_vit
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from elsa_core.bench.timing import Contender
+from elsa_core.measuring.rounds import Sample
+from elsa_core.measuring.timing import Contender
+from elsa_core.model_runs import variants
 from elsa_core.patching.sites import AttentionSite
-from elsa_core.profiling import timeline, variants
-from elsa_core.profiling.measure import Sample
+from elsa_core.profiling import timeline
 from elsa_core.profiling.sites import profiles
 from elsa_core.profiling.timeline import Kernel, Marked, cut, timelines
 
