@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from elsa_core.backends.triton.attention.tiling import Tile
     from elsa_core.bench.cases import Case
     from elsa_core.bench.results import Settings
-    from elsa_core.bench.tune import Tuned
+    from elsa_core.bench.tune.search import Tuned
 
 _SHOWN = 5
 
@@ -28,7 +28,7 @@ def run(
         ArgumentError: no case has tiles.
         UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
     """
-    from elsa_core.bench import tune
+    from elsa_core.bench.tune import search as tune
     from elsa_core.errors import ArgumentError, UnavailableError
     from elsa_core.measuring import busy, environment
 
@@ -64,7 +64,7 @@ def run(
 def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None:
     from torch.cuda import is_available
 
-    from elsa_core.bench import tune
+    from elsa_core.bench.tune import search as tune
     from elsa_core.measuring import environment
 
     there = is_available()

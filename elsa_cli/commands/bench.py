@@ -210,7 +210,7 @@ def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
     from elsa_core.bench import cases
 
     if given["tune"]:
-        from elsa_core.bench import tune
+        from elsa_core.bench.tune import search as tune
 
         tune.check_device(device)
     precision, dtype = given["precision"], given["dtype"]

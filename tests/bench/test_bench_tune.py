@@ -17,9 +17,9 @@ from elsa_cli.main import run
 from elsa_core.backends.triton.attention import planner, tiling
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import usertable
-from elsa_core.bench import tune
 from elsa_core.bench.cases import Case
-from elsa_core.bench.tune import Timed
+from elsa_core.bench.tune import search as tune
+from elsa_core.bench.tune.search import Timed
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.measuring import busy, environment, timing
 
