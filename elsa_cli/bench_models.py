@@ -53,7 +53,7 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
                 session.written.append(target)
 
     try:
-        with session.stage("measuring") as update:
+        with session.stage("measuring", beats=True) as update:
             models.run(
                 cases, document, device=device, keep=keep, limit_seconds=given["limit"],
                 progress=update,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -13,8 +14,6 @@ CONFIDENCE: Final = 0.95
 FEWEST_ROUNDS: Final = 6
 """Rounds below which no interval is trusted: the extremes of 5 values hold the median in 94%."""
 _RESAMPLES: Final = 1000
-_MANY: Final = 200  # rounds, beyond which fewer resamples say the same
-_RESAMPLES_OF_MANY: Final = 400
 _NARROW: Final = 0.01  # half the width of an interval at which more rounds add nothing
 _USEFUL: Final = 0.05  # half the width of an interval that a verdict may have
 
@@ -29,8 +28,8 @@ class Ratio:
     """How many times as fast one contender is as another, with its 95% interval.
 
     Attributes:
-        value: quotient of the mean times over the middle half of the rounds; above 1 is faster.
-        low, high: the bootstrap interval.
+        value: quotient of the times that are reported; above 1 is faster.
+        low, high: the interval, see `ratio`.
         rounds: how many ratios there were.
     """
 
@@ -69,11 +68,6 @@ class Ratio:
             and (width < max(2 * _USEFUL, off / 2))
         )
 
-    @property
-    def within(self) -> float:
-        """How far from 1 the interval reaches, as a share: 0.03 for 0.98 to 1.03."""
-        return max(self.high, 1 / self.low) - 1
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self) | {"verdict": self.verdict}
@@ -83,60 +77,48 @@ def ratio(
     reference: Sequence[float],
     own: Sequence[float],
     seed: int = 0,
-    order: Sequence[float] | None = None,
+    shown: tuple[float, float] | None = None,
 ) -> Ratio:
-    """How many times as fast `own` is as `reference`: seconds of the same rounds.
+    """How many times as fast `own` is as `reference`: seconds of the same rounds, in order.
 
-    The quotient of the means over the middle half of the rounds (`order`, as for `middle_mean`;
-    default: by the product of the two). The interval is the percentile bootstrap of that quotient;
-    the rounds are resampled whole, so that a round in which the machine was slow stays slow for
-    both.
+    The value is the quotient of the times that stand beside it: nobody has to wonder why 250 ms and
+    100 ms are not 2.5x. The interval is the percentile bootstrap of the median of the rounds'
+    ratios, whose rounds are resampled whole, so that a round in which the machine was slow stays
+    slow for both; where the value lies outside (times of the two that scatter apart), it reaches
+    as far as the value.
+
+    Args:
+        reference, own: one of each round.
+        seed: of the bootstrap.
+        shown: the times of the two that are reported; default: their medians.
     """
-    pairs = np.asarray([reference, own], float)
-    ranks = np.log(pairs).sum(0) if order is None else np.asarray(order, float)
-    count = pairs.shape[1]
-    resamples = _RESAMPLES if count <= _MANY else _RESAMPLES_OF_MANY
-    picks = np.random.default_rng(seed).integers(0, count, (resamples, count))
-    quotients = _quotients(pairs, ranks, picks)
+    logs = np.log(np.asarray(reference, float)) - np.log(np.asarray(own, float))
+    picks = np.random.default_rng(seed).integers(0, len(logs), (_RESAMPLES, len(logs)))
+    medians = np.median(logs[picks], axis=1)
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(quotients, [tail, 100 - tail])
-    value = _quotients(pairs, ranks, np.arange(count)[None])[0]
-    return Ratio(digits(float(value)), digits(float(low)), digits(float(high)), count)
+    low, high = (float(np.exp(x)) for x in np.percentile(medians, [tail, 100 - tail]))
+    slow, fast = shown or (statistics.median(reference), statistics.median(own))
+    value = slow / fast
+    return Ratio(digits(value), digits(min(low, value)), digits(max(high, value)), len(logs))
 
 
-def _quotients(pairs: Any, ranks: Any, picks: Any) -> Any:
-    """For each row of `picks` (rounds, by number) the quotient over its middle half."""
-    placed = np.argsort(ranks[picks], axis=1, kind="stable")
-    quarter = picks.shape[1] // 4
-    kept = np.take_along_axis(picks, placed[:, quarter : picks.shape[1] - quarter], axis=1)
-    sums = pairs[:, kept].sum(-1)
-    return sums[0] / sums[1]
-
-
-def middle_mean(values: Sequence[float], order: Sequence[float] | None = None) -> float:
-    """Mean over the middle half of the rounds.
+def middle_means(order: Sequence[float], parts: Sequence[Sequence[float]]) -> list[float]:
+    """Means over the middle half of the rounds, ranked by `order`.
 
     Means of parts add up to the mean of the whole, which medians do not, and outliers stay out.
 
     Args:
-        values: one of each round.
-        order: what the rounds are ranked by, the same for all whose means are compared; default:
-            the values.
+        order: a number for each round.
+        parts: for each of them a time of each round.
     """
-    ranks = np.asarray(values if order is None else order, float)
-    quarter = len(ranks) // 4
-    kept = np.argsort(ranks, kind="stable")[quarter : len(ranks) - quarter]
-    return float(np.asarray(values, float)[kept].mean())
-
-
-def round_order(contenders: Sequence[Sequence[float]]) -> list[float]:
-    """What rounds are ranked by: the mean logarithm of all contenders' seconds in each."""
-    return [float(x) for x in np.log(np.asarray(contenders, float)).mean(0)]
+    quarter = len(order) // 4
+    kept = np.argsort(np.asarray(order, float), kind="stable")[quarter : len(order) - quarter]
+    return [float(np.asarray(part, float)[kept].mean()) for part in parts]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean of the middle half, percentiles and relative spread of some samples, in seconds."""
+    """Median, percentiles and relative spread of some samples, in seconds."""
 
     seconds: float
     p10: float
@@ -144,13 +126,13 @@ class Spread:
 
     @property
     def relative(self) -> float:
-        """Distance of the percentiles over the mean."""
+        """Distance of the percentiles over the median."""
         return digits((self.p90 - self.p10) / self.seconds)
 
 
-def spread(seconds: Sequence[float], order: Sequence[float] | None = None) -> Spread:
-    """`middle_mean`, 10th and 90th percentile."""
-    middle = middle_mean(seconds, order)
+def spread(seconds: Sequence[float]) -> Spread:
+    """Median, 10th and 90th percentile."""
+    middle = statistics.median(seconds)
     return Spread(digits(middle), *(digits(percentile(seconds, share)) for share in (0.1, 0.9)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elsa_core.measuring import energy, rounds
 from elsa_core.measuring.busy import Watch
-from elsa_core.measuring.intervals import Ratio, Spread, digits, ratio, round_order, spread
+from elsa_core.measuring.intervals import Ratio, digits, ratio, spread
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
@@ -32,12 +32,11 @@ class Run:
     Attributes:
         name: a baseline, or "patched" and what goes with it.
         patched: whether it runs on elsa.
-        seconds: mean over the middle half of the rounds, ranked by all runs together: ratios are
-            quotients of these.
-        seconds_p10, seconds_p90: percentiles over the rounds.
-        spread: distance of these percentiles over the mean.
+        seconds, seconds_p10, seconds_p90: median and percentiles over the rounds; ratios are
+            quotients of the medians.
+        spread: distance of these percentiles over the median.
         samples: the rounds, thinned evenly to at most 100.
-        images_per_second: batch over the mean.
+        images_per_second: batch over the median.
         memory_bytes: growth at the peak of a call, output included, weights not: PyTorch's
             allocator on CUDA (for a CUDA graph its own pool), else the resident set.
         host_seconds: until the call returns (CUDA).
@@ -231,12 +230,10 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
         built.contenders, first.device, settings,
         progress=lambda done, total: tell("rounds", done, total),
     )  # fmt: skip
-    order = round_order([_seconds(samples, name) for name in samples])
     spreads = {name: spread(_seconds(samples, name)).relative for name in samples}
     warnings = watch.warnings(spreads)
     tell("memory", 0, 0)
-    judge = _Judge(samples, order, settings.seed)
-    runs = _runs(built, judge, first.device, first.shape[0])
+    runs = _runs(built, samples, first.device, first.shape[0], settings.seed)
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(
         device=str(first.device),
@@ -251,7 +248,7 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
         left_out=built.left_out,
         best_baseline=best,
         best_patched=own,
-        gain=judge.ratio(best, own),
+        gain=_related(samples, best, own, settings.seed),
         patched=len(report.patched),
         kept=len(report.kept),
         warnings=warnings,
@@ -303,41 +300,25 @@ def _both(
     return plain, patched, report
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """Times and ratios of one set of rounds, all by the same order of them."""
-
-    samples: Samples
-    order: Sequence[float]
-    seed: int
-
-    def spread(self, name: str) -> Spread:
-        return spread(_seconds(self.samples, name), self.order)
-
-    def ratio(self, reference: str, name: str) -> Ratio:
-        slow, fast = _seconds(self.samples, reference), _seconds(self.samples, name)
-        return ratio(slow, fast, self.seed, self.order)
-
-
 def _runs(
-    built: variants.Built, judge: _Judge, device: torch.device, batch: int
+    built: variants.Built, samples: Samples, device: torch.device, batch: int, seed: int
 ) -> tuple[Run, ...]:
     counter = energy.meter(device)
     names = [contender.name for contender in built.contenders]
     baselines = [name for name in names if not name.startswith("patched")]
     fastest = min(
         (name for name in baselines if name != variants.CONTROL),
-        key=lambda name: judge.spread(name).seconds,
+        key=lambda name: spread(_seconds(samples, name)).seconds,
     )
     runs = []
     for contender in built.contenders:
         name = contender.name
         is_ours = name not in baselines
-        middle = judge.spread(name)
+        middle = spread(_seconds(samples, name))
         memory = built.graph_bytes.get(name)
         host = busy = joules = None
         if device.type == "cuda":
-            host = spread([s.host or 0.0 for s in judge.samples[name]], judge.order).seconds
+            host = spread([s.host or 0.0 for s in samples[name]]).seconds
             busy = rounds.busy_seconds(contender, is_graph=name.endswith(variants.GRAPH))
             if counter is not None:
                 joules = _joules(counter, contender)
@@ -349,15 +330,15 @@ def _runs(
                 seconds_p10=middle.p10,
                 seconds_p90=middle.p90,
                 spread=middle.relative,
-                samples=_thinned(_seconds(judge.samples, name)),
+                samples=_thinned(_seconds(samples, name)),
                 images_per_second=digits(batch / middle.seconds),
                 memory_bytes=rounds.memory_bytes(contender, device) if memory is None else memory,
                 host_seconds=host,
                 device_seconds=busy,
                 bound=rounds.bound_by(middle.seconds, host, busy),
                 joules=joules,
-                ratio=None if name == "eager" else judge.ratio("eager", name),
-                ratio_to_best=judge.ratio(fastest, name) if is_ours else None,
+                ratio=None if name == "eager" else _related(samples, "eager", name, seed),
+                ratio_to_best=_related(samples, fastest, name, seed) if is_ours else None,
             )
         )
     return tuple(runs)
@@ -372,6 +353,10 @@ def _thinned(seconds: Sequence[float]) -> tuple[float, ...]:
 def _joules(counter: energy.Meter, contender: Contender) -> float | None:
     with contender.context(), torch.inference_mode():
         return energy.per_call(counter, contender.call, torch.cuda.synchronize)
+
+
+def _related(samples: Samples, reference: str, name: str, seed: int) -> Ratio:
+    return ratio(_seconds(samples, reference), _seconds(samples, name), seed)
 
 
 def _seconds(samples: Samples, name: str) -> list[float]:

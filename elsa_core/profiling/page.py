@@ -9,10 +9,18 @@ from typing import Final
 
 from elsa_core.errors import UnavailableError
 from elsa_core.files import write_text
-from elsa_core.measuring.documents import side
 from elsa_core.measuring.environment import label
 from elsa_core.profiling import figures
 from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.words import (
+    bound_text,
+    heads_text,
+    point_name,
+    ratio_text,
+    tokens_text,
+    verdict_text,
+    warning_lines,
+)
 
 _STYLE: Final = """
 :root { color-scheme: light; }
@@ -82,66 +90,10 @@ def page(document: Document) -> str:
     )
 
 
-def warning_lines(rows: Sequence[Document]) -> list[str]:
-    """Warnings and notes of measured points, one line for each point that has any."""
-    found = [(row, [*row["profile"]["warnings"], *row["profile"]["notes"]]) for row in rows]
-    several = len(rows) > 1
-    return [
-        (f"{point_name(row)}: " if several else "") + "; ".join(lines)
-        for row, lines in found
-        if lines
-    ]
-
-
-def point_name(row: Document) -> str:
-    """A point in words: `384 px, batch 8, fp32, strict`."""
-    found, asked = row["profile"], row["configuration"]
-    size = found["image_size"] if found else asked["image_size"]
-    pixels = [f"{side(size)} px"] if size else []
-    return ", ".join([*pixels, f"batch {asked['batch']}", asked["dtype"], asked["precision"]])
-
-
-def ratio_text(ratio: Document | None) -> str:
-    """`1.23x (1.20 to 1.26)`, with "no difference" said where the interval holds 1."""
-    if ratio is None:
-        return ""
-    text = f"{ratio['value']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    return text if ratio["verdict"] in ("faster", "slower") else f"{text}, {ratio['verdict']}"
-
-
-def gain_text(found: Document) -> str:
-    """The headline of a point: the fastest patched run against the fastest baseline."""
-    gain, own, best = found["gain"], found["best_patched"], found["best_baseline"]
-    span = f"{gain['low']:.2f} to {gain['high']:.2f}"
-    if gain["verdict"] == "no difference":
-        return f"no difference between {own} and {best}, the fastest baseline ({span})"
-    if gain["verdict"] == "unsure":
-        return (
-            f"{own} took {1 / gain['value']:.2f} times as long as {best}, the fastest baseline, "
-            f"but {gain['rounds']} rounds prove nothing"
-        )
-    if gain["verdict"] == "slower":
-        return f"{own} is slower than {best}, the fastest baseline: {gain['value']:.2f}x ({span})"
-    return f"{own} is {gain['value']:.2f}x ({span}) as fast as {best}, the fastest baseline"
-
-
-def bound_text(found: Document) -> str:
-    """Words for runs whose time is the host's, empty where there are none."""
-    bound = [run for run in found["runs"] if run["bound"] == "host"]
-    if not bound:
-        return ""
-    one = bound[0]
-    named = ", ".join(run["name"] for run in bound)
-    return (
-        f"launch-bound: {named}; {one['name']} computes for {one['device_seconds'] * 1e3:.2f} of "
-        f"{one['seconds'] * 1e3:.2f} ms, the GPU waits for the host otherwise"
-    )
-
-
 def _gain(row: Document) -> str:
     found = row["profile"]
     bound = bound_text(found)
-    lines = [f'<p class="gain"><b>{_text(point_name(row))}</b>: {_text(gain_text(found))}</p>']
+    lines = [f'<p class="gain"><b>{_text(point_name(row))}</b>: {_text(verdict_text(found))}</p>']
     return "".join(lines + ([f"<p>{_text(bound)}</p>"] if bound else []))
 
 
@@ -184,22 +136,6 @@ def _sites(sites: Sequence[Document]) -> str:
         for site in sites
     ]  # fmt: skip
     return _table(columns, lines)
-
-
-def tokens_text(site: Document) -> str:
-    """Tokens of a site: one number, or queries:keys."""
-    queries, keys = site["query_tokens"], site["key_tokens"]
-    if queries is None:
-        return ""
-    return f"{queries}" if queries == keys else f"{queries}:{keys}"
-
-
-def heads_text(site: Document) -> str:
-    """Heads of a site and their size: `12x64`."""
-    if site["num_heads"] is None:
-        return ""
-    dim = "" if site["head_dim"] is None else f"x{site['head_dim']}"
-    return f"{site['num_heads']}{dim}"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.attention import explain
 from elsa_core.errors import ElsaError
-from elsa_core.measuring.intervals import Ratio, digits, middle_mean, ratio, round_order
+from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
 from elsa_core.patching.sites import AttentionSite
 from elsa_core.profiling.boundaries import around
@@ -225,20 +226,20 @@ def profiles(
         seed: of the bootstrap.
     """
     wholes = [[_whole(sample) for sample in samples] for samples in (before, after)]
-    order = round_order(wholes)
-    whole = middle_mean(wholes[0], order)
+    order = [math.log(old * new) for old, new in zip(*wholes, strict=True)]
+    (whole,) = middle_means(order, wholes[:1])
 
     def row(site: AttentionSite, pick: Callable[[Sample], float]) -> SiteProfile:
         route = routes.get(site.path, Served("", "", ""))
         error = errors.get(site.path, (None, None))
         old, new = ([pick(sample) for sample in samples] for samples in (before, after))
-        seconds = middle_mean(old, order)
+        shown = middle_means(order, (old, new))
         return SiteProfile(
             **{name: getattr(site, name) for name in _SHARED},
-            seconds_before=digits(seconds),
-            seconds_after=digits(middle_mean(new, order)),
-            share=digits(seconds / whole),
-            ratio=ratio(old, new, seed, order),
+            seconds_before=digits(shown[0]),
+            seconds_after=digits(shown[1]),
+            share=digits(shown[0] / whole),
+            ratio=ratio(old, new, seed, (shown[0], shown[1])),
             error=error[0],
             original_error=error[1],
             backend=route.backend,

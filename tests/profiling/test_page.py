@@ -130,17 +130,3 @@ def test_charts_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UnavailableError, match="matplotlib"):
         figures.check()
-
-
-def test_the_headline_in_words() -> None:
-    def said(verdict: str, value: float) -> str:
-        gain = {"value": value, "low": 0.9, "high": 1.3, "rounds": 4, "verdict": verdict}
-        return page.gain_text({"gain": gain, "best_patched": "patched", "best_baseline": "compile"})
-
-    assert said("faster", 1.2).startswith("patched is 1.20x (0.90 to 1.30) as fast as compile")
-    assert said("slower", 0.8).startswith("patched is slower than compile")
-    assert said("no difference", 1.0).startswith("no difference between patched and compile")
-    assert "4 rounds prove nothing" in said("unsure", 2.0)
-    run = {"name": "eager", "bound": "host", "seconds": 0.002, "device_seconds": 0.0005}
-    assert "eager computes for 0.50 of 2.00 ms" in page.bound_text({"runs": [run]})
-    assert page.bound_text({"runs": [run | {"bound": "device"}]}) == ""
