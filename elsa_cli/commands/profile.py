@@ -152,12 +152,10 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
         targets.check_writable(given["resume"])
     if len({path.resolve() for path in named.values()}) < len(named):
         raise click.UsageError("two of the files to write are the same")
-    if "html" in named or "plot" in named:
-        from elsa_core.profiling import figures
+    if "plot" in named:
+        from elsa_core.measuring import plots
 
-        figures.check()
-        if "plot" in named:
-            figures.check_plot(named["plot"], force=given["force"])
+        plots.check(named["plot"], force=given["force"])
     return named
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,6 +148,8 @@ def _fits(value: Any, kind: str) -> None:
         # bool is an int to Python.
         if not right or (isinstance(held, bool) and bool not in types):
             raise _MisfitError(f"{name} of a {kind} is missing or of the wrong type")
+        if isinstance(held, float) and not math.isfinite(held):
+            raise _MisfitError(f"{name} of a {kind} is not finite")
         if name in _POSITIVE and isinstance(held, int | float) and not held > 0:
             raise _MisfitError(f"{name} of a {kind} is not positive")
 
