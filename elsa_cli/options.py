@@ -210,9 +210,9 @@ class Options:
 
     def torch_dtype(self) -> torch.dtype:
         """The dtype that --dtype names."""
-        import torch
+        from elsa_core import precision
 
-        return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+        return precision.DTYPES[self.dtype]
 
 
 def typed(names: Iterable[str]) -> list[str]:

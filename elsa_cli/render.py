@@ -127,8 +127,7 @@ def verdict(report: CheckReport) -> str:
         numbers = f" (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
     if not report.ok:
         return f"outputs do NOT agree{numbers}"
-    times = f"{_milliseconds(report.seconds_original)} → {_milliseconds(report.seconds_patched)}"
-    return f"outputs agree{numbers} · {times}"
+    return f"outputs agree{numbers}"
 
 
 def _mark(result: Any) -> str:
@@ -141,10 +140,6 @@ def _errors(result: Any) -> list[str]:
 
 def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def _severity(excess: float | None) -> float:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.patch import PatchReport, patch, unpatch
     from elsa_core.patching.sites import AttentionSite, Inspection, inspect
-    from elsa_core.profiling.profile import profile
-    from elsa_core.profiling.report import ProfileReport
+    from elsa_core.profiling.profile import ProfileReport, profile
     from elsa_core.proof.check import CheckReport, check
 
 _HOMES = {
@@ -41,7 +40,7 @@ _HOMES = {
     "export": "exporting.bundle",
     "VerifyReport": "exporting.verify",
     "verify": "exporting.verify",
-    "ProfileReport": "profiling.report",
+    "ProfileReport": "profiling.profile",
     "profile": "profiling.profile",
 }
 

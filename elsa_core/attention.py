@@ -193,7 +193,7 @@ def explain(
     values do not) and raises what it would raise. Where the published results show a loss near this
     call, a reason says so.
     """
-    from elsa_core.bench.published import losing_case
+    from elsa_core.measuring.losses import losing_case
 
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
     request = Request(q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)

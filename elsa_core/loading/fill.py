@@ -21,9 +21,7 @@ from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build,
     build_meta,
-    first_line,
     load_open_clip,
-    quiet,
     timm_args,
 )
 from elsa_core.loading.published import torchvision_resized
@@ -31,6 +29,7 @@ from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.recognise import explain_misfit
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
+from elsa_core.messages import first_line, quiet
 
 # Arguments of constructors that change the shape of position tensors or of the patch embedding.
 # How much more than a model's numbers a file may hold, and be read: another tower, a decoder.

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from elsa_core.bench.environment import available_bytes
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading.alike import shallow
 from elsa_core.loading.libraries import (
@@ -27,10 +26,11 @@ from elsa_core.loading.libraries import (
     build,
     build_meta,
     default_recipe,
-    first_line,
 )
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.spec import parse
+from elsa_core.measuring.memory_limit import available_bytes
+from elsa_core.messages import first_line
 from elsa_core.patching import catalogue
 from elsa_core.patching.adapters.table import ROWS
 from elsa_core.patching.patch import original, patch, patched_sites

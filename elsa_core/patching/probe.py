@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from elsa_core.errors import ArgumentError
+from elsa_core.messages import first_line, quiet
 from elsa_core.patching import adapters
 
 _DEFAULT_SIZE = 224
@@ -74,15 +75,15 @@ def probe(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, in
         ProbeError: neither the fake nor the real run came to an end.
     """
     try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        # torch logs the traceback of a fake run that fails; it is handled here
+        with quiet(logging.ERROR), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             return _run(_unpatched_copy(model, mode), paths, input_size)
     except Exception as fake_error:
         # Values that decide shapes (a .item(), a boolean index) need real tensors.
         try:
             return _run(_unpatched_copy(model, None), paths, input_size)
         except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise ProbeError(first_line) from fake_error
+            raise ProbeError(first_line(error)) from fake_error
 
 
 def resolved_input_size(
@@ -196,17 +197,6 @@ def _call(model: nn.Module, image: Tensor) -> None:
         model(image, text)
     else:
         model(image)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging the traceback of a fake run that fails: the caller handles it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from elsa_cli.commands import bench, profile
 from elsa_core.bench import plots, tables
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import plots as drawing
 
 ROOT = Path(__file__).parents[2]
 
@@ -248,7 +249,7 @@ def test_the_longest_family_is_drawn(document: dict[str, Any]) -> None:
         plots.family(document)
 
 
-@pytest.mark.parametrize("suffix", plots.FORMATS)
+@pytest.mark.parametrize("suffix", drawing.FORMATS)
 def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = plots.plot(document, tmp_path / f"plot{suffix}")
@@ -261,7 +262,7 @@ def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffi
 
 def test_plots_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"\.png or \.svg"):
-        plots.check(tmp_path / "plot.pdf")
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
+        drawing.check(tmp_path / "plot.pdf")
+    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UnavailableError, match=r"elsa-attention\[plot\]"):
-        plots.check(tmp_path / "plot.png")
+        drawing.check(tmp_path / "plot.png")

@@ -1,8 +1,8 @@
 """Times candidate tiles of the Triton kernels on this machine's GPU, for the tuning tables.
 
-    python tests/gpu/tune_attention.py OUT.json GROUP ...   (groups of candidates.json)
-    python tests/gpu/tune_attention.py OUT.json decode      (the knobs of the one-query kernel)
-    python tests/gpu/tune_attention.py OUT.json targets     (what ships, against its peers)
+    python -m elsa_core.bench.tune.attention OUT.json GROUP ...   (groups of candidates.json)
+    python -m elsa_core.bench.tune.attention OUT.json decode      (knobs of the one-query kernel)
+    python -m elsa_core.bench.tune.attention OUT.json targets     (what ships, against its peers)
 
 A row of candidates.json: block_m, block_n, warps, stages, ahead, part, partitions, one_loop,
 registers.

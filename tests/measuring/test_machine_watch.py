@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elsa_core.bench import environment
-from elsa_core.profiling import energy, room, trust, variants
+from elsa_core.measuring import busy, energy, environment, memory_limit
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -18,15 +17,15 @@ CUDA = torch.device("cuda", 0)
 
 def test_a_free_machine_gives_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([(100.0, 1000.0), (105.0, 1100.0)])
-    monkeypatch.setattr(environment, "processor_times", lambda: next(ticks))
-    assert trust.Watch(CPU).warnings({"eager": 0.02, "patched": 0.1}) == ()
+    monkeypatch.setattr(busy, "processor_times", lambda: next(ticks))
+    assert busy.Watch(CPU).warnings({"eager": 0.02, "patched": 0.1}) == ()
 
 
 def test_load_heat_and_spread_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, heat = iter([(100.0, 1000.0), (150.0, 1100.0)]), iter([3, 5])
-    monkeypatch.setattr(environment, "processor_times", lambda: next(ticks))
-    monkeypatch.setattr(trust, "throttle_count", lambda: next(heat))
-    found = trust.Watch(CPU).warnings({"eager": 0.11, "patched": 0.3, "sdpa": 0.01})
+    monkeypatch.setattr(busy, "processor_times", lambda: next(ticks))
+    monkeypatch.setattr(busy, "throttle_count", lambda: next(heat))
+    found = busy.Watch(CPU).warnings({"eager": 0.11, "patched": 0.3, "sdpa": 0.01})
     assert found == (
         "other programs used 50% of the processors meanwhile",
         "the processor was throttled for heat 2 times meanwhile",
@@ -39,8 +38,8 @@ def test_heat_is_read_from_every_core(tmp_path: Path) -> None:
         folder = tmp_path / f"cpu{core}" / "thermal_throttle"
         folder.mkdir(parents=True)
         (folder / "core_throttle_count").write_text(count)
-    assert trust.throttle_count(str(tmp_path)) == 5
-    assert trust.throttle_count(str(tmp_path / "none")) == 0
+    assert busy.throttle_count(str(tmp_path)) == 5
+    assert busy.throttle_count(str(tmp_path / "none")) == 0
 
 
 def test_a_gpu_that_others_use_or_that_is_hot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,12 +52,12 @@ def test_a_gpu_that_others_use_or_that_is_hot(monkeypatch: pytest.MonkeyPatch) -
         return ["Not Active, Active, Not Active, Active"] if "throttle" in query[0] else ["0"]
 
     monkeypatch.setattr(environment, "nvidia_smi", smi)
-    monkeypatch.setattr(environment, "gpu_query", lambda _: "--id=GPU-1")
-    found = trust.Watch(CUDA).warnings({})
+    monkeypatch.setattr(busy, "gpu_query", lambda _: "--id=GPU-1")
+    found = busy.Watch(CUDA).warnings({})
     assert "1 other process(es) use the GPU: 123456" in found
     assert "the GPU's clocks were held down by heat (driver), its power limit" in found
     assert all(query[1] == "--id=GPU-1" for query in asked)
-    assert trust.gpu_throttling(lambda *_: [], CUDA) == []
+    assert busy.gpu_throttling(lambda *_: [], CUDA) == []
 
 
 class FakeNvml:
@@ -101,16 +100,16 @@ def test_a_gpu_without_a_counter() -> None:
 
 def test_beyond_the_limit_memory_is_an_error() -> None:
     """Without the limit the system would hand out the memory, and kill the process later."""
-    with room.limited(CPU, available=64 * 2**20), pytest.raises(RuntimeError) as caught:
+    with memory_limit.limited(CPU, available=64 * 2**20), pytest.raises(RuntimeError) as caught:
         torch.empty(2**28)
-    assert variants.is_out_of_memory(caught.value)
+    assert memory_limit.is_out_of_memory(caught.value)
     assert torch.empty(2**28).numel() == 2**28  # and afterwards it is as before
-    with room.limited(CUDA, available=0):
+    with memory_limit.limited(CUDA, available=0):
         torch.empty(2**20)
 
 
 def test_what_counts_as_out_of_memory() -> None:
-    assert variants.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert variants.is_out_of_memory(MemoryError())
-    assert not variants.is_out_of_memory(RuntimeError("sizes do not match"))
-    assert not variants.is_out_of_memory(ValueError("out of memory"))
+    assert memory_limit.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert memory_limit.is_out_of_memory(MemoryError())
+    assert not memory_limit.is_out_of_memory(RuntimeError("sizes do not match"))
+    assert not memory_limit.is_out_of_memory(ValueError("out of memory"))

@@ -14,9 +14,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from elsa_core.bench import timing
-from elsa_core.bench.timing import Contender
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
+from elsa_core.measuring import timing
+from elsa_core.measuring.memory_limit import is_out_of_memory
+from elsa_core.measuring.timing import Contender
+from elsa_core.messages import first_line
 from elsa_core.patching.adapters.redirect import FUSED_SWITCHES
 from elsa_core.patching.patch import unpatch
 
@@ -32,7 +34,7 @@ BASELINES: Final = {
     "compile+graph": "compile, replayed as a CUDA graph",
 }
 DEFAULTS: Final = {
-    "cpu": ("eager", "sdpa"),
+    "cpu": ("eager",),
     "cuda": ("eager", "sdpa", "compile", "eager+graph", "compile+graph"),
 }
 # What patching is measured as beside each baseline.
@@ -156,20 +158,6 @@ def _explained(name: str, error: Exception) -> Exception:
     if isinstance(error, ElsaError) or is_out_of_memory(error):
         return error
     return ModelError(f"profile: {name} does not run on these inputs: {first_line(error)}")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    words = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "could not create a memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one short line."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
 
 
 class _NotDifferentError(Exception):

@@ -20,6 +20,8 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from elsa_core.messages import first_line
+
 SETTLE_SECONDS: Final = 0.02
 """Pause between two contenders. Worker threads of OpenMP and ONNX Runtime spin after their work and
 take the processor from whoever comes next: 3 ms after ONNX Runtime's attention over 49 tokens,
@@ -99,7 +101,7 @@ def warmed_up(contender: Contender, budget_seconds: float = 5.0) -> float:
     """Call until the time of a call is stable; seconds of the fastest call after the first.
 
     Stable: two calls in a row that are not more than 5% faster than the fastest before them. There
-    are at most `_WARM_UPS` calls, and none begins after the budget, but always three.
+    are at most `_WARM_UPS` calls, and none begins after the budget, but always two.
     """
     end, best, quiet = time.perf_counter() + budget_seconds, math.inf, 0
     with contender.context(), torch.inference_mode():
@@ -108,7 +110,7 @@ def warmed_up(contender: Contender, budget_seconds: float = 5.0) -> float:
             taken = timed(contender.call, 1)
             quiet = 0 if taken < 0.95 * best else quiet + 1
             best = min(best, taken)
-            if i and (quiet == 2 or time.perf_counter() > end):
+            if (i and quiet == 2) or time.perf_counter() > end:
                 break
     return best
 
@@ -163,7 +165,7 @@ def time_cuda(
                 replays[contender.name] = captured(contender.call)
             except RuntimeError as error:
                 torch.cuda.synchronize()
-                notes[contender.name] = f"timed without a graph: {_first_line(error)}"
+                notes[contender.name] = f"timed without a graph: {first_line(error)}"
                 replays[contender.name] = contender.call
             cost += _gpu_seconds(replays[contender.name], flush, 2) + 1e-4
     rounds = max(3, min(rounds, int(budget_seconds / cost)))
@@ -323,8 +325,3 @@ def _resident(field_name: str) -> int | None:
             if line.startswith(f"{field_name}:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__

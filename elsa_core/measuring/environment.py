@@ -1,4 +1,4 @@
-"""Where a measurement was made, and whether the machine was free for it. Nothing here fails."""
+"""Where a measurement was made: hardware and versions. Nothing here fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import subprocess
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -31,10 +30,6 @@ _ALIKE: Final[dict[str, tuple[str, ...]]] = {
     "packages": ("torch", "triton", "timm", "open_clip_torch", "torchvision"),
 }
 """What models that are timed side by side have in common, by part of the environment."""
-BUSY_CPU: Final = 0.15
-"""Share of the processors in use by others above which nothing is published."""
-BUSY_GPU: Final = 8
-"""Utilisation in percent above which a GPU counts as busy."""
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
@@ -100,31 +95,6 @@ def label(environment: dict[str, Any]) -> str:
     return ", ".join([where, *named, str(environment.get("date", ""))[:10]])
 
 
-def busy(device: torch.device | str) -> str:
-    """Why this machine is too busy to publish from it; empty where it is free.
-
-    Looks at other programs only: their share of the processors in a moment of idling, and for a
-    GPU its other processes and its utilisation.
-    """
-    device = torch.device(device)
-    share = _others_share()
-    if share > BUSY_CPU:
-        return f"other programs use {share:.0%} of the processors (limit {BUSY_CPU:.0%})"
-    return gpu_busy(device) if device.type == "cuda" else ""
-
-
-def available_bytes(device: torch.device | str) -> int:
-    """Memory that a measurement may take on the device."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4 * 2**30
-
-
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -158,66 +128,6 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "driver": driver[0] if driver else None,
     }
-
-
-def _others_share(interval: float = 0.3) -> float:
-    """Share of all processors that other processes used during `interval` seconds."""
-    before = processor_times()
-    time.sleep(interval)
-    return others_share_between(before, processor_times())
-
-
-def others_share_between(
-    before: tuple[float, float] | None, after: tuple[float, float] | None
-) -> float:
-    """Share of all processors that other processes used between two `processor_times`."""
-    if before is None or after is None or after[1] <= before[1]:
-        return 0.0
-    return max(0.0, (after[0] - before[0]) / (after[1] - before[1]))
-
-
-def processor_times() -> tuple[float, float] | None:
-    """(busy time of everyone but this process, total time) in ticks, or None where unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
-        ticks = [int(number) for number in line.split()[1:9]]
-        own = os.times()
-        own_ticks = (own.user + own.system) * os.sysconf("SC_CLK_TCK")
-        idle = ticks[3] + ticks[4]
-        return sum(ticks) - idle - own_ticks, float(sum(ticks))
-    return None
-
-
-def gpu_query(device: torch.device) -> str:
-    """What makes nvidia-smi look at this GPU alone."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    # CUDA_VISIBLE_DEVICES renumbers devices; the UUID names the same card for both.
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return f"--id=GPU-{uuid}" if uuid else f"--id={index}"
-
-
-def gpu_busy(device: torch.device) -> str:
-    """Who else uses the GPU, in words; empty where nobody does.
-
-    Not right after work of one's own: the driver's utilisation looks back for up to a second.
-    """
-    others = gpu_others(device)
-    if others:
-        return others
-    lines = nvidia_smi("--query-gpu=utilization.gpu", gpu_query(device))
-    used = [int(line) for line in lines if line.isdigit()]
-    if used and used[0] > BUSY_GPU:
-        return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)"
-    return ""
-
-
-def gpu_others(device: torch.device) -> str:
-    """Other processes on the GPU, in words; empty where there are none."""
-    lines = nvidia_smi("--query-compute-apps=pid", gpu_query(device))
-    others = [line for line in lines if line.isdigit() and int(line) != os.getpid()]
-    if not others:
-        return ""
-    return f"{len(others)} other process(es) use the GPU: {', '.join(others)}"
 
 
 def nvidia_smi(*query: str) -> list[str]:

@@ -1,8 +1,7 @@
-"""Whole models timed side by side, and how sure the difference between two of them is.
+"""Contenders timed side by side, round by round, until the difference is known or time is over.
 
-All contenders take turns (`elsa_core.bench.timing.interleaved`), so that what else happens on the
-machine meets all of them. A difference is judged by the ratio within each round: the median of
-these ratios, with a bootstrap interval.
+All of them take turns (`elsa_core.measuring.timing.interleaved`), so that what else happens on the
+machine meets all alike; `elsa_core.measuring.intervals` says what a difference is worth.
 """
 
 from __future__ import annotations
@@ -12,74 +11,22 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
 
-import numpy as np
 import torch
 
-from elsa_core.bench import timing
-from elsa_core.bench.results import digits, percentile
-from elsa_core.bench.timing import Contender
+from elsa_core.measuring import timing
+from elsa_core.measuring.intervals import ratio
+from elsa_core.measuring.timing import Contender
 
-CONFIDENCE: Final = 0.95
-FEWEST_ROUNDS: Final = 6
-"""Rounds below which no interval is trusted: the extremes of 5 values hold the median in 94%."""
-_RESAMPLES: Final = 1000
+_FEWEST: Final = 3
 _MOST_ROUNDS: Final = 2000
 _SECONDS: Final = 2.0  # that the rounds take at least
-_NARROW: Final = 0.01  # half the width of an interval at which more rounds add nothing
+_WARM_UP: Final = 0.2  # of the budget, at most
+_ROUNDS_END: Final = 0.9  # of the budget; memory and energy come after the rounds
 _BUSY_BATCHES: Final = 5
 _BUSY_REPLAYS: Final = 5  # of a graph, between two events
-
-FASTER: Final = "faster"
-SLOWER: Final = "slower"
-NO_DIFFERENCE: Final = "no difference"
-UNSURE: Final = "unsure"
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times as fast one contender is as another, with its 95% interval.
-
-    Attributes:
-        value: median of the rounds' ratios; above 1 is faster.
-        low, high: the bootstrap interval.
-        rounds: how many ratios there were.
-    """
-
-    value: float
-    low: float
-    high: float
-    rounds: int
-
-    @property
-    def verdict(self) -> str:
-        """ "faster", "slower", "no difference" (the interval holds 1) or "unsure" (few rounds)."""
-        if self.rounds < FEWEST_ROUNDS:
-            return UNSURE
-        if self.low <= 1.0 <= self.high:
-            return NO_DIFFERENCE
-        return FASTER if self.low > 1.0 else SLOWER
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self) | {"verdict": self.verdict}
-
-
-def ratio(reference: Sequence[float], own: Sequence[float], seed: int = 0) -> Ratio:
-    """How many times as fast `own` is as `reference`: seconds of the same rounds, in order.
-
-    The interval is the percentile bootstrap of the median; the rounds are resampled whole, so that
-    a round in which the machine was slow stays slow for both.
-    """
-    logs = np.log(np.asarray(reference, float)) - np.log(np.asarray(own, float))
-    picks = np.random.default_rng(seed).integers(0, len(logs), (_RESAMPLES, len(logs)))
-    medians = np.median(logs[picks], axis=1)
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(medians, [tail, 100 - tail])
-    value, low, high = (digits(float(np.exp(x))) for x in (np.median(logs), low, high))
-    return Ratio(value, low, high, len(logs))
 
 
 @dataclass(frozen=True)
@@ -112,15 +59,17 @@ class Settings:
     """How to measure.
 
     Attributes:
-        rounds: samples of each contender at least. There are more until the interval of every ratio
-            is within 1% on either side, and fewer where they exceed the budget.
-        budget_seconds: time that the rounds of one configuration may take.
+        rounds: samples of each contender at least; fewer where they exceed the budget.
+        budget_seconds: time that warming up and the rounds of one configuration may take.
         seed: of inputs and of the bootstrap.
+        decide: end as soon as every interval decides (`Ratio.decided`). Otherwise there are more
+            rounds until every interval is within 1% on either side (`Ratio.narrow`).
     """
 
     rounds: int = 20
     budget_seconds: float = 60.0
     seed: int = 0
+    decide: bool = False
 
 
 Samples = dict[str, list[Sample]]
@@ -149,18 +98,13 @@ def take_samples(
         Samples by contender, as many of each; never under 3.
     """
     clocks = clocks or {}
-    cost = 0.0
-    for contender in contenders:
-        single = timing.warmed_up(contender, 0.2 * settings.budget_seconds / len(contenders))
-        if device.type == "cuda":  # the host alone was seen so far
-            single = min(_once(contender.call, device, None).seconds for _ in range(3))
-        cost += single
-    most = max(3, min(_MOST_ROUNDS, int(0.8 * settings.budget_seconds / cost)))
+    end = time.perf_counter() + _ROUNDS_END * settings.budget_seconds
+    cost = _round_seconds(contenders, device, settings.budget_seconds)
+    left = end - time.perf_counter()
+    most = max(_FEWEST, min(_MOST_ROUNDS, int(left / cost)))
     planned = min(settings.rounds, most)
     # Noise has a rhythm of its own: rounds that are over in a moment would all meet one beat.
-    planned = max(planned, min(most, int(_SECONDS / cost)))
-    checkpoint = planned
-    end = time.perf_counter() + 0.8 * settings.budget_seconds
+    checkpoint = max(planned, min(most, int(_SECONDS / cost)))
 
     def sample(contender: Contender) -> Sample:
         return _once(contender.call, device, clocks.get(contender.name))
@@ -170,17 +114,28 @@ def take_samples(
         done = len(samples[contenders[0].name])
         if progress is not None:
             progress(done, max(done, checkpoint))
-        if done >= 3 and time.perf_counter() > end:
+        if done >= _FEWEST and time.perf_counter() > end:
             return True  # calls take longer than when they were gauged
         if done < checkpoint:
             return False
         checkpoint = min(most, math.ceil(1.5 * done))
-        return _all_narrow(samples, contenders[0].name)
+        return _known(samples, contenders[0].name, decide=settings.decide)
 
     # Whoever follows its equal finds the caches warm: in a circle that is always the same one, and
     # a model measured 2 to 5% faster than itself.
     order = random.Random(settings.seed)  # noqa: S311
     return timing.interleaved(contenders, most, sample, enough, order)
+
+
+def _round_seconds(contenders: Sequence[Contender], device: torch.device, budget: float) -> float:
+    """Warm the contenders up; seconds that one call of each takes."""
+    cost = 0.0
+    for contender in contenders:
+        single = timing.warmed_up(contender, _WARM_UP * budget / len(contenders))
+        if device.type == "cuda":  # the host alone was seen so far
+            single = min(_once(contender.call, device, None).seconds for _ in range(3))
+        cost += single
+    return max(cost, 1e-9)
 
 
 def _once(call: Callable[[], object], device: torch.device, clock: Clock | None) -> Sample:
@@ -204,30 +159,11 @@ def _once_cuda(call: Callable[[], object], device: torch.device) -> Sample:
     return Sample(waited, host, float(begin.elapsed_time(end)) / 1e3)
 
 
-def _all_narrow(samples: Samples, reference: str) -> bool:
+def _known(samples: Samples, reference: str, *, decide: bool) -> bool:
+    """Whether more rounds would add nothing to any ratio."""
     base = [s.seconds for s in samples[reference]]
     found = (ratio(base, [s.seconds for s in own]) for n, own in samples.items() if n != reference)
-    return all(math.log(r.high / r.low) < 2 * _NARROW for r in found)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, percentiles and relative spread of some samples, in seconds."""
-
-    seconds: float
-    p10: float
-    p90: float
-
-    @property
-    def relative(self) -> float:
-        """Distance of the percentiles over the median."""
-        return digits((self.p90 - self.p10) / self.seconds)
-
-
-def spread(seconds: Sequence[float]) -> Spread:
-    """Median, 10th and 90th percentile."""
-    middle = statistics.median(seconds)
-    return Spread(digits(middle), *(digits(percentile(seconds, share)) for share in (0.1, 0.9)))
+    return all(each.narrow or (decide and each.decided) for each in found)
 
 
 def memory_bytes(contender: Contender, device: torch.device) -> int | None:

@@ -12,8 +12,6 @@ from typing import Final
 
 import torch
 
-from elsa_core.bench import environment
-
 _SHARE: Final = 0.9  # of what is available: the system needs some to breathe
 
 
@@ -28,7 +26,7 @@ def limited(device: torch.device, available: int | None = None) -> Iterator[None
         device: where the model runs.
         available: bytes; default: what the system says.
     """
-    there = environment.available_bytes("cpu") if available is None else available
+    there = available_bytes("cpu") if available is None else available
     size = _address_space()
     if device.type != "cpu" or size is None:
         yield
@@ -44,6 +42,26 @@ def limited(device: torch.device, available: int | None = None) -> Iterator[None
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def available_bytes(device: torch.device | str) -> int:
+    """Memory that a measurement may take on the device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 * 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    words = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "could not create a memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _address_space() -> int | None:

@@ -22,14 +22,15 @@ from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.attention.tiling import Plan, Shape, Table, Tile
 from elsa_core.backends.triton.shared import device as gpu
 from elsa_core.backends.triton.shared import usertable
-from elsa_core.bench import environment, timing
 from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.peers import Inputs
-from elsa_core.bench.results import Settings, digits, percentile
-from elsa_core.bench.timing import Contender
+from elsa_core.bench.results import Settings
 from elsa_core.bench.trace import Sample, sample_of, tolerance
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
+from elsa_core.measuring import environment, timing
+from elsa_core.measuring.intervals import digits, percentile
+from elsa_core.measuring.timing import Contender
 
 Progress = Callable[[str, int, int], None]
 

@@ -1,4 +1,8 @@
-"""What the shipped benchmark results say of a call: whether elsa was slower than a peer near it."""
+"""What the published results say of a call: whether elsa was slower than a peer near it.
+
+`losses.json` beside this file is the part of the results that this needs;
+`python -m elsa_core.bench.losses` writes it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+from elsa_core.precision import DTYPES
+
 # Half as long or twice as long is still near: speed against a peer changes slowly with length.
 _NEAR = 1.0
-_LOST = 0.97  # below the noise of a measurement
-_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+LOST: Final = 0.97
+"""Ratio under which a case counts as lost: below the noise of a measurement."""
+TABLE: Final = Path(__file__).with_name("losses.json")
+_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Case(NamedTuple):
@@ -67,7 +75,7 @@ def losing_case(
         return max(*lengths, work / 4)
 
     nearest = min(alike, key=distance, default=None)
-    if nearest is None or distance(nearest) > _NEAR or nearest.ratio >= _LOST:
+    if nearest is None or distance(nearest) > _NEAR or nearest.ratio >= LOST:
         return ""
     return (
         f"published results: {nearest.ratio:.2f}x the speed of {nearest.peer} at "
@@ -77,29 +85,12 @@ def losing_case(
 
 @functools.cache
 def _cases(device_type: str) -> tuple[Case, ...]:
-    """Every strict, turbo or lean measurement of the shipped files for a device type."""
-    found: list[Case] = []
-    for file in sorted((Path(__file__).parent / "results").glob("*.json")):
-        document = json.loads(file.read_text(encoding="utf-8"))
-        if document["environment"].get("device") == device_type:
-            found += _read(document)
-    return tuple(found)
-
-
-def _read(document: dict[str, Any]) -> list[Case]:
-    environment = document["environment"]
-    machine = environment.get("gpu") or f"a CPU with {environment.get('isa') or 'no known ISA'}"
-    found = []
-    for row in document["results"].get("cases", ()):
-        case = row["case"]
-        for measured in row.get("measurements", ()):
-            if measured.get("precision") and measured.get("ratio") and "queries" in case:
-                found.append(
-                    Case(
-                        case["name"], case["batch"], case["heads"], case["queries"], case["keys"],
-                        case["head_dim"], case["dtype"], case.get("mask", "none") != "none",
-                        measured["precision"], row.get("best_peer") or "a peer",
-                        measured["ratio"], machine,
-                    )
-                )  # fmt: skip
-    return found
+    """The table's rows of a device type."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    machines = table["machines"]
+    return tuple(
+        Case._make([*row, machine["name"]])
+        for machine in machines
+        if machine["device"] == device_type
+        for row in machine["cases"]
+    )

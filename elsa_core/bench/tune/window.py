@@ -1,6 +1,6 @@
 """Checks and times the window attention kernels on this machine's GPU, for the tuning tables.
 
-    python tests/gpu/tune_window.py OUT.json [check] [tune] [targets] [--seconds 450]
+    python -m elsa_core.bench.tune.window OUT.json [check] [tune] [targets] [--seconds 450]
 
 Without a word all three run, in that order; what is left when the seconds are over is skipped and
 named. One line of JSON a result as it comes; OUT.json is rewritten whole after every section.
@@ -23,7 +23,6 @@ import copy
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -31,10 +30,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import torch
-from window_cases import (
+
+from elsa_core.backends.triton.shared.device import device_table
+from elsa_core.backends.triton.window import planner, tiling
+from elsa_core.backends.triton.window.planner import Given
+from elsa_core.backends.triton.window.tiling import WHOLE, WindowPlan, WindowTile
+from elsa_core.bench.tune.window_cases import (
     DEVICE,
     F16,
     F32,
@@ -46,11 +48,6 @@ from window_cases import (
     limit,
     make,
 )
-
-from elsa_core.backends.triton.shared.device import device_table
-from elsa_core.backends.triton.window import planner, tiling
-from elsa_core.backends.triton.window.planner import Given
-from elsa_core.backends.triton.window.tiling import WHOLE, WindowPlan, WindowTile
 
 COPY_BYTES_PER_MS = 4.29e9
 L2_BYTES = 256e6
