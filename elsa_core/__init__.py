@@ -5,8 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from elsa_core.attention import Route, attention, explain
+from elsa_core.attention import attention, explain
+from elsa_core.linear import linear
 from elsa_core.monoid import State, merge
+from elsa_core.routing import Route
 from elsa_core.version import __version__
 from elsa_core.window import window_attention
 
@@ -54,6 +56,7 @@ __all__ = [
     "explain",
     "export",
     "inspect",
+    "linear",
     "load",
     "merge",
     "patch",

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from elsa_core.attention import BACKENDS
+from elsa_core import routing
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.patching import adapters
 from elsa_core.patching.sites import AttentionSite, find_sites
@@ -88,7 +88,7 @@ def patch(
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
     """
     _check_choice("precision", precision, tuple(PRECISIONS))
-    _check_choice("backend", backend, BACKENDS)
+    _check_choice("backend", backend, routing.names())
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     wanted, unwanted = _globs(include), _globs(exclude)
     sites = find_sites(model)

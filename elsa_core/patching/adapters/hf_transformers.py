@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core.attention import BACKENDS, attention
+from elsa_core import routing
+from elsa_core.attention import attention
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.precision import PRECISIONS
 
@@ -34,7 +35,7 @@ def register(name: str = "elsa", *, precision: str = "strict", backend: str = "a
         UnavailableError: transformers is not installed, or has no attention interface.
         ArgumentError: precision or backend is unknown.
     """
-    for given, choices in ((precision, tuple(PRECISIONS)), (backend, BACKENDS)):
+    for given, choices in ((precision, tuple(PRECISIONS)), (backend, routing.names())):
         if given not in choices:
             raise ArgumentError(f"{given!r} is unknown: choose one of {', '.join(choices)}")
     try:

@@ -24,7 +24,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from elsa_core.attention import BACKENDS, attention
+from elsa_core import routing
+from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.patching.adapters.common import has_hooks
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
@@ -102,7 +103,7 @@ def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
     if len(fields) != 5 or fields[0] != _PREFIX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _, precision, backend, module, qualname = fields
-    if precision not in PRECISIONS or backend not in BACKENDS:
+    if precision not in PRECISIONS or backend not in routing.names():
         raise AttributeError(f"{name!r}: this version has no precision or backend of that name")
     cls = operator.attrgetter(qualname)(importlib.import_module(module))
     return redirected(cls, precision, backend)
