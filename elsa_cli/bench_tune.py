@@ -98,7 +98,7 @@ def tile_words(tile: Tile) -> str:
     """A tile in a few words: `64x32, 4 warps, 3 stages, ahead`."""
     parts = [
         f"{tile.block_m}x{tile.block_n}", f"{tile.warps} warps",
-        *(["all keys on chip"] if tile.short else [f"{tile.stages} stages"]),
+        *(["all keys on chip"] if tile.one_launch else [f"{tile.stages} stages"]),
         *(["ahead"] if tile.ahead else []),
         *(["copying warps"] if tile.specialized and tile.ahead else []),
         *([f"{tile.registers} registers"] if tile.registers else []),

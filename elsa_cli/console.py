@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elsa_cli import signals
-from elsa_cli.errors import INTERRUPTED, OutputError, one_line, printable
+from elsa_cli.errors import INTERRUPTED, OutputError, cut, one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -252,7 +252,7 @@ class Session:
         """Print a warning on stderr, unless --quiet."""
         self.warned.append(text)
         if not self.quiet:
-            self.log(text, "warning:", "33")
+            self.log(cut(one_line(text)), "warning:", "33")
 
     def fail(self, code: int, line: str, error: BaseException) -> None:
         """Say on stderr why the command ends; the traceback only with --debug."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
-from elsa_cli.sites import group, group_by
+from elsa_core.patching.labels import group, group_by
 
 if TYPE_CHECKING:
     from elsa_core.loading.load import Loaded
@@ -27,6 +27,8 @@ def header(session: Session, loaded: Loaded, options: Options, extra: str = "") 
         if note == loaded.spec.alias:
             continue
         session.line(note, "dim")
+    if unsaid := loaded.recipe.preprocess.assumed:
+        session.line(f"preprocessing: {', '.join(unsaid)} assumed", "yellow")
     session.line()
 
 
@@ -42,6 +44,13 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
         "device": str(device),
         "dtype": options.dtype,
         "notes": list(loaded.notes),
+        "preprocess": {
+            "mean": list(loaded.mean),
+            "std": list(loaded.std),
+            "crop_pct": loaded.crop_pct,
+            "interpolation": loaded.interpolation,
+            "assumed": list(loaded.recipe.preprocess.assumed),
+        },
     }
 
 

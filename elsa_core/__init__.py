@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
     from elsa_core.loading.load import load
+    from elsa_core.patching.adapters.table import register_adapter
+    from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.patch import PatchReport, patch, unpatch
     from elsa_core.patching.sites import AttentionSite, Inspection, inspect
     from elsa_core.profiling.profile import profile
@@ -27,6 +29,11 @@ _HOMES = {
     "AttentionSite": "patching.sites",
     "Inspection": "patching.sites",
     "inspect": "patching.sites",
+    "FreezeReport": "patching.freeze",
+    "freeze": "patching.freeze",
+    "refresh": "patching.freeze",
+    "unfreeze": "patching.freeze",
+    "register_adapter": "patching.adapters.table",
     "PatchReport": "patching.patch",
     "patch": "patching.patch",
     "unpatch": "patching.patch",
@@ -44,6 +51,7 @@ __all__ = [
     "AttentionSite",
     "Bundle",
     "CheckReport",
+    "FreezeReport",
     "Inspection",
     "PatchReport",
     "ProfileReport",
@@ -55,12 +63,16 @@ __all__ = [
     "check",
     "explain",
     "export",
+    "freeze",
     "inspect",
     "linear",
     "load",
     "merge",
     "patch",
     "profile",
+    "refresh",
+    "register_adapter",
+    "unfreeze",
     "unpatch",
     "verify",
     "window_attention",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elsa_core import calls, operators, routing
 from elsa_core.backends.support import Request
-from elsa_core.errors import UnavailableError
+from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.operands import autocast, checked_mask, leading_dims, operands
 from elsa_core.routing import Route
 
@@ -65,7 +65,8 @@ def attention(
     Reference:
         ELSA (arXiv 2604.23798), Eq. 4 and Theorem 1.
     """
-    calls.check_scale(scale)
+    if isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
     if not calls.watched() and not torch._C._is_any_autocast_enabled() and dropout_p == 0.0:
         answer = _direct(
             query, key, value, attn_mask, is_causal, scale, precision, backend, return_lse

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
-from elsa_core.errors import ArgumentError
-
+NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to learn it"
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
@@ -70,14 +69,6 @@ def wanted(**arguments: Tensor | None) -> tuple[str, ...]:
     if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
         return ()
     return tuple(name for name, t in arguments.items() if t is not None and t.requires_grad)
-
-
-def check_scale(scale: object) -> None:
-    """Raise ArgumentError for a scale that is a tensor: operators take numbers."""
-    if isinstance(scale, Tensor):
-        raise ArgumentError(
-            "scale must be a number, not a tensor: multiply query by it to learn it"
-        )
 
 
 def differentiates_otherwise() -> bool:

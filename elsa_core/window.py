@@ -78,7 +78,8 @@ def window_attention(
     Reference:
         W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
     """
-    calls.check_scale(scale)
+    if isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
     window, shift = _geometry(qkv, window_size, shift_size, grid)
     head_dim = _head_dim(qkv, num_heads, layout)
     _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))

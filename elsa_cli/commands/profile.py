@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 _FILE = FilePath()
+# What `load_model` is told about a weights file.
+_SOURCE = ("arch", "model_kwargs", "mean", "std", "crop_pct", "interpolation")
 
 
 class OutOfMemoryError(CommandError):
@@ -171,15 +173,18 @@ def _planned(
     points = sweep.grid(sizes, given["batch_size"], given["dtype"], given["precision"])
     sweep.check_sizes(spec, [size for size in sizes if size is not None])
 
+    source = Options.of({key: given[key] for key in _SOURCE}).source()
+
     def load(size: tuple[int, int] | None, dtype: str) -> Loaded:
         return load_model(
             spec, image_size=size, pretrained=given["pretrained"], device=device,
-            dtype=Options(dtype=dtype).torch_dtype(), seed=given["seed"], arch=given["arch"],
+            dtype=Options(dtype=dtype).torch_dtype(), seed=given["seed"], **source,
         )  # fmt: skip
 
     about = {
         "given": spec.given, "name": spec.name, "source": spec.source, "alias": spec.alias or "",
         "pretrained": given["pretrained"], "seed": given["seed"], "arch": given["arch"] or "",
+        "model_kwargs": dict(given["model_kwargs"]),
     }  # fmt: skip
     if spec.path is not None:
         about["weights_sha256"] = sweep.weights_sha256(spec)

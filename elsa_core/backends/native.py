@@ -26,8 +26,8 @@ from torch import Tensor
 from elsa_core.backends import compiler
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
+from elsa_core.limits import LARGEST_HEAD_DIM
 
-HEAD_DIM_MAX = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_OWNER = "ELSA_SCHEMA_DEFINED_BY_PYTHON"
 _LOG = logging.getLogger("elsa")
@@ -42,8 +42,8 @@ def support(request: Request) -> Support:
     if request.dtype not in DTYPES:
         return Support(False, f"takes float32, float16 and bfloat16, not {_short(request.dtype)}")
     widest = max(request.head_dim, request.value_dim)
-    if widest > HEAD_DIM_MAX:
-        return Support(False, f"takes head_dim up to {HEAD_DIM_MAX}, not {widest}")
+    if widest > LARGEST_HEAD_DIM:
+        return Support(False, f"takes head_dim up to {LARGEST_HEAD_DIM}, not {widest}")
     if min(request.head_dim, request.value_dim) < 1:
         return Support(False, "takes head_dim from 1, not 0")
     return load()
@@ -127,6 +127,10 @@ def _opened(path: Path) -> ctypes.CDLL:
             torch.ops.load_library(str(path))
         return ctypes.CDLL(str(path))
     except OSError as error:  # torch says that it failed, the loader why
+        if "failed to map segment" in f"{error} {error.__cause__}":
+            raise UnavailableError(
+                f"{path} cannot be loaded: no memory, or a file system without programs (noexec)"
+            ) from None
         raise UnavailableError(
             f"{error.__cause__ or error}; `elsa build --force` builds the library again"
         ) from None

@@ -17,6 +17,7 @@ from elsa_core.backends import eager
 from elsa_core.bench.cases import Case
 from elsa_core.bench.peers import Inputs
 from elsa_core.errors import UnavailableError
+from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.precision import depth, theorem1_bound, unit_roundoff
 
 _STATE_BYTES: Final = 4
@@ -226,16 +227,17 @@ def _eager(case: Case, tensors: Inputs, schedule: str) -> Partition:
 def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
     from elsa_core.backends import triton
     from elsa_core.backends.triton.attention import planner
+    from elsa_core.backends.triton.shared import device
 
     query, key, value, mask = tensors
-    if query.dtype not in triton.DTYPES or case.head_dim > triton.LARGEST_DIM:
+    if query.dtype not in triton.DTYPES or case.head_dim > LARGEST_HEAD_DIM:
         raise UnavailableError(
             f"the GPU kernels take {case.dtype} with head_dim {case.head_dim} on no GPU: eager "
             "serves it there; trace it with --device cpu"
         )
     try:
         # without a GPU, as the one would whose table is shown
-        there = None if query.is_cuda else planner.gluon_known()
+        there = None if query.is_cuda else device.gluon_known()
         call = planner.plan_call(
             query, key, value, mask, False, case.head_dim**-0.5, precision,
             specialized=there and planner.fits_specialized(query, key, value, mask),
@@ -244,11 +246,10 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
         raise UnavailableError(
             f"a GPU's schedule needs Triton ({error}); pip install triton"
         ) from None
-    assert call.fold is not None
     constants = call.fold.tail
-    rows = 1 if call.decode else constants["BM"]
+    rows = constants.get("BM", 1)  # one query has no tile of queries
     key_tile = constants["BN"] if "BN" in constants else constants["KEYS"]  # or all are one tile
-    splits = call.partial_shape[0] if call.partial_shape else 1
+    states = () if call.merge is None else call.merge.shape
     whole = -(-case.keys // key_tile) * key_tile
     split_keys = min(constants.get("chunk", whole), whole)
     return Partition(
@@ -261,12 +262,12 @@ def _triton(case: Case, tensors: Inputs, precision: str) -> Partition:
         query_tiles=-(-case.queries // rows),
         key_tile=key_tile,
         key_tiles=-(-case.keys // key_tile),
-        splits=splits,
+        splits=states[0] if states else 1,
         split_keys=split_keys,
         chain_keys=constants.get("CHAIN") or split_keys,
         programs=call.fold.grid[0] * call.fold.grid[1],
         ahead_bytes=call.workspace * torch.float16.itemsize,
-        states=_partial_states(call.partial_shape, call.out_shape[-1]),
+        states=_partial_states(states, call.out_shape[-1]),
     )
 
 
@@ -280,10 +281,9 @@ def _partial_states(shape: tuple[int, ...], value_dim: int) -> RoundTrip:
 
 
 def _gpu(query: Tensor) -> str:
-    from elsa_core.backends.triton.attention import planner
+    from elsa_core.backends.triton.shared import device
 
-    index = query.device.index
-    table, multiprocessors = planner.device_table(-1 if index is None else index)
+    table, multiprocessors = device.device_table(device.index_of(query.device))
     how = "" if table.measured else ", tiles not measured"
     here = "" if query.is_cuda else ", planned without it"
     return f"{table.gpu}, {multiprocessors} multiprocessors{how}{here}"

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from elsa_core import reference
 from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.attention.tiling import Plan, Shape, Table, Tile
+from elsa_core.backends.triton.shared import device as gpu
 from elsa_core.backends.triton.shared import usertable
 from elsa_core.bench import environment, timing
 from elsa_core.bench.cases import Case, inputs
@@ -27,6 +29,7 @@ from elsa_core.bench.results import Settings, digits, percentile
 from elsa_core.bench.timing import Contender
 from elsa_core.bench.trace import Sample, sample_of, tolerance
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.limits import LARGEST_HEAD_DIM
 
 Progress = Callable[[str, int, int], None]
 
@@ -102,9 +105,9 @@ def candidates(
         raise ArgumentError(f"{case.name}: one query is streamed without tiles; nothing to tune")
     if precision == "lean":
         raise ArgumentError("--tune: lean shares its tiles with strict; tune strict or turbo")
-    if case.dtype == "fp64" or case.head_dim > 256:
+    if case.dtype == "fp64" or case.head_dim > LARGEST_HEAD_DIM:
         raise ArgumentError(f"{case.name}: the GPU kernels do not take it; nothing to tune")
-    shape, mode = shape_of(case), planner.mode_of(case.torch_dtype, precision)
+    shape, mode = shape_of(case), gpu.mode_of(case.torch_dtype, precision)
     workspace = precision != "lean"
 
     def planned(tile_table: Table) -> Plan:
@@ -129,7 +132,7 @@ def may_specialize(case: Case, device: torch.device | None) -> bool:
     """Whether kernels of sm_90 alone may take a case on a GPU; None: on that of the table."""
     like = torch.empty(case.batch, case.heads, case.keys, case.head_dim, device="meta")
     mask = None if case.mask == "none" else like
-    there = planner.gluon_known() if device is None else planner.specializes(device)
+    there = gpu.gluon_known() if device is None else gpu.specializes(device)
     return there and planner.fits_specialized(like, like, like, mask)
 
 
@@ -143,7 +146,7 @@ def _key(plan: Plan) -> tuple[Any, ...]:
 def _variations(
     shipped: Tile, mode: str, shape: Shape, shared: int, workspace: bool
 ) -> Iterator[Tile]:
-    dim = usertable.padded_dim(shape)
+    dim = tiling.padded_dim(shape)
     ahead = (True, False) if workspace and mode in ("split", "single") else (False,)
     rows = ((64, 4), (128, 8)) if mode != "exact" else ((32, 4), (64, 4), (64, 8))
     keys = (32, 64, 128) if mode != "exact" else (32, 64)
@@ -164,7 +167,7 @@ def _variations(
 
 
 def _specialized(shipped: Tile, shape: Shape, shared: int) -> Iterator[Tile]:
-    dim = usertable.padded_dim(shape)
+    dim = tiling.padded_dim(shape)
     for block_m, warps in ((64, 4), (64, 8), (128, 8), (256, 16)):
         tile = replace(
             shipped, dim=256, keys=None, programs=None, block_m=block_m, block_n=64, warps=warps,
@@ -291,9 +294,9 @@ def _tune(case: Case, precision: str, device: torch.device, settings: Settings) 
     sample = sample_of(case, tensors)
     oracle, _ = reference.attention(sample.query, sample.key, sample.value, sample.mask)
     allowed = tolerance(sample, precision, oracle)
-    mode = planner.mode_of(case.torch_dtype, precision)
+    mode = gpu.mode_of(case.torch_dtype, precision)
     judged = [
-        _judged(case, plan, shipped, mode, tensors, sample, oracle, allowed)
+        _judged(case, plan, shipped, precision, tensors, sample, oracle, allowed)
         for plan, shipped in plans
     ]
     running = [(timed, call) for timed, call in judged if call is not None]
@@ -343,18 +346,18 @@ def _judged(
     case: Case,
     plan: Plan,
     shipped: bool,
-    mode: str,
+    precision: str,
     tensors: Inputs,
     sample: Sample,
     oracle: Tensor,
     allowed: float,
-) -> tuple[Timed, planner.Call | None]:
+) -> tuple[Timed, Call | None]:
     """Compile and run one candidate; without a call where it cannot take part."""
     timed = Timed(plan.tile, plan.partitions, shipped)
     query, key, value, mask = tensors
     try:
-        call = planner._fold_call(
-            query, key, value, mask, False, case.head_dim**-0.5, shape_of(case), mode, plan
+        call = planner.plan_call(
+            query, key, value, mask, False, case.head_dim**-0.5, precision, tiles=plan
         )
         output, _ = planner.execute(call, *tensors)
         error = reference.relative_l2(sample.pick(output), oracle)
@@ -367,11 +370,11 @@ def _judged(
 
 
 def _timed(
-    running: Sequence[tuple[Timed, planner.Call]], tensors: Inputs, *, rounds: int, budget: float
+    running: Sequence[tuple[Timed, Call]], tensors: Inputs, *, rounds: int, budget: float
 ) -> list[float]:
     """Median seconds of each, rounds interleaved, under CUDA graph."""
 
-    def contender(i: int, call: planner.Call) -> Contender:
+    def contender(i: int, call: Call) -> Contender:
         return Contender(str(i), lambda: planner.execute(call, *tensors))
 
     contenders = [contender(i, call) for i, (_, call) in enumerate(running)]

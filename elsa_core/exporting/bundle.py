@@ -35,6 +35,7 @@ from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
 from elsa_core.loading import save as saving
+from elsa_core.loading.fill import separate
 from elsa_core.loading.plan import PLAN_NAME
 
 if TYPE_CHECKING:
@@ -269,6 +270,6 @@ def _write_weights(subject: Subject, staging: Path) -> None:
     if subject.loaded is not None:
         saving.write_files(subject.loaded, subject.plan, staging)
         return
-    tensors = saving.separate(subject.model.state_dict())
+    tensors = separate(subject.model.state_dict())
     saving.write_tensors(tensors, staging / saving.WEIGHTS_NAME, {"format": "pt"})
     files.write_json(staging / PLAN_NAME, subject.plan.to_dict())

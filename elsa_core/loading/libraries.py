@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
-from elsa_core.loading.recipe import Preprocess, Recipe
+from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, Preprocess, Recipe
 from elsa_core.loading.spec import ModelSpec
 
 # What a constructor raises for a recipe that it cannot follow.
@@ -27,8 +27,6 @@ BUILD_ERRORS = (
     AssertionError, AttributeError, ArithmeticError, ImportError, IndexError, KeyError, OSError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def default_recipe(spec: ModelSpec) -> Recipe:
@@ -217,8 +215,8 @@ def _open_clip_recipe(spec: ModelSpec) -> Recipe:
     tag = open_clip.get_pretrained_cfg(spec.name, spec.tag) if spec.tag else {}
     preprocess = Preprocess(
         (3, *pair),
-        tuple(tag.get("mean") or _CLIP_MEAN),
-        tuple(tag.get("std") or _CLIP_STD),
+        tuple(tag.get("mean") or CLIP_MEAN),
+        tuple(tag.get("std") or CLIP_STD),
         tag.get("interpolation") or "bicubic",
         1.0,
     )

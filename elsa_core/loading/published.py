@@ -9,6 +9,7 @@ from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.loading import hub
+from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build,
@@ -21,7 +22,7 @@ from elsa_core.loading.libraries import (
 )
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.spec import ModelSpec
-from elsa_core.loading.weights import read_checkpoint, read_header
+from elsa_core.loading.weights import read_header
 
 
 def build_published(recipe: Recipe) -> tuple[nn.Module, str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
+from elsa_core.backends import onednn, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import implement
 
@@ -104,29 +105,16 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
 
 
 def _whole(*arguments: Any) -> tuple[Tensor, None]:
-    """By PyTorch's own operator, which has no lse to give. Compilers read this: no `_late`."""
-    from elsa_core.backends import sdpa
-
+    """By PyTorch's own operator, which has no lse to give."""
     return sdpa.attention(*arguments), None
 
 
-def _takes_whole(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> bool:
-    from elsa_core.backends import sdpa
-
-    return sdpa.takes(query, key, attn_mask)
-
-
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
+    # Compilers read this, and an import that they know: no `_late`.
     from elsa_core.backends.triton.linear import gate
 
     found: Tensor | None = gate.serve(*arguments)
     return found
-
-
-def _linear_by_onednn(*arguments: Any) -> Tensor | None:
-    from elsa_core.backends import onednn
-
-    return onednn.serve(*arguments)
 
 
 _NATIVE = {
@@ -164,23 +152,23 @@ _TRITON = {
 }
 _ONEDNN = {
     "linear": Implementation(
-        support=_late("onednn", "support"),
+        support=onednn.support,
         run=operators.LINEAR.overload,
         schedule=_linear_schedule,
         arithmetic=_fma,
-        direct=_linear_by_onednn,
+        direct=onednn.serve,
     ),
 }
 _SDPA = {
     "attention": Implementation(
-        support=_late("sdpa", "support"),
+        support=sdpa.support,
         run=_whole,
-        schedule=_late("sdpa", "schedule"),
+        schedule=sdpa.schedule,
         arithmetic=_of_pytorch,
-        gradient=_late("sdpa", "gradient"),
-        backward=_late("sdpa", "backward"),
-        direct=_late("sdpa", "measured_attention"),
-        takes=_takes_whole,
+        gradient=sdpa.gradient,
+        backward=sdpa.backward,
+        direct=sdpa.measured_attention,
+        takes=sdpa.takes,
         whole=True,
     ),
 }

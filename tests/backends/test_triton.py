@@ -14,8 +14,8 @@ import torch
 from elsa_core import routing
 from elsa_core.backends import triton as backend
 from elsa_core.backends.support import Request
-from elsa_core.backends.triton.attention import planner
 from elsa_core.backends.triton.attention import tiling as tiles
+from elsa_core.backends.triton.shared import device
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -111,7 +111,7 @@ def test_a_triton_too_new_for_sm_90_says_so(version, said, monkeypatch):
     import triton
 
     monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.setattr(planner, "INTERPRETED", False)
+    monkeypatch.setattr(device, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -140,7 +140,7 @@ def test_blocks_are_cut():
 def test_tables_serve_every_call(name):
     table = tiles.load_table(name)
     assert table.measured == (name == "h200")
-    for mode in planner.MODES:
+    for mode in device.MODES:
         for dim in (16, 64, 72, 80, 96, 128, 160, 256):
             for queries, keys in ((2, 5), (197, 197), (4097, 4097), (7, 1 << 20)):
                 for workspace in (True, False) if mode in ("half", "split") else (True,):
@@ -234,20 +234,19 @@ COMPILED = [
 def test_compiles(monkeypatch, target, arch, table, dtype, precision):
     """The tiles that the target's own table ships."""
     shipped = tiles.load_table(table)
-    monkeypatch.setattr(planner, "device_table", lambda _: (shipped, shipped.multiprocessors))
+    monkeypatch.setattr(device, "device_table", lambda _: (shipped, shipped.multiprocessors))
     kind = getattr(torch, dtype)
     call = planned_call((1, 4, 300, 64), kind, precision)
-    for part in (call.ahead, call.fold, call.merge):
-        if part is None:
-            continue
-        code = compile_launch(part, kind, target, arch).asm
+    for launch in call.every_launch().values():
+        code = compile_launch(launch, kind, target, arch).asm
         assert ("hsaco" if target == "hip" else "cubin") in code
 
 
 def test_compiles_one_query():
     call = planned_call((2, 4, 1, 64), torch.float32, "strict", keys=5000)
-    for part in (call.fold, call.merge):
-        assert "cubin" in compile_launch(part, torch.float32, "cuda", 90).asm
+    assert list(call.every_launch()) == ["fold", "merge"]
+    for launch in call.every_launch().values():
+        assert "cubin" in compile_launch(launch, torch.float32, "cuda", 90).asm
 
 
 def test_ieee_has_no_tensor_core_instruction():

@@ -330,10 +330,11 @@ def test_split_keys_agree():
 @pytest.mark.parametrize("causal", [False, True])
 def test_fresh_states(monkeypatch, precision, causal):
     """Long rows begin a fresh state after some tiles; here after two."""
-    from elsa_core.backends.triton.attention import planner
+    from elsa_core.backends.triton.attention import planner, schedules
+    from elsa_core.backends.triton.shared.plans import PlanCache
 
-    monkeypatch.setattr(planner, "CHAIN_TILES", 2)
-    monkeypatch.setattr(planner, "_CALLS", {})
+    monkeypatch.setattr(schedules.forward, "CHAIN_TILES", 2)
+    monkeypatch.setattr(planner, "PLANS", PlanCache(100))
     q, k, v = tensors(4, 16, 16, 1025, 1025, 64, 64, torch.float32)
     assert planner.planned(q, k, v, None, causal, 0.125, precision).fold.tail["CHAIN"]
     agree(q, k, v, causal=causal, precision=precision)

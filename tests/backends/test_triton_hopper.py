@@ -19,6 +19,8 @@ pytest.importorskip("triton.experimental.gluon")
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.shared import device
 
 # three products each for Q K^T and P V, 64 / 16 instructions a product
 PRODUCTS = 24
@@ -26,22 +28,21 @@ PRODUCTS = 24
 
 @pytest.fixture(autouse=True)
 def overlapped_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "overlaps", lambda device: True)
+    monkeypatch.setattr(device, "overlaps", lambda device: True)
 
 
 def planned(
     shape: tuple[int, int, int, int], block_m: int = 128, stages: int = 2, registers: int = 0,
     causal: bool = False, parts: int = 1, scale: float = 0.1,
-) -> planner.Call:  # fmt: skip
-    b, h, n, d = shape
+) -> Call:  # fmt: skip
+    _, _, n, d = shape
     q = torch.empty(shape, device="meta")
     tile = tiling.Tile(
         "split", d, None, None, block_m, 64, 4, stages, True, 256, registers, True, True
     )
-    whole = tiling.Shape(b, h, h, n, n, d, d)
     chunk = -(-n // 64 // parts) * 64
     plan = tiling.Plan(tile, -(-n // chunk), chunk)
-    return planner._fold_call(q, q, q, None, causal, scale, whole, "split", plan)
+    return planner.plan_call(q, q, q, None, causal, scale, "strict", tiles=plan)
 
 
 def loops_of(compiled: Any, tmp_path: Path) -> list[list[str]]:
@@ -71,7 +72,7 @@ def loops_of(compiled: Any, tmp_path: Path) -> list[list[str]]:
     return [loop for loop in loops if sum("HGMMA" in line for line in loop) == PRODUCTS]
 
 
-known = pytest.mark.skipif(not planner.gluon_known(), reason="a Triton whose Gluon is not known")
+known = pytest.mark.skipif(not device.gluon_known(), reason="a Triton whose Gluon is not known")
 
 
 @known
@@ -80,7 +81,6 @@ def test_products_are_in_flight_during_the_softmax(
     block_m: int, registers: int, tmp_path: Path
 ) -> None:
     call = planned((1, 8, 1024, 64), block_m, registers=registers)
-    assert call.fold is not None
     loops = loops_of(compile_launch(call.fold, torch.float32, "cuda", 90), tmp_path)
     assert len(loops) == block_m // 64
     for loop in loops:
@@ -102,13 +102,13 @@ def test_products_are_in_flight_during_the_softmax(
 )  # fmt: skip
 def test_every_form_compiles(dim: int, more: dict[str, Any]) -> None:
     call = planned((1, 2, 300, dim), **more)
-    for one in (call.fold, call.repair):
-        assert one is not None
+    assert call.schedule.name == "hopper"
+    for one in (call.fold, call.launches["fma_fallback"]):
         assert compile_launch(one, torch.float32, "cuda", 90).asm["cubin"]
 
 
 def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "specializes", lambda device: True)
+    monkeypatch.setattr(device, "specializes", lambda device: True)
     q = torch.empty(1, 2, 300, 64)
     assert planner.may_specialize(q, q, q, None)
     assert not planner.may_specialize(q, q, q, torch.ones(1, 1, 1, 300, dtype=torch.bool))
@@ -122,15 +122,15 @@ def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    known = [f"{a}.{b}.1" for (a, b) in planner.GLUON]
+    known = [f"{a}.{b}.1" for (a, b) in device.GLUON]
     for version, expected in [*((v, True) for v in known), ("3.5.0", False), ("4.0.0", False)]:
         monkeypatch.setattr(triton, "__version__", version)
-        assert planner.gluon_known() is expected
+        assert device.gluon_known() is expected
 
 
 def test_flagged_blocks_are_folded_again() -> None:
     """By Triton's interpreter: those blocks are right, and nothing else is written."""
-    script = Path(__file__).with_name("repair_interpreted.py")
+    script = Path(__file__).with_name("fma_fallback_interpreted.py")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False

@@ -12,11 +12,13 @@ import torch
 pytest.importorskip("triton")
 
 from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared.plans import PlanCache
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not planner.specializes(torch.device("cuda", 0)),
+        not torch.cuda.is_available() or not device.specializes(torch.device("cuda", 0)),
         reason="needs a GPU of sm_90 and a Triton whose Gluon is known",
     ),
 ]
@@ -41,7 +43,7 @@ def tile(request, monkeypatch):
         return tiling.Plan(only, -(-shape.keys // chunk), chunk)
 
     monkeypatch.setattr(tiling, "plan", plan)
-    monkeypatch.setattr(planner, "_CALLS", {})
+    monkeypatch.setattr(planner, "PLANS", PlanCache(100))
     return dim, parts
 
 

@@ -14,11 +14,12 @@ pytest.importorskip("triton.experimental.gluon")
 
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton.attention import planner, tiling
-from elsa_core.backends.triton.shared import usertable
+from elsa_core.backends.triton.attention import planner, schedules, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call, Problem
+from elsa_core.backends.triton.shared import device, usertable
 
 TABLE = tiling.load_table("h200")
-known = pytest.mark.skipif(not planner.gluon_known(), reason="a Triton whose Gluon is not known")
+known = pytest.mark.skipif(not device.gluon_known(), reason="a Triton whose Gluon is not known")
 
 
 def tile(block_m: int, warps: int = 0, **more: Any) -> tiling.Tile:
@@ -31,14 +32,22 @@ def tile(block_m: int, warps: int = 0, **more: Any) -> tiling.Tile:
 def planned(
     queries: int, keys: int, dim: int, value_dim: int, block_m: int, causal: bool = False,
     warps: int = 0,
-) -> planner.Call:  # fmt: skip
+) -> Call:  # fmt: skip
     """A call on one tile, whatever the table says."""
     q = torch.empty(2, 4, queries, dim, device="meta")
     k = torch.empty(2, 2, keys, dim, device="meta")
     v = torch.empty(2, 2, keys, value_dim, device="meta")
-    shape = tiling.Shape(2, 4, 2, queries, keys, dim, value_dim)
     plan = tiling.Plan(tile(block_m, warps), 1, 256)
-    return planner._fold_call(q, k, v, None, causal, 0.1, shape, "split", plan)
+    return planner.plan_call(q, k, v, None, causal, 0.1, "strict", tiles=plan)
+
+
+def scheduled(shape: tiling.Shape, plan: tiling.Plan) -> tuple[str, str]:
+    """The schedule of a call of such tiles, and its words."""
+    q = torch.empty(shape.batch, shape.heads, shape.queries, shape.head_dim, device="meta")
+    k = torch.empty(shape.batch, shape.key_heads, shape.keys, shape.head_dim, device="meta")
+    problem = Problem(q, k, k, None, False, 0.125, "strict", "split", shape, plan)
+    schedule = schedules.schedule_of(problem)
+    return schedule.name, schedule.words(problem)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +70,13 @@ def test_calls_of_few_keys(shape: tuple[int, ...], block_m: int, warps: int) -> 
     plan = tiling.plan(
         tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132, specialized=True
     )
-    assert plan.tile.short and plan.partitions == 1
+    assert plan.tile.one_launch and plan.partitions == 1
     assert (plan.tile.block_m, plan.tile.warps) == (block_m, warps)
-    assert "all keys on chip" in plan.words()
-    assert plan.tile.paired == ("two warpgroups" in plan.words()) == ((block_m, warps) == (64, 8))
+    name, words = scheduled(tiling.Shape(*shape), plan)
+    assert "all keys on chip" in words
+    assert name == ("two_warpgroups" if plan.tile.two_warpgroups else "one_launch")
+    two = (block_m, warps) == (64, 8)
+    assert plan.tile.two_warpgroups is ("two warpgroups" in words) is two
     lean = tiling.plan(
         tiling.Shape(*shape), "split", TABLE, workspace=False, multiprocessors=132,
         specialized=True,
@@ -85,7 +97,7 @@ def test_calls_that_it_does_not_take(shape: tuple[int, ...]) -> None:
             tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132,
             specialized=there,
         )  # fmt: skip
-        assert not plan.tile.short
+        assert not plan.tile.one_launch
     for warps in (4, 8):
         assert not tile(64, warps, dim=256).serves("split", 64, tiling.Shape(*shape))
 
@@ -107,13 +119,13 @@ def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
             plan = tiling.plan(
                 shape, "single", TABLE, workspace=True, multiprocessors=132, specialized=there
             )
-            assert plan.tile.short is (short and there)
+            assert plan.tile.one_launch is (short and there)
             assert plan.tile.mode == ("split" if short and there else "single")
     q = torch.empty(8, 12, 197, 64, device="meta")
     call = planner.plan_call(q, q, q, None, False, 0.125, "turbo", specialized=True)
-    assert call.short and "strict's products" in call.words
+    assert call.schedule is schedules.ONE_LAUNCH and "strict's products" in call.words
     call = planner.plan_call(q, q, q, None, False, 0.125, "strict", specialized=True)
-    assert call.short and "strict's products" not in call.words
+    assert call.schedule is schedules.ONE_LAUNCH and "strict's products" not in call.words
 
 
 def test_a_small_grid_of_the_most_keys_stays_with_two_launches() -> None:
@@ -123,21 +135,19 @@ def test_a_small_grid_of_the_most_keys_stays_with_two_launches() -> None:
         plan = tiling.plan(
             shape, "split", TABLE, workspace=True, multiprocessors=132, specialized=True
         )
-        assert plan.tile.short is short
+        assert plan.tile.one_launch is short
 
 
 def test_one_launch_without_workspace() -> None:
     call = planned(197, 197, 64, 64, 256)
-    assert call.short and call.fold is not None
-    assert call.ahead is None and call.merge is None and call.repair is None
-    assert call.workspace == 0 and call.partial_shape == ()
+    assert list(call.every_launch()) == ["fold"] and call.workspace == 0
     assert call.fold.tail["KEYS"] == 256 and call.fold.tail["TOGETHER"]
-    assert planned(50, 50, 64, 64, 64).fold.tail["KEYS"] == 64  # type: ignore[union-attr]
+    assert planned(50, 50, 64, 64, 64).fold.tail["KEYS"] == 64
     # a lane holds eight channels at least, so 16 warps take 128 rows of 32
-    assert planned(50, 50, 32, 32, 256).fold.tail["KEYS"] == 128  # type: ignore[union-attr]
+    assert planned(50, 50, 32, 32, 256).fold.tail["KEYS"] == 128
     for keys, held in ((65, 128), (128, 128), (129, 208), (208, 208)):
         fold = planned(197, keys, 64, 64, 64, warps=8).fold
-        assert fold is not None and fold.tail["KEYS"] == held and fold.options["num_warps"] == 8
+        assert fold.tail["KEYS"] == held and fold.options["num_warps"] == 8
 
 
 @known
@@ -154,7 +164,6 @@ def test_one_launch_without_workspace() -> None:
 )  # fmt: skip
 def test_every_form_compiles(form: tuple[Any, ...]) -> None:
     call = planned(*form)
-    assert call.fold is not None
     compiled = compile_launch(call.fold, torch.float32, "cuda", 90)
     assert compiled.metadata.shared <= TABLE.shared_memory
     code = compiled.asm["ptx"]
@@ -162,7 +171,7 @@ def test_every_form_compiles(form: tuple[Any, ...]) -> None:
     # several warpgroups take turns at the first tile. A barrier of all of them in between would
     # never be passed: those that wait for their turn do not come to it
     turns = re.findall(r"bar\.sync\s+w, 256;(.*?)bar\.arrive", code, re.DOTALL)
-    assert len(turns) == (form[4] > 64 and planner.takes_turns())
+    assert len(turns) == (form[4] > 64 and device.takes_turns())
     assert not any(re.search(r"\bbar(rier)?\.(cta\.)?(sync|red)", between) for between in turns)
     assert len(re.findall(r"bar\.arrive", code)) == len(turns)
 
@@ -174,7 +183,7 @@ def test_no_turns_where_the_compiler_lets_all_warps_meet(monkeypatch: pytest.Mon
         monkeypatch.setattr(triton, "__version__", version)
         for block_m in (64, 128, 256):
             fold = planned(197, 197, 64, 64, block_m).fold
-            assert fold is not None and fold.tail["TURNS"] == (turns and block_m > 64)
+            assert fold.tail["TURNS"] == (turns and block_m > 64)
 
 
 def test_a_user_may_have_measured_it() -> None:

@@ -13,11 +13,13 @@ import torch
 pytest.importorskip("triton")
 
 from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared.plans import PlanCache
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not planner.specializes(torch.device("cuda", 0)),
+        not torch.cuda.is_available() or not device.specializes(torch.device("cuda", 0)),
         reason="needs a GPU of sm_90 and a Triton whose Gluon is known",
     ),
 ]
@@ -36,13 +38,13 @@ def tile(request, monkeypatch):
     tiles = [dataclasses.replace(base, warps=w) for w in (warps, block_m // 16)]
 
     def plan(shape, mode, table, *, specialized, **more):
-        assert specialized and mode == "split" and shape.keys <= tiling.SHORT_KEYS
-        if not tiles[0].paired or tiles[0].serves(mode, dim, shape):
+        assert specialized and mode == "split" and shape.keys <= tiling.ONE_LAUNCH_KEYS
+        if not tiles[0].two_warpgroups or tiles[0].serves(mode, dim, shape):
             return tiling.Plan(tiles[0], 1, 256)
         return tiling.Plan(tiles[1], 1, 256)
 
     monkeypatch.setattr(tiling, "plan", plan)
-    monkeypatch.setattr(planner, "_CALLS", {})
+    monkeypatch.setattr(planner, "PLANS", PlanCache(100))
     return block_m, dim, warps
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elsa_core.backends.triton.attention.planner import MODES
 from elsa_core.backends.triton.attention.tiling import TABLES as SHIPPED
+from elsa_core.backends.triton.shared.device import MODES
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.planner import Given
 from elsa_core.backends.triton.window.tiling import WindowShape

@@ -20,7 +20,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 
 from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
-from elsa_core.backends.triton.attention import planner, tiling  # noqa: E402
+from elsa_core.backends.triton.attention import planner, schedules, tiling  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, precision, options
@@ -103,7 +103,7 @@ def run(shape, dtype, precision, options):
         if options["mask"] == "float":
             mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
-    planner.CHAIN_TILES = options.get("chain", 1024)
+    schedules.forward.CHAIN_TILES = options.get("chain", 1024)
     exact_folds.clear()
     out, lse = attention(q, k, v, mask, causal, scale, precision)
     expected, expected_lse = reference(q, k, v, mask, causal, scale)

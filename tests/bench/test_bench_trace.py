@@ -14,6 +14,7 @@ from elsa_core import explain, monoid
 from elsa_core.backends import native
 from elsa_core.backends.support import Request
 from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.shared import device
 from elsa_core.bench import partition, trace
 from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.partition import Partition, RoundTrip
@@ -96,7 +97,7 @@ def test_few_keys_stay_on_a_gpus_chip(
     precision: str,
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(planner, "gluon_known", lambda: True)
+    monkeypatch.setattr(device, "gluon_known", lambda: True)
     found = trace.trace(Case("t", batch, 12, 197, 197, 64), CUDA, precision)
     part = found.partition
     assert found.ok and "all keys on chip" in part.schedule
@@ -114,13 +115,13 @@ def test_a_gpus_schedule_is_planned_and_replayed_without_one(precision: str) -> 
     part = found.partition
     assert found.ok and found.claims[-1].ok is None and "no CUDA GPU" in found.claims[-1].note
     q, k = torch.empty(1, 2, 300, 64, device="meta"), torch.empty(1, 2, 2050, 64, device="meta")
-    there = planner.gluon_known()
+    there = device.gluon_known()
     call = planner.plan_call(q, k, k, None, False, 0.125, precision, specialized=there)
     assert part.schedule == call.words
     assert ("warps of their own" in call.words) is (there and precision == "strict")
     table = tiling.load_table("h200")
     shape = tiling.Shape(1, 2, 2, 300, 2050, 64, 64)
-    mode = planner.mode_of(torch.float32, precision)
+    mode = device.mode_of(torch.float32, precision)
     plan = tiling.plan(
         shape, mode, table, workspace=precision != "lean",
         multiprocessors=table.multiprocessors, specialized=there,

@@ -16,7 +16,7 @@ from elsa_cli.bench_tune import tile_words
 from elsa_cli.main import run
 from elsa_core.backends.triton.attention import planner, tiling
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
-from elsa_core.backends.triton.shared import usertable
+from elsa_core.backends.triton.shared import device, usertable
 from elsa_core.bench import environment, timing, tune
 from elsa_core.bench.cases import Case
 from elsa_core.bench.tune import Timed
@@ -49,7 +49,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates(precision: str, head_dim: int) -> None:
     case = replace(CASE, head_dim=head_dim)
     plans = listed(case, precision)
-    mode = planner.mode_of(torch.float32, precision)
+    mode = device.mode_of(torch.float32, precision)
     shipped = tiling.plan(tune.shape_of(case), mode, TABLE, workspace=True, multiprocessors=132)
     assert plans[0] == shipped and 1 < len(plans) < 150
     assert {plan.tile.mode for plan in plans} == {mode}
@@ -67,7 +67,7 @@ def test_specialized_candidates_where_their_kernel_serves(monkeypatch) -> None:
     for plan in plans:
         usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
     assert not any(plan.tile.specialized for plan in listed(case))
-    monkeypatch.setattr(planner, "gluon_known", lambda: True)
+    monkeypatch.setattr(device, "gluon_known", lambda: True)
     assert tune.may_specialize(case, None)
     assert not tune.may_specialize(replace(case, mask="additive"), None)
     assert not tune.may_specialize(replace(case, head_dim=80), None)
@@ -76,13 +76,13 @@ def test_specialized_candidates_where_their_kernel_serves(monkeypatch) -> None:
 
 def test_few_keys_may_stay_on_chip() -> None:
     plans = listed(CASE, specialized=True)
-    short = [plan for plan in plans if plan.tile.short]
+    short = [plan for plan in plans if plan.tile.one_launch]
     assert plans[0] in short and {p.tile.block_m for p in short} == {64, 128, 256}
     words = [tile_words(plan.tile) for plan in plans]
     assert len(set(words)) == len(words)  # what a reader chooses among can be told apart
     assert "64x64, 4 warps, all keys on chip" in words
     long = replace(CASE, queries=257, keys=257)
-    assert not any(plan.tile.short for plan in listed(long, specialized=True))
+    assert not any(plan.tile.one_launch for plan in listed(long, specialized=True))
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_few_keys_may_stay_on_chip() -> None:
 def test_candidates_that_hold_few_keys_at_once(queries: int, sizes: set[int]) -> None:
     """A tile of each size, and 64 queries once more for two warpgroups."""
     case = replace(CASE, queries=queries)
-    plans = [plan for plan in listed(case, specialized=True) if plan.tile.short]
+    plans = [plan for plan in listed(case, specialized=True) if plan.tile.one_launch]
     assert {plan.tile.block_m for plan in plans} == sizes and len(plans) == len(sizes) + 1
-    assert [plan.tile.block_m for plan in plans if plan.tile.paired] == [64]
+    assert [plan.tile.block_m for plan in plans if plan.tile.two_warpgroups] == [64]
     for plan in plans:
         assert plan.partitions == 1
         usertable._check(usertable.measured_for(plan.tile, tune.shape_of(case)))
     for more in ({"keys": 257}, {"head_dim": 80}, {"head_dim": 16}):
         case = replace(CASE, **more)
-        assert not any(plan.tile.short for plan in listed(case, specialized=True))
+        assert not any(plan.tile.one_launch for plan in listed(case, specialized=True))
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,11 @@ def test_a_run_judges_times_and_concludes(monkeypatch: pytest.MonkeyPatch) -> No
     case = Case("t", 1, 2, 70, 70, 16)
     launched: list[tiling.Plan] = []
 
-    def fold_call(*given: Any) -> tiling.Plan:
-        plan: tiling.Plan = given[-1]
-        if plan.tile.stages == 3 and plan.tile.block_n == 64:
+    def plan_call(*given: Any, tiles: tiling.Plan) -> tiling.Plan:
+        if tiles.tile.stages == 3 and tiles.tile.block_n == 64:
             raise RuntimeError("out of resource: shared memory\nmore")
-        launched.append(plan)
-        return plan
+        launched.append(tiles)
+        return tiles
 
     def execute(plan: tiling.Plan, *tensors: Any) -> Any:
         out = torch.nn.functional.scaled_dot_product_attention(*tensors[:3])
@@ -178,7 +177,7 @@ def test_a_run_judges_times_and_concludes(monkeypatch: pytest.MonkeyPatch) -> No
     def clock(contenders: list[timing.Contender], **_: Any) -> Any:
         return {c.name: [1.0 / (1 + int(c.name))] * 3 for c in contenders}, {}
 
-    monkeypatch.setattr(planner, "_fold_call", fold_call)
+    monkeypatch.setattr(planner, "plan_call", plan_call)
     monkeypatch.setattr(planner, "execute", execute)
     monkeypatch.setattr(timing, "time_cuda", clock)
     monkeypatch.setattr(tune, "shipped_table", lambda _: (TABLE, 132, TABLE.shared_memory))
@@ -220,7 +219,7 @@ def test_the_users_rows_stand_first() -> None:
     table = usertable.joined(TABLE, gpu)
     assert table.tiles == (row(), *TABLE.tiles)
     plan = tiling.plan(SHAPE, "split", table, workspace=True, multiprocessors=132)
-    assert plan.tile == row() and "128 queries x 64 keys" in plan.words()
+    assert plan.tile == row()
     away = SHAPE._replace(keys=4097, queries=4097)
     plans = [
         tiling.plan(away, "split", t, workspace=True, multiprocessors=132) for t in (table, TABLE)

@@ -27,8 +27,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elsa_core.backends.triton.attention import planner, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.attention.tiling import Plan, Shape, Tile
+from elsa_core.backends.triton.shared.device import device_table
 
+PRECISIONS = {"half": "strict", "split": "strict", "single": "turbo"}
 DTYPES = {"half": torch.float16, "split": torch.float32, "single": torch.float32}
 
 
@@ -48,20 +51,16 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ..
     )
 
 
-def build(
-    mode: str, shape: tuple[int, ...], row: list, tensors: tuple[torch.Tensor, ...]
-) -> planner.Call:
+def build(mode: str, shape: tuple[int, ...], row: list, tensors: tuple[torch.Tensor, ...]) -> Call:
     bm, bn, warps, stages, ahead, part, parts, one, registers = row
-    b, h, n, d = shape
+    *_, n, d = shape
     tile = Tile(
         mode, 256, None, None, bm, bn, warps, stages, bool(ahead), part, registers, bool(one)
     )  # fmt: skip
     key_tiles = -(-n // bn)
     chunk = -(-key_tiles // parts) * bn
     plan = Plan(tile, -(-n // chunk), chunk)
-    return planner._fold_call(
-        *tensors, None, False, d**-0.5, Shape(b, h, h, n, n, d, d), mode, plan
-    )
+    return planner.plan_call(*tensors, None, False, d**-0.5, PRECISIONS[mode], tiles=plan)
 
 
 def compile_one(task: tuple) -> str:
@@ -122,7 +121,7 @@ def tune_decode() -> None:
     import itertools
 
     shapes = [(1, 32, 32768, 64), (1, 8, 524288, 64), (4, 16, 65536, 128)]
-    table, _ = planner.device_table(0)
+    table, _ = device_table(0)
     for shape, dtype in itertools.product(shapes, (torch.float16, torch.float32)):
         b, h, n, d = shape
         q = torch.randn(b, h, 1, d, device="cuda", dtype=dtype)
@@ -141,7 +140,7 @@ def tune_decode() -> None:
         ):
             table.decode.update(tile_bytes=bytes_, warps=warps, stages=stages, resident=resident)
             try:
-                call = planner._decode(q, k, v, None, d**-0.5, Shape(b, h, h, 1, n, d, d))
+                call = planner.plan_call(q, k, v, None, False, d**-0.5, "strict")
                 ms = graph_ms(lambda: planner.execute(call, q, k, v, None))  # noqa: B023
                 timed.append((ms, (bytes_, warps, stages, resident), call.fold.grid))
             except Exception as problem:
@@ -163,12 +162,12 @@ TARGETS = [
 ]  # fmt: skip
 
 
-def partitioned(mode: str, tensors: tuple[torch.Tensor, ...], count: int) -> planner.Call:
+def partitioned(mode: str, tensors: tuple[torch.Tensor, ...], count: int) -> Call:
     """The planned call, with another number of key partitions."""
     q, _, _ = tensors
     b, h, n, d = q.shape
     shape = Shape(b, h, h, n, n, d, d)
-    table, multiprocessors = planner.device_table(0)
+    table, multiprocessors = device_table(0)
     plan = tiling.plan(
         shape, mode, table, workspace=True, multiprocessors=multiprocessors,
         specialized=planner.may_specialize(*tensors, None),
@@ -177,7 +176,7 @@ def partitioned(mode: str, tensors: tuple[torch.Tensor, ...], count: int) -> pla
         tiles = -(-n // plan.tile.block_n)
         chunk = -(-tiles // count) * plan.tile.block_n
         plan = Plan(plan.tile, -(-n // chunk), chunk)
-    return planner._fold_call(*tensors, None, False, d**-0.5, shape, mode, plan)
+    return planner.plan_call(*tensors, None, False, d**-0.5, PRECISIONS[mode], tiles=plan)
 
 
 def peak(call: Any) -> float:
@@ -321,9 +320,10 @@ def main() -> None:
             if ahead:
                 call, like = ahead[0], tensors[0]
                 w = like.new_empty(call.workspace, dtype=torch.float16)
+                split = call.launches["ahead"]
                 for warps in (2, 4):
-                    call.ahead.options["num_warps"], call.ahead.compiled = warps, None
-                    ms = graph_ms(lambda: call.ahead(*tensors[1:], w))  # noqa: B023
+                    split.options["num_warps"], split.compiled = warps, None
+                    ms = graph_ms(lambda: split(*tensors[1:], w))  # noqa: B023
                     print(f"   split ahead alone, {warps} warps: {ms:.4f} ms")
             for ms, row, e in timed[:5]:
                 rate = flops / ms / 1e9

@@ -47,7 +47,7 @@ from window_cases import (
     make,
 )
 
-from elsa_core.backends.triton.attention.planner import device_table
+from elsa_core.backends.triton.shared.device import device_table
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.planner import Given
 from elsa_core.backends.triton.window.tiling import WHOLE, WindowPlan, WindowTile

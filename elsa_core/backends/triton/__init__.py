@@ -13,8 +13,9 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import planner
+from elsa_core.backends.triton.shared import device
+from elsa_core.limits import LARGEST_HEAD_DIM
 
-LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -25,25 +26,25 @@ def _environment() -> Support:
         import triton
     except ImportError as error:
         return Support(False, f"Triton cannot be imported ({error}); install triton>=3.4")
-    if planner.INTERPRETED:
+    if device.INTERPRETED:
         return Support(True)
     if not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return Support(False, "the GPU is older than sm_80 (Ampere)")
     if torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0):
-        return Support(True, "" if planner.gluon_known() else _slower(triton.__version__))
+        return Support(True, "" if device.gluon_known() else _slower(triton.__version__))
     return Support(True)
 
 
 def _slower(version: str) -> str:
-    known = " to ".join(f"{major}.{minor}" for major, minor in planner.GLUON)
-    return f"Triton {version} is none that the sm_90 kernels know ({known}): float32 is slower"
+    known = " to ".join(f"{major}.{minor}" for major, minor in device.GLUON)
+    return f"the sm_90 kernels are for Triton {known}, this is {version}: float32 is slower"
 
 
 def support(request: Request) -> Support:
     """Whether this backend serves calls of this kind; `reason` says why not."""
-    if request.device_type != "cuda" and not planner.INTERPRETED:
+    if request.device_type != "cuda" and not device.INTERPRETED:
         return Support(
             False, f"query lies on {request.device_type!r}: the Triton kernels need a GPU"
         )
@@ -52,9 +53,9 @@ def support(request: Request) -> Support:
             False, f"dtype {request.dtype} has no Triton kernel (float32, float16, bfloat16)"
         )
     dim = max(request.head_dim, request.value_dim)
-    if dim > LARGEST_DIM:
+    if dim > LARGEST_HEAD_DIM:
         return Support(
-            False, f"head dimension {dim} is above {LARGEST_DIM}, the Triton kernels' largest"
+            False, f"head dimension {dim} is above {LARGEST_HEAD_DIM}, the Triton kernels' largest"
         )
     return _environment()
 
@@ -90,8 +91,7 @@ def attention_forward(
 
     Args:
         query, key, value: [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], float32, float16 or
-        bfloat16, any
-            strides; Hq is a multiple of Hkv; D and Dv up to 256.
+        bfloat16, any strides; Hq is a multiple of Hkv; D and Dv up to 256.
         attn_mask: 4-D, each dimension full or 1; boolean (True takes part) or additive. is_causal:
         top-left.
         scale: the factor of the scores. precision: strict, ieee, turbo or lean, valid for the
@@ -103,9 +103,9 @@ def attention_forward(
         float32.
 
     Split products (strict and turbo on float32) are guarded by a test on the data that the GPU
-    itself decides (see `pieces.py`): a head whose values spread too far for float16 pairs, or are
-    not finite, is folded with float32 FMA in the same launch, or on sm_90 in one that follows. No
-    finite input overflows.
+    itself decides (see `shared/helpers.py`): a head whose values spread too far for float16 pairs,
+    or are not finite, is folded with float32 FMA in the same launch, or on sm_90 in one that
+    follows. No finite input overflows.
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """

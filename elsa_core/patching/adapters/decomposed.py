@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.patching.adapters.common import attend
 
-_WIDEST = 256  # head_dim that every backend takes
+_WIDEST = LARGEST_HEAD_DIM
 
 
 def attend_decomposed(

@@ -8,8 +8,7 @@ block keeps its class, its parameters and its place in the state dict; its forwa
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,95 +72,32 @@ def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) ->
 class Bias(NamedTuple):
     """A relative position bias as the operator takes it."""
 
-    bias: Tensor  # [heads, T, T], or a table [L, heads]
+    bias: Tensor | None  # [heads, T, T], or a table [L, heads]; None for none
     bias_index: Tensor | None  # None, or [T, T] into the table
 
 
 def read_bias(table: Tensor, index: Tensor, num_heads: int, tokens: int) -> Bias:
     """The bias of a table [L, heads] and an index [T, T] or [T * T]: dense unless it is large.
 
-    Kernels read a dense bias faster than a table; see `derived` for where it is kept.
+    Kernels read a dense bias faster than a table.
     """
-    if num_heads * tokens * tokens * table.element_size() > DENSE_BYTES:
-        return Bias(table, index.view(tokens, tokens))
+    if not is_small(table, num_heads, tokens):
+        return as_table(table, index, tokens)
     pairs = table.t().index_select(1, index.flatten())
     return Bias(pairs.view(num_heads, tokens, tokens), None)
+
+
+def as_table(table: Tensor, index: Tensor, tokens: int) -> Bias:
+    """The same bias, which the operator itself reads through the index: nothing is derived."""
+    return Bias(table, index.view(tokens, tokens))
+
+
+def is_small(table: Tensor, num_heads: int, tokens: int) -> bool:
+    """Whether the dense bias of a table takes no more than DENSE_BYTES."""
+    return num_heads * tokens * tokens * table.element_size() <= DENSE_BYTES
 
 
 def cosine_scale(logit_scale: Tensor) -> Tensor:
     """[heads] factors of Swin-V2's cosine scores from their logarithms, float32 or wider."""
     wide = logit_scale.flatten().to(torch.promote_types(logit_scale.dtype, torch.float32))
     return wide.clamp(max=_MAX_LOGIT_SCALE).exp()
-
-
-class _Source(NamedTuple):
-    """A tensor as it was when something was derived from it."""
-
-    tensor: Tensor
-    memory: Tensor  # keeps the address taken, so that no other tensor can come to lie there
-    version: int
-
-    def is_still(self, tensor: Tensor) -> bool:
-        return (
-            tensor is self.tensor
-            and tensor._version == self.version
-            and tensor.data_ptr() == self.memory.data_ptr()
-        )
-
-
-class _Derived(NamedTuple):
-    sources: tuple[_Source, ...]
-    autocast: torch.dtype | None
-    value: Any
-
-
-_DERIVED: weakref.WeakKeyDictionary[nn.Module, _Derived] = weakref.WeakKeyDictionary()
-
-
-def derived(
-    module: nn.Module, compute: Callable[[Any], Any], sources: Iterable[Tensor | None]
-) -> Any:
-    """`compute(module)`, a function of weights alone, computed once for the weights as they are.
-
-    The result is kept outside the module, in eval mode and where no gradient is wanted, until one
-    of `sources` is replaced, moved or written to (by `load_state_dict`, an optimizer, `to`). What
-    PyTorch does not count as a write, one through `.data`, goes unseen. Compilers and tracers
-    see the computation itself.
-    """
-    if torch.compiler.is_compiling() or _traced():
-        return compute(module)
-    if module.training:
-        _DERIVED.pop(module, None)  # optimizers may write through `.data`, which goes unseen
-        return compute(module)
-    given = [tensor for tensor in sources if tensor is not None]
-    if not _can_keep(given):
-        return compute(module)
-    device = given[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    kept = _DERIVED.get(module)
-    if kept is None or kept.autocast != autocast or not _fits(kept.sources, given):
-        with torch.inference_mode(False), torch.no_grad():
-            value = compute(module)
-        kept = _Derived(tuple(_Source(t, t.detach(), t._version) for t in given), autocast, value)
-        _DERIVED[module] = kept
-    return kept.value
-
-
-def _traced() -> bool:
-    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    return tracing
-
-
-def _can_keep(tensors: Sequence[Tensor]) -> bool:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
-    # A fake or wrapped tensor belongs to a trace, an inference tensor counts no writes, and what a
-    # CUDA graph records has not been computed yet.
-    plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in tensors)
-    return plain and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _fits(kept: Sequence[_Source], given: Sequence[Tensor]) -> bool:
-    return len(kept) == len(given) and all(
-        source.is_still(tensor) for source, tensor in zip(kept, given, strict=True)
-    )

@@ -20,7 +20,7 @@ PROGRAMS = 264
 
 
 @triton.jit(do_not_specialize=[*RUNTIME_INTEGERS, "blocks"])
-def repair(
+def fma_fallback(
     Q, K, V, Flags, Out, LSE,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,
     shift: tl.int32, scale_exp: tl.int32, scale: tl.float32, flip: tl.float32,

@@ -65,7 +65,7 @@ def scores_of(qh0, ql0, qh1, ql1, kh0, kl0, kh1, kl1, D1: tl.constexpr, MODE: tl
 
 
 @triton.jit
-def gather(acc, a, ph, pl, vh, vl, fv, MODE: tl.constexpr, FRESH: tl.constexpr):
+def accumulate_pv(acc, a, ph, pl, vh, vl, fv, MODE: tl.constexpr, FRESH: tl.constexpr):
     """acc * a + P V. A fresh accumulator per tile: tensor cores truncate, float32 adds round. [BM,
     V]
     """
@@ -210,9 +210,9 @@ def fold_tile(
         pl = ph
     else:
         ph, pl = halves(p)
-    acc0 = gather(acc0, a, ph, pl, vh0, vl0, fv, MODE, FRESH)
+    acc0 = accumulate_pv(acc0, a, ph, pl, vh0, vl0, fv, MODE, FRESH)
     if V1:
-        acc1 = gather(acc1, a, ph, pl, vh1, vl1, fv, MODE, FRESH)
+        acc1 = accumulate_pv(acc1, a, ph, pl, vh1, vl1, fv, MODE, FRESH)
     return m, z, acc0, acc1, bad, e_k_next, e_v_next
 
 

@@ -19,7 +19,7 @@ from elsa_core.backends.triton.shared.helpers import (
     LN2,
     SINGLE_LIMIT,
     SPLIT_LIMIT,
-    exponent_room,
+    exponent_elements,
     load_part,
     power,
     row_before,
@@ -166,8 +166,8 @@ def forward(
             region_k = key_rows * BN * (D0 + D1)
             region_v = key_rows * BN * (V0 + V1)
             LOW: tl.constexpr = 2 if MODE == 1 else 1
-            WK = W + exponent_room(key_rows) + row * BN * (D0 + D1)
-            WV = W + exponent_room(key_rows) + LOW * region_k + row * BN * (V0 + V1)
+            WK = W + exponent_elements(key_rows) + row * BN * (D0 + D1)
+            WV = W + exponent_elements(key_rows) + LOW * region_k + row * BN * (V0 + V1)
             p_e = E + 2 * row
             p_guard = E + 2 * key_rows + row
             # asked for early, looked at after the loop

@@ -8,7 +8,7 @@ next tile and P V of this one are in flight during the softmax between them (the
 FlashAttention-3, arXiv 2407.08608, section 3).
 
 Served: no mask, head dimensions of one block each, 16-byte aligned rows, one chain of keys. Blocks
-of queries whose guard fails set a flag, and `repair.repair` folds them again.
+of queries whose guard fails set a flag, and `fma_fallback.py` folds them again.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from elsa_core.backends.triton.attention.fma_fallback import ROWS
-from elsa_core.backends.triton.shared import helpers
-from elsa_core.backends.triton.shared.helpers import FACTOR_LIMIT, FLOAT_MAX, LN2, SPLIT_LIMIT
-
-# Triton 3.8 renamed these two
-load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-power = gluon.jit(helpers.power.fn)
-halves = gluon.jit(helpers.halves.fn)
-exponent = gluon.jit(helpers.exponent.fn)
+from elsa_core.backends.triton.shared.gluon import (
+    barrier,
+    exponent,
+    halves,
+    least_of,
+    load_async,
+    power,
+    scores,
+    softmax,
+    visible,
+    weighted,
+)
+from elsa_core.backends.triton.shared.helpers import FACTOR_LIMIT, LN2, SPLIT_LIMIT
 
 # threads of the copying warpgroup, each of which arrives when its copies have
 COPIERS: gl.constexpr = gl.constexpr(128)
-# weights are 2**7 at most, so that small ones stay normal in float16
-SHIFT: gl.constexpr = gl.constexpr(7.0)
 
 
 @gluon.jit
@@ -48,23 +48,6 @@ def wait_for_launch_before(x):
     return gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def softmax(s, f, m):
-    """The reference of the scores s * f joined to m, the old state's factor, the weights and their
-    sums over the columns that one lane holds, [ROWS, 4].
-
-    As `fold.advance`.
-    """
-    m_new = gl.maximum(m, gl.max(s, 1) * f - SHIFT)
-    # a row without a visible key yet keeps m = -inf and weights 0, never exp2(-inf + inf)
-    m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-    a = gl.exp2(m - m_safe)
-    p = gl.exp2(s * f - m_safe[:, None])
-    part = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
-    part = gl.sum(gl.reshape(part, [p.shape[0], 4, 2]), 2)
-    return m_new, a, p, part
 
 
 @gluon.jit
@@ -89,38 +72,6 @@ def after_softmax(part):
 
 
 @gluon.jit
-def visible(s, n0, n_k, row0, BN: gl.constexpr, CAUSAL: gl.constexpr, S_: gl.constexpr):
-    """-inf for keys that are not there or not seen, in the tiles that have such."""
-    needed = n0 + BN > n_k
-    if CAUSAL:
-        needed = needed | (n0 + BN > row0 + 1)
-    if needed:
-        o_n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, S_))
-        there = (o_n < n_k)[None, :]
-        if CAUSAL:
-            o_m = row0 + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, S_))
-            there = there & (o_m[:, None] >= o_n[None, :])
-        s = gl.where(there, s, -float("inf"))
-    return s
-
-
-@gluon.jit
-def scores(qh, ql, kh, kl, zero):
-    """Q K^T in flight, smallest products first."""
-    s = warpgroup_mma(ql, kh.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma(qh, kl.permute((1, 0)), s, is_async=True)
-    return warpgroup_mma(qh, kh.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def weighted(ph, pl, vh, vl, zero):
-    """P V in flight, in an accumulator of its own: tensor cores truncate, float32 adds round."""
-    o = warpgroup_mma(pl, vh, zero, use_acc=False, is_async=True)
-    o = warpgroup_mma(ph, vl, o, is_async=True)
-    return warpgroup_mma(ph, vh, o, is_async=True)
-
-
-@gluon.jit
 def released(empty):
     """Every warp of this group is past its reads of a tile; one thread says so."""
     barrier()
@@ -133,12 +84,6 @@ def exponents(p_e, e_q, n0, BN: gl.constexpr):
     p = p_e + n0 // BN * 2
     e = gl.minimum(gl.maximum(e_q - gl.load(p), -126), 127)
     return power(e), power(-gl.load(p + 1))
-
-
-@gluon.jit
-def least_of(x):
-    """The smallest entry that is not zero (large where all are)."""
-    return gl.min(gl.where(x > 0.0, x, FLOAT_MAX), 0)
 
 
 @gluon.jit
@@ -375,11 +320,11 @@ def forward(
     row = (i_b * (heads // group) + i_h // group) * tiles
     p_e = W.to(gl.pointer_type(gl.int32)) + 2 * row
     p_guard = W.to(gl.pointer_type(gl.int32)) + 2 * key_rows + row
-    room = (key_rows + 7) // 8 * 64
+    before_halves = (key_rows + 7) // 8 * 64
     region_k = key_rows * BN * D0
     region_v = key_rows * BN * V0
-    p_k = W + room + (row * BN + lo) * D0
-    p_v = W + room + 2 * region_k + (row * BN + lo) * V0
+    p_k = W + before_halves + (row * BN + lo) * D0
+    p_v = W + before_halves + 2 * region_k + (row * BN + lo) * V0
 
     sqh = gl.allocate_shared_memory(gl.float16, [GROUPS, ROWS, D0], SHARED_D)
     sql = gl.allocate_shared_memory(gl.float16, [GROUPS, ROWS, D0], SHARED_D)

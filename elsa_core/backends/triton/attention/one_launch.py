@@ -19,23 +19,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from elsa_core.backends.triton.attention.hopper import (
+from elsa_core.backends.triton.shared.gluon import (
     barrier,
-    exponent,
+    fold_exact,
     halves,
+    load_rows,
+    locate,
     power,
     scores,
     softmax,
+    split,
+    store_rows,
     visible,
     weighted,
 )
-from elsa_core.backends.triton.shared.helpers import (
-    FACTOR_LIMIT,
-    FLOAT_MAX,
-    LEAST_VALUE,
-    LN2,
-    SPLIT_LIMIT,
-)
+from elsa_core.backends.triton.shared.helpers import FACTOR_LIMIT, LEAST_VALUE
 
 # keys of a last tile that holds no more: lengths k * k + 1 leave one key beyond the whole tiles
 NARROW: gl.constexpr = gl.constexpr(16)
@@ -94,119 +92,6 @@ def give_turn(x):
 
 
 @gluon.jit
-def place(
-    Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
-    UNIT: gl.constexpr, BM: gl.constexpr,
-):  # fmt: skip
-    """This program's batch, head and rows, steps from row to row in elements, and where its first
-    query, key and value lie.
-    """
-    q_tiles = gl.cdiv(n_q, BM)
-    pid = gl.program_id(0)
-    i_bh = pid // q_tiles
-    i_m = pid - i_bh * q_tiles
-    i_b = (i_bh // heads).to(gl.int64)
-    i_h = (i_bh % heads).to(gl.int64)
-    i_kv = i_h // group
-    row0 = i_m * BM
-    rows = n_q - row0
-    q_n = q_n * UNIT
-    k_n = k_n * UNIT
-    v_n = v_n * UNIT
-    p_q = Q + (i_b * q_b + i_h * q_h) * UNIT + row0.to(gl.int64) * q_n
-    p_k = K + (i_b * k_b + i_kv * k_h) * UNIT
-    p_v = V + (i_b * v_b + i_kv * v_h) * UNIT
-    return i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v
-
-
-@gluon.jit
-def load_rows(
-    p, step, first, rows, before, R: gl.constexpr, D: gl.constexpr, D0: gl.constexpr,
-    QUERIES: gl.constexpr,
-):  # fmt: skip
-    """[R, D0] float32 from row `first` on; channels beyond D are zero.
-
-    Rows beyond the last are copies of it. Those of QUERIES are the ones R rows earlier where
-    `before` says that there are such: copies would leave single numbers to the guard's means.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D0, D0 // 8], [WARPS, 1], [1, 0])
-    o_n = first + gl.arange(0, R, layout=gl.SliceLayout(1, LANES))
-    if QUERIES:
-        o_n = gl.where(o_n < rows, o_n, gl.where(before, o_n - R, rows - 1))
-    else:
-        o_n = gl.minimum(o_n, rows - 1)
-    o_d = gl.arange(0, D0, layout=gl.SliceLayout(0, LANES))
-    p = p + o_n[:, None] * step + o_d[None, :]
-    if D < D0:
-        return gl.load(p, mask=(o_d < D)[None, :], other=0.0)
-    return gl.load(p)
-
-
-@gluon.jit
-def nonzero(x):
-    return gl.where(x == 0.0, FLOAT_MAX, x)
-
-
-@gluon.jit
-def greatest_and_least(a, b, c, d):
-    return gl.maximum(a, c), gl.minimum(b, d)
-
-
-@gluon.jit
-def measure(x):
-    """Of what each lane holds: the greatest and the least maximum of eight channels of a row, and
-    the sums over rows.
-    """
-    R: gl.constexpr = x.shape[0]
-    C: gl.constexpr = x.shape[1]
-    WARPS: gl.constexpr = gl.num_warps()
-    PASSES: gl.constexpr = R * C // (WARPS * 256)
-    held = gl.reshape(gl.abs(x), [PASSES, WARPS, 256 // C, C // 8, 8])
-    of_rows = gl.max(held, 4)
-    return gl.max(of_rows, 0), gl.min(nonzero(of_rows), 0), gl.sum(held, 0)
-
-
-@gluon.jit
-def judge(top, least, of_channels, PASSES: gl.constexpr):
-    """The exponent of all that was measured, PASSES rows a lane, and whether the guard fails.
-
-    The guard of `pieces` asks for the maximum of each row and channel. Here every eight channels
-    of a row must reach the limit in their maximum, and what one lane holds of a channel in its
-    mean, or be zeros: where those pass, so do rows and channels whole, and no lane asks another.
-    """
-    LANES: gl.constexpr = 32 * gl.num_warps()
-    of_channels = of_channels * (1.0 / PASSES)
-    top = gl.reshape(top, [LANES])
-    least = gl.reshape(least, [LANES])
-    least_of_channels = gl.reshape(gl.min(nonzero(of_channels), 3), [LANES])
-    least = gl.minimum(least, gl.convert_layout(least_of_channels, least.type.layout))
-    top, least = gl.reduce((top, least), 0, greatest_and_least)
-    e = exponent(top)
-    bad = ((least * power(e) < SPLIT_LIMIT) & (e < 126)) | (e < -114)
-    return e, bad.to(gl.int32)
-
-
-@gluon.jit
-def store_halves(x, factor, high, low):
-    """x * factor as hi + lo into shared memory."""
-    h, lo = halves(x * factor)
-    high.store(h)
-    low.store(lo)
-
-
-@gluon.jit
-def split(x, factor, high, low):
-    """x, scaled and times `factor` in [1, 2), as hi + lo into shared memory; its exponent, and
-    whether the guard fails.
-    """
-    top, least, of_channels = measure(x)
-    e, bad = judge(top, least, of_channels, x.shape[0] * x.shape[1] // (gl.num_warps() * 256))
-    store_halves(x, power(e) * factor, high, low)
-    return e, bad
-
-
-@gluon.jit
 def fold_tile(
     sqh, sql, kh, kl, vh, vl, acc, m, z, f, n0, n_k, row0,
     BN: gl.constexpr, CAUSAL: gl.constexpr, O_: gl.constexpr,
@@ -226,72 +111,6 @@ def fold_tile(
     a = gl.convert_layout(a, gl.SliceLayout(1, O_))
     acc = gl.fma(acc, gl.broadcast(a[:, None], acc)[0], o)
     return acc, gl.convert_layout(m, gl.SliceLayout(1, O_)), z
-
-
-@gluon.jit
-def fold_exact(
-    p_q, p_k, p_v, q_n, k_n, v_n, row0, rows, hi, scale, scale_exp, shift,
-    CAUSAL: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, D0: gl.constexpr, DV: gl.constexpr,
-    V0: gl.constexpr, O_: gl.constexpr,
-):  # fmt: skip
-    """The state of all rows with float32 FMA, a key at a time; no finite input overflows.
-
-    As `exact.fold_exact`: the weights and their sum carry 2**-shift.
-    """
-    Q_: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D0, 16])
-    IN_Q: gl.constexpr = gl.SliceLayout(1, Q_)
-    o_m = gl.arange(0, BM, layout=IN_Q)
-    o_d = gl.arange(0, D0, layout=gl.SliceLayout(0, Q_))
-    o_v = gl.arange(0, V0, layout=gl.SliceLayout(0, O_))
-    p_q = p_q + gl.minimum(o_m, rows - 1)[:, None] * q_n + o_d[None, :]
-    q = gl.load(p_q, mask=(o_d < D)[None, :], other=0.0)
-    e_q = exponent(gl.max(gl.abs(q), 1))
-    q = q * (power(e_q) * scale)[:, None]
-    m = gl.full([BM], -float("inf"), gl.float32, IN_Q)
-    z = gl.zeros([BM], gl.float32, IN_Q)
-    acc = gl.zeros([BM, V0], gl.float32, O_)
-    for n in range(0, hi):
-        k = gl.load(p_k + n * k_n + o_d, mask=o_d < D, other=0.0)
-        v = gl.load(p_v + n * v_n + o_v, mask=o_v < DV, other=0.0)
-        e_k = exponent(gl.max(gl.abs(k), 0))
-        s = gl.sum(q * (k * power(e_k))[None, :], 1)
-        e = gl.minimum(gl.maximum(scale_exp - e_q - e_k, -252), 254)
-        x = s * power(e >> 1) * power(e - (e >> 1))
-        x = gl.minimum(gl.maximum(x, -FLOAT_MAX), FLOAT_MAX)
-        # scaled products are finite: an infinity or a NaN here came with the input and stays
-        s = gl.where(gl.abs(s) <= FLOAT_MAX, x, s)
-        if CAUSAL:
-            s = gl.where(row0 + o_m >= n, s, -float("inf"))
-        m_new = gl.maximum(m, s)
-        m_safe = gl.where(m_new == -float("inf"), 0.0, m_new)
-        a = gl.exp2(m - m_safe)
-        w = gl.exp2(s - m_safe) * power(-shift)
-        m = m_new
-        z = z * a + w
-        a = gl.convert_layout(a, gl.SliceLayout(1, O_))
-        w = gl.convert_layout(w, gl.SliceLayout(1, O_))
-        acc = gl.fma(acc, gl.broadcast(a[:, None], acc)[0], w[:, None] * v[None, :])
-    m = gl.convert_layout(m, gl.SliceLayout(1, O_))
-    return acc, m, gl.convert_layout(z, gl.SliceLayout(1, O_))
-
-
-@gluon.jit
-def write(
-    Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0,
-    BM: gl.constexpr, DV: gl.constexpr, V0: gl.constexpr, O_: gl.constexpr,
-):  # fmt: skip
-    """The normalised rows and their log-sum-exp."""
-    rows = n_q - row0
-    o_m = gl.arange(0, BM, layout=gl.SliceLayout(1, O_))
-    o_v = gl.arange(0, V0, layout=gl.SliceLayout(0, O_))
-    lse = (m + offset + gl.log2(total)) * LN2
-    gl.store(LSE + i_bh.to(gl.int64) * n_q + row0 + o_m, lse, mask=o_m < rows)
-    written = (o_m < rows)[:, None]
-    if DV < V0:
-        written = written & (o_v < DV)[None, :]
-    p_o = Out + ((i_b * n_q + row0) * heads + i_h) * DV
-    p_o = p_o + o_m[:, None] * (heads.to(gl.int64) * DV) + o_v[None, :]
-    gl.store(p_o, acc * (1.0 / total)[:, None], mask=written)
 
 
 @gluon.jit(
@@ -323,7 +142,7 @@ def forward(
     P_: gl.constexpr = gl.DotOperandLayout(0, O_, 2)
     SHARED_D: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * D0), 16, 2)
     SHARED_V: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * V0), 16, 2)
-    i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v = place(
+    i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v = locate(
         Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, UNIT, BM
     )
 
@@ -395,4 +214,6 @@ def forward(
         )  # fmt: skip
         offset = shift.to(gl.float32)
 
-    write(Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_)
+    store_rows(
+        Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_
+    )  # fmt: skip

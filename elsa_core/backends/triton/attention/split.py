@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from elsa_core.backends.triton.shared.helpers import (
     LEAST_VALUE,
     exponent,
-    exponent_room,
+    exponent_elements,
     extent,
     fails_guard,
     halves,
@@ -64,9 +64,10 @@ def split_ahead(
 ):  # fmt: skip
     """Grid (key tiles over batch and heads, 2: keys and values). Strides as in `forward.forward`.
 
-    W: int32 (K, V) exponents per tile, the keys' guards, the values' guards; from `exponent_room`
-    on, float16 K and V, each hi then (HAS_LOW) lo, [heads, tiles * BN, DW or VW]. A guard: bit 0
-    set where the tile failed; the keys' also holds their exponent + 256 above it.
+    W: int32 (K, V) exponents per tile, the keys' guards, the values' guards; from
+    `exponent_elements` on, float16 K and V, each hi then (HAS_LOW) lo, [heads, tiles * BN, DW or
+    VW]. A guard: bit 0 set where the tile failed; the keys' also holds their exponent + 256 above
+    it.
     """
     if OVERLAP:
         # the fold may start, and load its queries, while this runs; it waits before it reads W or E
@@ -81,7 +82,7 @@ def split_ahead(
     total = batch.to(tl.int64) * heads * tiles
     E = W.to(tl.pointer_type(tl.int32))
     p_guard = E + 2 * total + i_row
-    p_w = W + exponent_room(total)
+    p_w = W + exponent_elements(total)
     region_k = total * BN * DW
     if tl.program_id(1) == 0:
         e, bad = split_operand(

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLES = Path(__file__).parents[1] / "tuning"
-# what `short.py` and `pair.py` take: keys, and the widths that a head dimension is padded to
-SHORT_KEYS = 256
-SHORT_DIMS = (32, 64)
-PAIR_KEYS = (128, 208)
-PAIR_DIMS = (64,)
+DIRECTIONS = ("forward", "backward")
+# what `one_launch.py` and `two_warpgroups.py` take: keys, and the widths that a head dimension is
+# padded to
+ONE_LAUNCH_KEYS = 256
+ONE_LAUNCH_DIMS = (32, 64)
+TWO_WARPGROUPS_KEYS = (128, 208)
+TWO_WARPGROUPS_DIMS = (64,)
 # up to so many keys, of head dimensions as above, their one launch of three products beats two
 # launches of one (turbo)
 TURBO_KEYS = 208
@@ -46,8 +48,9 @@ class Tile:
     for whole tiles and another for the rest: pipelined loads then wait once, not twice.
     specialized: for calls that a kernel of sm_90 serves. With `ahead` that is `hopper.py`: one
     warpgroup copies, the others fold, and `warps` are those of one warpgroup. Without, it is
-    `short.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each; or
-    `pair.py`, where twice as many share them.
+    `one_launch.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each; or
+    `two_warpgroups.py`, where twice as many share them.
+    direction: forward or backward; the other direction's rows never serve a call.
     """
 
     mode: str
@@ -63,21 +66,25 @@ class Tile:
     registers: int = 0
     one_loop: bool = False
     specialized: bool = False
+    direction: str = "forward"
 
     @property
-    def short(self) -> bool:
-        """Whether it is one of `short.py` or `pair.py`: all keys on chip."""
+    def one_launch(self) -> bool:
+        """Whether it is one of `one_launch.py` or `two_warpgroups.py`: all keys on chip."""
         return self.specialized and not self.ahead
 
     @property
-    def paired(self) -> bool:
-        """Whether it is one of `pair.py`."""
-        return self.short and self.warps * 16 > self.block_m
+    def two_warpgroups(self) -> bool:
+        """Whether it is one of `two_warpgroups.py`."""
+        return self.one_launch and self.warps * 16 > self.block_m
 
-    def serves(self, mode: str, dim: int, shape: Shape) -> bool:
+    def serves(self, mode: str, dim: int, shape: Shape, direction: str = "forward") -> bool:
+        """Whether calls of this mode, padded head dimension, shape and direction are its own."""
+        if direction != self.direction:
+            return False
         if mode != self.mode or dim > self.dim:
             return False
-        if self.short and not self._holds(shape):
+        if self.one_launch and not self._holds(shape):
             return False
         if self.keys is not None and shape.keys > self.keys:
             return False
@@ -87,14 +94,16 @@ class Tile:
     def _holds(self, shape: Shape) -> bool:
         """Whether the kernel takes the call, and more than half of this many queries are there."""
         dims = blocks(shape.head_dim), blocks(shape.value_dim)
-        most, widths = (PAIR_KEYS[-1], PAIR_DIMS) if self.paired else (SHORT_KEYS, SHORT_DIMS)
+        most, widths = ONE_LAUNCH_KEYS, ONE_LAUNCH_DIMS
+        if self.two_warpgroups:
+            most, widths = TWO_WARPGROUPS_KEYS[-1], TWO_WARPGROUPS_DIMS
         fits = shape.keys <= most and all(d in widths and not rest for d, rest in dims)
         return fits and (self.block_m == 64 or shape.queries > self.block_m // 2)
 
     def serves_turbo(self, dim: int, shape: Shape) -> bool:
         """Whether a turbo call takes this tile of strict: its one launch is the faster one."""
-        narrow = {blocks(shape.head_dim)[0], blocks(shape.value_dim)[0]} - set(PAIR_DIMS)
-        fits = self.short and shape.keys <= TURBO_KEYS and not narrow
+        widths = {blocks(shape.head_dim)[0], blocks(shape.value_dim)[0]}
+        fits = self.one_launch and shape.keys <= TURBO_KEYS and widths <= set(TWO_WARPGROUPS_DIMS)
         return fits and self.serves("split", dim, shape)
 
 
@@ -122,27 +131,33 @@ class Plan:
     partitions: int
     chunk: int
 
-    def words(self) -> str:
-        """The schedule in the words of `explain`."""
-        t = self.tile
-        if t.short:
-            by = ", two warpgroups each" if t.paired else ""
-            return f"one program per {t.block_m} queries, with all keys on chip{by}"
-        size = f"{t.block_m} queries x {t.block_n} keys"
-        where = ", keys and values split ahead" if t.ahead else ""
-        where += ", copied by warps of their own" if t.specialized else ""
-        if self.partitions == 1:
-            return f"full fold: one program per {size}{where}"
-        split = f"split keys: {self.partitions} partitions of {self.chunk}, merged by a tree"
-        return f"{split}; {size}{where}"
-
 
 @lru_cache(maxsize=16)
 def load_table(name: str) -> Table:
     """The table `tuning/<name>.json`."""
-    data: dict[str, Any] = json.loads((TABLES / f"{name}.json").read_text())
+    return table_from(json.loads((TABLES / f"{name}.json").read_text()))
+
+
+def table_from(data: dict[str, Any]) -> Table:
+    """The table that a JSON document holds; rows without a direction are of the forward.
+
+    Raises:
+        ValueError: a row of a direction that is unknown.
+    """
     tiles = tuple(Tile(**row) for row in data["tiles"])
+    for tile in tiles:
+        check_direction(tile.direction)
     return Table(**{**data, "tiles": tiles})
+
+
+def check_direction(direction: object) -> None:
+    """Whether a row's direction is one that calls have.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction {direction!r} is none of {', '.join(DIRECTIONS)}")
 
 
 def table_name(device_name: str, capability: tuple[int, int]) -> str:
@@ -170,6 +185,11 @@ def blocks(dim: int, part: int = 256) -> tuple[int, int]:
     return (lower, rest) if lower + rest < whole else (whole, 0)
 
 
+def padded_dim(shape: Shape) -> int:
+    """The head dimension that tables are keyed by."""
+    return max(sum(blocks(shape.head_dim)), sum(blocks(shape.value_dim)))
+
+
 def waves(
     programs: int,
     multiprocessors: int,
@@ -186,7 +206,7 @@ def waves(
     its own, and its states travel through memory. half: a key tile is over sooner (0.6 us for 64 x
     64 of head_dim 64 on an H200), and the merge costs 2.4 for each partition instead of 4.0.
     specialized: warps of their own hide the latency of a program that is alone, and the merge costs
-    8.0 (10 us on an H200: states, the repair's launch and its own).
+    8.0 (10 us on an H200: states, the FMA fallback's launch and its own).
     """
     start = 2.0
     launch = 2.4 * partitions if half else 8.0 if specialized else 4.0
@@ -219,12 +239,12 @@ def plan(
     multiprocessors: int,
     specialized: bool = False,
 ) -> Plan:
-    """Tiles and partitions of a call.
+    """Tiles and partitions of a forward call.
 
     workspace False: no splitting ahead, no partial states. specialized: `hopper.py` takes the call,
-    and `short.py` or `pair.py`, where its keys are few.
+    and `one_launch.py` or `two_warpgroups.py`, where its keys are few.
     """
-    dim = max(sum(blocks(shape.head_dim)), sum(blocks(shape.value_dim)))
+    dim = padded_dim(shape)
     tile = next(
         t
         for t in table.tiles
@@ -234,7 +254,7 @@ def plan(
     )  # fmt: skip
     key_tiles = -(-shape.keys // tile.block_n)
     count = 1
-    if workspace and not tile.short:
+    if workspace and not tile.one_launch:
         programs = shape.batch * shape.heads * -(-shape.queries // tile.block_m)
         count = partitions(
             programs, multiprocessors, key_tiles, half=mode == "half", specialized=tile.specialized

@@ -5,8 +5,8 @@ warpgroups share a program's 64 queries: each takes half of the keys for the sco
 channels for the values, and the weights go from one to the other through shared memory. All keys
 are one tile: there is no running maximum, and no state to rescale.
 
-Served: what `short.py` serves, with head dimensions in blocks of 64 and keys up to the 128 or 208
-that the program holds.
+Served: what `one_launch.py` serves, with head dimensions in blocks of 64 and keys up to the 128 or
+208 that the program holds.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from elsa_core.backends.triton.attention.hopper import (
+from elsa_core.backends.triton.shared.gluon import (
     SHIFT,
     barrier,
-    power,
-    scores,
-    visible,
-    weighted,
-)
-from elsa_core.backends.triton.attention.one_launch import (
     fold_exact,
     judge,
     load_rows,
+    locate,
     measure,
-    place,
+    power,
+    scores,
     split,
     store_halves,
-    write,
+    store_rows,
+    visible,
+    weighted,
 )
 from elsa_core.backends.triton.shared.helpers import FACTOR_LIMIT, LEAST_VALUE
 
@@ -48,14 +46,14 @@ FOLDED: gl.constexpr = gl.constexpr(16)
 
 @gluon.jit
 def halves_in(R: gl.constexpr, C: gl.constexpr, SHARED: gl.constexpr):
-    """Room for R rows as hi + lo."""
+    """Shared memory for R rows as hi + lo."""
     high = gl.allocate_shared_memory(gl.float16, [R, C], SHARED)
     return high, gl.allocate_shared_memory(gl.float16, [R, C], SHARED)
 
 
 @gluon.jit
 def split_all(a, b, c, ah, al, bh, bl, ch, cl):
-    """Three tiles of one operand split with one exponent; see `short.split`."""
+    """Three tiles of one operand split with one exponent; see `gluon.split`."""
     top, least, of_channels = measure(a)
     top_b, least_b, of_channels_b = measure(b)
     top_c, least_c, of_channels_c = measure(c)
@@ -100,7 +98,7 @@ def forward(
     CAUSAL: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query tiles x batch x heads); arguments as `short.forward` has them.
+    """Grid (query tiles x batch x heads); arguments as `one_launch.forward` has them.
 
     BM: 64, of 8 warps. KEYS: 128 or 208. D0, V0: 64.
     """
@@ -113,7 +111,7 @@ def forward(
     P_: gl.constexpr = gl.DotOperandLayout(0, O_, 2)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(2 * FOLDED, 16, 2)
-    i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v = place(
+    i_b, i_h, i_bh, row0, rows, q_n, k_n, v_n, p_q, p_k, p_v = locate(
         Q, K, V, heads, group, n_q, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, UNIT, BM
     )
 
@@ -205,4 +203,6 @@ def forward(
             CAUSAL, BM, D, D0, DV, V0, O_,
         )  # fmt: skip
         offset = shift.to(gl.float32)
-    write(Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_)
+    store_rows(
+        Out, LSE, acc, m, total, offset, heads, n_q, i_b, i_h, i_bh, row0, BM, DV, V0, O_
+    )  # fmt: skip

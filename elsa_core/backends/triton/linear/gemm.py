@@ -22,13 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
 
 # Row tiles whose columns follow one another, so that they find their rows in cache.
 GROUP = tl.constexpr(8)
 # What the float32 guard compares: the bits of infinity, and of 2**-80.
 INFINITE = tl.constexpr(0x7F800000)
 TINY = tl.constexpr((127 - 80) << 23)
-CACHED_PLANS = 4096
 
 
 class LinearTile(NamedTuple):
@@ -182,7 +182,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     call = planned(input, weight, bias)
     if call is None:
         return None
-    if call.compiled is None and input.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     out = input.new_empty((*input.shape[:-1], weight.shape[0]))
     pointers = (input, weight, weight if bias is None else bias, out)
@@ -197,21 +197,19 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 def warm(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Have the kernel of such calls compiled and loaded: a graph may be recorded of them later."""
     call = planned(input, weight, bias)
-    if call is not None and call.compiled is None:
+    if call is not None and not call.loaded:
         linear(input, weight, bias)
-
-
-_CALLS: dict[Any, Launch | None] = {}
 
 
 def planned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch | None:
     """The launch of a call, cached by layout; None where the kernel does not serve it."""
-    key = (*_layout(input), *_layout(weight), *(() if bias is None else _layout(bias)))
-    if key not in _CALLS:
-        if len(_CALLS) >= CACHED_PLANS:
-            _CALLS.clear()
-        _CALLS[key] = plan(input, weight, bias) if _fits(input, weight, bias) else None
-    return _CALLS[key]
+    own = () if bias is None else _layout(bias)
+    key = ("linear", *_layout(input), *_layout(weight), *own)
+    return PLANS.get(key, _plan_if_served, input, weight, bias)
+
+
+def _plan_if_served(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch | None:
+    return plan(input, weight, bias) if _fits(input, weight, bias) else None
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def times_power(x, e):
 
 
 @triton.jit
-def exponent_room(rows):
+def exponent_elements(rows):
     """Float16 elements that the exponents and guards of `rows` tiles take ahead of the halves:
     128-byte lines.
     """

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from elsa_core.backends.triton.shared.device import INTERPRETED, direct_launch_known
 
 
 def _hooked(runtime: Any) -> bool:
-    """Whether somebody follows Triton's launches (`knobs.runtime`)."""
+    """Whether a launch hook is set (`knobs.runtime`)."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -23,7 +22,9 @@ class Launch:
     The first call goes through Triton's JIT, which compiles or finds the kernel; later ones go
     straight to the compiled kernel. That is right because a plan fixes all that Triton specialises
     on: dtypes, constants and the 16-byte alignment of pointers; integers are never specialised and
-    have fixed types.
+    have fixed types. How a compiled kernel takes its arguments is outside Triton's public
+    interface: with a version that is not among `device.DIRECT_LAUNCH` every call goes through the
+    JIT.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Launch:
         self.tail = tail
         # Triton 3.10 stops fusing multiply and add by default
         self.options = {"enable_fp_fusion": True, **options}
+        self.loaded = False  # whether the kernel is compiled and on the device
         self.compiled: Any = None
         self.launcher: Any = None
         self.runtime: Any = None
@@ -47,13 +49,14 @@ class Launch:
             # addresses: for a tensor the launcher would ask the driver whose memory it is
             addresses = [p.data_ptr() for p in pointers]
             stream = self.stream(self.device)
-            if _hooked(self.runtime):  # Triton's own profiler wants to hear of each launch
+            if _hooked(self.runtime):  # Triton's own launch calls the hooks
                 self.compiled[self.grid](*addresses, *self.values, stream=stream)
             else:
                 self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
             return
         compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
-        if not INTERPRETED and hasattr(compiled, "__getitem__"):
+        self.loaded = True
+        if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
             self._bind(compiled, pointers)
 
     def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:

@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elsa_core.backends.triton.attention.tiling import Shape, Table, Tile, blocks
+from elsa_core.backends.triton.attention.tiling import (
+    Shape,
+    Table,
+    Tile,
+    check_direction,
+    padded_dim,
+)
 from elsa_core.version import __version__
 
 SCHEMA = 1
@@ -45,14 +51,14 @@ class UserTile(Tile):
     least_rows: int = 0
     most_rows: int = 0
 
-    def serves(self, mode: str, dim: int, shape: Shape) -> bool:
+    def serves(self, mode: str, dim: int, shape: Shape, direction: str = "forward") -> bool:
         rows = shape.batch * shape.heads * shape.queries
         near = (
             dim > self.over_dim
             and shape.keys >= self.least_keys
             and self.least_rows <= rows <= self.most_rows
         )
-        return near and super().serves(mode, dim, shape)
+        return near and super().serves(mode, dim, shape, direction)
 
     def serves_turbo(self, dim: int, shape: Shape) -> bool:
         """Never: what was measured for strict is no figure of turbo, which may have its own row."""
@@ -62,6 +68,7 @@ class UserTile(Tile):
     def calls(self) -> tuple[Any, ...]:
         """What it serves: two rows with equal `calls` replace one another."""
         return (
+            self.direction,
             self.mode,
             self.dim,
             self.over_dim,
@@ -88,11 +95,6 @@ def measured_for(tile: Tile, shape: Shape) -> UserTile:
         least_rows=math.ceil(rows / REACH),
         most_rows=math.floor(rows * REACH),
     )
-
-
-def padded_dim(shape: Shape) -> int:
-    """The head dimension that tables are keyed by."""
-    return max(sum(blocks(shape.head_dim)), sum(blocks(shape.value_dim)))
 
 
 def path(gpu: str) -> Path:
@@ -128,6 +130,7 @@ def read(file: Path) -> tuple[UserTile, ...]:
 
 
 def _check(tile: UserTile) -> None:
+    check_direction(tile.direction)
     if tile.mode not in ("half", "split", "single", "exact"):
         raise ValueError(f"mode {tile.mode!r} is unknown")
     for name in ("block_m", "block_n", "warps", "part"):
@@ -144,10 +147,12 @@ def _check(tile: UserTile) -> None:
 
 
 def _exists(tile: UserTile) -> bool:
-    """Whether a kernel of sm_90 has this tile: `short.py`, `pair.py` or `hopper.py`."""
-    if tile.mode != "split" or tile.part != 256:
+    """Whether `one_launch.py`, `two_warpgroups.py` or `hopper.py` has this tile; the backward has
+    none of them.
+    """
+    if tile.mode != "split" or tile.part != 256 or tile.direction != "forward":
         return False
-    if tile.short:
+    if tile.one_launch:
         all_rows = tile.warps == tile.block_m // 16 and tile.block_m >= 64
         return tile.block_n == 64 and (all_rows or (tile.block_m, tile.warps) == (64, 8))
     sizes = tile.block_m in (64, 128) and tile.block_n >= 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.attention.fold import advance, gather, scores_of, split_tile
+from elsa_core.backends.triton.attention.fold import accumulate_pv, advance, scores_of, split_tile
 from elsa_core.backends.triton.shared.helpers import LEAST_VALUE, SINGLE_LIMIT, SPLIT_LIMIT, power
 from elsa_core.backends.triton.window.exact import (
     exact_rows,
@@ -87,7 +87,7 @@ def fold_keys(
     else:
         wh = w.to(tl.float16)
         wl = (w - wh.to(tl.float32)).to(tl.float16)
-    acc = gather(acc, a, wh, wl, vh, vl, f_v, MODE, MODE != 0)
+    acc = accumulate_pv(acc, a, wh, wl, vh, vl, f_v, MODE, MODE != 0)
     return m, z, acc, bad
 
 

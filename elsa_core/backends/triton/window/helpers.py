@@ -7,7 +7,7 @@ tile by tile. Roll, padding, partition and their reverse are arithmetic on coord
 MODE: 0 half (float16 or bfloat16 operands as they are), 1 split (float32 as hi + lo float16, three
 products), 2 single (float32 as one scaled float16), 3 exact (float32 FMA; `window_fold` alone).
 A window is computed by `exact_rows` in the same launch where the largest entries of its queries
-and keys make scores beyond 2**15, or where its values fail the guard of `pieces.py`.
+and keys make scores beyond 2**15, or where its values fail the guard of `shared/helpers.py`.
 BIAS: whether there is one, [heads, T, T]; DENSE: without gaps.
 PADDED: 0 no token is padded, 1 padded tokens are zeros, 2 padded tokens are `Pad` [3 * C].
 COSINE: rows of queries and keys are normalised and scores multiplied with `Logit` [heads].

@@ -9,15 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core.backends.triton.attention.planner import (
-    CACHED_PLANS,
-    LOG2E,
-    MODES,
-    device_table,
-    mode_of,
-)
-from elsa_core.backends.triton.attention.tiling import table_name
+from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.layout import LOG2E
+from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import tiling
 from elsa_core.backends.triton.window.tiling import WindowPlan, WindowShape
 
@@ -26,7 +21,7 @@ GATHER_BLOCK = 512
 
 
 class Given(NamedTuple):
-    """The operator's arguments, as `elsa_core.ops` lists them."""
+    """The operator's arguments, as `elsa_core.operators.window` lists them."""
 
     qkv: Tensor
     bias: Tensor | None
@@ -72,7 +67,7 @@ def window_attention(
     A bias given as a table and an index is gathered by a launch of its own.
 
     Split products (strict and turbo on float32) are guarded by a test on the data of each window
-    and head (see `window_pieces.py`); those that fail are computed with float32 FMA in the same
+    and head (see `window/helpers.py`); those that fail are computed with float32 FMA in the same
     launch.
 
     Source: W-ELSA (arXiv 2604.23798).
@@ -108,9 +103,6 @@ def pointers(given: Given) -> tuple[Tensor, ...]:
     return tuple(given.qkv if t is None else t for t in terms)
 
 
-_GATHERS: dict[Any, Launch] = {}
-
-
 def gathered(table: Tensor, index: Tensor) -> Tensor:
     """[heads, T, T] of a table [L, heads] read at index [T, T]; NaN where that is beyond the table.
 
@@ -121,15 +113,10 @@ def gathered(table: Tensor, index: Tensor) -> Tensor:
     out = table.new_empty((heads, tokens, tokens))
     tensors = (table, index, out)
     key = (
-        table.shape, table.stride(), table.dtype, index.shape, index.stride(), table.get_device(),
-        *(t.data_ptr() % 16 for t in tensors),
+        "bias", table.shape, table.stride(), table.dtype, index.shape, index.stride(),
+        table.get_device(), *(t.data_ptr() % 16 for t in tensors),
     )  # fmt: skip
-    call = _GATHERS.get(key)
-    if call is None:
-        if len(_GATHERS) >= CACHED_PLANS:
-            _GATHERS.clear()
-        call = _GATHERS[key] = plan_gather(table, index)
-    call(*tensors)
+    PLANS.get(key, plan_gather, table, index)(*tensors)
     return out
 
 
@@ -147,9 +134,6 @@ def plan_gather(table: Tensor, index: Tensor) -> Launch:
     return Launch(gather_bias, grid, tail, {"num_warps": 4})
 
 
-_CALLS: dict[Any, Launch] = {}
-
-
 def planned(given: Given) -> Launch:
     """The launch of a call, cached by layout."""
     q = given.qkv
@@ -158,29 +142,24 @@ def planned(given: Given) -> Launch:
         for t in (given.bias, given.pad_qkv, given.logit_scale)
     )  # fmt: skip
     key = (
-        q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, terms, given.num_heads,
-        tuple(given.window_size), tuple(given.shift_size), *given[8:],
+        "window", q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, terms,
+        given.num_heads, tuple(given.window_size), tuple(given.shift_size), *given[8:],
     )  # fmt: skip
-    call = _CALLS.get(key)
-    if call is None:
-        if len(_CALLS) >= CACHED_PLANS:
-            _CALLS.clear()
-        call = _CALLS[key] = plan_call(given)
-    return call
+    return PLANS.get(key, plan_call, given)
 
 
 def tile_plan(given: Given) -> WindowPlan:
     """Kernel, tiles and programs of a call, from the table of its GPU."""
     q = given.qkv
-    device = -1 if q.device.index is None else q.device.index
-    _, multiprocessors = device_table(device)
+    index = device.index_of(q.device)
+    _, multiprocessors = device.device_table(index)
     counts = _counts(given)
     shape = WindowShape(
         q.shape[0] * math.prod(counts), given.num_heads, math.prod(given.window_size),
         q.shape[-1] // (3 * given.num_heads),
     )  # fmt: skip
-    table = tiling.load_table(_table_name(device))
-    return tiling.plan(shape, mode_of(q.dtype, given.precision), table, multiprocessors)
+    table = tiling.load_table(device.table_of(index))
+    return tiling.plan(shape, device.mode_of(q.dtype, given.precision), table, multiprocessors)
 
 
 def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
@@ -203,7 +182,7 @@ def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
         **_factors(given),
         **dict(zip(("q_b", "q_d", "q_h", "q_w"), (s // unit for s in q.stride()), strict=False)),
         **_term_strides(given),
-        "MODE": MODES[t.mode],
+        "MODE": device.MODES[t.mode],
         "SHIFTED": any(given.shift_size), "PADDED": _padding(given, counts),
         "COSINE": given.logit_scale is not None, "HEAD_FIRST": given.layout == "head",
         "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
@@ -219,14 +198,6 @@ def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
     if t.registers:
         options["maxnreg"] = t.registers
     return Launch(window_tile if p.whole else window_fold, (p.programs,), tail, options)
-
-
-def _table_name(device: int) -> str:
-    if device < 0:
-        return "h200"
-    properties = torch.cuda.get_device_properties(device)
-    name = "MI300" if torch.version.hip else properties.name
-    return table_name(name, (properties.major, properties.minor))
 
 
 def _counts(given: Given) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from elsa_core.backends.triton.attention.tiling import TABLES
+from elsa_core.backends.triton.attention.tiling import TABLES, check_direction
 
 # a window this long fits one tile with its bias in registers
 WHOLE = 64
@@ -33,7 +33,8 @@ class WindowTile:
     tokens is one tile of its own size, unless `folded`. windows: the most that a program takes one
     after the other; resident: programs a multiprocessor should have before that. registers: the
     most a thread may use (0: the compiler decides). unroll: the tiles of keys follow one another
-    without a loop. least_dim: head dimensions are padded to it.
+    without a loop. least_dim: head dimensions are padded to it. direction: forward or backward;
+    the other direction's rows never serve a call.
     """
 
     mode: str
@@ -49,9 +50,11 @@ class WindowTile:
     unroll: bool = False
     folded: bool = False
     least_dim: int = 16
+    direction: str = "forward"
 
-    def serves(self, mode: str, dim: int, tokens: int) -> bool:
-        if mode != self.mode or dim > self.dim:
+    def serves(self, mode: str, dim: int, tokens: int, direction: str = "forward") -> bool:
+        """Whether calls of this mode, padded head dimension, length and direction are its own."""
+        if direction != self.direction or mode != self.mode or dim > self.dim:
             return False
         return self.tokens is None or tokens <= self.tokens
 
@@ -83,8 +86,19 @@ def load_table(name: str) -> WindowTable:
     path = TABLES / "windows" / f"{name}.json"
     if not path.exists():
         path = TABLES / "windows" / "default.json"
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return WindowTable(data["gpu"], data["measured"], tuple(WindowTile(**r) for r in data["tiles"]))
+    return table_from(json.loads(path.read_text(encoding="utf-8")))
+
+
+def table_from(data: dict[str, Any]) -> WindowTable:
+    """The table that a JSON document holds; rows without a direction are of the forward.
+
+    Raises:
+        ValueError: a row of a direction that is unknown.
+    """
+    tiles = tuple(WindowTile(**row) for row in data["tiles"])
+    for tile in tiles:
+        check_direction(tile.direction)
+    return WindowTable(data["gpu"], data["measured"], tiles)
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -104,7 +118,7 @@ def windows_each(windows: int, heads: int, multiprocessors: int, tile: WindowTil
 
 
 def plan(shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int) -> WindowPlan:
-    """Kernel, tiles and programs of a call."""
+    """Kernel, tiles and programs of a forward call."""
     dim = padded(shape.head_dim)
     tile = next(t for t in table.tiles if t.serves(mode, dim, shape.tokens))
     whole = shape.tokens <= WHOLE and mode != "exact" and not tile.folded

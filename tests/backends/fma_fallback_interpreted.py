@@ -1,4 +1,4 @@
-"""Runs the repair kernel by Triton's interpreter; prints one JSON line per case.
+"""Runs the FMA fallback of `hopper.forward` by Triton's interpreter; prints one JSON line per case.
 
 A program of its own, because TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -14,7 +14,9 @@ if __name__ == "__main__":
 import torch
 
 from elsa_core import reference
-from elsa_core.backends.triton.attention import fma_fallback, planner, tiling
+from elsa_core.backends.triton.attention import fma_fallback, tiling
+from elsa_core.backends.triton.attention.schedules import forward, hopper
+from elsa_core.backends.triton.attention.schedules.record import Problem
 
 fma_fallback.PROGRAMS = 2  # so that one looks after more blocks than it reads flags of at once
 
@@ -35,8 +37,8 @@ def run(shape: tuple[int, ...], parts: int, causal: bool) -> dict[str, object]:
     sizes = tiling.Shape(b, h, hk, n, m, d, dv)
     tile = tiling.Tile("split", 64, None, None, 64, 16, 4, 2, True)
     plan = tiling.Plan(tile, parts, -(-m // 16 // parts) * 16)
-    call = planner._fold_call(q, k, v, None, causal, -0.3, sizes, "split", plan)
-    again = planner._repair({**call.fold.tail, "CAUSAL": causal}, sizes, parts)
+    problem = Problem(q, k, v, None, causal, -0.3, "strict", "split", sizes, plan)
+    again = hopper.fallback_launch(problem, forward.fold_tail(problem))
     flags = torch.arange(again.tail["blocks"], dtype=torch.int32) % 3 == 1
     states = (parts, b * h, n)
     if parts > 1:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from elsa_cli.sites import group
+from elsa_core.patching.labels import group
 
 
 class Site(NamedTuple):

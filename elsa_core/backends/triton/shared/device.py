@@ -1,0 +1,96 @@
+"""What a plan asks of the GPU, of Triton's version, and of a call's precision."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import torch
+
+from elsa_core.backends.triton.attention import tiling
+from elsa_core.backends.triton.attention.tiling import Table
+from elsa_core.backends.triton.shared import usertable
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MODES = {"half": 0, "split": 1, "single": 2, "exact": 3}
+# the first and the last Triton that the Gluon kernels compile with
+GLUON = ((3, 6), (3, 9))
+# the first and the last Triton whose compiled kernels take their arguments as `launch.Launch`
+# passes them: read in their sources (CompiledKernel.__getitem__), run with 3.6
+DIRECT_LAUNCH = ((3, 4), (3, 9))
+# from here on Triton puts a barrier of all warpgroups behind a product: with turns at a product
+# they would wait for one another for ever
+BARRIER_BEHIND_PRODUCTS = (3, 9)
+
+
+def mode_of(dtype: torch.dtype, precision: str) -> str:
+    """How products are computed: half, split, single or exact (see `attention/forward.py`)."""
+    if dtype != torch.float32:
+        return "half"
+    return {"strict": "split", "lean": "split", "turbo": "single", "ieee": "exact"}[precision]
+
+
+def index_of(device: torch.device) -> int:
+    """The index that `device_table` takes: -1 where the tensors lie on no GPU."""
+    return -1 if device.index is None else device.index
+
+
+def table_of(device: int) -> str:
+    """The name of the tuning table that serves a device; -1: no device."""
+    if device < 0:
+        return "h200"
+    properties = torch.cuda.get_device_properties(device)
+    name = "MI300" if torch.version.hip else properties.name
+    return tiling.table_name(name, (properties.major, properties.minor))
+
+
+@lru_cache(maxsize=64)
+def device_table(index: int) -> tuple[Table, int]:
+    """The tuning table of a device, and its multiprocessors. Index -1: no device (interpreter)."""
+    table = tiling.load_table(table_of(index))
+    if index < 0:
+        return table, table.multiprocessors
+    properties = torch.cuda.get_device_properties(index)
+    return usertable.joined(table, properties.name), properties.multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch may start while the one before it runs (programmatic dependent launch, sm_90
+    on).
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache(maxsize=64)
+def specializes(device: torch.device) -> bool:
+    """Whether the Gluon kernels run there: on sm_90, with a Triton they were tried with."""
+    if device.type != "cuda" or torch.version.hip or INTERPRETED:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0) and gluon_known()
+
+
+def gluon_known() -> bool:
+    """Gluon is young and changes: a Triton that is not known gets plain Triton kernels alone."""
+    return GLUON[0] <= triton_version() <= GLUON[1]
+
+
+def direct_launch_known() -> bool:
+    """Whether this Triton's compiled kernels take their arguments as `launch.Launch` passes them;
+    with another one every launch goes through Triton's public JIT.
+    """
+    return DIRECT_LAUNCH[0] <= triton_version() <= DIRECT_LAUNCH[1]
+
+
+def takes_turns() -> bool:
+    """Whether the warpgroups of `one_launch.py` may take turns at a product."""
+    return triton_version() < BARRIER_BEHIND_PRODUCTS
+
+
+def triton_version() -> tuple[int, ...]:
+    """Major and minor version of the Triton that is installed."""
+    import triton
+
+    return tuple(int(n) for n in triton.__version__.split(".")[:2])

@@ -1,0 +1,55 @@
+"""Kernel arguments that follow from the layout of tensors: units, strides, scales, masks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+
+
+def row_unit(tensors: tuple[Tensor, ...]) -> tuple[int, bool]:
+    """(UNIT, UNIT_D): 16 bytes in elements if all rows are 16-byte aligned, and whether rows are
+    contiguous.
+    """
+    rows = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
+    unit = 16 // tensors[0].element_size()
+    for t in tensors:
+        if t.data_ptr() % 16 or any(s % unit for s in t.stride()[:3]):
+            return 1, rows
+    return (unit if rows else 1), rows
+
+
+def score_scale(scale: float, mode: str) -> dict[str, float | int | bool]:
+    """|scale| * log2(e) as significand and exponent (half: whole), and the sign or zero apart."""
+    size = abs(scale) * LOG2E if scale else 1.0
+    exponent = 0
+    if mode != "half":
+        significand, exponent = math.frexp(size)
+        size, exponent = significand * 2.0, exponent - 1
+    flip = math.copysign(1.0, scale) if scale else 0.0
+    return {"scale": size, "scale_exp": exponent, "flip": flip, "FLIP": flip != 1.0}
+
+
+def strides(name: str, t: Tensor, unit: int) -> dict[str, int]:
+    """Strides of a [B, H, N, D] tensor; those of batch, head and row in units."""
+    b, h, n, d = t.stride()
+    return {f"{name}_b": b // unit, f"{name}_h": h // unit, f"{name}_n": n // unit, f"{name}_d": d}
+
+
+def mask_strides(mask: Tensor | None) -> dict[str, int]:
+    """Strides of a mask, 0 in the dimensions that it is broadcast over."""
+    names = ("mask_b", "mask_h", "mask_q", "mask_k")
+    if mask is None:
+        return dict.fromkeys(names, 0)
+    pairs = zip(names, mask.shape, mask.stride(), strict=True)
+    return {name: 0 if size == 1 else stride for name, size, stride in pairs}
+
+
+def mask_kind(mask: Tensor | None) -> int:
+    """MASK of the kernels: 0 none, 1 boolean, 2 additive."""
+    if mask is None:
+        return 0
+    return 1 if mask.dtype == torch.bool else 2
