@@ -87,7 +87,7 @@ def attention(
         out, lse = reference(q, k, v, mask, is_causal, scale, dropout_p=dropout_p)
     else:
         name = _trains_whole(q, k, v, mask, kind, backend, return_lse) or name
-        run = routing.run_of("attention", name)
+        run = routing.RUNS["attention", name]
         out, lse = run(q, k, v, mask, is_causal, scale, precision)
     if query.dim() != 4:
         leading = leading_dims(query, key, value)

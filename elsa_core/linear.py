@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from elsa_core import routing
+from elsa_core import calls, routing
+from elsa_core.backends.support import Request
+from elsa_core.routing import Route
 
 
 def linear(
@@ -38,8 +40,30 @@ def linear(
     Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
     """
     device_type = "cuda" if input.is_cuda else input.device.type
-    for serve in routing.serving("linear", device_type, backend):
+    for serve in routing.SERVING.get(("linear", device_type, backend), ()):
         out: Tensor | None = serve(input, weight, bias, precision)
         if out is not None:
             return out
     return functional.linear(input, weight, bias)
+
+
+def explain_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Route:
+    """Say who computes products of this kind faster than PyTorch, if anybody does, and why not.
+
+    Takes the arguments of `linear`. What is small, recorded or laid out in another way is
+    PyTorch's all the same.
+    """
+    request = Request(
+        input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
+        gradient=calls.wanted(input=input, weight=weight, bias=bias),
+    )  # fmt: skip
+    serving = ("linear", input.device.type, backend) in routing.SERVING
+    asked = "auto" if backend == "auto" or serving else routing.PLAIN
+    return routing.route(request, asked, schedule=(input, weight, bias))

@@ -32,7 +32,9 @@ def support(request: Request) -> Support:
 
 def serve(input: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor | None:
     """The product where oneDNN computes it faster than MKL, and as exactly; None elsewhere."""
-    if precision == "ieee" or not _suits_onednn(input, weight, bias):
+    if precision == "ieee" or torch.compiler.is_compiling() or not _mkl_lags():
+        return None
+    if not _suits_onednn(input, weight, bias):
         return None
     return _by_onednn(input, weight, bias)
 

@@ -12,6 +12,8 @@ of packaging, because a backend that is imported is one that its user wants.
 from __future__ import annotations
 
 from elsa_core.routing.choose import (
+    RUNS,
+    SERVING,
     Chosen,
     Route,
     chosen,
@@ -24,9 +26,7 @@ from elsa_core.routing.choose import (
     plain_alone,
     register,
     route,
-    run_of,
     select,
-    serving,
     support,
     training_name,
     unregister,
@@ -36,6 +36,8 @@ from elsa_core.routing.table import BACKENDS, PLAIN
 __all__ = [
     "BACKENDS",
     "PLAIN",
+    "RUNS",
+    "SERVING",
     "Chosen",
     "Route",
     "chosen",
@@ -48,9 +50,7 @@ __all__ = [
     "plain_alone",
     "register",
     "route",
-    "run_of",
     "select",
-    "serving",
     "support",
     "training_name",
     "unregister",

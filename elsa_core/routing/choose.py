@@ -53,8 +53,11 @@ class Chosen(NamedTuple):
     rows: tuple[tuple[Row, Callable[..., Any]], ...]
 
 
-_RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
-_SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
+# What compilers and every call read. RUNS: what to call, by operator and backend. SERVING: what
+# may compute a projection faster than PyTorch (or gives None), by operator, type of device and
+# what `backend=` asks for: "auto", or a backend of that device; of any other there is nothing.
+RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
+SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 
 def register(backend: Backend, *, ahead_of: str = PLAIN) -> None:
@@ -210,25 +213,12 @@ name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 training_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def run_of(operator: str, name: str) -> Callable[..., Any]:
-    """What to call for an operator by a backend's name; compilers read a table here."""
-    return _RUNS[operator, name]
-
-
 def kernels_of(operator: str, device_type: str) -> str:
     """The backend whose kernels `elsa::<operator>` has on a device."""
     for backend in BACKENDS:
         if backend.device == device_type and operator in backend.operators:
             return backend.name
     return PLAIN
-
-
-def serving(operator: str, device_type: str, backend: str) -> tuple[Callable[..., Any], ...]:
-    """What may compute an operator faster than PyTorch on a device, in order; compilers read it.
-
-    `backend` is "auto", or the name of a backend of that device; of any other there is nothing.
-    """
-    return _SERVING.get((operator, device_type, backend), ())
 
 
 def plain_alone(backend: str, dropout_p: float = 0.0) -> str:
@@ -341,19 +331,19 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
 def _forget() -> None:
     """Build what compilers read, and drop what was chosen."""
     chosen.cache_clear()
-    _RUNS.clear()
-    _SERVING.clear()
+    RUNS.clear()
+    SERVING.clear()
     for record in operators.records():
-        _RUNS[record.name, PLAIN] = record.eager
+        RUNS[record.name, PLAIN] = record.eager
     homes = {each.name: each.device for each in BACKENDS}
     for each in BACKENDS:
         for operator, offered in each.operators.items():
-            _RUNS[operator, each.name] = offered.run
+            RUNS[operator, each.name] = offered.run
             if operator != "linear" or offered.direct is None or each.device is None:
                 continue
             for name in ("auto", *(n for n, home in homes.items() if home == each.device)):
                 key = (operator, each.device, name)
-                _SERVING[key] = (*_SERVING.get(key, ()), offered.direct)
+                SERVING[key] = (*SERVING.get(key, ()), offered.direct)
 
 
 implement("attention_backward", attention_backward, "CompositeExplicitAutograd")

@@ -90,7 +90,7 @@ def test_whom_the_kernel_serves(monkeypatch, dtype, precision, backend, tf32, se
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         device = torch.device("cuda")
-        asked = bool(routing.serving("linear", "cuda", backend))
+        asked = bool(routing.SERVING.get(("linear", "cuda", backend)))
         assert (asked and module._serves(device, dtype, precision)) is served
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
         assert not module._serves(device, dtype, precision)

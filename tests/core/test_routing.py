@@ -400,22 +400,27 @@ def test_a_variant_with_a_reference_alone() -> None:
         operators.register(SQUARED)
 
 
-@pytest.mark.parametrize(
-    ("operator", "backend"), [("attention", "native"), ("window_attention", "native")]
-)
-def test_route_of_each_operator(operator: str, backend: str) -> None:
-    of_it = Request("cpu", torch.float32, 32, 32, "strict", operator, gradient=("query",))
-    route = routing.route(of_it)
-    assert route.backend == backend
-    assert any(reason.startswith("gradients") for reason in route.reasons)
+def test_explain_of_windows() -> None:
+    qkv = make(1, 8, 8, 3 * 32)
+    call = {"num_heads": 2, "window_size": (4, 4)}
+    assert elsa.explain_window_attention(qkv, **call).backend == "native"
+    route = elsa.explain_window_attention(qkv.requires_grad_(), **call)
+    assert route.reasons[-1].startswith("gradients")
+    assert elsa.explain_window_attention(qkv.double(), **call).backend == "eager"
+    assert elsa.explain_window_attention(qkv, **call, backend="eager").backend == "eager"
+    with pytest.raises(ArgumentError, match="num_heads"):
+        elsa.explain_window_attention(qkv, num_heads=5, window_size=(4, 4))
 
 
-def test_route_of_projections(monkeypatch) -> None:
+def test_explain_of_projections(monkeypatch) -> None:
     from elsa_core.backends import onednn
 
-    of_it = Request("cpu", torch.float32, 768, 768, "strict", "linear")
+    x, w = make(300, 192), make(192, 192)
     monkeypatch.setattr(onednn, "_mkl_lags", lambda: True)
-    assert routing.route(of_it).backend == "onednn"
+    for backend in ("auto", "native"):
+        assert elsa.explain_linear(x, w, backend=backend).backend == "onednn"
+    assert elsa.explain_linear(x, w, backend="eager").backend == "eager"
+    assert elsa.explain_linear(x, w, precision="ieee").backend == "eager"
     monkeypatch.setattr(onednn, "_mkl_lags", lambda: False)
-    route = routing.route(of_it)
+    route = elsa.explain_linear(x, w)
     assert route.backend == "eager" and "MKL is no slower" in route.reasons[0]
