@@ -11,10 +11,10 @@ from elsa_cli.console import Session
 from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
-    from elsa_core.attention import Route
     from elsa_core.loading.load import Loaded
     from elsa_core.patching.patch import PatchReport
     from elsa_core.proof.report import CheckReport
+    from elsa_core.routing import Route
 
 _CHOICES = ("precision", "backend", "include", "exclude", "all_sites")
 
