@@ -39,9 +39,9 @@ def run(
     if state is not None:
         targets.check_writable(state)
     with session.stage("listing architectures"):
-        from elsa_core.patching import coverage
+        from elsa_core.patching import catalogue, coverage
 
-        names = coverage.architectures(match or "*")
+        names = catalogue.architectures(match or "*")
     if not names:
         raise click.UsageError(
             f"no architecture matches {match!r}: with --all, MODEL is a glob like 'timm:swin*'"

@@ -8,13 +8,16 @@
 | 3 | environment: a backend, device, extra, memory, disk or the network is missing |
 | 4 | the model or file cannot be read, or is not supported |
 | 5 | an export failed or does not reproduce the model |
+| 129, 143 | ended by SIGHUP or SIGTERM; like 130, nothing half-written remains |
 | 130 | interrupted |
 """
 
 from __future__ import annotations
 
 import errno
+import resource
 import sys
+from pathlib import Path
 
 import click
 
@@ -34,7 +37,14 @@ _BY_CLASS = {
     "ExportError": EXPORT,
 }
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
+# Of a line on stderr, "error: " included.
+LONGEST_LINE = 300
 _MEMORY_HINT = "try a smaller --img or --batch-size, or --dtype bf16"
+# What libraries say where the system gave them no memory.
+_NO_MEMORY = (
+    "DefaultCPUAllocator", "std::bad_alloc", "can't start new thread", "Cannot allocate memory",
+    "failed to map segment",
+)  # fmt: skip
 
 
 class CommandError(Exception):
@@ -53,10 +63,27 @@ class TargetError(CommandError):
     exit_code = USAGE
 
 
+class PlaceError(CommandError):
+    """The current directory is gone, or cannot be entered."""
+
+    exit_code = ENVIRONMENT
+
+
 class OutputError(CommandError):
     """stdout cannot take the result: a full disk, a closed device."""
 
     exit_code = ENVIRONMENT
+
+
+def check_text(output: Path) -> None:
+    """Refuse a target whose name is no text: safetensors and TorchScript could not read it.
+
+    Raises: TargetError.
+    """
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError:
+        raise TargetError(f"{output}: this name is no UTF-8 text; give another -o") from None
 
 
 def printable(text: str) -> str:
@@ -75,8 +102,21 @@ def one_line(text: object) -> str:
     return printable(" ".join(str(text).split()))
 
 
+def cut(line: str, longest: int = LONGEST_LINE - len("warning: ")) -> str:
+    """`line`, without its middle where it is too long: what to do stands at the end."""
+    if len(line) <= longest:
+        return line
+    head = 2 * longest // 3
+    return f"{line[:head]} ... {line[head + 5 - longest :]}"
+
+
 def describe(error: BaseException) -> tuple[int, str]:
     """The exit code and the one line for `error`. An empty line means that nothing is said."""
+    code, line = _described(error)
+    return code, cut(line)
+
+
+def _described(error: BaseException) -> tuple[int, str]:
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code, ""
     if isinstance(error, KeyboardInterrupt | click.Abort):
@@ -118,25 +158,38 @@ def _core(error: BaseException) -> tuple[int, str] | None:
 def _system(error: BaseException) -> tuple[int, str] | None:
     if _out_of_memory(error):
         detail = one_line(error).split(". ")[0][:160]
-        return ENVIRONMENT, f"out of memory: {_MEMORY_HINT}" + (f" ({detail})" if detail else "")
+        line = f"out of memory: {_memory_hint()}" + (f" ({detail})" if detail else "")
+        return ENVIRONMENT, line
     if isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
         hint = "install or repair it; `elsa doctor` shows what is there"
         return ENVIRONMENT, f"{error.name or 'a package'} cannot be imported: {error}; {hint}"
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        where = f" {error.filename}" if error.filename else ""
+        where = f" {one_line(error.filename)}" if error.filename else ""
         return ENVIRONMENT, f"cannot use{where or ' the file system'}: {error.strerror}"
     return None
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     # Only a process that has imported torch can have run out of its memory.
     torch = sys.modules.get("torch")
     gpu = getattr(torch, "OutOfMemoryError", None)
     if gpu is not None and isinstance(error, gpu):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    said = any(words in str(error) for words in _NO_MEMORY)
+    if isinstance(error, ImportError):  # without a limit a library is not mapped for other reasons
+        return said and _limited()
+    return said and isinstance(error, RuntimeError | OSError)
+
+
+def _memory_hint() -> str:
+    return "raise this process's limit (ulimit -v), " * _limited() + _MEMORY_HINT
+
+
+def _limited() -> bool:
+    """Whether the shell has limited the memory of this process."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _internal(error: BaseException) -> tuple[int, str]:

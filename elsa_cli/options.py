@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from elsa_cli import completion
+from elsa_cli import completion, config, file_options
 from elsa_cli.console import Session
+from elsa_cli.errors import PlaceError
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ class Command(click.Command):
         if any(param.name == "model" for param in attributes.get("params", ())):
             attributes["help"] = f"{inspect.cleandoc(attributes['help'])}\n\n{MODEL_HELP}"
         for param in attributes.get("params", ()):
-            if isinstance(param, click.Option):
+            if isinstance(param, click.Option) and not config.is_command_line_only(param):
                 # Named after the flag, which is what a user knows, not after the parameter.
                 flag = max(param.opts, key=len).lstrip("-")
                 param.envvar = f"ELSA_{flag.upper().replace('-', '_')}"
@@ -59,16 +60,16 @@ class Command(click.Command):
         return super().parse_args(ctx, args)
 
     def _read_config(self, ctx: click.Context) -> None:
-        from elsa_cli import config
         from elsa_cli.main import all_commands
 
+        session = ctx.find_object(Session) or ctx.ensure_object(Session)
         try:
-            found = config.find(Path.cwd())
+            found = config.find(_here(), session.warn)
             if found is None:
                 return
             path, table = found
             ctx.meta["elsa.config"] = str(path)
-            ctx.default_map = config.defaults(path, table, self, all_commands())
+            ctx.default_map = config.defaults(path, table, self, all_commands(), session.warn)
         except (config.ConfigError, OSError) as error:
             # `doctor` reports the file instead of failing because of it.
             if self.name != "doctor":
@@ -79,6 +80,15 @@ class Command(click.Command):
         session = ctx.find_object(Session) or ctx.ensure_object(Session)
         with session.guarded():
             return super().invoke(ctx)
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise PlaceError(
+            f"the current directory cannot be used: {error.strerror}; change into one that is there"
+        ) from None
 
 
 class ImageSize(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
@@ -94,8 +104,8 @@ class ImageSize(click.ParamType):  # type: ignore[type-arg]  # generic in new Cl
     ) -> tuple[int, int]:
         """The size as (height, width); a usage error for anything else."""
         text = str(value).strip().lower()
-        if not re.fullmatch(r"[+-]?\d+(x[+-]?\d+)?", text):
-            self.fail(f"{value!r} is not a size in pixels (like 224 or 224x320)", param, ctx)
+        if not re.fullmatch(r"[+-]?\d{1,20}(x[+-]?\d{1,20})?", text):
+            self.fail(f"{text[:60]!r} is not a size in pixels (like 224 or 224x320)", param, ctx)
         sides = [int(side) for side in text.split("x")]
         if not all(1 <= side <= LARGEST_SIDE for side in sides):
             self.fail(f"{value} is outside 1 to {LARGEST_SIDE} pixels", param, ctx)
@@ -170,6 +180,11 @@ class Options:
     device: str = "auto"
     pretrained: bool = False
     arch: str | None = None
+    model_kwargs: tuple[tuple[str, Any], ...] = ()
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
     precision: str = "strict"
     backend: str = "auto"
     include: tuple[str, ...] = ()
@@ -183,11 +198,21 @@ class Options:
             **{each.name: values.pop(each.name) for each in fields(cls) if each.name in values}
         )
 
+    def source(self) -> dict[str, Any]:
+        """What `load_model` takes about a weights file: architecture and preprocessing."""
+        from elsa_core.loading.preprocessing import Given
+
+        return {
+            "arch": self.arch,
+            "model_kwargs": dict(self.model_kwargs),
+            "preprocess": Given(self.mean, self.std, self.crop_pct, self.interpolation),
+        }
+
     def torch_dtype(self) -> torch.dtype:
         """The dtype that --dtype names."""
-        import torch
+        from elsa_core import precision
 
-        return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+        return precision.DTYPES[self.dtype]
 
 
 def typed(names: Iterable[str]) -> list[str]:
@@ -303,6 +328,7 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
             help="auto, cpu, cuda, cuda:N or mps.",
         ),
     ]  # fmt: skip
+    options += file_options.all_of_them()
     return _apply(options)(function)
 
 

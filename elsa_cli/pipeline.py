@@ -35,15 +35,18 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
 
         spec = parse(text)
     with session.stage(f"loading {spec.name}", drawn=not options.pretrained):
-        return load_model(
+        loaded = load_model(
             spec,
             image_size=options.img_size,
             pretrained=options.pretrained,
             device=device,
             dtype=options.torch_dtype(),
             seed=options.seed,
-            arch=options.arch,
+            **options.source(),
         )
+    for line in loaded.warnings:
+        session.warn(line)
+    return loaded
 
 
 def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool) -> PatchReport:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
-from elsa_cli.sites import group, group_by
+from elsa_core.patching.labels import group, group_by
 
 if TYPE_CHECKING:
     from elsa_core.attention import Route
@@ -27,6 +27,8 @@ def header(session: Session, loaded: Loaded, options: Options, extra: str = "") 
         if note == loaded.spec.alias:
             continue
         session.line(note, "dim")
+    if unsaid := loaded.recipe.preprocess.assumed:
+        session.line(f"preprocessing: {', '.join(unsaid)} assumed", "yellow")
     session.line()
 
 
@@ -42,6 +44,13 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
         "device": str(device),
         "dtype": options.dtype,
         "notes": list(loaded.notes),
+        "preprocess": {
+            "mean": list(loaded.mean),
+            "std": list(loaded.std),
+            "crop_pct": loaded.crop_pct,
+            "interpolation": loaded.interpolation,
+            "assumed": list(loaded.recipe.preprocess.assumed),
+        },
     }
 
 
@@ -118,8 +127,7 @@ def verdict(report: CheckReport) -> str:
         numbers = f" (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
     if not report.ok:
         return f"outputs do NOT agree{numbers}"
-    times = f"{_milliseconds(report.seconds_original)} → {_milliseconds(report.seconds_patched)}"
-    return f"outputs agree{numbers} · {times}"
+    return f"outputs agree{numbers}"
 
 
 def _mark(result: Any) -> str:
@@ -132,10 +140,6 @@ def _errors(result: Any) -> list[str]:
 
 def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def _severity(excess: float | None) -> float:

@@ -1,14 +1,15 @@
-"""Ctrl-C and `kill` unwind the stack, so that no temporary file outlives the command.
+"""Ctrl-C, `kill` and a closed terminal unwind the stack: no temporary file outlives the command.
 
 An exception that a signal handler raises inside a destructor may be swallowed there. The request is
 therefore remembered, and `check` raises it again at the next step. Inside an import it may end the
-process (C++ that runs Python while a library is loaded lets no exception through), so that there it
-waits for the import's end.
+process (C++ that runs Python while a library is loaded lets no exception through), and a child that
+is just being started would be left behind: there it waits for the end of either.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 from types import FrameType
 
 _RETRY_SECONDS = 0.02
@@ -22,9 +23,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 def install() -> None:
-    """Handle SIGTERM, and SIGINT unless the caller had it ignored (`nohup`, a job of a shell)."""
+    """Handle SIGTERM, and SIGINT and SIGHUP unless the caller had them ignored (a job, `nohup`)."""
     signal.signal(signal.SIGALRM, _retry)
     signal.signal(signal.SIGTERM, _handle)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _handle)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
 
@@ -32,7 +35,7 @@ def install() -> None:
 def check() -> None:
     """Raise what a signal asked for and nobody has seen.
 
-    Raises: KeyboardInterrupt for SIGINT, SystemExit for SIGTERM.
+    Raises: KeyboardInterrupt for SIGINT, SystemExit for SIGTERM and SIGHUP.
     """
     if _requested:
         _raise(_requested[0])
@@ -53,8 +56,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _retry(number: int, frame: FrameType | None) -> None:
-    """Raise what was asked for, unless an import is under way: then look again a little later."""
-    if _importing(frame):
+    """Raise what was asked for, unless this is no moment for it: then look again a little later."""
+    if _importing(frame) or _starting():
         signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
     else:
         _raise(_requested[0])
@@ -66,6 +69,10 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _starting() -> bool:
+    return bool(getattr(sys.modules.get("elsa_core.processes"), "starting", False))
 
 
 def _raise(number: int) -> None:

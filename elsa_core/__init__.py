@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
     from elsa_core.loading.load import load
+    from elsa_core.patching.adapters.table import register_adapter
+    from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.patch import PatchReport, patch, unpatch
     from elsa_core.patching.sites import AttentionSite, Inspection, inspect
-    from elsa_core.profiling.profile import profile
-    from elsa_core.profiling.report import ProfileReport
+    from elsa_core.profiling.profile import ProfileReport, profile
     from elsa_core.proof.check import CheckReport, check
 
 _HOMES = {
@@ -25,6 +26,11 @@ _HOMES = {
     "AttentionSite": "patching.sites",
     "Inspection": "patching.sites",
     "inspect": "patching.sites",
+    "FreezeReport": "patching.freeze",
+    "freeze": "patching.freeze",
+    "refresh": "patching.freeze",
+    "unfreeze": "patching.freeze",
+    "register_adapter": "patching.adapters.table",
     "PatchReport": "patching.patch",
     "patch": "patching.patch",
     "unpatch": "patching.patch",
@@ -34,7 +40,7 @@ _HOMES = {
     "export": "exporting.bundle",
     "VerifyReport": "exporting.verify",
     "verify": "exporting.verify",
-    "ProfileReport": "profiling.report",
+    "ProfileReport": "profiling.profile",
     "profile": "profiling.profile",
 }
 
@@ -42,6 +48,7 @@ __all__ = [
     "AttentionSite",
     "Bundle",
     "CheckReport",
+    "FreezeReport",
     "Inspection",
     "PatchReport",
     "ProfileReport",
@@ -53,11 +60,15 @@ __all__ = [
     "check",
     "explain",
     "export",
+    "freeze",
     "inspect",
     "load",
     "merge",
     "patch",
     "profile",
+    "refresh",
+    "register_adapter",
+    "unfreeze",
     "unpatch",
     "verify",
     "window_attention",

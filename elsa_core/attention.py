@@ -15,7 +15,7 @@ from elsa_core import precision as precisions
 from elsa_core.backends import eager
 from elsa_core.backends.support import Backend, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.operands import autocast, checked_mask, leading_dims, operands
+from elsa_core.operands import autocast, checked_mask, leading_dims, operands, require_dense
 
 _ATTENTION = torch.ops.elsa.attention.default
 _EAGER = torch.ops.elsa.attention_eager.default
@@ -100,7 +100,11 @@ def attention(
     if isinstance(scale, Tensor):
         raise ArgumentError(NO_TENSOR_SCALE)
     if not calls.watched() and not torch._C._is_any_autocast_enabled() and dropout_p == 0.0:
-        answer = _direct(query, key, value, attn_mask, is_causal, scale, precision, backend)
+        try:
+            answer = _direct(query, key, value, attn_mask, is_causal, scale, precision, backend)
+        except RuntimeError:
+            require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+            raise
         if answer is not None:
             return answer if return_lse else answer[0]
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
@@ -116,7 +120,7 @@ def attention(
     else:
         operator = _EAGER if chosen == "eager" else _ATTENTION
         out, lse = operator(q, k, v, mask, is_causal, scale, precision)
-    if query.dim() != 4:
+    if not query.dim() == key.dim() == value.dim() == 4:
         leading = leading_dims(query, key, value)
         out = out.reshape(*leading, *out.shape[2:])
         lse = lse.reshape(*leading, *lse.shape[2:])
@@ -189,7 +193,7 @@ def explain(
     values do not) and raises what it would raise. Where the published results show a loss near this
     call, a reason says so.
     """
-    from elsa_core.bench.published import losing_case
+    from elsa_core.measuring.losses import losing_case
 
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
     request = Request(q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)

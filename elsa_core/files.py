@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import hashlib
 import json
 import os
+import re
 import shutil
+import stat
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from elsa_core.errors import ArgumentError, ElsaError, UnavailableError
+
+_RENAME_EXCHANGE = 2  # of renameat2 in linux/fs.h
+_AT_FDCWD = -100
+# An empty leftover as young as this may be one whose maker has not locked it yet.
+_YOUNG_SECONDS = 10
 
 
 def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentError) -> Path:
@@ -34,16 +45,109 @@ def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentErro
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """Give a fresh directory beside `target` that becomes it on success and vanishes otherwise."""
-    with parents_made(target):
-        staging = Path(tempfile.mkdtemp(prefix=hidden(target), suffix=".tmp", dir=target.parent))
-        try:
-            yield staging
-            # mkdtemp makes directories that only their owner may enter.
-            staging.chmod(0o777 & ~umask())
-            _swap(staging, target)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+    with (
+        parents_made(target),
+        scratch(hidden(target), ".tmp", target.parent) as staging,
+    ):
+        yield staging
+        # A scratch directory is one that only its owner may enter.
+        staging.chmod(0o777 & ~umask())
+        _swap(staging, target)
+
+
+@contextmanager
+def scratch(prefix: str, suffix: str = "", folder: Path | None = None) -> Iterator[Path]:
+    """Give a fresh directory that only this user may enter, and remove it at the end.
+
+    What killed processes of this user left under such names is removed first.
+
+    Args:
+        prefix: how its name starts; eight characters follow.
+        suffix: how its name ends.
+        folder: where it is made; default: the system's folder for temporary files.
+    """
+    place = folder or Path(tempfile.gettempdir())
+    sweep(place, prefix, suffix)
+    path = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=place))
+    try:
+        with _held(path):
+            yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def recover(target: Path) -> None:
+    """Put back or remove what killed processes of this user left beside `target`.
+
+    A target that was moved aside and never replaced comes back; half-written ones are removed.
+    """
+    with suppress(OSError):
+        for old in _abandoned(target.parent, hidden(target), ".old"):
+            if os.path.lexists(target):
+                _remove(old)
+            else:
+                old.rename(target)
+    sweep(target.parent, hidden(target), ".tmp")
+
+
+def sweep(folder: Path, prefix: str, suffix: str = "") -> None:
+    """Remove what killed processes of this user left in `folder` under such names."""
+    for path in _abandoned(folder, prefix, suffix):
+        _remove(path)
+
+
+def _abandoned(folder: Path, prefix: str, suffix: str) -> Iterator[Path]:
+    """Files and directories that `scratch` or `staged_file` made and that no process holds.
+
+    Each is held while the caller works on it.
+    """
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    pattern = re.compile(re.escape(prefix) + "[a-z0-9_]{8}" + re.escape(suffix))
+    found: list[Path] = []
+    with suppress(OSError):
+        found = [path for path in folder.iterdir() if pattern.fullmatch(path.name)]
+    for path in found:
+        with suppress(OSError):  # held by its process, gone, a link, or not to be read
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                facts = os.fstat(descriptor)
+                if facts.st_uid == os.geteuid() and not _is_young(path, facts):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    yield path
+            finally:
+                os.close(descriptor)
+
+
+def _is_young(path: Path, facts: os.stat_result) -> bool:
+    empty = not any(path.iterdir()) if stat.S_ISDIR(facts.st_mode) else facts.st_size == 0
+    return empty and time.time() - facts.st_mtime < _YOUNG_SECONDS
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Mark `path` as in use, by a lock that ends with this process however it ends."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -64,23 +168,42 @@ def parents_made(target: Path) -> Iterator[None]:
 
 def hidden(target: Path) -> str:
     """How the name of what becomes `target` starts; short, for a name may have 255 bytes."""
-    return f".{target.name[:48]}."
+    name = target.name
+    if len(name) > 48:  # two long names may start alike
+        name = f"{name[:39]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
+    return f".{name}."
 
 
 def _swap(staging: Path, target: Path) -> None:
-    """Rename `staging` to `target`; the old target comes back if that fails."""
+    """Give `staging` the name of `target`; what has it so far is in the place of `staging` then.
+
+    In one step where the system has one, else the old target comes back if the second step fails.
+    """
     if not target.exists():
         staging.rename(target)
         return
+    if _exchanged(staging, target):
+        return
     old = staging.with_suffix(".old")
-    try:
-        target.rename(old)
-        staging.rename(target)
-    finally:
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        elif old.exists():
-            old.rename(target)
+    with _held(target):
+        try:
+            target.rename(old)
+            staging.rename(target)
+        finally:
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            elif old.exists():
+                old.rename(target)
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    if rename is None:
+        return False
+    names = (os.fsencode(first.absolute()), os.fsencode(second.absolute()))
+    failed = rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
+    return not failed
 
 
 def _remove_if_empty(path: Path) -> None:
@@ -94,14 +217,16 @@ def _remove_if_empty(path: Path) -> None:
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
     """Give an empty file beside `path` that becomes it on success and vanishes otherwise."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=hidden(path))
+    sweep(path.parent, hidden(path), ".tmp")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=hidden(path), suffix=".tmp")
     os.close(handle)
     staging = Path(name)
     try:
-        yield staging
-        # mkstemp makes files that only their owner may read.
-        staging.chmod(0o666 & ~umask())
-        staging.replace(path)
+        with _held(staging):
+            yield staging
+            # mkstemp makes files that only their owner may read.
+            staging.chmod(0o666 & ~umask())
+            staging.replace(path)
     except BaseException:
         staging.unlink(missing_ok=True)
         raise

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.errors import ArgumentError
 
 
@@ -28,6 +31,7 @@ def operands(
     Raises:
         ArgumentError: an argument does not fit; the message names it.
     """
+    require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
     if not query.dtype.is_floating_point:
         raise ArgumentError(f"query must be floating, not {query.dtype}")
     if query.dtype != key.dtype or query.dtype != value.dtype:
@@ -40,9 +44,9 @@ def operands(
             "query, key and value must be on one device, "
             f"not {query.device}, {key.device} and {value.device}"
         )
-    if query.dim() != key.dim() or query.dim() != value.dim() or query.dim() < 2:
+    if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ArgumentError(
-            "query, key and value must have the same rank, at least 2, "
+            "query, key and value must be of rank 2 or more, "
             f"not {query.dim()}, {key.dim()} and {value.dim()}"
         )
     if query.shape[-1] != key.shape[-1]:
@@ -53,7 +57,11 @@ def operands(
         raise ArgumentError(
             f"value has {value.shape[-2]} tokens, key {key.shape[-2]}: they must be equal"
         )
-    if query.dim() != 4 or key.shape[:2] != query.shape[:2] or value.shape[:2] != query.shape[:2]:
+    if (
+        not query.dim() == key.dim() == value.dim() == 4
+        or key.shape[:2] != query.shape[:2]
+        or value.shape[:2] != query.shape[:2]
+    ):
         query, key, value, attn_mask = _to_four_dims(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None:
         attn_mask = checked_mask(attn_mask, query, key, is_causal)
@@ -95,14 +103,55 @@ def checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool)
     return attn_mask
 
 
+def require_dense(**tensors: Tensor | None) -> None:
+    """Refuse nested, sparse and opaque tensors: every backend reads dense strided memory.
+
+    Args:
+        tensors: arguments by their names; None is let through.
+
+    Raises:
+        ArgumentError: one of them is not dense; the message names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.is_nested:
+            raise ArgumentError(
+                f"{name} is a nested tensor: pad it (torch.nested.to_padded_tensor) and hide the "
+                "padding with attn_mask"
+            )
+        if tensor.layout is not torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise ArgumentError(f"{name} has layout {layout}: convert it with {name}.to_dense()")
+
+
+def require_inside(bias_index: Tensor | None, rows: int) -> None:
+    """Refuse a bias_index that leaves its table of `rows` rows.
+
+    Only where a look costs no wait: on the CPU, outside tracing. A GPU kernel checks each entry
+    itself and gives NaN for the scores of one that is outside.
+
+    Raises:
+        ArgumentError: an entry is negative or too large.
+    """
+    if bias_index is None or bias_index.device.type != "cpu" or not bias_index.numel():
+        return
+    if calls.watched():  # the values may not exist
+        return
+    low, high = (int(end) for end in bias_index.aminmax())
+    if low < 0 or high >= rows:
+        raise ArgumentError(
+            f"bias_index has entries from {low} to {high}, which must lie in [0, {rows})"
+        )
+
+
 def leading_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
     """The output's dims before [Nq, Dv]: the broadcast batch dims and the heads."""
-    if query.dim() == 3 and key.shape[0] not in (1, query.shape[0]) and query.shape[0] != 1:
-        return (query.shape[0],)  # fewer key and value heads
-    if query.dim() < 4:
-        return tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
+    if max(query.dim(), key.dim(), value.dim()) == 2:
+        return ()
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    return (*batch, max(query.shape[-3], key.shape[-3]))
+    heads, *others = (t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value))
+    return (*batch, max(others) if heads == 1 else heads)
 
 
 def autocast(
@@ -122,12 +171,14 @@ def _to_four_dims(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Bring any rank, broadcast batch dims and grouped heads to [B, H, N, D]."""
-    rank = query.dim()
+    rank = max(query.dim(), key.dim(), value.dim())
+    query, key, value = (t[(None,) * (rank - t.dim())] for t in (query, key, value))
     if rank < 4:
         query, key, value = (
             t.reshape((1,) * (4 - rank) + tuple(t.shape)) for t in (query, key, value)
         )
-        if rank == 3 and not (enable_gqa and key.shape[1] not in (1, query.shape[1])):
+        plain = all(t.shape[1] in (1, query.shape[1]) for t in (key, value))
+        if rank == 3 and (plain or not enable_gqa):
             # [B, N, D]: the leading dim is the batch's, and stays in front of one head
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
             if attn_mask is not None and attn_mask.dim() == 3:
@@ -172,6 +223,7 @@ def _broadcast_batch(
             "the batch dims of query, key and value do not broadcast: "
             f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
         ) from None
+    key, value = _equal_heads(query, key, value, enable_gqa)
     heads, kv_heads = query.shape[-3], max(key.shape[-3], value.shape[-3])
     if heads == 1 and kv_heads > 1:
         heads = kv_heads
@@ -186,3 +238,16 @@ def _broadcast_batch(
     query = query.expand(*batch, heads, *query.shape[-2:])
     key, value = (t.expand(*batch, kv_heads, *t.shape[-2:]) for t in (key, value))
     return query, key, value
+
+
+def _equal_heads(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor]:
+    """Key and value with one number of heads, where each divides the query's with enable_gqa."""
+    heads, of_key, of_value = query.shape[-3], key.shape[-3], value.shape[-3]
+    equal = of_key == of_value or 1 in (of_key, of_value)
+    if equal or not enable_gqa or heads % of_key or heads % of_value:
+        return key, value
+    common = math.lcm(of_key, of_value)
+    key, value = (t.repeat_interleave(common // t.shape[-3], dim=-3) for t in (key, value))
+    return key, value

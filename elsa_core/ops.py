@@ -5,10 +5,26 @@
 dtype in plain PyTorch. `elsa::linear` has a CUDA kernel and is PyTorch's own elsewhere. A native
 library that is loaded without this package (a bundle, a program) defines `elsa::attention` itself;
 loaded by this package it leaves that to this file.
+
+`elsa::attention_backward` and `elsa::window_attention_backward` are the gradients of the operators
+of that name; those of `*_eager` have operators of their own, so that a kernel of a device is asked
+for nothing that its forward does not take. `needs` says which gradients are wanted: of query, key,
+value and mask, or of qkv, bias, pad_qkv and logit_scale. What is not wanted is not computed and
+comes back as an empty tensor [0]. A gradient has the dtype and shape of its input; query's, key's
+and value's are laid out as `torch.empty_like` of them, all others are contiguous.
+
+What attention saves is (out, lse), float32 and O(N) beside the output, not (m, log S):
+P = exp(score - lse), and the rounding of lse, 2**-24 |lse| at most, is a relative error of P. For
+|lse| <= 2**11 that is below 2**-13 in float32, of the size of what half-precision gradients round,
+and for the |lse| < 2**5 of trained models below 2**-19. Of larger ones a backward computes (m, S)
+again in a first pass over the keys; at |lse| >= 2**24 lse has lost all of log S. Window attention
+saves nothing: a window's scores are computed again in one tile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +32,15 @@ from torch import Tensor
 
 from elsa_core.backends import eager, eager_window
 
+_Grads = tuple[Tensor | None, ...]
 _ARGUMENTS = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
     "float scale, str precision) -> (Tensor, Tensor)"
 )
 _BACKWARD_ARGUMENTS = (
     "(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
-    "bool mask_needs_grad) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, str precision, "
+    "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _WINDOW_TERMS = (
     "Tensor? bias, Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, "
@@ -31,7 +48,8 @@ _WINDOW_TERMS = (
 )
 _WINDOW_ARGUMENTS = f"(Tensor qkv, {_WINDOW_TERMS}, str precision) -> Tensor"
 _WINDOW_BACKWARD_ARGUMENTS = (
-    f"(Tensor grad_out, Tensor qkv, {_WINDOW_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"(Tensor grad_out, Tensor qkv, {_WINDOW_TERMS}, str precision, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LINEAR_ARGUMENTS = "(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
@@ -68,29 +86,34 @@ def _backward_fake(
     lse: Tensor,
     is_causal: bool,
     scale: float,
-    mask_needs_grad: bool,
+    precision: str,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = (
+        torch.empty_like(t) if needed else query.new_empty(0)
+        for t, needed in zip((query, key, value), needs[:3], strict=True)
+    )
     grad_mask = query.new_empty(0)
-    if attn_mask is not None and mask_needs_grad:
+    if attn_mask is not None and needs[3]:
         grad_mask = torch.empty_like(attn_mask, memory_format=torch.contiguous_format)
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), grad_mask
+    return grad_query, grad_key, grad_value, grad_mask
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, attn_mask, is_causal, scale, _ = inputs
+    query, key, value, attn_mask, *terms = inputs
     ctx.save_for_backward(query, key, value, attn_mask, *output)
-    ctx.is_causal, ctx.scale = is_causal, scale
+    ctx.terms = terms
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, attn_mask, out, lse = ctx.saved_tensors
-    mask_needs_grad = bool(ctx.needs_input_grad[3])
-    grads = torch.ops.elsa.attention_backward(
-        grad_out, grad_lse, query, key, value, attn_mask, out, lse,
-        ctx.is_causal, ctx.scale, mask_needs_grad,
-    )  # fmt: skip
-    grad_mask = grads[3] if mask_needs_grad else None
-    return grads[0], grads[1], grads[2], grad_mask, None, None, None
+def _backward(operator: Any, ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> _Grads:
+    """The gradients of `elsa::attention`: only those that somebody needs are computed."""
+    needs = list(ctx.needs_input_grad[:4])
+    grads = operator(grad_out, grad_lse, *ctx.saved_tensors, *ctx.terms, needs)
+    return *_needed(grads, needs), None, None, None
+
+
+def _needed(grads: Iterable[Tensor], needs: Iterable[bool]) -> _Grads:
+    return tuple(grad if n else None for grad, n in zip(grads, needs, strict=True))
 
 
 def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -98,7 +121,7 @@ def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.terms = inputs[8:]
 
 
-def _twice(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _twice(ctx: Any, *grads: Tensor) -> _Grads:
     """Second derivatives: the backward once more, recorded, with all its weights alive."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -151,31 +174,29 @@ def _window_backward_fake(
     logit_scale: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_bias, grad_pad, grad_scale = (
-        qkv.new_empty(0) if t is None else t.new_empty(t.shape)
-        for t in (bias, pad_qkv, logit_scale)
+    needs: Sequence[bool] = rest[-1]
+    grad_qkv, grad_bias, grad_pad, grad_scale = (
+        qkv.new_empty(0) if t is None or not needed else t.new_empty(t.shape)
+        for t, needed in zip((qkv, bias, pad_qkv, logit_scale), needs, strict=True)
     )
-    return qkv.new_empty(qkv.shape), grad_bias, grad_pad, grad_scale
+    return grad_qkv, grad_bias, grad_pad, grad_scale
 
 
 def _window_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
-    ctx.terms = inputs[5:12]
+    ctx.terms = inputs[5:]
 
 
-def _window_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, bias, bias_index, pad_qkv, logit_scale = ctx.saved_tensors
-    grads = torch.ops.elsa.window_attention_backward(
-        grad_out, qkv, bias, bias_index, pad_qkv, logit_scale, *ctx.terms
-    )
-    present = (bias is not None, pad_qkv is not None, logit_scale is not None)
-    grad_bias, grad_pad, grad_scale = (
-        grad if there else None for grad, there in zip(grads[1:], present, strict=True)
-    )
-    return grads[0], grad_bias, None, grad_pad, grad_scale, *(None,) * 8
+def _window_backward(operator: Any, ctx: Any, grad_out: Tensor) -> _Grads:
+    """The gradients of `elsa::window_attention`: only those that somebody needs are computed."""
+    wanted = ctx.needs_input_grad
+    needs = [wanted[0], wanted[1], wanted[3], wanted[4]]
+    grads = operator(grad_out, *ctx.saved_tensors, *ctx.terms, needs)
+    grad_qkv, grad_bias, grad_pad, grad_scale = _needed(grads, needs)
+    return grad_qkv, grad_bias, None, grad_pad, grad_scale, *(None,) * 8
 
 
-def _window_twice(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _window_twice(ctx: Any, *grads: Tensor) -> _Grads:
     raise RuntimeError(
         "elsa.window_attention is differentiable once by torch.autograd; second derivatives come "
         "from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
@@ -240,15 +261,22 @@ def _register() -> None:
         if kernel is not None:
             _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"elsa::{name}", _attention_fake, lib=_LIBRARY)
+        backward = f"{name}_backward"
+        _define(backward, _BACKWARD_ARGUMENTS)
+        _LIBRARY.impl(backward, eager.backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"elsa::{backward}", _backward_fake, lib=_LIBRARY)
         torch.library.register_autograd(
-            f"elsa::{name}", _backward, setup_context=_setup_context, lib=_LIBRARY
+            f"elsa::{backward}", _twice, setup_context=_twice_setup_context, lib=_LIBRARY
         )
+        _differentiable(name, _backward, _setup_context)
     _LIBRARY.impl("attention", _attention_cuda, "CUDA")
-    _define("attention_backward", _BACKWARD_ARGUMENTS)
-    _LIBRARY.impl("attention_backward", eager.backward, "CompositeExplicitAutograd")
-    torch.library.register_fake("elsa::attention_backward", _backward_fake, lib=_LIBRARY)
+
+
+def _differentiable(name: str, formula: Callable[..., Any], setup: Callable[..., Any]) -> None:
+    """Give an operator the gradients of `elsa::<name>_backward`."""
+    operator = getattr(torch.ops.elsa, f"{name}_backward").default
     torch.library.register_autograd(
-        "elsa::attention_backward", _twice, setup_context=_twice_setup_context, lib=_LIBRARY
+        f"elsa::{name}", partial(formula, operator), setup_context=setup, lib=_LIBRARY
     )
 
 
@@ -256,17 +284,14 @@ def _register_window() -> None:
     for name in ("window_attention", "window_attention_eager"):
         _define(name, _WINDOW_ARGUMENTS)
         torch.library.register_fake(f"elsa::{name}", _window_fake, lib=_LIBRARY)
-        torch.library.register_autograd(
-            f"elsa::{name}", _window_backward, setup_context=_window_setup_context, lib=_LIBRARY
-        )
+        backward = f"{name}_backward"
+        _define(backward, _WINDOW_BACKWARD_ARGUMENTS)
+        _LIBRARY.impl(backward, eager_window.backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"elsa::{backward}", _window_backward_fake, lib=_LIBRARY)
+        torch.library.register_autograd(f"elsa::{backward}", _window_twice, lib=_LIBRARY)
+        _differentiable(name, _window_backward, _window_setup_context)
     _LIBRARY.impl("window_attention_eager", eager_window.attention, "CompositeExplicitAutograd")
     _LIBRARY.impl("window_attention", _window_attention_cuda, "CUDA")
-    _define("window_attention_backward", _WINDOW_BACKWARD_ARGUMENTS)
-    _LIBRARY.impl("window_attention_backward", eager_window.backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "elsa::window_attention_backward", _window_backward_fake, lib=_LIBRARY
-    )
-    torch.library.register_autograd("elsa::window_attention_backward", _window_twice, lib=_LIBRARY)
 
 
 def _register_linear() -> None:

@@ -14,6 +14,7 @@ from elsa_core import calls
 from elsa_core.attention import NO_TENSOR_SCALE, _backend_name, _eager_alone
 from elsa_core.backends import eager_window
 from elsa_core.errors import ArgumentError
+from elsa_core.operands import require_inside
 
 LAYOUTS = ("qkv", "head")
 _Triple = tuple[int, int, int]
@@ -55,7 +56,8 @@ def window_attention(
         window_size: (height, width) or (depth, height, width), in tokens.
         shift_size: as many numbers, each at least 0 and smaller than the window.
         scale: factor on the scores; default 1 / sqrt(head_dim). Unused with `logit_scale`.
-        bias_index: [T, T] int64, entries of the table (Swin's relative_position_index).
+        bias_index: [T, T] int64, entries of the table (Swin's relative_position_index). Entries
+            outside [0, L) are refused on the CPU; on a GPU they make their scores NaN.
         pad_qkv: [3 * C], what the projection makes of a padded token (its bias); default zeros.
             Padded tokens take part as keys, as they do in Swin.
         logit_scale: [num_heads], cosine attention (Swin-V2): queries and keys are L2-normalised
@@ -186,6 +188,7 @@ def _check_terms(qkv: Tensor, terms: _Terms, num_heads: int, tokens: int) -> Non
                 "bias_index asks for"
             )
         _check(qkv, "bias", terms.bias, tuple(terms.bias.shape))
+        require_inside(places, terms.bias.shape[0])
     elif terms.bias is not None:
         _check(qkv, "bias", terms.bias, (num_heads, tokens, tokens))
     if terms.pad_qkv is not None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ def pytest_configure() -> None:
     # A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup`
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,3 +37,30 @@ def pytest_runtest_protocol(
     with (folder.parent if side_by_side else folder).joinpath("processor.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         return (yield)
+
+
+@pytest.fixture
+def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Make a file or directory another user's: in truth as root, else in what `stat` says."""
+    foreign: set[int] = set()
+    real = {"stat": os.stat, "fstat": os.fstat}
+
+    def look(name: str) -> Callable[..., Any]:
+        def told(*arguments: Any, **options: Any) -> Any:
+            facts = real[name](*arguments, **options)
+            if facts.st_ino not in foreign:
+                return facts
+            fields = {field: getattr(facts, field) for field in dir(facts) if field[:3] == "st_"}
+            return SimpleNamespace(**fields | {"st_uid": 65534})
+
+        return told
+
+    def give(path: Path) -> None:
+        if os.geteuid() == 0:
+            os.chown(path, 65534, -1)
+            return
+        foreign.add(path.stat().st_ino)
+        for name in real:
+            monkeypatch.setattr(os, name, look(name))
+
+    return give

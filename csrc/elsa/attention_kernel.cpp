@@ -109,6 +109,7 @@ class Item {
     rows_ = (split + 1) * a.queries / plan.splits - first_row_;
     width_ = value_width(a);
     scaled_ = a.mask.data != nullptr || !(a.scale > 0.0f);
+    few_ = a.queries <= kFewQueries || wide_keys(a.keys) <= kLanes;
     values_in_place_ = values_in_place(a, plan);
     queries_in_place_ = queries_in_place(a);
     query_stride_ = queries_in_place_ ? a.query.stride[2] : row_stride(a.head_dim);
@@ -223,7 +224,7 @@ class Item {
     const float* const queries = queries_in_place_
                                      ? reinterpret_cast<const float*>(query_.at(block_row_, 0))
                                      : memory_ + at_.query;
-    t.few = wide_keys(a_.keys) <= kLanes;
+    t.few = few_;
     t.scaled = scaled_;
     t.scale = a_.scale;
     if (a_.mask.data) prepare_bias(t);
@@ -255,6 +256,7 @@ class Item {
   // The mask itself where it is dense floats, else a converted copy of this block's part.
   void prepare_bias(ScoreTile& t) {
     const Matrix mask = matrix(a_.mask, batch_, head_);
+    t.hides = mask.dtype == DType::kBool;
     if (mask.dense_floats()) {
       const View& v = a_.mask;
       t.bias = reinterpret_cast<const float*>(mask.at(block_row_, first_key_));
@@ -329,6 +331,7 @@ class Item {
     const int64_t chunks = sum_chunks(keys_);
     ValueTile t = {};
     t.weight_stride = score_stride_;
+    t.few = a_.queries <= kFewQueries;
     float* out = direct ? static_cast<float*>(out_row(block_row_))
                         : memory_ + (block_ == 0 ? at_.out + state_ * width_ : at_.block_out);
     t.out_stride = direct ? a_.heads * a_.value_dim : width_;
@@ -396,7 +399,7 @@ class Item {
   const Layout at_;
   float* const memory_;
   int64_t batch_, head_, kv_head_, first_row_, rows_, width_;
-  bool scaled_, values_in_place_, queries_in_place_;
+  bool scaled_, few_, values_in_place_, queries_in_place_;
   int64_t query_stride_, score_stride_;
   Matrix query_, key_, value_;
   Prefetch next_[3];  // the upcoming item's operands

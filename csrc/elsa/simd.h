@@ -182,7 +182,8 @@ ELSA_INLINE Floats exp2_nonpositive(Floats x) {
 // Cephes' logf.
 ELSA_INLINE Floats log_positive(Floats x) {
   // Splits x = 2^e * m with m in [sqrt(1/2), sqrt(2)).
-  const Ints bits = reinterpret_cast<Ints>(x) - 0x3f3504f3;
+  // The subtraction is unsigned: a NaN of negative sign would overflow a signed one.
+  const Ints bits = reinterpret_cast<Ints>(reinterpret_cast<Bits>(x) - 0x3f3504f3u);
   const Floats e = __builtin_convertvector(bits >> 23, Floats);
   const Floats m = reinterpret_cast<Floats>((bits & 0x007fffff) + 0x3f3504f3) - 1.0f;
   const Floats square = m * m;

@@ -40,8 +40,15 @@ constexpr int64_t paired_keys(int64_t wide) {
   return kTripleRows > 0 && vectors > 1 && vectors % 2 == 1 ? (vectors - 3) * kLanes : wide;
 }
 
-constexpr int kFewChunk = 16;       // head dimensions summed by themselves where keys are few
-constexpr int64_t kSumChunk = 100;  // keys summed in one accumulator chain; see values_tile
+constexpr int kFewChunk = 16;       // terms of a sum that are added by themselves where `few` holds
+constexpr int64_t kFewQueries = 8;  // see few_scores
+constexpr int64_t kDepthChunk = 96;  // head dimensions summed in one accumulator chain
+constexpr int64_t kSumChunk = 100;   // keys summed in one accumulator chain; see values_tile
+// Head dimensions of a chain: as many chains as kDepthChunk asks for, of nearly equal length.
+constexpr int64_t depth_chunk(int64_t depth) {
+  const int64_t chunks = (depth + kDepthChunk - 1) / kDepthChunk;
+  return chunks > 1 ? (depth + chunks - 1) / chunks : depth;
+}
 // Floats from one row of a buffer to the next: an odd number of cache lines spreads the rows over
 // the sets, and as few as hold `count` keep them on few pages.
 constexpr int64_t row_stride(int64_t count) { return ((count + 15) / 16 | 1) * 16; }
@@ -56,12 +63,13 @@ struct ScoreTile {
   float* row_max;   // [R][kLanes], running
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
-  bool few;         // of the whole problem's keys no more than kLanes go into panels
+  bool few;         // the whole problem has few queries or keys, see few_scores
   bool scaled;      // scores are multiplied by scale here (and not in the softmax)
   float scale;
   const float* bias;  // [R][bias_stride], null for none
   int64_t bias_stride;
   const float* bias_end;  // no read at or beyond it
+  bool hides;             // the bias is a boolean mask's: -inf replaces the score, NaN included
 };
 
 // The vector at p, or as much of it as lies before `end`.
@@ -72,9 +80,10 @@ ELSA_INLINE Floats load_before(const float* p, const float* end) {
   return x;
 }
 
-// Sums over whole chunks of the head dimension, for problems of few keys: registers are to spare,
-// and chains of 8, of even and of odd dimensions, round less and wait less. A sum over few keys has
-// no other error to hide this one. Returns the dimensions summed.
+// Sums over whole chunks of the head dimension, of one vector of a panel, for problems of few
+// queries or few keys (of which no more than kLanes go into panels): registers are to spare, and
+// chains of 8, of even and of odd dimensions, round less and wait less. PyTorch's products of so
+// small matrices have such short chains too. Returns the dimensions summed.
 template <int R>
 ELSA_INLINE int64_t few_scores(const float* const (&query)[R], const float* panel, int64_t depth,
                                Floats (&sums)[R]) {
@@ -99,6 +108,27 @@ ELSA_INLINE int64_t few_scores(const float* const (&query)[R], const float* pane
   return d;
 }
 
+// Sums of a chunk wait where the scores will be; the registers begin again at zero.
+template <int R, int V>
+ELSA_INLINE void park(Floats (&acc)[R][V], float* scores, int64_t stride) {
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) {
+      store(scores + r * stride + v * kLanes, acc[r][v]);
+      acc[r][v] = Floats{};
+    }
+  }
+}
+template <int R, int V>
+ELSA_INLINE void add_parked(Floats (&acc)[R][V], const float* scores, int64_t stride) {
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] += load(scores + r * stride + v * kLanes);
+  }
+}
+
 template <int R, int V>
 void score_tile(const ScoreTile& t) {
   Floats acc[R][V];
@@ -119,31 +149,43 @@ void score_tile(const ScoreTile& t) {
   const float* panel = t.panel;
   const int64_t query_stride = t.query_stride;
   int64_t d = 0;
-  if (V == 1 && t.few) {
+  const int64_t depth = t.depth;
+  const int64_t chunk = t.few ? depth : depth_chunk(depth);
+  float* const parked = t.scores;  // sums of the chunks so far
+  const int64_t parked_stride = t.score_stride;
+  if (t.few) {
     const float* rows[R];
-    Floats sums[R];
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) rows[r] = query + r * query_stride;
-    d = few_scores(rows, panel, t.depth, sums);
     ELSA_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][0] = sums[r];
+    for (int v = 0; v < V; ++v) {
+      Floats sums[R];
+      d = few_scores(rows, panel + v * kLanes, depth, sums);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
+    }
     panel += d * kPanel;
     query += d;
   }
-  const int64_t depth = t.depth;
-  ELSA_UNROLL_BY_4
-  for (; d < depth; ++d) {
-    Floats key[V];
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Floats q = splat(query[r * query_stride]);
+  for (int64_t end = chunk;; end += chunk) {
+    const int64_t stop = end < depth ? end : depth;
+    ELSA_UNROLL_BY_4
+    for (; d < stop; ++d) {
+      Floats key[V];
       ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
+      for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Floats q = splat(query[r * query_stride]);
+        ELSA_UNROLL
+        for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
+      }
+      panel += kPanel;
+      ++query;
     }
-    panel += kPanel;
-    ++query;
+    if (end > chunk) add_parked(acc, parked, parked_stride);
+    if (end >= depth) break;
+    park(acc, parked, parked_stride);
   }
   // Copies, because the compiler must assume that the stores below change `t`.
   const int64_t valid = t.valid, visible = t.visible;
@@ -151,6 +193,7 @@ void score_tile(const ScoreTile& t) {
   if (t.scaled) {
     const float* const bias = t.bias;
     const float scale = t.scale;
+    const bool hides = t.hides;
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) {
       ELSA_UNROLL
@@ -158,7 +201,9 @@ void score_tile(const ScoreTile& t) {
         acc[r][v] = acc[r][v] * scale;
         if (bias) {
           const float* p = bias + r * t.bias_stride + v * kLanes;
-          acc[r][v] += whole ? load(p) : load_before(p, t.bias_end);
+          const Floats added = whole ? load(p) : load_before(p, t.bias_end);
+          acc[r][v] += added;
+          if (hides) acc[r][v] = added == splat(-kInf) ? added : acc[r][v];
         }
       }
     }
@@ -220,7 +265,8 @@ void narrow_score_tile(const ScoreTile& t) {
     store(scores, splat(-kInf));
     for (int64_t j = 0; j < count; ++j) {
       float s = sums[r / 4][j * 4 + r % 4];
-      if (t.scaled) s = s * t.scale + (t.bias ? t.bias[r * t.bias_stride + j] : 0.0f);
+      const float added = t.bias ? t.bias[r * t.bias_stride + j] : 0.0f;
+      if (t.scaled) s = t.hides && added == -kInf ? added : s * t.scale + added;
       scores[j] = s;
       most = s > most ? s : most;
     }
@@ -237,8 +283,36 @@ struct ValueTile {
   float* out;     // [R][out_stride]
   int64_t out_stride;
   bool accumulate;
+  bool few;             // the whole problem has few queries, see few_scores
   const float* factor;  // [R], multiplied on at the end; null for none
 };
+
+// As few_scores, over keys instead of head dimensions: one vector of the values.
+template <int R>
+ELSA_INLINE int64_t few_values(const ValueTile& t, const float* values, Floats (&sums)[R]) {
+  const float* weights = t.weights;
+  const int64_t stride = t.value_stride;
+  ELSA_UNROLL
+  for (int r = 0; r < R; ++r) sums[r] = Floats{};
+  int64_t j = 0;
+  while (j + kFewChunk <= t.count) {
+    Floats even[R], odd[R];
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) even[r] = odd[r] = Floats{};
+    for (const int64_t end = j + kFewChunk; j < end; j += 2, values += 2 * stride) {
+      const Floats first = load(values), second = load(values + stride);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const float* w = weights + r * t.weight_stride + j;
+        even[r] = even[r] + splat(w[0]) * first;
+        odd[r] = odd[r] + splat(w[1]) * second;
+      }
+    }
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) sums[r] += even[r] + odd[r];
+  }
+  return j;
+}
 
 // One short chain per call: sums over many keys are trees of chunks, which keeps the rounding error
 // of long rows at that of short ones.
@@ -253,8 +327,20 @@ void value_tile(const ValueTile& t) {
   const float* values = t.values;
   const float* weights = t.weights;
   const int64_t count = t.count, weight_stride = t.weight_stride;
+  int64_t j = 0;
+  if (t.few) {
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) {
+      Floats sums[R];
+      j = few_values(t, values + v * kLanes, sums);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) acc[r][v] = sums[r];
+    }
+    values += j * t.value_stride;
+    weights += j;
+  }
   ELSA_UNROLL_BY_4
-  for (int64_t j = 0; j < count; ++j) {
+  for (; j < count; ++j) {
     Floats value[V];
     ELSA_UNROLL
     for (int v = 0; v < V; ++v) value[v] = load(values + v * kLanes);

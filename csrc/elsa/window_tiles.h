@@ -54,26 +54,33 @@ void row_score_tile(const RowScores& t) {
 #endif
   const float* panel = t.panel;
   const int64_t depth = t.depth;
-  int64_t d = 0;
+  int64_t d = 0, chunk = depth_chunk(depth);
   if (V == 1 && t.few) {
     Floats sums[R];
     d = few_scores(query, panel, depth, sums);
     ELSA_UNROLL
     for (int r = 0; r < R; ++r) acc[r][0] = sums[r];
     panel += d * kPanel;
+    chunk = depth;
   }
-  ELSA_UNROLL_BY_4
-  for (; d < depth; ++d) {
-    Floats key[V];
-    ELSA_UNROLL
-    for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
-    ELSA_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Floats q = splat(query[r][d]);
+  for (int64_t end = chunk;; end += chunk) {
+    const int64_t stop = end < depth ? end : depth;
+    ELSA_UNROLL_BY_4
+    for (; d < stop; ++d) {
+      Floats key[V];
       ELSA_UNROLL
-      for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
+      for (int v = 0; v < V; ++v) key[v] = load(panel + v * kLanes);
+      ELSA_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Floats q = splat(query[r][d]);
+        ELSA_UNROLL
+        for (int v = 0; v < V; ++v) acc[r][v] = acc[r][v] + q * key[v];
+      }
+      panel += V > kTileVectors ? V * kLanes : kPanel;
     }
-    panel += V > kTileVectors ? V * kLanes : kPanel;
+    if (end > chunk) add_parked(acc, t.scores, t.stride);
+    if (end >= depth) break;
+    park(acc, t.scores, t.stride);
   }
   // Copies, because the compiler must assume that the stores below change `t`.
   const int64_t valid = t.valid, stride = t.stride;

@@ -210,7 +210,7 @@ def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
     from elsa_core.bench import cases
 
     if given["tune"]:
-        from elsa_core.bench import tune
+        from elsa_core.bench.tune import search as tune
 
         tune.check_device(device)
     precision, dtype = given["precision"], given["dtype"]
@@ -233,7 +233,7 @@ def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
 def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> None:
     from torch.cuda import is_available
 
-    from elsa_core.bench import environment
+    from elsa_core.measuring import environment
 
     there = device.type == "cpu" or is_available()
     results = {"dry_run": True, "cases": [case.to_dict() for case in chosen]}
@@ -252,8 +252,8 @@ def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> N
 
 def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
     """Whatever would keep the results from being written ends the command before it measures."""
-    from elsa_core.bench import environment, plots
     from elsa_core.errors import ArgumentError, UnavailableError
+    from elsa_core.measuring import busy, plots
 
     target: Path | None = given["output"]
     for path in (target, given["plot"]):
@@ -265,13 +265,14 @@ def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
         return
     if target.exists() and not given["force"]:
         raise ArgumentError(f"{target} exists; use --force to replace it")
-    why = environment.busy(device)
+    why = busy.reason(device)
     if why and not given["allow_busy"]:
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
 
 
 def _show(session: Session, report: Report, published: dict[str, Any] | None) -> None:
-    from elsa_core.bench import environment, results, tables
+    from elsa_core.bench import results, tables
+    from elsa_core.measuring import environment
 
     added = bench_compare.added(results.document(report), published)
     session.document("bench attention", report.environment, report.to_dict() | added)

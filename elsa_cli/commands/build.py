@@ -21,9 +21,9 @@ def command(session: Session, /, force: bool) -> None:
     Without this, the first use compiles it. Needs a C++ compiler: CXX, or c++, g++, clang++.
     """
     from elsa_core.backends import native
-    from elsa_core.backends.compiler import is_whole
+    from elsa_core.backends.cache import is_sound
 
-    present = is_whole(native.library_path())
+    present = is_sound(native.library_path())
     start = time.perf_counter()
     with session.stage("compiling the native library") as update:
         path = native.build(force=force, progress=lambda text: update(text, 0, 0))

@@ -4,7 +4,7 @@ Every library is the kernels of `csrc/elsa` behind one runtime's binding: PyTorc
 (`elsa_core.backends.native`) or ONNX Runtime's (`elsa_core.exporting.ort_library`).
 
 Environment variables:
-    ELSA_CACHE_DIR: where built libraries are kept (default: the user's cache directory).
+    ELSA_CACHE_DIR: see `elsa_core.backends.cache`.
     CXX: the compiler (default: g++, then clang++, then c++).
 """
 
@@ -17,18 +17,20 @@ import os
 import platform
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elsa_core.backends import cache
+from elsa_core.backends.cache import is_sound
 from elsa_core.errors import UnavailableError
-from elsa_core.files import flush
+from elsa_core.files import scratch
+from elsa_core.processes import running
 
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
@@ -44,7 +46,9 @@ _KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"Neon": ()},
 }  # fmt: skip
-_LOCK_SECONDS = 600
+# All units are compiled side by side: seconds on a usual machine.
+BUILD_SECONDS = 600
+VERSION_SECONDS = 60
 _LOG = logging.getLogger("elsa")
 
 
@@ -88,14 +92,16 @@ def build(
         UnavailableError: no compiler and nothing built ahead, a compiler that fails, or a cache
             that cannot be read or written.
     """
+    say = progress or (lambda line: None)
     if force:
         compiler_version(tuple(compiler()))  # what was built ahead is no answer here
     path = library_path(recipe)
-    if is_whole(path) and not force:
+    sound = is_sound(path)
+    if sound and not force:
         return path
-    damaged = path.exists() and not is_whole(path)
+    damaged = os.path.lexists(path) and not sound
     try:
-        _build(recipe, path, force, progress or (lambda line: None))
+        _build(recipe, path, force, say)
     except UnavailableError as error:
         if damaged:
             raise _cannot_mend(path, error) from None
@@ -105,16 +111,12 @@ def build(
 
 def _build(recipe: Recipe, path: Path, force: bool, say: Callable[[str], None]) -> None:
     """Compile a library while no other process does."""
-    from filelock import FileLock, Timeout
-
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
-            if is_whole(path) and not force:  # another process built it while this one waited
+        cache.make(path.parent)
+        with cache.locked(path, recipe.title, say):
+            if is_sound(path) and not force:  # another process built it while this one waited
                 return
             _compile(recipe, path, say)
-    except Timeout:
-        raise UnavailableError(f"another process has held {path}.lock for 10 minutes") from None
     except OSError as error:
         raise UnavailableError(
             f"the {recipe.title} cannot be written to {path.parent}: {error.strerror or error}; "
@@ -124,7 +126,8 @@ def _build(recipe: Recipe, path: Path, force: bool, say: Callable[[str], None]) 
 
 def _cannot_mend(path: Path, error: UnavailableError) -> UnavailableError:
     return UnavailableError(
-        f"{path} is damaged and was not built again: {error}; then run `elsa build --force`"
+        f"{path} is damaged or not your own and was not built again: {error}; "
+        "then run `elsa build --force`"
     )
 
 
@@ -137,13 +140,13 @@ def library_path(recipe: Recipe) -> Path:
     Raises:
         UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.
     """
-    start = cache_directory() / f"{recipe.stem}-{_facts_key(recipe)}"
+    start = cache.directory() / f"{recipe.stem}-{_facts_key(recipe)}"
     try:
         version = compiler_version(tuple(compiler()))
     except UnavailableError as error:
         return _built_ahead(start, error)
     path = start.with_name(f"{start.name}-{hashlib.sha256(version.encode()).hexdigest()[:8]}.so")
-    is_whole(path)  # whoever asks for the path learns here that the cache cannot be read
+    is_sound(path)  # whoever asks for the path learns here that the cache cannot be read
     return path
 
 
@@ -161,64 +164,12 @@ def _facts_key(recipe: Recipe) -> str:
 
 
 def _built_ahead(start: Path, error: UnavailableError) -> Path:
-    """The newest whole library whose name begins like `start`; `error` says why none is built."""
+    """The newest sound library whose name begins like `start`; `error` says why none is built."""
     found = list(start.parent.glob(f"{start.name}-*.so"))
-    whole = [path for path in found if is_whole(path)]
-    if whole:
-        return max(whole, key=lambda path: path.stat().st_mtime)
+    sound = [path for path in found if is_sound(path)]
+    if sound:
+        return max(sound, key=lambda path: path.stat().st_mtime)
     raise _cannot_mend(found[0], error) if found else error
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a library is there up to its last byte: loading half of one kills the process.
-
-    Raises:
-        UnavailableError: the cache cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            header = file.read(64)
-            size = os.fstat(file.fileno()).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise UnavailableError(
-            f"the cache {path.parent} cannot be read: {error.strerror or error}; "
-            "set ELSA_CACHE_DIR to a directory of yours"
-        ) from None
-    if sys.platform == "darwin":
-        return size > 0
-    if len(header) < 64 or header[:4] != b"\x7fELF":
-        return False
-    # The table of sections is what linkers write last: its offset, an entry's size, their number.
-    order = ">" if header[5] == 2 else "<"
-    (offset,) = struct.unpack_from(f"{order}Q", header, 0x28)
-    entry, entries = struct.unpack_from(f"{order}HH", header, 0x3A)
-    return bool(size >= offset + entry * entries)
-
-
-def cache_directory() -> Path:
-    """Where built libraries are kept.
-
-    Raises:
-        UnavailableError: ELSA_CACHE_DIR names a home directory that does not exist, or there is
-            neither that variable nor a home directory.
-    """
-    chosen = os.environ.get("ELSA_CACHE_DIR")
-    if chosen:
-        try:
-            return Path(chosen).expanduser() / "native"
-        except RuntimeError:
-            raise UnavailableError(
-                f"ELSA_CACHE_DIR={chosen!r} names a home directory that does not exist; "
-                "unset or correct ELSA_CACHE_DIR"
-            ) from None
-    import platformdirs
-
-    place = Path(platformdirs.user_cache_dir("elsa"))
-    if place.parts[0].startswith("~"):
-        raise UnavailableError("this user has no home directory; set ELSA_CACHE_DIR")
-    return place / "native"
 
 
 def status(recipe: Recipe) -> dict[str, Any]:
@@ -237,10 +188,11 @@ def status(recipe: Recipe) -> dict[str, Any]:
     except UnavailableError as error:
         facts["compiler_reason"] = str(error)
     try:
-        facts["cache"] = str(cache_directory())
+        facts["cache"] = str(cache.directory())
         path = library_path(recipe)
-        built = is_whole(path)
-        facts |= {"path": str(path), "built": built, "damaged": not built and path.exists()}
+        built = is_sound(path)
+        damaged = not built and os.path.lexists(path)
+        facts |= {"path": str(path), "built": built, "damaged": damaged}
     except (UnavailableError, OSError) as error:
         facts["reason"] = str(error)
     return facts
@@ -290,14 +242,18 @@ def compiler_version(command: tuple[str, ...]) -> str:
     Raises:
         UnavailableError: the command does not run.
     """
+    name = " ".join(command)
     try:
-        done = subprocess.run(
-            [*command, "--version"], capture_output=True, timeout=60, check=False,
-            encoding="utf-8", errors="replace",
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(f"the compiler {' '.join(command)} does not run: {error}") from None
-    return _first_line(done.stdout) if done.stdout else ""
+        with running([*command, "--version"], stdout=subprocess.PIPE,
+                     stderr=subprocess.DEVNULL) as process:  # fmt: skip
+            said, _ = process.communicate(timeout=VERSION_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(
+            f"the compiler {name} gave no version in {VERSION_SECONDS} s; set CXX to another one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"the compiler {name} does not run: {error}") from None
+    return _first_line(said) if said else ""
 
 
 def source_directory() -> Path:
@@ -325,23 +281,20 @@ def _compile(recipe: Recipe, path: Path, say: Callable[[str], None]) -> None:
     """Compile every unit at once, link, and put the result under its name."""
     started = time.monotonic()
     _LOG.info("compiling the %s (once for this machine)", recipe.title)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
-        units = [
-            (name, [*command, "-o", f"{scratch}/{name}.o"]) for name, command in _units(recipe)
-        ]
+    with scratch(".build-", folder=path.parent) as folder:
+        units = [(name, [*command, "-o", f"{folder}/{name}.o"]) for name, command in _units(recipe)]
         say(f"compiling {len(units)} units with {' '.join(compiler())}")
         _run_all(units)
         say("linking")
-        library = Path(scratch) / path.name
-        objects = [f"{scratch}/{name}.o" for name, _ in units]
+        library = folder / path.name
+        objects = [f"{folder}/{name}.o" for name, _ in units]
         link = [*compiler(), *objects, "-shared", *recipe.link_flags]
         if sys.platform != "darwin":
             link.append("-Wl,--exclude-libs,ALL")
         _run_all([("link", [*link, "-o", str(library)])])
-        if not is_whole(library):
+        if not cache.is_whole(library):
             raise UnavailableError(f"the compiler {' '.join(compiler())} wrote no library")
-        flush(library)  # a crash after the rename must not leave half a library under its name
-        library.replace(path)
+        cache.put(library, path)
     _LOG.info("built %s in %.1f s", path, time.monotonic() - started)
 
 
@@ -361,29 +314,28 @@ def _units(recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
 
 def _run_all(commands: list[tuple[str, list[str]]]) -> None:
     """Run the commands side by side; the first failure is the error, and leaves nothing running."""
-    running: list[tuple[str, subprocess.Popen[str]]] = []
-    try:
-        for name, command in commands:
-            running.append((name, _start(command)))
-        for name, process in running:
-            _, errors = process.communicate()
+    end = time.monotonic() + BUILD_SECONDS
+    name = " ".join(compiler())
+    with ExitStack() as stack:
+        started = [
+            (unit, stack.enter_context(
+                running(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            ))
+            for unit, command in commands
+        ]  # fmt: skip
+        for unit, process in started:
+            try:
+                _, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise UnavailableError(
+                    f"the compiler {name} did not end within {BUILD_SECONDS} s on unit '{unit}' "
+                    "and was stopped; set CXX to another one"
+                ) from None
             if process.returncode != 0:
                 raise UnavailableError(
-                    f"the compiler {' '.join(compiler())} failed on unit '{name}' "
+                    f"the compiler {name} failed on unit '{unit}' "
                     f"(exit {process.returncode}): {_first_line(errors)}"
                 )
-    finally:
-        for _, process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        text=True, errors="replace",
-    )  # fmt: skip
 
 
 def _first_line(errors: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,8 @@ _KEY_BLOCK = 1024
 _QUERY_BLOCK_MIN = 16
 # The relative error of exp(scores - lse) that is left to the rounding of a large lse.
 _WEIGHT_ERROR = 2.0**-13
-
+# Dtypes in which an output is rounded to fewer bits than its sums have.
+_ROUNDED = (torch.float16, torch.bfloat16)
 
 Result = TypeVar("Result")
 
@@ -121,71 +122,94 @@ def backward(
     lse: Tensor,
     is_causal: bool,
     scale: float,
-    mask_needs_grad: bool,
+    precision: str,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients by recomputing P from the saved lse, block by block: O(N) memory beyond the mask's.
 
-    With P = exp(scores - lse) and delta = rowsum(grad_out * out) - grad_lse:
-    dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q, dmask = dS.
+    With dP = grad_out V^T, P = exp(scores - lse) and delta = rowsum(P * dP) - grad_lse:
+    dV = P^T grad_out, dS = P * (dP - delta), dQ = scale dS K, dK = scale dS^T Q, dmask = dS.
 
-    A large lse = m + log S has lost digits of log S (all of them at m = -1e9). Where one block
-    holds all keys P is therefore their softmax; over more blocks m and S are computed again if any
-    row asks for it, and P = exp(scores - m) / S.
+    rowsum(P * dP) is rowsum(grad_out * out), but a half-precision `out` has been rounded to 11 or 8
+    bits, which shows where dP is close to delta (rows that are nearly one-hot), and a large
+    lse = m + log S has lost digits of log S. Where one block holds all keys, P is therefore the
+    softmax of its scores and delta is summed from it; over more blocks a first pass computes m, S
+    and sum(P * dP) again where either rounding would show.
 
     Returns:
-        Gradients of query, key, value and mask (the mask's is empty where it is not needed).
+        Gradients of query, key, value and mask; empty where `needs` says that none is wanted.
     """
     compute = _compute_dtype(query.dtype)
     kv_heads = key.shape[1]
-    grad_query = torch.zeros_like(query, dtype=compute)
-    grad_key = torch.zeros_like(key, dtype=compute)
-    grad_value = torch.zeros_like(value, dtype=compute)
-    grad_mask = query.new_zeros(0)
-    if attn_mask is not None and mask_needs_grad:
-        grad_mask = torch.zeros_like(
-            attn_mask, dtype=compute, memory_format=torch.contiguous_format
-        )
-    dead = lse.isneginf()
-    lse = torch.where(dead, torch.inf, lse)  # exp(-inf - inf) = 0
-    delta = (grad_out.to(compute) * out.to(compute)).sum(-1) - grad_lse
+    inputs = (query, key, value, attn_mask)
+    grads = _zeros_for(inputs, needs, compute)
     block_q, block_k = _block_sizes(query, key)
+    again = key.shape[2] > block_k and (query.dtype in _ROUNDED or _loses_digits(lse))
     # Whether any row sees no key; only on the CPU does a look not wait for a queue.
+    dead = lse.isneginf()
     holes = attn_mask is not None and (dead.device.type != "cpu" or bool(dead.any()))
-    again = key.shape[2] > block_k and _loses_digits(lse)
+    lse = lse.masked_fill(dead, torch.inf)  # exp(-inf - inf) = 0
     for rows in _blocks(query.shape[2], block_q):
-        q = _grouped(query[:, :, rows].to(compute), kv_heads)
-        g_out = _grouped(grad_out[:, :, rows].to(compute), kv_heads)
-        row_lse = _grouped(lse[:, :, rows, None], kv_heads)
-        row_delta = _grouped(delta[:, :, rows, None], kv_heads)
+        q, g_out = (_grouped(t[:, :, rows].to(compute), kv_heads) for t in (query, grad_out))
+        shift, g_lse = (_grouped(t[:, :, rows, None], kv_heads) for t in (lse, grad_lse))
         visible = _visible_keys(key, rows, is_causal)
-        if again and visible > block_k:
-            row_lse, total = _normaliser(q, key, attn_mask, rows, is_causal, scale, block_k)
-            g_out, row_delta = g_out / total, row_delta / total  # P is linear in 1 / S
+        terms = (attn_mask, rows, is_causal, scale)
+        if visible > block_k and again:
+            shift, total, mean = _first_pass(q, g_out, key, value, *terms, block_k)
+            g_out, delta = g_out / total, (mean - g_lse) / total  # P is linear in 1 / S
+        elif visible > block_k:
+            delta = (g_out * _grouped(out[:, :, rows].to(compute), kv_heads)).sum(-1, True) - g_lse
         for columns in _blocks(visible, block_k):
-            k = key[:, :, None, columns].to(compute)
-            v = value[:, :, None, columns].to(compute)
+            k, v = (t[:, :, None, columns].to(compute) for t in (key, value))
             scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
+            d_p = g_out @ v.mT
             if visible > block_k:
-                p = (scores - row_lse).exp()
+                p = (scores - shift).exp()
             else:
                 p = scores.softmax(-1)
-                if holes:
-                    p = p.masked_fill(_grouped(dead[:, :, rows, None], kv_heads), 0.0)
-            grad_value[:, :, columns] += (p.mT @ g_out).sum(2)
-            g_scores = p * (g_out @ v.mT - row_delta)
-            grad_query[:, :, rows] += (g_scores @ k).flatten(1, 2) * scale
-            grad_key[:, :, columns] += (g_scores.mT @ q).sum(2) * scale
-            if grad_mask.dim() == 4:
-                _add_reduced(grad_mask, g_scores.flatten(1, 2), rows, columns)
-    mask_dtype = query.dtype if attn_mask is None else attn_mask.dtype
-    if grad_mask.dim() != 4:
-        mask_dtype = query.dtype
-    return (
-        grad_query.to(query.dtype),
-        grad_key.to(key.dtype),
-        grad_value.to(value.dtype),
-        grad_mask.to(mask_dtype),
+                p = p.masked_fill(shift.isposinf(), 0.0) if holes else p
+                delta = (p * d_p).sum(-1, keepdim=True) - g_lse
+            _add_block(grads, q, k, g_out, p, p * (d_p - delta), rows, columns, scale)
+    grad_query, grad_key, grad_value, grad_mask = (
+        query.new_empty(0) if t is None or grad is None else grad.to(t.dtype)
+        for t, grad in zip(inputs, grads, strict=True)
     )
+    return grad_query, grad_key, grad_value, grad_mask
+
+
+def _zeros_for(
+    inputs: tuple[Tensor | None, ...], needs: Sequence[bool], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Where the gradients of query, key, value and mask are summed; None where none is wanted."""
+    formats = (torch.preserve_format,) * 3 + (torch.contiguous_format,)
+    return [
+        torch.zeros_like(t, dtype=dtype, memory_format=layout) if needed and t is not None else None
+        for t, needed, layout in zip(inputs, needs, formats, strict=True)
+    ]
+
+
+def _add_block(
+    grads: list[Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    g_out: Tensor,
+    p: Tensor,
+    g_scores: Tensor,
+    rows: slice,
+    columns: slice,
+    scale: float,
+) -> None:
+    """Add what a block of P and dS [B, Hkv, G, rows, columns] gives to the gradients wanted."""
+    grad_query, grad_key, grad_value, grad_mask = grads
+    if grad_query is not None:
+        grad_query[:, :, rows] += (g_scores @ k).flatten(1, 2) * scale
+    if grad_key is not None:
+        grad_key[:, :, columns] += (g_scores.mT @ q).sum(2) * scale
+    if grad_value is not None:
+        grad_value[:, :, columns] += (p.mT @ g_out).sum(2)
+    if grad_mask is not None:  # dims of size 1 were broadcast
+        target = _mask_block(grad_mask, rows, columns)
+        target += g_scores.flatten(1, 2).sum_to_size(target.shape)
 
 
 def _loses_digits(lse: Tensor) -> bool:
@@ -196,24 +220,29 @@ def _loses_digits(lse: Tensor) -> bool:
     return bool(((lse.abs() > limit) & lse.isfinite()).any())
 
 
-def _normaliser(
+def _first_pass(
     q: Tensor,
+    g_out: Tensor,
     key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None,
     rows: slice,
     is_causal: bool,
     scale: float,
     block_k: int,
-) -> tuple[Tensor, Tensor]:
-    """m and S of each row [B, Hkv, G, rows, 1]; infinity and 1 where a row sees no key."""
-    state = monoid.State.identity(q.shape[:-1], 0, dtype=q.dtype, device=q.device)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """m, S and sum(P * dP) of each row, [B, Hkv, G, rows, 1]: attention whose values are dP.
+
+    A row that sees no key has m = infinity, S = 1 and the sum 0.
+    """
+    state = monoid.State.identity(q.shape[:-1], 1, dtype=q.dtype, device=q.device)
     for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
-        k = key[:, :, columns]
+        k, v = key[:, :, columns], value[:, :, None, columns].to(q.dtype)
         scores = _scores(q, k, attn_mask, rows, columns, is_causal, scale)
-        state = monoid.merge(state, _lift(scores, k[..., :0].to(q.dtype), 0.0))
+        state = monoid.merge(state, monoid.lift(scores, (g_out @ v.mT)[..., None]))
     dead = state.m.isneginf()
-    m = state.m.masked_fill(dead, torch.inf)
-    return m[..., None], state.S.masked_fill(dead, 1.0)[..., None]
+    total = state.S.masked_fill(dead, 1.0)[..., None]
+    return state.m.masked_fill(dead, torch.inf)[..., None], total, state.W / total
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -292,9 +321,3 @@ def _lift(scores: Tensor, value: Tensor, dropout_p: float) -> monoid.State:
     shift = torch.where(state.m.isneginf(), 0.0, state.m)[..., None]
     kept = F.dropout((scores - shift).exp(), dropout_p)
     return monoid.State(state.m, state.S, kept @ value.unsqueeze(2))
-
-
-def _add_reduced(total: Tensor, block: Tensor, rows: slice, columns: slice) -> None:
-    """Add a block of dS to the gradient of a mask whose dims of size 1 were broadcast."""
-    target = _mask_block(total, rows, columns)
-    target += block.sum_to_size(target.shape)

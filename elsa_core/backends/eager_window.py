@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elsa_core.operands import require_inside
+
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
 _SCORES_ALIVE = 1 << 22
 _NORM_EPS = 1e-12  # of torch.nn.functional.normalize, which cosine attention is defined with
@@ -151,33 +153,44 @@ def backward(
     mask_value: float,
     layout: str,
     grid: bool,
+    precision: str,
+    needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of qkv, bias, pad_qkv and logit_scale (empty where there is no such input), dense.
+    """Gradients of qkv, bias, pad_qkv and logit_scale, dense; empty where `needs` wants none.
 
     Each chunk of windows is computed again and differentiated alone, so that the scores of no more
     than one chunk are alive.
     """
     with torch.autocast(qkv.device.type, enabled=False), _recording(), torch.enable_grad():
         cut = _cut(qkv, window_size, shift_size, grid)
-        image = qkv.detach().requires_grad_()
-        pad = None if pad_qkv is None else pad_qkv.detach().requires_grad_()
+        leaves = [
+            None if t is None else t.detach().requires_grad_(needed)
+            for t, needed in zip((qkv, bias, pad_qkv, logit_scale), needs, strict=True)
+        ]
+        image, bias, pad, logit_scale = leaves
+        assert image is not None  # qkv is a tensor
         windows = partition(image, cut, pad)
-        learnt = [None if t is None else t.detach().requires_grad_() for t in (bias, logit_scale)]
-        terms = _Terms.of(qkv, learnt[0], bias_index, learnt[1], cut, mask_value)
+        terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)
         if terms.bias is not None and terms.bias.device.type == "cpu":  # elsewhere a look waits
             terms = terms._replace(holes=bool(terms.bias.isneginf().any()))
-        grad_windows = torch.empty_like(windows)
-        wanted = [t for t in (terms.bias, terms.logit_scale) if t is not None]
-        sums = [torch.zeros_like(t) for t in wanted]
+        ends = [t for t in (terms.bias, terms.logit_scale) if t is not None and t.requires_grad]
+        sums = [torch.zeros_like(t) for t in ends]
+        grad_windows = torch.empty_like(windows) if windows.requires_grad else None
         grad_rows = partition(grad_out, cut)
         for chunk in _chunks(windows, num_heads):
-            part = windows[chunk].detach().requires_grad_()
+            part = windows[chunk].detach().requires_grad_(grad_windows is not None)
+            wanted = [*ends, part] if part.requires_grad else ends
+            if not wanted:
+                break
             out = _attend(part, terms, chunk, num_heads, scale, layout)
-            grads = torch.autograd.grad(out, [part, *wanted], grad_rows[chunk], retain_graph=True)
-            grad_windows[chunk] = grads[0]
-            for total, grad in zip(sums, grads[1:], strict=True):
+            grads = torch.autograd.grad(out, wanted, grad_rows[chunk], retain_graph=True)
+            if grad_windows is not None:
+                grad_windows[chunk] = grads[-1]
+            for total, grad in zip(sums, grads, strict=False):
                 total.add_(grad)
-        return _to_inputs(image, pad, windows, grad_windows, learnt, wanted, sums)
+        if grad_windows is not None:
+            ends, sums = [*ends, windows], [*sums, grad_windows]
+        return _to_leaves(leaves, ends, sums)
 
 
 def _recording() -> AbstractContextManager[None]:
@@ -190,34 +203,31 @@ def _recording() -> AbstractContextManager[None]:
     return guard
 
 
-def _to_inputs(
-    image: Tensor,
-    pad: Tensor | None,
-    windows: Tensor,
-    grad_windows: Tensor,
-    learnt: list[Tensor | None],
-    wanted: list[Tensor],
-    sums: list[Tensor],
+def _to_leaves(
+    leaves: list[Tensor | None], ends: list[Tensor], sums: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Carry the gradients of windows and terms back to the operator's inputs."""
-    ends = [image] if pad is None else [image, pad]
-    grads = torch.autograd.grad(windows, ends, grad_windows, allow_unused=True)
-    grad_pad = image.new_zeros(0)
-    if pad is not None:
-        grad_pad = torch.zeros_like(pad) if grads[1] is None else grads[1]
-    back = iter(zip(wanted, sums, strict=True))
-    found = []
-    for leaf in learnt:
-        if leaf is None:
-            found.append(image.new_zeros(0))
-        else:
-            term, total = next(back)
-            found.append(torch.autograd.grad(term, leaf, total)[0])
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    found: Sequence[Tensor | None] = (None,) * len(wanted)
+    if ends:
+        found = torch.autograd.grad(ends, wanted, sums, allow_unused=True)
+    grads = iter(found)
     # The gradient of a padding is a view of the padded image: the fake promises dense ones.
     grad_image, grad_bias, grad_pad, grad_scale = (
-        t.contiguous() for t in (grads[0], found[0], grad_pad, found[1])
+        _dense_or_zero(t, next(grads)) if t is not None and t.requires_grad else _nothing(leaves)
+        for t in leaves
     )
     return grad_image, grad_bias, grad_pad, grad_scale
+
+
+def _dense_or_zero(leaf: Tensor, grad: Tensor | None) -> Tensor:
+    return leaf.new_zeros(leaf.shape) if grad is None else grad.contiguous()
+
+
+def _nothing(leaves: list[Tensor | None]) -> Tensor:
+    qkv = leaves[0]
+    assert qkv is not None
+    return qkv.new_empty(0)
 
 
 class _Terms(NamedTuple):
@@ -249,7 +259,10 @@ class _Terms(NamedTuple):
 
 def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
     """The bias as [heads, T, T]: itself, or a table [L, heads] read at `bias_index` [T, T]."""
-    return bias if bias_index is None else bias[bias_index].permute(2, 0, 1)
+    if bias_index is None:
+        return bias
+    require_inside(bias_index, bias.shape[0])  # PyTorch takes a negative one from the end
+    return bias[bias_index].permute(2, 0, 1)
 
 
 def largest_score(

@@ -127,6 +127,10 @@ def _opened(path: Path) -> ctypes.CDLL:
             torch.ops.load_library(str(path))
         return ctypes.CDLL(str(path))
     except OSError as error:  # torch says that it failed, the loader why
+        if "failed to map segment" in f"{error} {error.__cause__}":
+            raise UnavailableError(
+                f"{path} cannot be loaded: no memory, or a file system without programs (noexec)"
+            ) from None
         raise UnavailableError(
             f"{error.__cause__ or error}; `elsa build --force` builds the library again"
         ) from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elsa_core.bench.environment import label
-from elsa_core.profiling.measure import FEWEST_ROUNDS, NO_DIFFERENCE, UNSURE
+from elsa_core.measuring.environment import label
+from elsa_core.measuring.intervals import FEWEST_ROUNDS, NO_DIFFERENCE, UNSURE
 
 Document = dict[str, Any]
 

@@ -25,11 +25,12 @@ from typing import Any, Final
 
 from elsa_core.bench import cases as attention_cases
 from elsa_core.bench import model_tables, models
-from elsa_core.bench.environment import label
 from elsa_core.errors import ArgumentError
-from elsa_core.profiling.document import side
+from elsa_core.measuring.documents import side
+from elsa_core.measuring.environment import label
 
 RESULTS: Final = Path(__file__).parent / "results"
+"""Where a checkout keeps the published results; an installed package has none."""
 _BLOCK: Final = re.compile(
     r"(?P<begin><!-- begin:bench:(?P<document>[\w.-]+):(?P<table>[\w-]+) -->\n)"
     r"(?P<body>.*?)"
@@ -44,11 +45,26 @@ _NAMED: Final = 8  # cases that a summary names; the table has them all
 Document = dict[str, Any]
 
 
-def update(readme: Path, results: Path = RESULTS) -> bool:
+def published() -> Path:
+    """The folder of the published results.
+
+    Raises:
+        ArgumentError: the package was installed without them.
+    """
+    if not RESULTS.is_dir():
+        raise ArgumentError(
+            "the published results are in elsa's repository, not in the installed package: "
+            "run this from a checkout, or name a result file"
+        )
+    return RESULTS
+
+
+def update(readme: Path, results: Path | None = None) -> bool:
     """Rewrite the tables of `readme` from the documents in `results`; True if anything changed.
 
     Raises:
-        ArgumentError: a marker without its partner, or one that names no document or table.
+        ArgumentError: a marker without its partner, or one that names no document or table; no
+            folder is given, and this is no checkout.
     """
     before = readme.read_text(encoding="utf-8")
     after = rendered(before, results)
@@ -58,12 +74,13 @@ def update(readme: Path, results: Path = RESULTS) -> bool:
     return True
 
 
-def rendered(text: str, results: Path = RESULTS) -> str:
+def rendered(text: str, results: Path | None = None) -> str:
     """`text` with every marked table as the documents in `results` give it.
 
     Raises:
         ArgumentError: as `update`.
     """
+    folder = published() if results is None else results
     paired = sum(2 for _ in _BLOCK.finditer(text))
     found = _MARKER.findall(text)
     if len(found) != paired:
@@ -72,11 +89,11 @@ def rendered(text: str, results: Path = RESULTS) -> str:
         )
 
     def replace(block: re.Match[str]) -> str:
-        folder = results / block["document"]
-        if folder.is_dir():
-            documents = [load(path) for path in sorted(folder.glob("*.json"))]
+        profiles = folder / block["document"]
+        if profiles.is_dir():
+            documents = [load(path) for path in sorted(profiles.glob("*.json"))]
             return block["begin"] + render_profiles(documents, block["table"]) + block["end"]
-        document = load(results / f"{block['document']}.json")
+        document = load(folder / f"{block['document']}.json")
         return block["begin"] + render(document, block["table"]) + block["end"]
 
     return _BLOCK.sub(replace, text)
@@ -156,7 +173,8 @@ def command_line(document: Document) -> str:
     words += ["--backend", settings["backend"]] if settings["backend"] != "auto" else []
     for flag, present in (
         ("--flex", settings.get("flex", False)),
-        ("--no-sites", not settings.get("sites", True)),
+        ("--no-sites", settings.get("sites", True) is False),
+        ("--sites", settings.get("sites") is True and settings.get("device") == "cpu"),
         ("--no-errors", settings.get("sites", False) and not settings.get("errors", True)),
     ):
         words += [flag] if present else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from elsa_core.exporting.templates import load as template
+from elsa_core.files import scratch
+from elsa_core.processes import running
 
 SECONDS = 3600
 _BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")
@@ -72,12 +73,12 @@ def run_fresh(
         python: the interpreter.
     """
     blocked = [name for name in _BLOCKED if device == "cpu" or not name.startswith("elsa")]
-    with tempfile.TemporaryDirectory(prefix="elsa-verify-") as scratch:
-        output = Path(scratch) / "outputs.npz"
+    with scratch("elsa-verify-") as folder:
+        output = folder / "outputs.npz"
         script = str(Path(template.__file__).resolve())
         command = [python, "-c", _PRELUDE, ",".join(blocked), script, format, str(bundle.resolve()),
                    str(output), "library" if library else "bodies"]  # fmt: skip
-        code, errors = _run(command, scratch)
+        code, errors = _run(command, folder)
         if code == template.MISSING_RUNTIME:
             return FreshRun({}, missing="onnxruntime" if format == "onnx" else "torch")
         if code != 0:
@@ -85,22 +86,16 @@ def run_fresh(
         return FreshRun(_outputs(output))
 
 
-def _run(command: list[str], directory: str) -> tuple[int, str]:
+def _run(command: list[str], directory: Path) -> tuple[int, str]:
     """Run to the end; killed where this process is interrupted or the time is up."""
     # The working directory comes first in the path of `-c`: it must hold no module.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command, cwd=directory, env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-    )  # fmt: skip
-    try:
-        _, errors = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return 1, f"failed: no answer in {SECONDS} s"
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    with running(command, cwd=directory, env=environment, stdout=subprocess.DEVNULL,
+                 stderr=subprocess.PIPE) as process:  # fmt: skip
+        try:
+            _, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return 1, f"failed: no answer in {SECONDS} s"
     return process.returncode, errors
 
 

@@ -6,32 +6,80 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
-from elsa_core.errors import ElsaError
+from elsa_core.errors import ArgumentError, ElsaError
 from elsa_core.loading.libraries import build_meta, default_recipe, patch_step, resized
-from elsa_core.loading.recipe import Recipe
+from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
+from elsa_core.loading.shown import Shapes, table_grid
 from elsa_core.loading.spec import ModelSpec
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+# Keywords of the user that the recipe holds elsewhere than among the constructor's.
+_OF_RECIPE = ("num_classes", "img_size")
 
 # Buffers that older releases stored and that are computed from the image size.
 _COMPUTED = re.compile(
-    r"(.*\.)?(relative_position_index|attn_mask|relative_coords_table|position_ids)"
+    r"(.*\.)?(relative_position_index|attn_mask|relative_coords_table|position_ids"
+    r"|relative_coordinates_log)"
 )
 
 
-def depth_of(shapes: Shapes) -> int:
-    """Return the number of transformer blocks."""
-    found = [int(m.group(1)) for name in shapes if (m := re.match(r"blocks\.(\d+)\.", name))]
-    return max(found, default=0) + 1
+def recipe_of(
+    spec: ModelSpec, shapes: Shapes | None = None, given: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Return the library's recipe, with classifier and channels as in the shapes (when given).
+
+    Args:
+        spec: of a library.
+        shapes: tensor shapes by name.
+        given: arguments of the constructor that the user has typed (--model-kwargs); they win.
+
+    Raises:
+        ArgumentError: the library takes no such arguments.
+    """
+    recipe = _as_in(default_recipe(spec), shapes)
+    return with_given(recipe, given) if given else recipe
 
 
-def recipe_of(spec: ModelSpec, shapes: Shapes | None = None) -> Recipe:
-    """Return the library's recipe, with classifier and channels as in the shapes (when given)."""
-    recipe = default_recipe(spec)
+def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with the constructor's arguments that a user typed.
+
+    Raises:
+        ArgumentError: a CLIP, whose towers a configuration describes, or a value that cannot be.
+    """
+    if recipe.library == "open_clip":
+        raise ArgumentError(
+            f"model_kwargs (--model-kwargs) are for timm and torchvision; open_clip's {recipe.name}"
+            " is described by an open_clip_config.json"
+        )
+    args = {**recipe.args, **{k: v for k, v in given.items() if k not in _OF_RECIPE}}
+    recipe = dataclasses.replace(recipe, args=args)
+    if "num_classes" in given:
+        if type(given["num_classes"]) is not int or not 0 <= given["num_classes"] < 2**31:
+            raise ArgumentError("model_kwargs (--model-kwargs): num_classes must be >= 0")
+        recipe = dataclasses.replace(recipe, num_classes=given["num_classes"])
+    if type(given.get("in_chans")) is int and given["in_chans"] > 0:
+        preprocess = recipe.preprocess.with_channels(given["in_chans"])
+        recipe = dataclasses.replace(recipe, preprocess=preprocess)
+    if "img_size" in given:
+        size = given["img_size"]
+        pair = (size, size) if type(size) is int else tuple(size) if _is_list(size) else ()
+        if len(pair) != 2 or not all(type(n) is int and 0 < n <= MAX_IMAGE_SIZE for n in pair):
+            raise ArgumentError(
+                "model_kwargs (--model-kwargs): img_size must be one or two whole numbers from 1"
+                f" to {MAX_IMAGE_SIZE}"
+            )
+        recipe = resized(recipe, (pair[0], pair[1]))
+    return recipe
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _as_in(recipe: Recipe, shapes: Shapes | None) -> Recipe:
     if shapes is None or recipe.library == "open_clip":
         return recipe
     if recipe.library == "torchvision":
@@ -73,12 +121,27 @@ def fitted(
 
 
 def differences(model: nn.Module, shapes: Shapes) -> tuple[set[str], set[str], set[str]]:
-    """Return the names that are missing, that are unexpected, and that have another shape."""
+    """Return the names that are missing, that are unexpected, and that have another shape.
+
+    Buffers that older releases stored may be missing; where both have them their shapes count,
+    because they tell window and image size.
+    """
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    missing = {name for name in own if name not in shapes and not _COMPUTED.fullmatch(name)}
-    unexpected = {name for name in shapes if name not in own and not _COMPUTED.fullmatch(name)}
-    wrong = {name for name, shape in own.items() if name in shapes and shapes[name] != shape}
+    computed = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.named_buffers()
+        if is_computed(name) and name in shapes
+    }
+    missing = {name for name in own if name not in shapes and not is_computed(name)}
+    unexpected = {name for name in shapes if name not in own and not is_computed(name)}
+    there = own | computed
+    wrong = {name for name, shape in there.items() if name in shapes and shapes[name] != shape}
     return missing, unexpected, wrong
+
+
+def is_computed(name: str) -> bool:
+    """True for the name of a buffer that is computed from window and image size."""
+    return _COMPUTED.fullmatch(name) is not None
 
 
 def matches(model: nn.Module, shapes: Shapes) -> bool:
@@ -123,10 +186,9 @@ def _grid(
             tokens, usual = there[-2], shape[-2]
             patches = _usual_patches(tower, recipe, usual)
             return _square(tokens - (usual - patches), given)
-        if leaf == "relative_position_bias_table" and "blocks.0." in name and "layers" not in name:
-            # BEiT: (2 g - 1)^2 offsets of a g x g grid and 3 for the class token.
-            side = math.isqrt(max(there[0] - 3, 0))
-            return ((side + 1) // 2, (side + 1) // 2) if side * side == there[0] - 3 else None
+        if leaf == "relative_position_bias_table" and not name.startswith(("layers", "stages")):
+            side = table_grid(there[0])
+            return None if side is None else (side, side)
     return None
 
 

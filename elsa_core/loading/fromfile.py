@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
-from elsa_core.loading.fit import Shapes, differences, matches
-from elsa_core.loading.imagesize import with_image_size
-from elsa_core.loading.libraries import (
-    BUILD_ERRORS,
-    build,
-    build_meta,
-    first_line,
-    load_open_clip,
-    quiet,
-    timm_args,
-)
-from elsa_core.loading.published import torchvision_resized
+from elsa_core.loading.alike import label
+from elsa_core.loading.checkpoint import read_checkpoint
+from elsa_core.loading.fit import with_given
 from elsa_core.loading.recipe import Recipe, from_config, parse_json, read_json
-from elsa_core.loading.recognise import explain_misfit, fit_named, label, recognise
+from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
+from elsa_core.loading.shown import Shapes
 from elsa_core.loading.spec import CONFIG_NAMES, parse
-from elsa_core.loading.weights import Weights, read_checkpoint, read_safetensors
+from elsa_core.loading.weights import Weights, read_safetensors
 
 CONFIG_METADATA = "elsa_config"
 _WEIGHTS_NAMES = (
@@ -70,46 +58,102 @@ def weights_in(directory: Path) -> Path:
     raise ModelError(f"{directory} holds {what} model.safetensors")
 
 
+def refuse_links(directory: Path) -> None:
+    """Refuse a bundle in which a file is a link: it leads to what the bundle does not hold.
+
+    Raises:
+        ModelError: names the link.
+    """
+    if not (directory / "manifest.json").exists():
+        return  # the hub's cache holds links
+    link = next((path for path in sorted(directory.iterdir()) if path.is_symlink()), None)
+    if link is not None:
+        raise ModelError(f"{link} is a link, which a bundle does not hold: refused")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a weights file is.
+
+    Attributes:
+        recipe: at the size of the tensors.
+        notes: lines for the user about the architecture.
+        alike: other recipes that fit and compute the same; they may preprocess otherwise.
+        described: a configuration says the preprocessing, so that nothing of it is assumed here.
+    """
+
+    recipe: Recipe
+    notes: tuple[str, ...] = ()
+    alike: tuple[Recipe, ...] = ()
+    described: bool = False
+
+
 def choose_recipe(
-    weights: Weights, arch: str | None, image_size: Size, *, config_required: bool = False
-) -> tuple[Recipe, tuple[str, ...]]:
+    weights: Weights,
+    arch: str | None,
+    image_size: Size,
+    *,
+    config_required: bool = False,
+    given: Mapping[str, Any] | None = None,
+) -> Choice:
     """Find the architecture: `arch`, the file's metadata, a config beside it, or the shapes.
 
-    Returns:
-        The recipe at the size of the tensors, and notes for the user.
+    Args:
+        weights: of the file.
+        arch: as typed (--arch).
+        image_size: (height, width) in pixels, to settle a grid that is not square.
+        config_required: refuse a directory without a configuration.
+        given: arguments of the constructor as typed (--model-kwargs).
 
     Raises:
         ModelError: unknown, ambiguous, or a configuration that cannot be read.
-        ArgumentError: `arch` is no library's name.
+        ArgumentError: `arch` is no library's name, or `given` cannot be.
     """
     shapes = weights.shapes
     if arch is not None:
-        return named_recipe(arch, shapes, image_size), ()
+        recipe = named_recipe(arch, shapes, image_size, given)
+        told = _args_text(recipe)
+        notes = (f"architecture {label(recipe)}{told}, as the tensors' shapes say",) if told else ()
+        return Choice(recipe, notes, described=recipe.library == "timm" and "." in arch)
     embedded = weights.metadata.get(CONFIG_METADATA)
     if embedded is not None and not config_required:
         where = f"{weights.path} (metadata {CONFIG_METADATA})"
-        return from_config(parse_json(embedded, where), where), ()
+        return Choice(_typed(from_config(parse_json(embedded, where), where), given), (), (), True)
     recorded = weights.metadata.get("architecture")
     if recorded is not None and not config_required:
         try:
-            recipe = named_recipe(recorded, shapes, image_size)
+            recipe = named_recipe(recorded, shapes, image_size, given)
         except ElsaError:
             pass  # older trainers record the class, not a name: the shapes say more
         else:
-            return recipe, (f"architecture {label(recipe)}, from the file's metadata",)
+            return Choice(recipe, (f"architecture {label(recipe)}, from the file's metadata",))
     recipe_beside, problem = _config_beside(weights.path.parent)
     if recipe_beside is not None:
-        return recipe_beside, ()
+        return Choice(_typed(recipe_beside, given), described=True)
     if config_required:
         raise problem or ModelError(f"{weights.path.parent} holds no configuration")
-    found = recognise(shapes, str(weights.path), image_size)
-    also = f" (the same computation as {', '.join(found.alike[:3])})" if found.alike else ""
-    note = f"architecture {label(found.recipe)}, recognised from names and shapes{also}"
-    return found.recipe, (note,)
+    found = recognise(shapes, str(weights.path), image_size, given)
+    names = ", ".join(map(label, found.alike[:3]))
+    also = f" (the same computation as {names})" if names else ""
+    args = _args_text(found.recipe)
+    note = f"architecture {label(found.recipe)}{args}, recognised from names and shapes{also}"
+    return Choice(found.recipe, (note,), found.alike)
 
 
-def named_recipe(arch: str, shapes: Shapes, image_size: Size) -> Recipe:
-    """Return the recipe of a name, with classifier, depth and image size as in the shapes.
+def _typed(recipe: Recipe, given: Mapping[str, Any] | None) -> Recipe:
+    return with_given(recipe, given) if given else recipe
+
+
+def _args_text(recipe: Recipe) -> str:
+    """The arguments in which a recognised model differs from what its name says."""
+    told = {k: v for k, v in recipe.args.items() if k not in ("img_size", "in_chans")}
+    return f" with {', '.join(f'{key}={value}' for key, value in told.items())}" if told else ""
+
+
+def named_recipe(
+    arch: str, shapes: Shapes, image_size: Size, given: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Return the recipe of a name, with what the shapes show of it and what the user typed.
 
     Raises:
         ArgumentError: the name is a file, a directory or a hub id.
@@ -118,7 +162,7 @@ def named_recipe(arch: str, shapes: Shapes, image_size: Size) -> Recipe:
     spec = parse(arch)
     if spec.source not in ("timm", "open_clip", "torchvision"):
         raise ArgumentError(f"arch (--arch) must name an architecture, not {arch!r}")
-    return fit_named(spec, shapes, image_size)
+    return fit_named(spec, shapes, image_size, given)
 
 
 def _config_beside(directory: Path) -> tuple[Recipe | None, ModelError | None]:
@@ -132,96 +176,3 @@ def _config_beside(directory: Path) -> tuple[Recipe | None, ModelError | None]:
             except ModelError as error:
                 problem = problem or error
     return None, problem
-
-
-def apply(
-    recipe: Recipe, weights: Weights, image_size: Size, dtype: torch.dtype
-) -> tuple[nn.Module, Recipe]:
-    """Build the model and put the weights in place, resized where the image size differs.
-
-    Shapes are compared on the meta device first: a configuration that asks for more memory than
-    the file has weights is refused before anything is allocated.
-
-    Raises:
-        ModelError: the tensors do not fit the architecture, or are whole numbers where it has
-            weights.
-        ArgumentError: the image size does not suit the model.
-    """
-    target = recipe if image_size is None else with_image_size(recipe, image_size)
-    shapes = weights.shapes
-    plain = build_meta(target)
-    _check_floating(plain, weights, recipe)
-    if matches(plain, shapes):
-        model = build(target).to(dtype=dtype)
-        own = model.state_dict().keys()
-        kept = {name: tensor for name, tensor in weights.tensors.items() if name in own}
-        model.load_state_dict(kept, strict=False)
-        return model, target
-    _check_scale(plain, shapes, weights.path, recipe)
-    try:
-        with quiet(), _one_file(weights) as file:
-            model = _convert(target, recipe, weights, file)
-    except BUILD_ERRORS as error:
-        why = explain_misfit(recipe, shapes)
-        raise ModelError(
-            f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}"
-        ) from error
-    return model.eval().to(dtype=dtype), target
-
-
-def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
-    """Whole numbers where the model has weights would be read as weights."""
-    for name, own in model.state_dict().items():
-        given = weights.tensors.get(name)
-        if given is not None and own.is_floating_point() and not given.is_floating_point():
-            kind = str(given.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{weights.path}: tensor {name[:120]!r} is {kind}, and {label(recipe)} has a"
-                " floating one; quantised weights are not supported"
-            )
-
-
-def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -> None:
-    """A model far larger than its file, or with no tensor of it, cannot be meant."""
-    missing, unexpected, _ = differences(model, shapes)
-    total = len(shapes)
-    if len(unexpected) == total or len(missing) > max(8, 4 * total):
-        raise ModelError(f"{path} does not fit {label(recipe)}: {explain_misfit(recipe, shapes)}")
-
-
-@contextmanager
-def _one_file(weights: Weights) -> Iterator[Path]:
-    """The file of the weights; shards are joined into one that vanishes afterwards."""
-    if not is_index(weights.path):
-        yield weights.path
-        return
-    from safetensors.torch import save_file
-
-    with tempfile.TemporaryDirectory(prefix="elsa-shards-") as scratch:
-        path = Path(scratch) / "model.safetensors"
-        save_file({name: t.contiguous() for name, t in weights.tensors.items()}, path)
-        yield path
-
-
-def _convert(target: Recipe, recipe: Recipe, weights: Weights, file: Path) -> nn.Module:
-    """Let the library read the file its own way: renamed tensors, resized position embeddings."""
-    if target.library == "open_clip":
-        return load_open_clip(target, recipe, str(file))
-    if target.library == "torchvision":
-        model = build(target)
-        model.load_state_dict(torchvision_resized(model, weights.tensors))
-        return model
-    import timm
-    from timm.models import get_pretrained_cfg
-
-    published = get_pretrained_cfg(recipe.name)
-    cfg: dict[str, Any] = published.to_dict(remove_source=True) if published is not None else {}
-    cfg.pop("label_offset", None)
-    cfg.update(file=str(file), custom_load=False)
-    cfg["input_size"] = recipe.preprocess.input_size
-    if recipe.num_classes is not None:
-        cfg["num_classes"] = recipe.num_classes
-    converted: nn.Module = timm.create_model(
-        target.name, pretrained=True, pretrained_cfg=cfg, **timm_args(target)
-    )
-    return converted

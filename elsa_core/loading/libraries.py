@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,16 +16,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
-from elsa_core.loading.recipe import Preprocess, Recipe
+from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, Preprocess, Recipe
 from elsa_core.loading.spec import ModelSpec
+from elsa_core.messages import first_line, quiet
 
 # What a constructor raises for a recipe that it cannot follow.
 BUILD_ERRORS = (
     AssertionError, AttributeError, ArithmeticError, ImportError, IndexError, KeyError, OSError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def default_recipe(spec: ModelSpec) -> Recipe:
@@ -149,25 +145,6 @@ def patch_step(model: nn.Module, recipe: Recipe) -> tuple[int, int] | None:
     return (int(step[0]), int(step[1])) if isinstance(step, (tuple, list)) else None
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the libraries' warnings and log lines about an ordinary build off the terminal."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, short enough for one line of a terminal."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:240]
-
-
 # --- timm --------------------------------------------------------------------------------------
 
 
@@ -217,8 +194,8 @@ def _open_clip_recipe(spec: ModelSpec) -> Recipe:
     tag = open_clip.get_pretrained_cfg(spec.name, spec.tag) if spec.tag else {}
     preprocess = Preprocess(
         (3, *pair),
-        tuple(tag.get("mean") or _CLIP_MEAN),
-        tuple(tag.get("std") or _CLIP_STD),
+        tuple(tag.get("mean") or CLIP_MEAN),
+        tuple(tag.get("std") or CLIP_STD),
         tag.get("interpolation") or "bicubic",
         1.0,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.loading import hub
-from elsa_core.loading.fromfile import apply, choose_recipe, read_weights, weights_in
+from elsa_core.loading import hub, preprocessing
+from elsa_core.loading.fill import apply
+from elsa_core.loading.fit import with_given
+from elsa_core.loading.fromfile import choose_recipe, read_weights, refuse_links, weights_in
 from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, classes, default_recipe, explicit
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
+from elsa_core.loading.preprocessing import Given
 from elsa_core.loading.published import build_published
-from elsa_core.loading.recipe import Recipe, from_config, read_json
+from elsa_core.loading.recipe import Recipe, checked_args, from_config, read_json
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.proof.cases import generated_inputs, text_shape
 
@@ -43,6 +47,7 @@ class Loaded:
         num_classes: outputs of the classifier, 0 where the model ends in features.
         weights: where the weights come from, in words: "random (seed 0)".
         notes: lines for the user: an alias that was completed, an architecture that was recognised.
+        warnings: lines that the user should act on: a preprocessing that had to be assumed.
         recipe: how to build the model again.
         report: what was patched, for a directory that was saved patched; otherwise None.
         tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
@@ -62,6 +67,7 @@ class Loaded:
     recipe: Recipe
     report: PatchReport | None = None
     tower: str | None = None
+    warnings: tuple[str, ...] = ()
 
     def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
         """Return random inputs for `model(*inputs)`, on the model's device.
@@ -100,6 +106,8 @@ def load(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     arch: str | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    preprocess: Given | None = None,
 ) -> nn.Module:
     """Load a model in eval mode; see `load_model`, whose arguments these are.
 
@@ -115,6 +123,8 @@ def load(
         dtype=dtype,
         seed=seed,
         arch=arch,
+        model_kwargs=model_kwargs,
+        preprocess=preprocess,
     ).model
 
 
@@ -127,6 +137,8 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     arch: str | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    preprocess: Given | None = None,
 ) -> Loaded:
     """Load a model and say what it is.
 
@@ -139,10 +151,16 @@ def load_model(
         dtype: of the parameters; floating.
         seed: of random weights. The caller's random state is neither used nor changed.
         arch: the architecture of a weights file, where it cannot be recognised.
+        model_kwargs: arguments of the library's constructor (`window_size=8`), as timm's
+            `--model-kwargs`. For a file they say what it was made with, and that tensors of
+            another window, patch or image size are to be resampled.
+        preprocess: mean, std, crop_pct and interpolation where the model's own are not meant.
 
     Raises:
-        ModelError: unknown name, unreadable or unsupported file, tensors that do not fit.
-        ArgumentError: an image size, device, dtype or arch that cannot be.
+        ModelError: unknown name, unreadable or unsupported file, tensors that do not fit or that
+            the library would resample or drop.
+        ArgumentError: an image size, device, dtype, arch, model_kwargs or preprocess that cannot
+            be.
         UnavailableError: a library, the device or the network is missing.
     """
     parsed = spec if isinstance(spec, ModelSpec) else parse(spec)
@@ -152,25 +170,46 @@ def load_model(
         raise ArgumentError(f"dtype must be a floating one, not {dtype}")
     if arch is not None and parsed.path is None:
         raise ArgumentError(f"arch (--arch) is for weights files; {parsed.given!r} is a name")
+    given = checked_args(model_kwargs or {}, "model_kwargs (--model-kwargs)", ArgumentError)
+    asked = preprocess or Given()
     with torch.random.fork_rng(devices=[]):
         # The generator itself: torch.manual_seed would seed the caller's GPUs as well.
         torch.default_generator.manual_seed(seed)
         if parsed.source in _LIBRARIES:
-            loaded = _from_library(parsed, size, pretrained, seed)
+            loaded = _from_library(parsed, size, pretrained, seed, given)
         elif parsed.source == "hub":
-            loaded = _from_hub(parsed, size, pretrained, dtype, seed)
+            loaded = _from_hub(parsed, size, pretrained, dtype, seed, given)
         else:
-            loaded = _from_file(parsed, size, arch, dtype)
+            loaded = _from_file(parsed, size, arch, dtype, given, asked)
+    loaded = _preprocessed(loaded, asked)
     loaded.model = loaded.model.eval().to(device=target, dtype=dtype)
     if parsed.source == "directory":
         _apply_plan(loaded)
     return loaded
 
 
+def _preprocessed(loaded: Loaded, given: Given) -> Loaded:
+    """Put what the user says of the preprocessing in the place of the model's own."""
+    preprocess = preprocessing.with_given(loaded.recipe.preprocess, given)
+    return dataclasses.replace(
+        loaded,
+        mean=preprocess.mean,
+        std=preprocess.std,
+        interpolation=preprocess.interpolation,
+        crop_pct=preprocess.crop_pct,
+        recipe=dataclasses.replace(loaded.recipe, preprocess=preprocess),
+    )
+
+
 def _from_library(
-    spec: ModelSpec, size: tuple[int, int] | None, pretrained: bool, seed: int
+    spec: ModelSpec,
+    size: tuple[int, int] | None,
+    pretrained: bool,
+    seed: int,
+    given: Mapping[str, Any],
 ) -> Loaded:
     recipe = default_recipe(spec)
+    recipe = with_given(recipe, given) if given else recipe
     if size is not None:
         recipe = with_image_size(recipe, size)
     notes = () if spec.alias is None else (spec.alias,)
@@ -187,41 +226,55 @@ def _from_hub(
     pretrained: bool,
     dtype: torch.dtype,
     seed: int,
+    given: Mapping[str, Any],
 ) -> Loaded:
     """A repository of the hub: its configuration, and its weights where they are asked for."""
     config = hub.fetch(
         spec.name, CONFIG_NAMES[::-1], need=f"the configuration and weights of {spec.name}"
     )
     recipe = from_config(read_json(config), str(config))
+    recipe = with_given(recipe, given) if given else recipe
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
         return _loaded(build(recipe), spec, recipe, f"random (seed {seed})", ())
     names = hub.OPEN_CLIP_WEIGHTS if recipe.library == "open_clip" else hub.TIMM_WEIGHTS
     path = hub.fetch(spec.name, names, need=f"the weights of {spec.name}")
-    model, recipe = apply(recipe, read_weights(path), size, dtype)
-    return _loaded(model, spec, recipe, f"pretrained ({spec.name})", ())
+    model, recipe, notes = apply(recipe, read_weights(path), size, dtype, given)
+    return _loaded(model, spec, recipe, f"pretrained ({spec.name})", notes)
 
 
 def _from_file(
-    spec: ModelSpec, size: tuple[int, int] | None, arch: str | None, dtype: torch.dtype
+    spec: ModelSpec,
+    size: tuple[int, int] | None,
+    arch: str | None,
+    dtype: torch.dtype,
+    given: Mapping[str, Any],
+    asked: Given,
 ) -> Loaded:
     assert spec.path is not None
     directory = spec.source == "directory"
+    if directory:
+        refuse_links(spec.path)
     path = weights_in(spec.path) if directory else spec.path
     weights = read_weights(path)
-    recipe, notes = choose_recipe(weights, arch, size, config_required=directory)
-    model, recipe = apply(recipe, weights, size, dtype)
+    choice = choose_recipe(weights, arch, size, config_required=directory, given=given)
+    chosen, line = choice.recipe, ""
+    if not choice.described:
+        chosen, line = preprocessing.assumed(chosen, choice.alike, asked, str(path))
+    model, recipe, resampled = apply(chosen, weights, size, dtype, given)
     origin = weights.metadata.get("elsa_weights")
     # What was saved twice comes from where it came from first.
     first = "" if origin is None else origin.rpartition(_SAVED_FROM)[2][:200]
     text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
-    return _loaded(model, spec, recipe, text, notes)
+    notes = (*weights.notes, *choice.notes, *resampled)
+    loaded = _loaded(model, spec, recipe, text, notes)
+    return dataclasses.replace(loaded, warnings=(line,) if line else ())
 
 
 def _apply_plan(loaded: Loaded) -> None:
     assert loaded.spec.path is not None
     path = loaded.spec.path / PLAN_NAME
-    if path.is_file():
+    if os.path.lexists(path):
         loaded.report = apply_plan(loaded.model, read_plan(path), path)
 
 

@@ -9,19 +9,19 @@ from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.loading import hub
+from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build,
     default_recipe,
-    first_line,
     load_open_clip,
-    quiet,
     timm_args,
     timm_name,
 )
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.spec import ModelSpec
-from elsa_core.loading.weights import read_checkpoint, read_header
+from elsa_core.loading.weights import read_header
+from elsa_core.messages import first_line, quiet
 
 
 def build_published(recipe: Recipe) -> tuple[nn.Module, str]:

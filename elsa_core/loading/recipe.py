@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from elsa_core.errors import ModelError
-from elsa_core.loading.weights import unique_pairs
+from elsa_core.errors import ElsaError, ModelError
+from elsa_core.loading.reading import read_text
+from elsa_core.loading.weights import json_problem, unique_pairs
 
 Library = Literal["timm", "open_clip", "torchvision"]
 
@@ -25,9 +26,12 @@ MAX_IMAGE_SIZE = 16_384
 # Shapes are compared before memory is taken, but every block is an object already then.
 MAX_BLOCKS = 1000
 _BLOCKS = re.compile("depth|layers|blocks|stages")
-_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # A name becomes part of a file's name (the bundle that `export` writes by default), and timm and
 # open_clip read "local-dir:..." and "hf-hub:..." as places to fetch from.
 _NAME = re.compile(r"[\w.@+-]{1,120}")
@@ -43,13 +47,17 @@ _FORBIDDEN_ARGS = frozenset(
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How an image becomes an input: size in pixels (C, H, W), mean and std on a 0..1 scale."""
+    """How an image becomes an input: size in pixels (C, H, W), mean and std on a 0..1 scale.
+
+    `assumed` names the fields that the weights' source does not say and that could be others.
+    """
 
     input_size: tuple[int, int, int] = (3, 224, 224)
     mean: tuple[float, ...] = _IMAGENET_MEAN
     std: tuple[float, ...] = _IMAGENET_STD
     interpolation: str = "bicubic"
     crop_pct: float = 0.875
+    assumed: tuple[str, ...] = ()
 
     def with_channels(self, count: int) -> Preprocess:
         """Return the same for images of `count` channels, each treated as the average one was."""
@@ -107,7 +115,7 @@ class Recipe:
                 "std": list(given.std),
                 "num_classes": self.num_classes,
             },
-            "elsa": {"library": self.library},
+            "elsa": {"library": self.library, "assumed": list(given.assumed)},
         }
 
     def to_open_clip_config(self) -> dict[str, Any]:
@@ -123,6 +131,7 @@ class Recipe:
                 "interpolation": given.interpolation,
                 "resize_mode": "shortest",
             },
+            "elsa": {"assumed": list(given.assumed)},
         }
 
 
@@ -132,15 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: unreadable, oversized, not JSON, a repeated name, or not an object.
     """
-    try:
-        if path.stat().st_size > CONFIG_BYTES:
-            raise ModelError(f"{path} is larger than {CONFIG_BYTES} bytes: not a configuration")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ModelError(f"{path} is not UTF-8 text: not JSON") from None
-    return parse_json(text, str(path))
+    return parse_json(read_text(path, CONFIG_BYTES), str(path))
 
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     try:
         content = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where} is not JSON: {str(error).splitlines()[0]}") from None
+        raise ModelError(f"{where} is not JSON: {json_problem(error)}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{where} is not a JSON object")
     return content
@@ -190,8 +191,8 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     num_classes = config.get("num_classes", cfg.get("num_classes"))
     if num_classes is not None and (type(num_classes) is not int or not 0 <= num_classes < 2**31):
         raise ModelError(f"{where}: num_classes must be a whole number >= 0")
-    args = _checked_args(config.get("model_args", {}), where)
-    preprocess = _preprocess(cfg, where)
+    args = checked_args(config.get("model_args", {}), where)
+    preprocess = replace(_preprocess(cfg, where), assumed=_assumed(extension, cfg, where))
     if cfg.get("fixed_input_size") is True and library == "timm":
         args.setdefault("img_size", list(preprocess.input_size[1:]))
     if library == "timm" and preprocess.input_size[0] != 3:
@@ -221,11 +222,14 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
         given = {**given, "interpolation": "bicubic"}
     size = model_cfg["vision_cfg"].get("image_size", 224)
     size = [size, size] if type(size) is int else size
+    assumed = _assumed(config.get("elsa", {}), {**given, "crop_pct": 1.0}, where)
+    given = {"mean": CLIP_MEAN, "std": CLIP_STD} | {k: v for k, v in given.items() if v is not None}
     cfg = {**given, "input_size": [3, *size] if isinstance(size, list) else None, "crop_pct": 1.0}
     name = config.get("architecture") or "custom"
     for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):
         _check_name(each, where)
-    return Recipe("open_clip", name, {}, 0, _preprocess(cfg, where), None, dict(model_cfg))
+    preprocess = replace(_preprocess(cfg, where), assumed=assumed)
+    return Recipe("open_clip", name, {}, 0, preprocess, None, dict(model_cfg))
 
 
 def _check_name(name: Any, where: str) -> None:
@@ -236,30 +240,34 @@ def _check_name(name: Any, where: str) -> None:
         )
 
 
-def _checked_args(args: Any, where: str) -> dict[str, Any]:
-    """Constructor arguments from a file: plain values, and none that fetch or read anything."""
+def checked_args(args: Any, where: str, error: type[ElsaError] = ModelError) -> dict[str, Any]:
+    """Return constructor arguments from outside: plain values, none that fetch or read anything.
+
+    Raises:
+        ElsaError: of class `error`: not a mapping, a forbidden keyword, another kind of value.
+    """
     if not isinstance(args, Mapping):
-        raise ModelError(f"{where}: model_args must be an object")
+        raise error(f"{where}: model_args must be an object")
     for key, value in args.items():
-        if key in _FORBIDDEN_ARGS or not key.isidentifier():
-            raise ModelError(f"{where}: model_args must not set {key[:60]!r}")
-        plain = (
-            all(isinstance(v, (bool, int, float, str, type(None))) for v in value)
-            if isinstance(value, list)
-            else isinstance(value, (bool, int, float, str, type(None)))
-        )
+        if key in _FORBIDDEN_ARGS or not isinstance(key, str) or not key.isidentifier():
+            raise error(f"{where}: model_args must not set {str(key)[:60]!r}")
+        plain = all(map(_is_plain, value)) if isinstance(value, list) else _is_plain(value)
         if not plain:
-            raise ModelError(f"{where}: model_args[{key[:60]!r}] must be a plain value or a list")
-    _check_blocks(args, where)
+            raise error(f"{where}: model_args[{key[:60]!r}] must be a plain value or a list")
+    _check_blocks(args, where, error)
     return dict(args)
 
 
-def _check_blocks(args: Mapping[str, Any], where: str) -> None:
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None)))
+
+
+def _check_blocks(args: Mapping[str, Any], where: str, error: type[ElsaError] = ModelError) -> None:
     """Refuse a depth that takes minutes to build even without memory."""
     for key, value in args.items():
         counts = value if isinstance(value, list) else [value]
         if _BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
-            raise ModelError(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")
+            raise error(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")
 
 
 def _preprocess(cfg: Mapping[str, Any], where: str) -> Preprocess:
@@ -274,11 +282,19 @@ def _preprocess(cfg: Mapping[str, Any], where: str) -> Preprocess:
     if not _within(crop, 0.05, 2.0):
         raise ModelError(f"{where}: crop_pct must be a number from 0.05 to 2")
     interpolation = cfg.get("interpolation", default.interpolation)
-    if interpolation not in _INTERPOLATIONS:
-        raise ModelError(f"{where}: interpolation must be one of {', '.join(_INTERPOLATIONS)}")
+    if interpolation not in INTERPOLATIONS:
+        raise ModelError(f"{where}: interpolation must be one of {', '.join(INTERPOLATIONS)}")
     mean = _per_channel(cfg, "mean", default.mean, -1e6, where)
     std = _per_channel(cfg, "std", default.std, 1e-6, where)
     return replace(default, mean=mean, std=std, interpolation=interpolation, crop_pct=float(crop))
+
+
+def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return what an earlier elsa assumed, and what the configuration leaves out."""
+    noted = extension.get("assumed", []) if isinstance(extension, Mapping) else []
+    if not isinstance(noted, list) or not all(key in _ASSUMABLE for key in noted):
+        raise ModelError(f"{where}: assumed must list some of {', '.join(_ASSUMABLE)}")
+    return tuple(key for key in _ASSUMABLE if key in noted or cfg.get(key) is None)
 
 
 def _per_channel(

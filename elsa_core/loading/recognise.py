@@ -9,37 +9,25 @@ those that do not are an error that lists them.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
-from elsa_core.loading.fit import (
-    Shapes,
-    depth_of,
-    differences,
-    fitted,
-    recipe_of,
-    same_shapes,
-)
-from elsa_core.loading.libraries import (
-    BUILD_ERRORS,
-    UninitialisedParameters,
-    build,
-    build_meta,
-    default_recipe,
-    resized,
-)
+from elsa_core.loading.alike import groups, label
+from elsa_core.loading.fit import differences, fitted, matches, recipe_of, with_given
+from elsa_core.loading.libraries import build_meta, resized
 from elsa_core.loading.recipe import Recipe
+from elsa_core.loading.shown import Shapes, Shown, depth_of, shown
 from elsa_core.loading.spec import ModelSpec
 
 # timm modules of plain transformers; a part of a tensor name that only theirs have, or none.
 _VIT_MODULES = {
     "patch_embed.backbone.": ("vision_transformer_hybrid",),
+    "shared_rel_pos.": ("vision_transformer_relpos",),
     ".rel_pos": ("vision_transformer_relpos", "vision_transformer_sam"),
     "neck.": ("vision_transformer_sam",),
     "": ("vision_transformer", "deit", "eva", "beit"),
@@ -50,9 +38,9 @@ _SWIN_MODULES = {
     "meta_mlp.fc1.weight": "swin_transformer_v2_cr",
 }
 _TORCHVISION_PREFIXES = {"encoder.layers.encoder_layer_0.": "vit_", "features.1.0.": "swin_"}
-_PROBE_SEED = 20_240_131
-# Candidates whose depth cannot be cut and that are larger than this are not run to be compared.
-_MAX_PROBE_PARAMETERS = 500_000_000
+_Args = Mapping[str, Any]
+# Parts of names that attention has in the libraries that elsa reads, and in most others.
+_ATTENTION = re.compile(r"attn|attention|qkv|q_proj|in_proj|query|to_q|relative_position|rel_pos")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,64 +48,101 @@ class Recognised:
     """The recipe that fits, and other names that fit and compute the same."""
 
     recipe: Recipe
-    alike: tuple[str, ...] = ()
+    alike: tuple[Recipe, ...] = ()
 
 
-def recognise(shapes: Shapes, where: str, image_size: tuple[int, int] | None = None) -> Recognised:
+def recognise(
+    shapes: Shapes,
+    where: str,
+    image_size: tuple[int, int] | None = None,
+    given: _Args | None = None,
+) -> Recognised:
     """Find the architecture whose state dict has these names and shapes.
 
     Args:
         shapes: tensor shapes by name.
         where: the file, for messages.
         image_size: (height, width) in pixels, to settle a grid that is not square.
+        given: arguments of the constructor that the user has typed.
 
     Raises:
         ModelError: none fits, or several fit that compute differently (they are listed).
     """
-    found = list(_candidates(shapes, image_size))
+    found = list(_candidates(shapes, image_size, given or {}))
+    if not found and _is_convolutional(shapes):
+        raise ModelError(
+            f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
+            " linear layers, as of a ResNet; elsa has nothing to do in it"
+        )
     if not found:
         raise ModelError(
-            f"{where}: no known architecture has these tensors{_look(shapes)};"
-            " name it with arch (--arch), or put its config.json beside the file"
+            f"{where}: no known architecture has these tensors{_look(shapes)}; name it with arch"
+            " (--arch) and what differs from it with --model-kwargs, or put its config.json"
+            " beside the file"
         )
-    groups = _groups(found)
-    if len(groups) > 1:
-        listed = "; ".join(" = ".join(label(recipe) for recipe in group[:3]) for group in groups)
+    same = groups(found)
+    if len(same) > 1:
+        listed = "; ".join(" = ".join(label(recipe) for recipe in group[:3]) for group in same)
         raise ModelError(
             f"{where} fits architectures that compute differently: {listed};"
             " choose with arch (--arch)"
         )
-    best = sorted(groups[0], key=_preference)
-    return Recognised(best[0], tuple(label(recipe) for recipe in best[1:]))
+    best = sorted(same[0], key=_preference)
+    return Recognised(best[0], tuple(best[1:]))
 
 
-def fit_named(spec: ModelSpec, shapes: Shapes, image_size: tuple[int, int] | None = None) -> Recipe:
-    """Fit one named architecture to the shapes, allowing for another depth, pooling and size.
+def fit_named(
+    spec: ModelSpec,
+    shapes: Shapes,
+    image_size: tuple[int, int] | None = None,
+    given: _Args | None = None,
+) -> Recipe:
+    """Fit one named architecture to the shapes, allowing for what they show of its arguments.
 
     Returns:
         The recipe that fits exactly, else the usual recipe: the library may convert the tensors.
+
+    Raises:
+        ArgumentError: `given` cannot be.
     """
-    usual = recipe_of(spec, shapes)
-    for extra in _variants(shapes):
-        for depth in ({}, {"depth": depth_of(shapes)}):
-            recipe = dataclasses.replace(usual, args={**usual.args, **extra, **depth})
-            fit = fitted(recipe, shapes, image_size)
-            if fit is not None:
-                return fit
-            if usual.library != "timm":
-                return usual
-    return usual
+    usual = recipe_of(spec, shapes, given)
+    if usual.library == "open_clip":
+        tries = [usual, *_with_config(usual, shapes)]
+    elif usual.library == "timm":
+        tries = [
+            _with(usual, {**extra, **setting.args}, setting.size, given or {})
+            for extra in _variants(shapes)
+            for setting in (Shown(), *shown(shapes))
+        ]
+    else:
+        tries = [usual]
+    fits = (fitted(recipe, shapes, image_size) for recipe in tries)
+    fit = next((fit for fit in fits if fit is not None), usual)
+    return _pruned(fit, shapes, usual.args)
 
 
-def label(recipe: Recipe) -> str:
-    """Return the name as a user would type it for MODEL or --arch."""
-    return recipe.name if recipe.library == "timm" else f"{recipe.library}:{recipe.name}"
+def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
+    """Return the recipe without the arguments that its name implies; the shapes still agree."""
+    for key in sorted(set(recipe.args) - {*kept, "img_size"}):
+        args = {k: v for k, v in recipe.args.items() if k != key}
+        fewer = dataclasses.replace(recipe, args=args)
+        with suppress(ElsaError):
+            if matches(build_meta(fewer), shapes):
+                recipe = fewer
+    return recipe
 
 
-def _preference(recipe: Recipe) -> tuple[bool, int, str]:
-    """Names published for this very image size first, then the shortest."""
+def _with(recipe: Recipe, args: _Args, size: tuple[int, int] | None, given: _Args) -> Recipe:
+    """Return the recipe with further arguments and another size; what the user typed wins."""
+    recipe = dataclasses.replace(recipe, args={**recipe.args, **args})
+    recipe = recipe if size is None else resized(recipe, size)
+    return with_given(recipe, given) if given else recipe
+
+
+def _preference(recipe: Recipe) -> tuple[int, bool, int, str]:
+    """Names of the fewest other arguments first, then of this image size, then the shortest."""
     usual = recipe_of(ModelSpec(recipe.library, recipe.name, recipe.name))
-    return usual.size != recipe.size, len(recipe.name), recipe.name
+    return len(recipe.args), usual.size != recipe.size, len(recipe.name), recipe.name
 
 
 def _look(shapes: Shapes) -> str:
@@ -127,40 +152,57 @@ def _look(shapes: Shapes) -> str:
     return f" ({len(shapes)} tensors, the first is {first[:60]!r})"
 
 
-def _candidates(shapes: Shapes, image_size: tuple[int, int] | None) -> Iterator[Recipe]:
+def _is_convolutional(shapes: Shapes) -> bool:
+    kernels = [s for s in shapes.values() if len(s) == 4 and max(s[2:]) > 1]
+    return len(kernels) > 2 and not any(map(_ATTENTION.search, shapes))
+
+
+def _candidates(
+    shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
+) -> Iterator[Recipe]:
     if any(name.startswith("visual.") for name in shapes):
-        yield from _open_clip(shapes, image_size)
+        yield from _open_clip(shapes, image_size, given)
         return
     for key, prefix in _TORCHVISION_PREFIXES.items():
         if any(name.startswith(key) for name in shapes):
-            yield from _torchvision(shapes, prefix, image_size)
+            yield from _torchvision(shapes, prefix, image_size, given)
             return
-    yield from _timm(shapes, image_size)
+    yield from _timm(shapes, image_size, given)
 
 
 # --- timm --------------------------------------------------------------------------------------
 
 
-def _timm(shapes: Shapes, image_size: tuple[int, int] | None) -> list[Recipe]:
-    """The timm names that fit exactly; failing those, the ones that fit at another depth."""
-    names = list(_timm_names(shapes))
+def _timm(shapes: Shapes, image_size: tuple[int, int] | None, given: _Args) -> list[Recipe]:
+    """The timm names that fit as they are; failing those, the ones that fit with what shows."""
+    names = _timm_names(shapes)
+    stem = shapes.get("patch_embed.proj.weight", ())
+    usual = [n for n in names if _said_patch(n) in (None, *stem[2:3])]
     for extra in _variants(shapes):
-        sieved = [recipe for name in names if (recipe := _sieve(name, shapes, extra)) is not None]
-        exact = [r for recipe in sieved if (r := fitted(recipe, shapes, image_size)) is not None]
-        if exact:
-            return exact
-        depth = depth_of(shapes)
-        other = [
-            dataclasses.replace(recipe, args={**recipe.args, "depth": depth}) for recipe in sieved
-        ]
-        loose = [r for recipe in other if (r := fitted(recipe, shapes, image_size)) is not None]
-        if loose:
-            return loose
+        for setting in (Shown(), *shown(shapes)):
+            args = {**extra, **setting.args}
+            pool = _one_a_kind(names) if "patch_size" in args else usual
+            sieved = (_sieve(name, shapes, args, setting.size, given) for name in pool)
+            fits = (fitted(r, shapes, image_size) for r in sieved if r is not None)
+            found = [recipe for recipe in fits if recipe is not None]
+            if found:
+                return [_pruned(recipe, shapes, given) for recipe in found]
     return []
 
 
-def _timm_names(shapes: Shapes) -> Iterator[str]:
-    """The names of the families whose tensors look like these, without those of another patch."""
+def _said_patch(name: str) -> int | None:
+    said = re.search(r"_patch(\d+)", name)
+    return int(said.group(1)) if said else None
+
+
+def _one_a_kind(names: Iterable[str]) -> list[str]:
+    """One name for each that differs in patch, window and image size alone."""
+    kinds = {re.sub(r"_(patch|window)?\d+(?=_|$)", "", name): name for name in sorted(names)[::-1]}
+    return list(kinds.values())
+
+
+def _timm_names(shapes: Shapes) -> list[str]:
+    """The names of the families whose tensors look like these."""
     import timm
 
     swin = next(
@@ -169,14 +211,10 @@ def _timm_names(shapes: Shapes) -> Iterator[str]:
         None,
     )  # fmt: skip
     if swin is None and not any(name.startswith("blocks.0.") for name in shapes):
-        return
-    patch = shapes.get("patch_embed.proj.weight", ())
+        return []
     vit = next(found for part, found in _VIT_MODULES.items() if any(part in key for key in shapes))
-    for module in (swin,) if swin is not None else vit:
-        for name in timm.list_models(module=module):
-            said = re.search(r"_patch(\d+)", name)
-            if said is None or len(patch) != 4 or int(said.group(1)) == patch[2]:
-                yield name
+    modules = (swin,) if swin is not None else vit
+    return [name for module in modules for name in timm.list_models(module=module)]
 
 
 def _variants(shapes: Shapes) -> list[dict[str, Any]]:
@@ -189,12 +227,15 @@ def _variants(shapes: Shapes) -> list[dict[str, Any]]:
     return variants
 
 
-def _sieve(name: str, shapes: Shapes, extra: Mapping[str, Any]) -> Recipe | None:
+def _sieve(
+    name: str, shapes: Shapes, args: _Args, size: tuple[int, int] | None, given: _Args
+) -> Recipe | None:
     """Return the recipe of `name` when a model of one block already fits, else None."""
-    recipe = recipe_of(ModelSpec("timm", name, name), shapes)
-    recipe = dataclasses.replace(recipe, args={**recipe.args, **extra})
+    recipe = _with(recipe_of(ModelSpec("timm", name, name), shapes), args, size, given)
     stages = len({key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)})
-    short = {"depths": [1] * stages} if stages else {"depth": 1}
+    short: dict[str, Any] = {"depths": [1] * stages} if stages else {"depth": 1}
+    if "global_attn_indexes" in recipe.args:
+        short["global_attn_indexes"] = [i for i in recipe.args["global_attn_indexes"] if i < 1]
     small = dataclasses.replace(recipe, args={**recipe.args, **short})
     for attempt in (
         small,
@@ -233,7 +274,7 @@ def _of_grid(name: str) -> bool:
 
 
 def _torchvision(
-    shapes: Shapes, prefix: str, image_size: tuple[int, int] | None
+    shapes: Shapes, prefix: str, image_size: tuple[int, int] | None, given: _Args
 ) -> Iterator[Recipe]:
     try:
         import torchvision
@@ -241,23 +282,56 @@ def _torchvision(
         return
     for name in torchvision.models.list_models(module=torchvision.models):
         if name.startswith(prefix):
-            recipe = recipe_of(ModelSpec("torchvision", name, name), shapes)
+            recipe = recipe_of(ModelSpec("torchvision", name, name), shapes, given)
             fit = fitted(recipe, shapes, image_size)
             if fit is not None:
                 yield fit
 
 
-def _open_clip(shapes: Shapes, image_size: tuple[int, int] | None) -> Iterator[Recipe]:
+def _open_clip(
+    shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
+) -> Iterator[Recipe]:
     try:
         import open_clip
     except ImportError:
         return
-    for name in open_clip.list_models():
-        recipe = recipe_of(ModelSpec("open_clip", name, name))
-        if _open_clip_plausible(recipe.model_cfg or {}, shapes):
-            fit = fitted(recipe, shapes, image_size)
-            if fit is not None:
-                yield fit
+    recipes = [
+        recipe_of(ModelSpec("open_clip", name, name), None, given)
+        for name in open_clip.list_models()
+    ]
+    usual = [r for r in recipes if _open_clip_plausible(r.model_cfg or {}, shapes)]
+    found = [fit for r in usual if (fit := fitted(r, shapes, image_size)) is not None]
+    if not found:
+        # Names that differ in what the shapes show become one and the same here.
+        other = {str(r.model_cfg): r for each in recipes for r in _with_config(each, shapes)}
+        found = [f for r in other.values() if (f := fitted(r, shapes, image_size)) is not None]
+    yield from found
+
+
+def _with_config(recipe: Recipe, shapes: Shapes) -> list[Recipe]:
+    """Return a CLIP's recipe with depths, patch, vocabulary and context as in the shapes."""
+    cfg: Any = recipe.model_cfg
+    stem = shapes.get("visual.conv1.weight", ())
+    words = shapes.get("token_embedding.weight", ())
+    context = shapes.get("positional_embedding", ())
+    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+    plain = isinstance(vision.get("layers"), int) and len(stem) == 4 and len(words) == 2
+    if not plain or (vision.get("width"), text.get("width")) != (stem[0], words[1]):
+        return []
+    blocks = {
+        side: {k.split(".resblocks.")[1].split(".")[0] for k in shapes if k.startswith(f"{side}.")}
+        for side in ("visual.transformer.resblocks", "transformer.resblocks")
+    }
+    vision = {
+        **vision,
+        "patch_size": stem[2],
+        "layers": len(blocks["visual.transformer.resblocks"]),
+    }
+    text = {**text, "vocab_size": words[0], "layers": len(blocks["transformer.resblocks"])}
+    if len(context) == 2:
+        text["context_length"] = context[0]
+    cfg = {**cfg, "vision_cfg": vision, "text_cfg": text}
+    return [dataclasses.replace(recipe, model_cfg=cfg)]
 
 
 def _open_clip_plausible(cfg: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -275,108 +349,18 @@ def _open_clip_plausible(cfg: Mapping[str, Any], shapes: Shapes) -> bool:
     return stem is None or patch is None or stem == (width, 3, patch, patch)
 
 
-# --- what the shapes do not show ---------------------------------------------------------------
-
-
-def _groups(recipes: list[Recipe]) -> list[list[Recipe]]:
-    """Group recipes by what they compute: equal outputs on equal weights and input."""
-    if len(recipes) == 1:
-        return [recipes]
-    groups: list[tuple[str, nn.Module, torch.Tensor, list[Recipe]]] = []
-    for recipe in recipes:
-        settings, core = _core(recipe)
-        try:
-            model, output = _probe(core)
-        except ElsaError:
-            # Not comparable: on its own, which makes the answer ambiguous rather than wrong.
-            settings, model, output = label(recipe), nn.Identity(), torch.empty(0)
-        for known, other, expected, members in groups:
-            same = known == settings and same_shapes(other, model)
-            if same and torch.equal(output, expected):
-                members.append(recipe)
-                break
-        else:
-            groups.append((settings, model, output, [recipe]))
-    return [members for *_, members in groups]
-
-
-def _core(recipe: Recipe) -> tuple[str, Recipe]:
-    """Return what has to be run to compare a recipe, and the settings that are compared as text.
-
-    A CLIP around a timm tower is that tower, whose depth can be cut, and a text tower that its
-    configuration describes in full.
-    """
-    cfg: Any = recipe.model_cfg
-    if recipe.library != "open_clip" or "timm_model_name" not in cfg["vision_cfg"]:
-        return "", recipe
-    vision = dict(cfg["vision_cfg"])
-    name = vision.pop("timm_model_name")
-    text = {k: v for k, v in cfg["text_cfg"].items() if "tokenizer" not in k}
-    settings = json.dumps([{**cfg, "vision_cfg": vision, "text_cfg": text}], sort_keys=True)
-    return settings, default_recipe(ModelSpec("timm", name, name))
-
-
-def _probe(recipe: Recipe) -> tuple[nn.Module, torch.Tensor]:
-    """Run a shallow version on fixed weights and a fixed image; float32, on the CPU."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        with UninitialisedParameters():
-            model = shallow(recipe)
-        generator = torch.Generator().manual_seed(_PROBE_SEED)
-        largest = max(tensor.numel() for tensor in model.parameters())
-        noise = 0.1 * torch.randn(largest, generator=generator)
-        for tensor in model.parameters():
-            offset = 1.0 if tensor.ndim == 1 else 0.0
-            tensor.copy_(offset + noise[: tensor.numel()].view(tensor.shape))
-        size = getattr(model, "probe_size", recipe.size)
-        images = torch.randn(1, recipe.preprocess.input_size[0], *size, generator=generator)
-        if recipe.library != "open_clip":
-            return model, model(images)
-        cfg: Any = recipe.model_cfg
-        tokens = torch.arange(1, cfg["text_cfg"].get("context_length", 77) + 1) % 50
-        features = (model.encode_image(images), model.encode_text(tokens[None]))  # type: ignore[operator]
-        return model, torch.cat([feature.flatten() for feature in features])
-
-
-def shallow(recipe: Recipe) -> nn.Module:
-    """Build the recipe with two blocks and a small grid where its library allows that."""
-    if recipe.library == "open_clip":
-        cfg: Any = recipe.model_cfg
-        vision, text = dict(cfg["vision_cfg"]), dict(cfg["text_cfg"], vocab_size=64)
-        if isinstance(vision.get("layers"), int):
-            vision["layers"] = 2
-        text["layers"] = 2
-        cut = {**cfg, "vision_cfg": vision, "text_cfg": text}
-        return build(dataclasses.replace(recipe, model_cfg=cut))
-    if recipe.library == "timm":
-        for short in ({"depth": 2}, {"depths": [2] * 4}):
-            attempt = dataclasses.replace(recipe, args={**recipe.args, **short})
-            small = _small(attempt)
-            for candidate in (small, attempt):
-                try:
-                    model = build(candidate)
-                except (ElsaError, *BUILD_ERRORS):
-                    continue
-                model.probe_size = candidate.size  # type: ignore[assignment]
-                return model
-    if sum(p.numel() for p in build_meta(recipe).parameters()) > _MAX_PROBE_PARAMETERS:
-        raise ModelError(f"{label(recipe)} is too large to be compared with its like")
-    return build(recipe)
-
-
-def _small(recipe: Recipe) -> Recipe:
-    """Return the recipe at four patches a side (global attention) where that is smaller."""
-    said = re.search(r"_patch(\d+)", recipe.name)
-    side = 4 * int(said.group(1)) if said else recipe.size[0]
-    return resized(recipe, (side, side)) if "depth" in recipe.args else recipe
-
-
 def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:
     """Say in one line what differs between a recipe's tensors and these; "" for nothing."""
-    missing, unexpected, wrong = differences(build_meta(recipe), shapes)
+    model = build_meta(recipe)
+    missing, unexpected, wrong = differences(model, shapes)
     parts: list[str] = []
     for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", wrong)):
         if names:
             parts.append(f"{len(names)} {what} ({_first(names)})")
+    own = {**dict(model.named_buffers()), **model.state_dict()}
+    if wrong and not missing and not unexpected:
+        name = min(wrong)
+        parts.append(f"{list(shapes[name])} in the file and {list(own[name].shape)} in the model")
     return ", ".join(parts)
 
 

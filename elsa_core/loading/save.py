@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading.fill import separate
 from elsa_core.loading.fromfile import CONFIG_METADATA
 from elsa_core.loading.load import Loaded
 from elsa_core.loading.plan import PLAN_NAME, Plan, plan_of
@@ -28,7 +29,7 @@ _OWN_NAMES = frozenset(
     (
         *(WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME),
         *("model.ts", "model.onnx", "model.onnx.data", "model.pt2", "model.aoti.pt2", "lib"),
-        *("manifest.json", "reference.npz", "load.py", "README.md", "__pycache__"),
+        *("manifest.json", "manifest.sig", "reference.npz", "load.py", "README.md", "__pycache__"),
     )
 )
 
@@ -94,23 +95,6 @@ def _config(loaded: Loaded) -> dict[str, Any]:
     return config
 
 
-def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name.
-
-    So the file loads strictly into any model that has those names, tied or not.
-    """
-    seen: set[int] = set()
-    result: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        plain = tensor.detach().cpu().contiguous()
-        address = plain.untyped_storage().data_ptr()
-        if plain.numel() and (address in seen or plain.untyped_storage().nbytes() != plain.nbytes):
-            plain = plain.clone()
-        seen.add(address)
-        result[name] = plain
-    return result
-
-
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write a .safetensors file.
 
@@ -150,6 +134,7 @@ def check_target(target: Path, given: Path, force: bool) -> None:
     Raises:
         ArgumentError: it may not be replaced; says why.
     """
+    files.recover(target)
     if not target.exists():
         return
     if not target.is_dir():

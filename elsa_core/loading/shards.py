@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from elsa_core.errors import ModelError
+from elsa_core.loading.names import bare_names
+from elsa_core.loading.reading import check_fits
 from elsa_core.loading.recipe import read_json
 from elsa_core.loading.weights import Weights, read_header, read_safetensors
 
@@ -20,32 +23,55 @@ def is_index(path: Path) -> bool:
 
 
 def read_sharded(path: Path) -> Weights:
-    """Read every tensor that an index names, from the files beside it.
-
-    The headers of all shards are read before any tensor, so that an index that does not fit them
-    costs nothing.
+    """Read what an index names, from the files beside it: headers now, tensors when asked for.
 
     Raises:
-        ModelError: a malformed index, a shard that is missing, malformed or outside the index's
-            directory, or tensors that are not where the index says.
+        ModelError: a malformed index, a shard that is missing, malformed, a link or outside the
+            index's directory, or tensors that are not where the index says.
     """
     weight_map = _weight_map(path)
     shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (path.parent / shard).is_file()]
-    if absent:
-        raise ModelError(f"{path} names the shard {absent[0][:120]!r}, which is not there")
+    for shard in shards:
+        _check_place(path, shard)
+    parts = {}
     for shard in shards:
         _check_shard(path, shard, {name for name, file in weight_map.items() if file == shard})
-    tensors: dict[str, Tensor] = {}
+        parts[shard] = read_safetensors(path.parent / shard, wrapped=True)
+    shapes = {name: shape for part in parts.values() for name, shape in part.shapes.items()}
     metadata: dict[str, str] = {}
-    for shard in shards:
-        part = read_safetensors(path.parent / shard)
-        twice = tensors.keys() & part.tensors.keys()
-        if twice:
-            raise ModelError(f"{path}: tensor {min(twice)[:120]!r} is in two shards")
-        tensors.update(part.tensors)
+    for part in parts.values():
         metadata = part.metadata | metadata
-    return Weights(tensors, metadata, path)
+    check_fits(path, sum(part.size for part in parts.values()))
+    names, notes = bare_names(shapes, path)
+    return Weights(
+        {name: shapes[full] for name, full in names.items()},
+        metadata,
+        path,
+        lambda: _tensors(parts, names),
+        notes,
+    )
+
+
+def _tensors(parts: Mapping[str, Weights], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Read every shard, and keep the tensors of the full `names`."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts.values():
+        tensors.update(part.tensors)
+    return {name: tensors[full] for name, full in names.items()}
+
+
+def _check_place(path: Path, shard: str) -> None:
+    """A shard lies beside the index: a link leads elsewhere, except within the hub's cache.
+
+    There the index is a link too, and both lead to the same folder of blobs.
+    """
+    file = path.parent / shard
+    if file.is_symlink():
+        same = path.is_symlink() and file.resolve().parent == path.resolve().parent
+        if not same:
+            raise ModelError(f"{path} names the shard {shard[:120]!r}, which is a link: refused")
+    if not file.exists():
+        raise ModelError(f"{path} names the shard {shard[:120]!r}, which is not there")
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -1,20 +1,15 @@
-"""Weights from files, each file hostile until checked.
+"""Weights of .safetensors files, each file hostile until checked.
 
-A .safetensors header is validated here before the safetensors library is given the file; a
-PyTorch checkpoint is read by `torch.load(weights_only=True)` or not at all.
+The header is validated here before the safetensors library is given the file.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import pickle
-import re
-import warnings
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +17,8 @@ import torch
 from torch import Tensor
 
 from elsa_core.errors import ModelError
+from elsa_core.loading.names import bare_names
+from elsa_core.loading.reading import check_fits, open_regular
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
@@ -43,8 +40,6 @@ _DTYPES = frozenset(
         *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     )
 )
-# Wrappers that training adds around every name: DistributedDataParallel, torch.compile.
-_WRAPPERS = ("_orig_mod.", "module.")
 
 
 @dataclass(frozen=True)
@@ -69,19 +64,50 @@ class Header:
         """The shape of every tensor, by name."""
         return {name: entry.shape for name, entry in self.tensors.items()}
 
-
-@dataclass(frozen=True)
-class Weights:
-    """Tensors by name (finite, on the CPU), the file's own metadata, and where they came from."""
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-    path: Path
-
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+    def size(self) -> int:
+        """The bytes of all tensors."""
+        return sum(entry.stop - entry.start for entry in self.tensors.values())
+
+
+class Weights:
+    """Tensors by name on the CPU, the file's own metadata, and where they came from.
+
+    Shapes, dtypes and metadata are there at once; the tensors of a .safetensors file are read when
+    they are asked for, so that a file that fits no architecture costs its header alone.
+
+    Attributes:
+        shapes: of every tensor, by name without the wrappers of training.
+        metadata: text by name.
+        path: the file.
+        notes: lines for the user: which of several groups of tensors was taken.
+        size: the bytes of all tensors in the file.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        metadata: dict[str, str],
+        path: Path,
+        read: Callable[[], dict[str, Tensor]],
+        notes: tuple[str, ...] = (),
+        size: int = 0,
+    ) -> None:
+        self.shapes = shapes
+        self.metadata = metadata
+        self.path = path
+        self.notes = notes
+        self.size = size
+        self._read = read
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, finite.
+
+        Raises:
+            ModelError: unreadable, or complex numbers, NaN or infinity among them.
+        """
+        return self._read()
 
 
 def read_header(path: Path) -> Header:
@@ -91,8 +117,8 @@ def read_header(path: Path) -> Header:
         ModelError: the file is not a well-formed .safetensors file. The message names the file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = _header_length(path, prefix, size)
             raw = file.read(length)
@@ -101,50 +127,39 @@ def read_header(path: Path) -> Header:
     return _parse_header(path, raw, size - 8 - length)
 
 
-def read_safetensors(path: Path) -> Weights:
-    """Read every tensor of a .safetensors file after validating its header.
+def read_safetensors(path: Path, *, wrapped: bool = False) -> Weights:
+    """Read a .safetensors file: the header now, the tensors when they are asked for.
+
+    Args:
+        path: the file.
+        wrapped: leave the names as they are, with the wrappers of training.
 
     Raises:
-        ModelError: malformed file, no tensors, or a tensor of complex numbers, NaN or infinity.
+        ModelError: malformed file, no tensors, or more than the memory holds.
     """
     header = read_header(path)
     if not header.tensors:
         raise ModelError(f"{path} holds no tensors")
-    import safetensors.torch
+    check_fits(path, header.size)
+    plain = {name: name for name in header.tensors}
+    names, notes = (plain, ()) if wrapped else bare_names(header.tensors, path)
+    shapes = {name: header.tensors[full].shape for name, full in names.items()}
+    return Weights(
+        shapes, header.metadata, path, lambda: _read_tensors(path, names), notes, header.size
+    )
+
+
+def _read_tensors(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Read the tensors of the full `names`, in order of the file."""
+    from safetensors import safe_open
 
     try:
-        tensors = safetensors.torch.load_file(path)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(full) for name, full in names.items()}
     except Exception as error:
-        raise ModelError(f"{path} cannot be read: {_line(error)}") from None
-    _check_numbers(path, tensors)
-    return Weights({_bare(name): t for name, t in tensors.items()}, header.metadata, path)
-
-
-def read_checkpoint(path: Path) -> Weights:
-    """Read a PyTorch checkpoint without running any code of its pickle.
-
-    A training checkpoint is unwrapped (`state_dict_ema`, `model_ema`, `state_dict`, `model`); the
-    architecture that timm's training script records comes back as metadata `architecture`.
-
-    Raises:
-        ModelError: unreadable by `weights_only=True`, no state dict in it, or a tensor that is
-            sparse, quantised, complex, on the meta device, or holds NaN or infinity.
-    """
-    if not path.stat().st_size:
-        raise ModelError(f"{path} is empty: not a PyTorch checkpoint")
-    try:
-        # timm's training script stores its arguments; a Namespace runs no code when rebuilt.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        _refuse_checkpoint(path, error)
-    state = _unwrap(content)
-    tensors = {_bare(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    if not tensors or any(not isinstance(name, str) for name in state):
-        raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
-    _check_numbers(path, tensors)
-    return Weights(tensors, _recorded_architecture(content), path)
+        raise ModelError(f"{path} cannot be read: {line(error)}") from None
+    check_numbers(path, tensors)
+    return tensors
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
@@ -175,7 +190,7 @@ def _parse_header(path: Path, raw: bytes, data_bytes: int) -> Header:
     except UnicodeDecodeError:
         raise ModelError(f"{path} has a header that is not UTF-8: not a safetensors file") from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} has a header that is not JSON: {_line(error)}") from None
+        raise ModelError(f"{path} has a header that is not JSON: {json_problem(error)}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} has a header that is not a JSON object")
     metadata = content.pop("__metadata__", None) or {}
@@ -194,6 +209,15 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {twice[:80]!r} occurs twice")
     return result
+
+
+def json_problem(error: Exception) -> str:
+    """Why json refused a text, in words that name no setting of Python's."""
+    if "integer string conversion" in str(error):
+        return "a number in it has thousands of digits"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return line(error)
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -246,7 +270,7 @@ def _check_coverage(path: Path, entries: Mapping[str, TensorEntry], data_bytes: 
         raise ModelError(f"{path} has {data_bytes - position} bytes that belong to no tensor")
 
 
-def _check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors that hold no numbers, or none that a model computes with."""
     for name, tensor in tensors.items():
         what = _damage(tensor)
@@ -270,59 +294,7 @@ def _damage(tensor: Tensor) -> str | None:
     return f"holds {'NaN' if wide.isnan().any() else 'infinity'}; the weights are damaged"
 
 
-def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
-    """Raise the one-line reason why `torch.load(weights_only=True)` could not read `path`."""
-    with path.open("rb") as file:
-        start = file.read(16)
-    text = str(error)
-    if "TorchScript" in text or "torchscript" in text:
-        raise ModelError(
-            f"{path} is a TorchScript archive: save its state_dict as .safetensors instead"
-        ) from None
-    pickled = start[:1] == b"\x80" or zipfile.is_zipfile(path)
-    if not pickled:
-        raise ModelError(f"{path} is not a PyTorch checkpoint") from None
-    if isinstance(error, pickle.UnpicklingError) and "nsupported" in text:
-        found = re.search(r"GLOBAL ([\w.]+)", text)
-        what = f" ({found.group(1)})" if found else ""
-        raise ModelError(
-            f"{path} needs pickle{what}, which can run any code: refused;"
-            " save the state_dict as .safetensors"
-        ) from None
-    raise ModelError(
-        f"{path} cannot be read as a PyTorch checkpoint without pickle: {_line(error)}"
-    ) from None
-
-
-def _unwrap(content: Any) -> Mapping[Any, Any]:
-    """Return the state dict inside a training checkpoint, averaged weights first, as timm does."""
-    if not isinstance(content, Mapping):
-        return {}
-    for key in ("state_dict_ema", "model_ema", "state_dict", "model"):
-        inner = content.get(key)
-        if isinstance(inner, Mapping) and inner:
-            return inner
-    return content
-
-
-def _bare(name: Any) -> str:
-    """Drop the wrappers of training from the start of a name."""
-    result = str(name)
-    while result.startswith(_WRAPPERS):
-        for wrapper in _WRAPPERS:
-            result = result.removeprefix(wrapper)
-    return result
-
-
-def _recorded_architecture(content: Any) -> dict[str, str]:
-    """Return timm's record of the architecture in a training checkpoint, if there is one."""
-    if not isinstance(content, Mapping):
-        return {}
-    name = getattr(content.get("args"), "model", None) or content.get("arch")
-    return {"architecture": name} if isinstance(name, str) else {}
-
-
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     """The first line of an exception's text, short enough for one line of a terminal."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200].replace(os.linesep, " ")

@@ -13,33 +13,33 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from elsa_core.bench.environment import available_bytes
 from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.loading.alike import shallow
 from elsa_core.loading.libraries import (
     UninitialisedParameters,
     build,
     build_meta,
     default_recipe,
-    first_line,
 )
 from elsa_core.loading.recipe import Recipe
-from elsa_core.loading.recognise import shallow
 from elsa_core.loading.spec import parse
+from elsa_core.measuring.memory_limit import available_bytes
+from elsa_core.messages import first_line
+from elsa_core.patching import catalogue
+from elsa_core.patching.adapters.table import ROWS
 from elsa_core.patching.patch import original, patch, patched_sites
 from elsa_core.patching.sites import AttentionSite, find_sites
 from elsa_core.proof.cases import generated_inputs, random_weight, text_shape
 from elsa_core.proof.check import check
 from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
 
-LIBRARIES = ("timm", "open_clip")
-# Memory that a check takes for each weight: its own 4, 8 of the float64 copy, room for the rest.
+# Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
 BYTES_PER_WEIGHT = 16
 # A relative error of the original above which random weights prove nothing: some bring logits to
 # 1e6, where a rounding decides between two keys. Smaller weights are tried then.
@@ -117,26 +117,10 @@ def from_dict(values: dict[str, Any]) -> Coverage:
     return Coverage(**(values | {"kept": tuple(Kept(**kept) for kept in values["kept"])}))
 
 
-def architectures(match: str = "*") -> list[str]:
-    """Names ("timm:...", "open_clip:...") that a glob selects; one of each family comes first.
-
-    A library that is not installed has none.
-    """
-    names = [name for library in LIBRARIES for name in _names(library)]
-    chosen = [name for name in names if fnmatchcase(name, match)]
-    turns: Counter[str] = Counter()
-    order = []
-    for name in chosen:
-        family = _family(name)
-        order.append((turns[family], name))
-        turns[family] += 1
-    return [name for _, name in sorted(order, key=lambda pair: pair[0])]
-
-
 def examine(name: str, *, checked: bool = True) -> Coverage:
     """Find the sites of one architecture and, if `checked`, prove a small version. Never raises
     because of a model: what goes wrong is the verdict."""
-    empty = Coverage(name, _family(name), 0, 0, 0, (), UNAVAILABLE, "")
+    empty = Coverage(name, catalogue.family(name), 0, 0, 0, (), UNAVAILABLE, "")
     try:
         recipe = default_recipe(parse(name))
         whole = build_meta(recipe)
@@ -160,7 +144,7 @@ def examine(name: str, *, checked: bool = True) -> Coverage:
         )
     try:
         return _checked(found, recipe)
-    except Exception as error:  # a model may raise anything; the next one must have its turn
+    except Exception as error:  # a model may raise anything; the next one is examined still
         return replace(found, verdict=FAILED, reason=first_line(error))
 
 
@@ -228,7 +212,7 @@ def _checked(found: Coverage, recipe: Recipe) -> Coverage:
         worst, reason = max(comparisons, key=lambda one: one.excess), ""
         if worst.excess <= 1.0:
             break
-        # One run says little about a sensitive model: the full check has the word on a difference.
+        # One run says little about a sensitive model: the full check decides.
         report = check(model, {"noise": case}, stress=False)
         reason = "; ".join(report.failures[:2])
         if report.ok or report.cases[0].original_error < SENSITIVE:
@@ -250,7 +234,7 @@ def _noise(model: nn.Module, size: tuple[int, int, int]) -> tuple[Any, ...]:
 
 
 def _compared(model: nn.Module, case: tuple[Any, ...]) -> tuple[list[Comparison], list[str]]:
-    """Every output of original and patched against float64, and the patched sites that idled."""
+    """Each output of original and patched against float64, and the patched sites that never ran."""
     ran: set[nn.Module] = set()
     with torch.no_grad():
         with original(model):
@@ -299,35 +283,12 @@ def _fill(model: nn.Module, spread: float = 1.0) -> None:
 
 
 def _kept(sites: Iterable[AttentionSite]) -> tuple[Kept, ...]:
-    from elsa_core.patching.adapters.known import CLASSES
-
     groups = Counter((s.module_class, s.reason) for s in sites if not s.patchable)
     return tuple(
         # A class with a reason in the table computes something else than softmax attention.
-        Kept(cls, reason, count, not (cls in CLASSES and CLASSES[cls].reason))
+        Kept(cls, reason, count, not (cls in ROWS and ROWS[cls].reason))
         for (cls, reason), count in groups.items()
     )
-
-
-def _names(library: str) -> list[str]:
-    try:
-        if library == "timm":
-            import timm
-
-            return [f"timm:{name}" for name in timm.list_models()]
-        import open_clip
-    except ImportError:
-        return []
-    return [f"open_clip:{name}" for name in open_clip.list_models()]
-
-
-def _family(name: str) -> str:
-    library, _, bare = name.partition(":")
-    if library != "timm":
-        return library
-    from timm.models import model_entrypoint
-
-    return str(model_entrypoint(bare).__module__.rpartition(".")[2])
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from elsa_core.attention import BACKENDS
-from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.errors import ArgumentError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters
-from elsa_core.patching.sites import AttentionSite, find_sites
-from elsa_core.precision import PRECISIONS, validate
+from elsa_core.patching.adapters import asked
+from elsa_core.patching.adapters.derived import DERIVED
+from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
+from elsa_core.patching.text import as_html, reasons, sites_table
+from elsa_core.precision import validate
 
 _ATTRIBUTES = ("elsa_precision", "elsa_backend")
 _MAX_NAMED = 3  # classes that an error line spells out
@@ -56,6 +58,19 @@ class PatchReport:
             "exclude": list(self.exclude),
         }
 
+    def __str__(self) -> str:
+        done, found = len(self.patched), len(self.patched) + len(self.kept)
+        title = f"{done} of {found} attention sites patched"
+        lines = [
+            f"{title} · precision {self.precision} · backend {self.backend}",
+            *sites_table(self.patched),
+            *reasons(self.kept, "kept"),
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
 
 def patch(
     model: nn.Module,
@@ -83,13 +98,14 @@ def patch(
         The sites patched and those kept, with reasons.
 
     Raises:
+        TypeError: `model` is no `nn.Module`.
         ArgumentError: precision or backend is unknown, the model's dtype does not take it, or a
             glob matches no site.
+        UnavailableError: the backend asked for by name does not serve the model's device or dtype.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
     """
-    _check_choice("precision", precision, tuple(PRECISIONS))
-    _check_choice("backend", backend, BACKENDS)
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = plain_model(model)
+    asked.check_names(precision, backend)
     wanted, unwanted = _globs(include), _globs(exclude)
     sites = find_sites(model)
     selected, kept = [], []
@@ -119,9 +135,11 @@ def unpatch(model: nn.Module) -> int:
     What was derived from the patched class since (parametrizations, `fully_shard`) stays on top.
 
     Raises:
+        TypeError: `model` is no `nn.Module`.
         ModelError: a class derived since cannot be put on the module's own; nothing has changed.
     """
-    # Inside `original` a module shows its own class, but its strings tell that it is on loan.
+    model = plain_model(model)
+    # Inside `original` a patched module has its own class; it is known by elsa's attributes.
     modules = [
         module
         for module in model.modules()
@@ -130,6 +148,7 @@ def unpatch(model: nn.Module) -> int:
     own = [_own_class(module) for module in modules]
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
+        DERIVED.drop(module)
         for name in _ATTRIBUTES:
             module.__dict__.pop(name, None)
     return len(modules)
@@ -137,7 +156,7 @@ def unpatch(model: nn.Module) -> int:
 
 def patched_sites(model: nn.Module) -> dict[str, nn.Module]:
     """The patched modules by path, in the model's order."""
-    model = getattr(model, "_orig_mod", model)
+    model = plain_model(model)
     return {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
 
 
@@ -164,12 +183,7 @@ def _swap(
 ) -> None:
     modules = [model.get_submodule(site.path) for site in selected]
     for module, site in zip(modules, selected, strict=True):
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-        if dtype is not None:
-            try:
-                validate(precision, dtype)
-            except ArgumentError as error:
-                raise ArgumentError(f"{site.path or 'the model'}: {error}") from error
+        _check_served(module, site, precision, backend)
     # Every class is made before the first is swapped: a failure leaves the model as it was.
     classes = [
         adapters.with_base(
@@ -183,13 +197,22 @@ def _swap(
         module.__dict__["elsa_backend"] = backend
 
 
+def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return
+    path = site.path or "the model"
+    try:
+        validate(precision, weight.dtype)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from error
+    answer = asked.served(precision, backend, weight.device, weight.dtype, site.head_dim)
+    if not answer.ok:
+        raise UnavailableError(f"backend={backend!r} cannot serve {path}: {answer.reason}")
+
+
 def _own_class(module: nn.Module) -> type[nn.Module]:
     return adapters.with_base(module, adapters.base_class(module))
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ArgumentError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
 
 
 def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:

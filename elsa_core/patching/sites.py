@@ -2,7 +2,7 @@
 
 A site is a module whose own code computes attention: a class known by name, a class that calls
 `scaled_dot_product_attention`, or one that multiplies matrices around a softmax. Where an adapter
-takes over a block's way to such a module too (Swin), the block is the site. What its code does not
+replaces the block around such a module (Swin), the block is the site. What the code does not
 say (tokens, windows, FLOPs, masks) is learned by running a copy of the model once on fake tensors
 (`elsa_core.patching.probe`).
 """
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters, bytecode
-from elsa_core.patching.adapters import known, redirect
+from elsa_core.patching.adapters import redirect, table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe, resolved_input_size
+from elsa_core.patching.text import as_html, reasons, sites_table
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
 _FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
@@ -107,6 +108,22 @@ class Inspection:
             "note": self.note,
         }
 
+    def __str__(self) -> str:
+        patchable = sum(site.patchable for site in self.sites)
+        title = f"{self.model_class} · {'x'.join(map(str, self.input_size))}"
+        if self.total_flops:
+            title += f" · {self.total_flops / 1e9:.2f} GFLOPs"
+        lines = [
+            f"{title} · {patchable} of {len(self.sites)} attention sites patchable",
+            *(sites_table(self.sites) if self.sites else ()),
+            *reasons([site for site in self.sites if not site.patchable], "not patchable:"),
+            *([self.note] if self.note else ()),
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
 
 def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -> Inspection:
     """Find every attention site of a model. The model itself is neither run nor changed.
@@ -123,9 +140,10 @@ def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -
         The sites with tokens and FLOPs for one image of that size.
 
     Raises:
+        TypeError: `model` is no `nn.Module`.
         ArgumentError: `input_size` is no image size, or the model does not run on it.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = plain_model(model)
     size = resolved_input_size(model, input_size)
     sites = find_sites(model)
     note, total = "", None
@@ -145,6 +163,19 @@ def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -
     return Inspection(f"{cls.__module__}.{cls.__qualname__}", size, total, sites, note)
 
 
+def plain_model(model: object) -> nn.Module:
+    """The model without the wrapper of `torch.compile`.
+
+    Raises:
+        TypeError: it is no `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        hint = f": elsa.load({model!r}) builds one" if isinstance(model, str) else ""
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}{hint}")
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def find_sites(model: nn.Module) -> tuple[AttentionSite, ...]:
     """The sites by code alone: nothing runs, so tokens and FLOPs are None."""
     return tuple(_sites(model))
@@ -158,7 +189,7 @@ def _sites(model: nn.Module) -> Iterator[AttentionSite]:
         attention = adapters.attention_within(module) or module
         if attention is not module:
             within.add(attention)
-        kind = _kind_of(adapters.base_class(attention))  # type: ignore[arg-type]  # hashable
+        kind = _kind_of(adapters.base_class(attention))
         if kind is None:
             continue
         cls = adapters.base_class(module)
@@ -166,7 +197,7 @@ def _sites(model: nn.Module) -> Iterator[AttentionSite]:
         heads = _first_int(attention, "num_heads", "heads", "n_heads", "groups")
         yield AttentionSite(
             path=path,
-            module_class=_qualified(cls),
+            module_class=table.qualified(cls),
             kind=kind,
             num_heads=heads,
             head_dim=_head_dim(attention, heads),
@@ -182,13 +213,19 @@ def _sites(model: nn.Module) -> Iterator[AttentionSite]:
         )
 
 
-@functools.lru_cache(maxsize=4096)
 def _kind_of(cls: type) -> str | None:
     """The kind of attention that a class computes itself, None where it computes none."""
-    entry = _entry(cls)
-    if entry is not None:
-        return entry.kind
-    if _qualified(cls) in known.NOT_ATTENTION or cls.__module__.startswith("torch.nn."):
+    row = _row(cls)
+    if row is not None:
+        return None if row.kind == table.NONE else row.kind
+    return _kind_by_code(cls, getattr(cls, "forward", None))
+
+
+# Bound: reading the code of a class takes milliseconds, and a process sees some hundred classes.
+@functools.lru_cache(maxsize=1024)
+def _kind_by_code(cls: type, forward: object) -> str | None:
+    """The kind by what the class's forward does; a class may get another one."""
+    if cls.__module__.startswith("torch.nn."):
         return None
     reached = bytecode.methods(cls)
     if (
@@ -200,21 +237,21 @@ def _kind_of(cls: type) -> str | None:
     return None
 
 
-def _entry(cls: type) -> known.Known | None:
+def _row(cls: type) -> table.Row | None:
     """What is known of the class whose forward this is."""
     for base in cls.__mro__:
-        entry = known.CLASSES.get(_qualified(base))
-        if entry is not None:
-            return entry
+        row = table.row_of(base)
+        if row is not None and row.kind != table.BLOCK:
+            return row
         if "forward" in base.__dict__:
             break  # what is known of further bases says nothing about this forward
     return None
 
 
 def _support(module: nn.Module, cls: type[nn.Module]) -> Support:
-    entry = _entry(cls)
-    if entry is not None and entry.reason:
-        return Support(False, entry.reason)
+    row = _row(cls)
+    if row is not None and row.reason:
+        return Support(False, row.reason)
     answer = adapters.support(module)
     if answer.ok or adapters.written(cls) is not None or redirect.refers_to_sdpa(cls):
         return answer
@@ -243,7 +280,7 @@ def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
 
 
 def _observed_kind(kind: str, heads: int | None, seen: Observation) -> str:
-    """Tell apart what the class name alone leaves open: "global" may prove to be windowed."""
+    """The kind where the class name alone leaves it open: "global" may prove to be windowed."""
     if kind != "global":
         return kind
     if heads and seen.problems and seen.problems > heads:
@@ -254,8 +291,8 @@ def _observed_kind(kind: str, heads: int | None, seen: Observation) -> str:
 
 
 def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
-    """The terms beyond softmax(Q K^T * s) V that the attributes of the site, or of the attention
-    module within it, tell of."""
+    """The terms beyond softmax(Q K^T * s) V, by the attributes of the site and of the attention
+    module within it."""
 
     def has(*names: str) -> bool:
         values = [getattr(module, name, None) for name in names]
@@ -283,7 +320,7 @@ def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_shifted(site: nn.Module) -> bool:
-    """Whether the site shifts its windows, and so masks what the shift brings side by side."""
+    """Whether the site shifts its windows, and so masks tokens of different regions."""
     shift = getattr(site, "shift_size", None)
     return isinstance(shift, tuple | list) and any(shift)
 
@@ -305,7 +342,3 @@ def _first_int(module: nn.Module, *names: str) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"

@@ -48,6 +48,10 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+def digest_of(library: Path) -> Path:
+    return library.with_name(f"{library.name}.sha256")
+
+
 @pytest.fixture(scope="module")
 def library() -> Path:
     return native.build()
@@ -89,7 +93,8 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
         assert process.returncode == 0, errors
         assert out.startswith("native")
     left = sorted(p.name for p in (tmp_path / "native").iterdir() if p.suffix != ".lock")
-    assert left == [native.library_path().name]
+    name = native.library_path().name
+    assert left == [name, f"{name}.sha256"]
 
 
 @pytest.mark.parametrize(
@@ -330,7 +335,8 @@ def test_it_is_on_the_disk_before_it_has_its_name(
         flushed(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    assert synced == [(native.build().stat().st_ino, False)]
+    path = native.build()
+    assert synced == [(path.stat().st_ino, False), (digest_of(path).stat().st_ino, False)]
 
 
 def test_without_a_compiler_the_newest_library_built_ahead_serves(
@@ -342,8 +348,10 @@ def test_without_a_compiler_the_newest_library_built_ahead_serves(
     old, new = (bare / f"libelsa-{facts}-{name}.so" for name in (compiler, "0" * 8))
     for age, path in ((20, old), (10, new)):
         shutil.copyfile(library, path)
+        shutil.copyfile(digest_of(library), digest_of(path))
         os.utime(path, (time.time() - age,) * 2)
     (bare / f"libelsa-{facts}-{'1' * 8}.so").write_bytes(b"")  # damaged: passed over
+    shutil.copyfile(library, bare / f"libelsa-{facts}-{'3' * 8}.so")  # nobody says what it is
     shutil.copyfile(library, bare / f"libelsa-{'2' * 16}-{compiler}.so")  # of other facts
     assert native.build() == native.library_path() == new
     assert native.status()["built"]

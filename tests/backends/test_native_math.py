@@ -48,6 +48,29 @@ extern "C" void run(int what, const void* in, void* out, size_t count) {
   }
 }
 """
+SANITIZED = r"""
+#include <cstdio>
+#include <cstring>
+#include "elsa/simd.h"
+
+using namespace elsa;
+
+int main() {
+  float log = 0, power = 0, half = 0;
+  for (uint64_t first = 0; first < (1ull << 32); first += 65537 * kLanes) {
+    float x[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(first + i * 65537);
+      memcpy(x + i, &bits, 4);
+    }
+    const Floats v = load(x);
+    log += log_positive(v)[0];
+    power += exp2_nonpositive(v)[0];
+    half += from_half(to_half(v))[0] + from_bfloat(to_bfloat(v))[0];
+  }
+  printf("%g %g %g\n", log, power, half);
+}
+"""
 EXP2, LOG, FROM_HALF, FROM_BFLOAT, TO_HALF, TO_BFLOAT, TO_HALVES, TO_BFLOATS = range(8)
 
 
@@ -152,3 +175,22 @@ def test_float_to_half_and_bfloat(math: Math, to_half: int, to_bfloat: int) -> N
     expected = torch.from_numpy(x).to(torch.bfloat16)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("kernels", names())
+def test_no_undefined_behaviour_for_any_float(kernels: str, tmp_path: Path) -> None:
+    """The logarithm of a NaN with a sign once overflowed a signed subtraction."""
+    order = names()
+    best = next(i for i, n in enumerate(order) if n.lower() == native.isa())
+    if order.index(kernels) > best:
+        pytest.skip(f"this process runs {native.isa()} kernels at most")
+    (tmp_path / "every.cpp").write_text(SANITIZED)
+    command = [
+        *compiler.compiler(), "-std=c++20", "-O1", "-w", "-fsanitize=undefined",
+        "-fno-sanitize-recover=all", *compiler.kernels()[kernels],
+        f"-I{compiler.source_directory()}", str(tmp_path / "every.cpp"),
+        "-o", str(tmp_path / "every"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run([tmp_path / "every"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from native_kernels import ULPS, call_apart, guarded, make, once, relative
 from torch import Tensor
 
-import elsa_core  # noqa: F401  (defines the operator)
+import elsa_core
 from elsa_core.backends import native
+from elsa_core.errors import ArgumentError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,7 +167,7 @@ def test_windows(window: tuple[int, int, int], heads_dim: tuple[int, int]) -> No
     check(qkv, replace(t, shift=shift, pad_qkv=make(3 * heads * dim, seed=4)))
 
 
-@pytest.mark.parametrize("dim", [1, 3, 4, 8, 17, 20, 28, 32, 48, 64])
+@pytest.mark.parametrize("dim", [1, 3, 4, 8, 17, 20, 28, 32, 48, 64, 128, 200])
 @pytest.mark.parametrize("heads", [1, 16])
 def test_heads_and_head_dims(heads: int, dim: int) -> None:
     t = Terms(num_heads=heads, window=(1, 4, 5), shift=(0, 2, 2))
@@ -181,7 +182,7 @@ def test_sizes_and_shifts(size: tuple[int, int], shift: tuple[int, int], batch: 
     """Images smaller than a window too, where the shift exceeds the image."""
     qkv = image(batch, size, 2, 16)
     t = Terms(shift=(0, *shift), pad_qkv=make(96, seed=3))
-    for mask_value in (-100.0, -math.inf):
+    for mask_value in (-1.0, -7.5, -100.0, -math.inf):
         check(qkv, replace(t, bias=bias_of(t), mask_value=mask_value))
     check(qkv, replace(t, pad_qkv=None))
 
@@ -243,8 +244,41 @@ def test_cosine_attention() -> None:
         qkv[:, :, 1] *= 1e4
         qkv[:, :, 2] *= 1e-4
         qkv[:, :, 3, 4] = 0.0
+        qkv[:, :, 4] *= 1e-9  # above the least divisor of 1e-12
+        qkv[:, :, 5] *= 1e-13  # and below it
         t = Terms(window=(1, 8, 8), shift=(0, 4, 4), logit_scale=torch.tensor([10.0, 90.0]))
         check(qkv, replace(t, bias=bias_of(t)))
+
+
+@pytest.mark.parametrize(("length", "divisor"), [(1e-9, 1e-9), (1e-13, 1e-12)])
+def test_the_least_length_that_divides_is_that_of_pytorch(length: float, divisor: float) -> None:
+    """One query of a given length, two keys: the weight of the first is known."""
+    qkv = torch.zeros(1, 1, 1, 2, 12)
+    qkv[..., 0, 0] = length  # the query of the first token
+    qkv[..., 0, 4] = 1.0
+    qkv[..., 1, 5] = 1.0
+    qkv[..., 0, 8] = 1.0
+    t = Terms(num_heads=1, window=(1, 1, 2), logit_scale=torch.ones(1))
+    expected = 1.0 / (1.0 + math.exp(-length / divisor))
+    assert abs(window_attention(qkv, t)[..., 0, 0].item() - expected) <= 1e-6
+
+
+@pytest.mark.parametrize("backend", ["native", "eager"])
+@pytest.mark.parametrize("bad", [-1, -169, 169])
+def test_an_index_beyond_its_table_is_refused(backend: str, bad: int) -> None:
+    index = torch.zeros(49, 49, dtype=torch.int64)
+    table, qkv = make(169, 2), image(1, (7, 7), 2, 16)[:, 0]
+    terms = {"num_heads": 2, "window_size": (7, 7), "backend": backend}
+    elsa_core.window_attention(qkv, table, bias_index=index, **terms)
+    index[3, 4] = bad
+    with pytest.raises(ArgumentError, match=r"bias_index has entries from .* in \[0, 169\)"):
+        elsa_core.window_attention(qkv, table, bias_index=index, **terms)
+    t = Terms(bias=table, bias_index=index)
+    with pytest.raises(ArgumentError, match="bias_index"):  # as a compiled program calls it
+        torch.ops.elsa.window_attention_eager(
+            qkv[:, None], t.bias, t.bias_index, None, None, 2, t.window, t.shift, t.scale,
+            t.mask_value, t.layout, t.grid, "strict",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0])

@@ -12,6 +12,7 @@ import pytest
 from elsa_cli.commands import bench, profile
 from elsa_core.bench import plots, tables
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import plots as drawing
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,9 +221,9 @@ def test_wrong_markers_are_errors(
         tables.rendered(text, tmp_path)
 
 
-def test_readme_holds_what_its_documents_give() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.rendered(text) == text, "run: python -m elsa_core.bench.tables README.md"
+def test_the_docs_hold_what_the_documents_give() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert tables.rendered(text) == text, "run: python -m elsa_core.bench.tables docs/benchmarks.md"
 
 
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda p: p.stem)
@@ -248,7 +249,7 @@ def test_the_longest_family_is_drawn(document: dict[str, Any]) -> None:
         plots.family(document)
 
 
-@pytest.mark.parametrize("suffix", plots.FORMATS)
+@pytest.mark.parametrize("suffix", drawing.FORMATS)
 def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = plots.plot(document, tmp_path / f"plot{suffix}")
@@ -261,7 +262,7 @@ def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffi
 
 def test_plots_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"\.png or \.svg"):
-        plots.check(tmp_path / "plot.pdf")
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
+        drawing.check(tmp_path / "plot.pdf")
+    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UnavailableError, match=r"elsa-attention\[plot\]"):
-        plots.check(tmp_path / "plot.png")
+        drawing.check(tmp_path / "plot.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 import pytest
 
 from elsa_cli.commands import inspect, patch
+from elsa_cli.config import is_command_line_only
 from elsa_cli.main import all_commands
 from elsa_cli.options import Options
 
@@ -51,8 +53,8 @@ def test_a_commands_own_table_wins(elsa: Elsa, seen: dict[str, Any]) -> None:
 
 
 def test_a_default_for_another_use_of_a_command_is_no_mistake(elsa: Elsa) -> None:
-    """`elsa inspect` has --check and --force for --all alone; nobody typed them here."""
-    Path("elsa.toml").write_text("check = true\nforce = true\n")
+    """`elsa inspect` has --check for --all alone; nobody typed it here."""
+    Path("elsa.toml").write_text("check = true\nbackend = 'eager'\n")
     assert elsa("inspect", "test_vit").code == 0
     elsa("inspect", "test_vit", "--check").fails(2, "--check goes with --all")
 
@@ -130,6 +132,9 @@ def test_every_option_has_a_variable_named_after_its_flag() -> None:
         options = [param for param in command.params if isinstance(param, click.Option)]
         assert options
         for option in options:
+            if is_command_line_only(option):
+                assert option.envvar is None
+                continue
             names = {f"ELSA_{flag.strip('-').upper().replace('-', '_')}" for flag in option.opts}
             assert option.envvar in names and len(str(option.envvar)) > len("ELSA_x")
 
@@ -149,3 +154,69 @@ def test_variables_of_options(
 ) -> None:  # fmt: skip
     monkeypatch.setenv(name, value)
     elsa(*line).fails(2, words)
+
+
+# --- files that are not the user's, and hostile ones ---------------------------------------------
+
+
+def test_a_file_of_another_user_is_ignored_with_a_line(
+    elsa: Elsa, seen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    give_away: Callable[[Path], None],
+) -> None:  # fmt: skip
+    """In a folder that others may write to, such a file chose what was overwritten."""
+    shared = tmp_path / "shared"
+    (shared / "mine").mkdir(parents=True)
+    (tmp_path / "elsa.toml").write_text("seed = 3\n")
+    monkeypatch.chdir(shared / "mine")
+    for name, text in (("elsa.toml", "seed = 4\n"), ("pyproject.toml", "[tool.elsa]\nseed = 5\n")):
+        (shared / name).write_text(text)
+        give_away(shared / name)
+        answer = elsa("patch", "vit")
+        assert (answer.code, seen["seed"]) == (0, 3)
+        lines = answer.err.splitlines()
+        assert len(lines) == 1 and f"{shared / name} is ignored: it belongs to another" in lines[0]
+        (shared / name).unlink()
+    (shared / "pyproject.toml").write_text("[tool.other]\nseed = 5\n")
+    give_away(shared / "pyproject.toml")
+    assert elsa("patch", "vit").err == ""
+
+
+def test_what_overwrites_is_for_the_command_line_alone(
+    elsa: Elsa, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("elsa.toml").write_text('force = true\nseed = 3\n[patch]\noutput = "precious"\n')
+    monkeypatch.setenv("ELSA_FORCE", "1")
+    monkeypatch.setenv("ELSA_OUTPUT", "precious")
+    answer = elsa("patch", "vit")
+    assert (seen["force"], seen["output"], seen["seed"]) == (False, None, 3)
+    lines = answer.err.splitlines()
+    assert ["'force' is ignored" in lines[0], "'output' is ignored" in lines[1]] == [True, True]
+    assert len(lines) == 2
+    elsa("patch", "vit", "--force", "-o", "here")
+    assert (seen["force"], seen["output"]) == (True, Path("here"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = " + "[" * 100_000, ("elsa.toml", "not valid TOML")),
+        ("seed = " + "9" * 5000, ("elsa.toml", "not valid TOML")),
+        ("seed = 0x" + "f" * 5000, ("elsa.toml", "'seed'", "beyond 64 bits")),
+        ("check = 0x" + "f" * 5000, ("elsa.toml", "'check' must be true or false")),
+        ("include = [[" + "0x" + "f" * 5000 + "]]", ("elsa.toml", "'include' must be")),
+        ("dtype = " + "[" * 200 + "]" * 200, ("elsa.toml", "'dtype' must be")),
+        ("dtype = '" + "x" * 100_000 + "'", ("elsa.toml", "--dtype")),
+        ("# " + "x" * (1 << 20), ("elsa.toml", "larger than")),
+    ],
+    ids=["deep", "long number", "long hex", "hex flag", "hex item", "nested", "long text", "large"],
+)
+def test_a_hostile_file_is_one_short_line(elsa: Elsa, text: str, words: tuple[str, ...]) -> None:
+    Path("elsa.toml").write_text(text)
+    answer = elsa("patch", "vit")
+    answer.fails(2, *words)
+    assert len(answer.err) <= 301
+
+
+def test_a_size_of_thousands_of_digits(elsa: Elsa) -> None:
+    elsa("patch", "vit", "--img-size", "9" * 5000).fails(2, "--img-size")
+    elsa("patch", "vit", "--seed", "9" * 5000).fails(2, "--seed")

@@ -32,6 +32,8 @@ from .conftest import Elsa, environment
         (MemoryError(), 3, "out of memory: try a smaller --img"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 3, "out of memory"),
         (RuntimeError("[enforce] DefaultCPUAllocator: can't allocate"), 3, "out of memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 3, "out of memory"),
+        (RuntimeError("can't start new thread"), 3, "out of memory"),
         (OSError(errno.ENOSPC, "No space left", "/x/y"), 3, "cannot use /x/y: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 3, "cannot use /x"),
         (ModuleNotFoundError("No module named 'timm'", name="timm"), 3, "timm cannot be imported"),
@@ -93,3 +95,39 @@ def test_a_signal_ends_the_command_at_once(number: int, code: int) -> None:
     out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (code, "")
     assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")
+
+
+def test_a_limit_of_memory_is_no_broken_package() -> None:
+    """torch could not be mapped, and the line said to repair it."""
+    import resource
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "elsa_cli", "inspect", "test_vit"], capture_output=True, text=True,
+        timeout=60, check=False, env=environment(), preexec_fn=limit,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("error: out of memory: raise this process's limit (ulimit -v)")
+    assert len(done.stderr.splitlines()) == 1 and "repair" not in done.stderr
+
+
+@pytest.mark.parametrize("size", [10, 290, 300, 5000])
+def test_lines_are_cut_in_their_middle(size: int) -> None:
+    line = f"error: {describe(ModelError('a' * size + '; run elsa build'))[1]}"
+    assert len(line) <= 300
+    assert line.endswith("; run elsa build") and line.startswith("error: aaaaaaaaaa")
+    assert (" ... " in line) is (size >= 290)
+
+
+def test_a_directory_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    shell = 'cd gone && rmdir "$PWD" && exec "$0" -m elsa_cli doctor'
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable], capture_output=True, text=True, timeout=60,
+        check=False, cwd=tmp_path, env=environment(),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "")
+    line = "error: the current directory cannot be used: No such file or directory; change into one"
+    assert done.stderr == f"{line} that is there\n"

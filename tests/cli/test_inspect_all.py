@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elsa_core.patching import coverage
+from elsa_core.patching import catalogue, coverage
 from elsa_core.patching.coverage import Coverage, Kept
 
 from .conftest import Elsa
@@ -22,7 +22,7 @@ GOOD = Coverage("timm:a", "cait", 7, 5, 2, KEPT, coverage.AGREES, "", 1e-7, 2e-7
 def records(monkeypatch: pytest.MonkeyPatch) -> dict[str, Coverage]:
     found = {"timm:a": GOOD, "timm:b": dataclasses.replace(GOOD, name="timm:b")}
     monkeypatch.setattr(
-        coverage, "architectures", lambda match: [n for n in found if match in ("*", n)]
+        catalogue, "architectures", lambda match: [n for n in found if match in ("*", n)]
     )
     monkeypatch.setattr(coverage, "examine", lambda name, *, checked: found[name])
     return found
@@ -61,7 +61,7 @@ def test_a_page_says_what_wrote_it_and_is_not_replaced_unasked(
 def test_a_target_that_cannot_be_written_is_known_at_once(
     elsa: Elsa, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    monkeypatch.setattr(coverage, "architectures", lambda match: pytest.fail("too late"))
+    monkeypatch.setattr(catalogue, "architectures", lambda match: pytest.fail("too late"))
     elsa("inspect", "--all", option, "no/x").fails(2, "no/x cannot be written: No such file")
 
 

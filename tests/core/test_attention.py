@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import sys
 
@@ -259,6 +260,48 @@ def test_opcheck(operands, is_causal: bool, requires_grad: bool, backend: str) -
     name = "attention_eager" if backend == "eager" else "attention"
     op = getattr(torch.ops.elsa, name).default
     torch.library.opcheck(op, (q, k, v, mask, is_causal, 0.25, "strict"))
+
+
+NEEDS = [[True] * 4, [False, True, False, False], [False, False, True, False], [False] * 4]
+
+
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("needs", NEEDS)
+@pytest.mark.parametrize("name", ["attention_backward", "attention_eager_backward"])
+def test_opcheck_of_the_backward(operands, needs: list[bool], name: str) -> None:
+    """What is not wanted comes back empty, and the rest is what it was."""
+    q, k, mask = operands()
+    v = k.clone() * 2
+    out, lse = torch.ops.elsa.attention_eager(q, k, v, mask, False, 0.25, "strict")
+    given = (torch.ones_like(out), lse * 0, q, k, v, mask, out, lse, False, 0.25, "strict")
+    op = getattr(torch.ops.elsa, name).default
+    torch.library.opcheck(op, (*given, needs))
+    for grad, full, needed in zip(op(*given, needs), op(*given, [True] * 4), needs, strict=True):
+        assert torch.equal(grad, full) if needed else grad.shape == (0,)
+
+
+@pytest.mark.parametrize("key_block", [1024, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, 1.0, 4.0])
+def test_gradients_of_half_precision_with_a_bias(
+    scale: float | None, dtype: torch.dtype, key_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rowsum(grad_out * out) came from the rounded output: wrong by 0.78 on near one-hot rows."""
+    monkeypatch.setattr(eager, "_KEY_BLOCK", key_block)
+    inputs = [make(2, 4, 70, 32, seed=s).to(dtype) for s in range(3)]
+    inputs.append(make(1, 4, 70, 70, seed=3).to(dtype))
+    weight = make(2, 4, 70, 32, seed=9).to(dtype)
+
+    def gradients(attention, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        return torch.autograd.grad(attention(*leaves, scale=scale), leaves, weight.to(dtype))
+
+    exact = gradients(F.scaled_dot_product_attention, torch.float64)
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        peer = gradients(F.scaled_dot_product_attention, dtype)
+    ours = gradients(functools.partial(elsa.attention, backend="eager"), dtype)
+    for mine, theirs, reference in zip(ours, peer, exact, strict=True):
+        assert relative(mine, reference) <= 2 * relative(theirs, reference)
 
 
 GRADIENT_CASES = {
@@ -528,7 +571,6 @@ REFUSED = {
     "an integer query": (lambda: elsa.attention(Q.int(), Q.int(), Q.int()), "query"),
     "mixed dtypes": (lambda: elsa.attention(Q, Q.half(), Q), "dtype"),
     "mixed devices": (lambda: elsa.attention(Q, Q.to("meta"), Q), "device"),
-    "mixed ranks": (lambda: elsa.attention(Q, Q[0], Q), "rank"),
     "rank 1": (lambda: elsa.attention(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]), "rank"),
     "head dims differ": (lambda: elsa.attention(Q, Q[..., :4], Q), "head_dim"),
     "token counts differ": (lambda: elsa.attention(Q, Q, Q[:, :, :3]), "tokens"),

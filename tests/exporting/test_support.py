@@ -13,7 +13,7 @@ from elsa_core.exporting.bundle import export
 from elsa_core.loading.load import load_model
 from elsa_core.patching.patch import patch
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
 BEGIN, END = "<!-- begin:export:support -->\n", "<!-- end:export:support -->"
 
 
@@ -34,6 +34,6 @@ def test_the_refusal_is_the_table_s(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_readme_shows_the_table() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_docs_show_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     assert text.split(BEGIN)[1].split(END)[0] == support.table()

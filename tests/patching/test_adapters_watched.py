@@ -16,7 +16,7 @@ from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters.windows import derived
+from elsa_core.patching.adapters.derived import Derivation, derived
 from elsa_core.patching.patch import patch
 from elsa_core.patching.sites import find_sites
 
@@ -308,7 +308,10 @@ def test_what_was_derived_follows_other_memory_and_autocast() -> None:
     module = nn.Linear(2, 2).eval()
 
     def read() -> Tensor:
-        kept: Tensor = derived(module, lambda m: m.weight * 1.0 @ torch.eye(2), [module.weight])
+        derivation = Derivation(
+            module, module, lambda m: m.weight * 1.0 @ torch.eye(2), (module.weight,)
+        )
+        kept: Tensor = derived(derivation)
         return kept
 
     first = read()

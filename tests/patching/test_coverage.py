@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elsa_core.errors import ModelError
-from elsa_core.patching import coverage
+from elsa_core.patching import catalogue, coverage
 from elsa_core.patching.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
 
 pytest.importorskip("timm")
@@ -26,20 +26,20 @@ RECORD = Coverage("timm:a", "some", 7, 6, 2, KEPT, AGREES, "", 1e-7, 2e-7)
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    return coverage.architectures("timm:*")
+    return catalogue.architectures("timm:*")
 
 
 def test_one_of_each_family_comes_first(names: list[str]) -> None:
-    families = list(map(coverage._family, names))
+    families = list(map(catalogue.family, names))
     first = len(set(families))
     assert len(set(families[:first])) == first
-    assert coverage.architectures("timm:vit_tiny_patch16_22?") == ["timm:vit_tiny_patch16_224"]
-    assert coverage.architectures("nothing*") == []
+    assert catalogue.architectures("timm:vit_tiny_patch16_22?") == ["timm:vit_tiny_patch16_224"]
+    assert catalogue.architectures("nothing*") == []
 
 
 def test_a_sample_of_the_families(names: list[str]) -> None:
     """Nothing crashes, nothing is skipped, and softmax attention is patched wherever it is."""
-    families = len({coverage._family(name) for name in names})
+    families = len({catalogue.family(name) for name in names})
     seen = 0
     for name in names[:families:4]:
         found = coverage.examine(name, checked=False)

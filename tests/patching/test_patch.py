@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 
-from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters
+from elsa_core.patching.adapters.derived import Derives
 from elsa_core.patching.patch import original, patch, patched_sites, unpatch
+from elsa_core.patching.sites import inspect
 from elsa_core.proof.check import check
 
 timm = pytest.importorskip("timm")
@@ -81,7 +84,7 @@ def test_the_class_is_all_that_changes(kind: str) -> None:
         mine = {k: v for k, v in module.__dict__.items() if not k.startswith("elsa_")}
         assert mine == attributes
         if path in patched_sites(model):
-            assert type(module).__bases__ == (cls,)
+            assert [base for base in type(module).__bases__ if base is not Derives] == [cls]
             assert "__init__" not in type(module).__dict__
             assert (module.elsa_precision, module.elsa_backend) == ("ieee", "eager")
     close(model(x), expected)
@@ -292,6 +295,38 @@ def test_unknown_choices(arguments: dict, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         patch(model, **arguments)
     assert not patched_sites(model)
+
+
+@pytest.mark.parametrize("function", [patch, unpatch, inspect, patched_sites])
+def test_what_is_no_model(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not str: elsa\.load"):
+        function("vit")
+
+
+def test_a_backend_of_another_device_is_refused_before_anything_changes() -> None:
+    model = make("vit")
+    with pytest.raises(UnavailableError, match=r"backend='triton' cannot serve blocks\.0\.attn: "):
+        patch(model, backend="triton")
+    assert not patched_sites(model)
+    with torch.device("meta"):
+        patch(timm.create_model("vit_tiny_patch16_224", depth=1), backend="triton")
+
+
+def test_reports_print_as_tables() -> None:
+    model = make("vit")
+    lines = str(inspect(model)).splitlines()
+    assert lines[0].startswith("timm.models.vision_transformer.VisionTransformer · 3x")
+    assert lines[0].endswith("2 of 2 attention sites patchable")
+    assert lines[1].split() == ["site", "count", "class", "kind", "heads", "tokens", "FLOPs"]
+    assert lines[2].split()[:4] == ["blocks.0-1.attn", "2x", "Attention", "global"]
+    report = patch(model, exclude="blocks.1.*")
+    lines = str(report).splitlines()
+    assert lines[0] == "1 of 2 attention sites patched · precision strict · backend auto"
+    assert lines[2].split()[0] == "blocks.0.attn"
+    assert lines[3] == "kept blocks.1.attn (Attention): excluded by 'blocks.1.*'"
+    assert report._repr_html_().startswith("<pre>1 of 2 attention sites")
+    cait = str(inspect(timm.create_model("cait_xxs24_224", depth=1)))
+    assert "not patchable: blocks.0.attn (TalkingHeadAttn): mixes heads" in cait
 
 
 def test_a_precision_that_the_dtype_does_not_take() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import known
+from elsa_core.patching.adapters import table
 from elsa_core.patching.patch import patch
 from elsa_core.patching.sites import find_sites, inspect
 
@@ -280,7 +280,7 @@ def test_the_table_names_classes_that_exist() -> None:
     """A class that timm renames would silently lose its kind and its reason."""
     import importlib
 
-    for name in known.CLASSES:
+    for name in table.ROWS:
         module, _, cls = name.rpartition(".")
         root = module.partition(".")[0]
         if root != "torch":

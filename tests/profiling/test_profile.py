@@ -11,10 +11,9 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
-from elsa_core.profiling import variants
-from elsa_core.profiling.measure import Ratio
-from elsa_core.profiling.profile import profile
-from elsa_core.profiling.report import ProfileReport
+from elsa_core.measuring.intervals import Ratio
+from elsa_core.model_runs import variants
+from elsa_core.profiling.profile import ProfileReport, profile
 
 from .conftest import small_vit
 
@@ -73,7 +72,7 @@ def test_the_rows_add_up_to_the_whole(report: ProfileReport) -> None:
         assert part == pytest.approx(1.0, abs=0.05), name
     for name, key in (("eager", "seconds_before"), ("patched", "seconds_after")):
         run = report.run(name)
-        if run.spread < 0.1:  # else its median and the rows' means are of different moments
+        if run.spread < 0.05:  # else its rounds and those of the sites differ in more than that
             total = sum(getattr(site, key) for site in report.sites)
             assert total == pytest.approx(run.seconds, rel=0.05), name
     assert sum(site.share for site in report.sites) == pytest.approx(1.0, abs=1e-4)
@@ -127,7 +126,9 @@ def test_the_model_is_not_changed() -> None:
 def test_a_patched_model_keeps_its_patches() -> None:
     model = small_vit()
     elsa.patch(model, include="blocks.1.*", backend="eager")
-    found = elsa.profile(model, torch.randn(1, 3, 96, 96), errors=False, budget_seconds=0.5)
+    found = elsa.profile(
+        model, torch.randn(1, 3, 96, 96), sites=True, errors=False, budget_seconds=0.5
+    )
     assert (found.patched, found.backend) == (1, "eager")
     by_path = {site.path: site for site in found.sites}
     assert by_path["blocks.1.attn"].backend == "eager"
@@ -152,7 +153,7 @@ def test_sdpa_turns_every_switch_on() -> None:
 
 def test_which_runs_stand_beside_which() -> None:
     cuda = torch.device("cuda")
-    assert variants.chosen(None, CPU) == ("eager", "sdpa")
+    assert variants.chosen(None, CPU) == ("eager",)
     assert variants.chosen(["all"], CPU) == ("eager", "control", "sdpa", "compile")
     names = variants.chosen(["all"], cuda)
     assert names == tuple(variants.BASELINES)

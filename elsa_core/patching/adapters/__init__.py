@@ -6,75 +6,13 @@ class that it replaces in `elsa_base`.
 
 from __future__ import annotations
 
-import importlib
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from elsa_core.backends.support import Support
 from elsa_core.errors import ModelError
-from elsa_core.patching.adapters import redirect
-
-# Qualified name of a class -> where its adapter is. Families are imported when a model brings them.
-_WRITTEN = MappingProxyType(
-    {
-        "timm.layers.attention.Attention": ("timm_attention", "ElsaAttention"),
-        "timm.layers.attention.AttentionRope": ("timm_attention", "ElsaAttentionRope"),
-        "timm.models.eva.EvaAttention": ("timm_eva", "ElsaEvaAttention"),
-        "timm.models.davit.SpatialBlock": ("timm_windows", "ElsaSpatialBlock"),
-        "timm.models.tiny_vit.TinyVitBlock": ("timm_windows", "ElsaTinyVitBlock"),
-        "timm.models.twins.LocallyGroupedAttn": ("timm_windows", "ElsaLocallyGroupedAttn"),
-        "timm.models.maxxvit.PartitionAttentionCl": ("timm_maxxvit", "ElsaPartitionAttentionCl"),
-        "timm.models.swin_transformer.SwinTransformerBlock": (
-            "timm_swin",
-            "ElsaSwinTransformerBlock",
-        ),
-        "timm.layers.bottleneck_attn.BottleneckAttn": ("timm_bottleneck", "ElsaBottleneckAttn"),
-        "timm.layers.halo_attn.HaloAttn": ("timm_bottleneck", "ElsaHaloAttn"),
-        "timm.models.convit.MHSA": ("timm_plain", "ElsaConvitMHSA"),
-        "timm.models.crossvit.CrossAttention": ("timm_plain", "ElsaCrossAttention"),
-        "timm.models.efficientformer.Attention": ("timm_levit", "ElsaEfficientFormerAttention"),
-        "timm.models.efficientvit_msra.CascadedGroupAttention": (
-            "timm_levit",
-            "ElsaCascadedGroupAttention",
-        ),
-        "timm.models.gcvit.WindowAttentionGlobal": ("timm_plain", "ElsaWindowAttentionGlobal"),
-        "timm.models.levit.Attention": ("timm_levit", "ElsaLevitAttention"),
-        "timm.models.levit.AttentionDownsample": ("timm_levit", "ElsaLevitAttentionDownsample"),
-        "timm.models.mvitv2.MultiScaleAttention": ("timm_mvitv2", "ElsaMultiScaleAttention"),
-        "timm.models.nest.Attention": ("timm_plain", "ElsaNestAttention"),
-        "timm.models.shvit.SHSA": ("timm_plain", "ElsaSHSA"),
-        "timm.models.tnt.Attention": ("timm_plain", "ElsaTntAttention"),
-        "timm.models.vision_transformer_sam.Attention": ("timm_sam", "ElsaSamAttention"),
-        "timm.models.volo.ClassAttention": ("timm_plain", "ElsaVoloClassAttention"),
-        "open_clip.modified_resnet.AttentionPool2d": ("open_clip_towers", "ElsaAttentionPool2d"),
-        "timm.models.swin_transformer_v2.SwinTransformerV2Block": (
-            "timm_swin_v2",
-            "ElsaSwinTransformerV2Block",
-        ),
-        "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": (
-            "timm_swin_v2",
-            "ElsaSwinTransformerV2CrBlock",
-        ),
-        "torchvision.models.maxvit.PartitionAttentionLayer": (
-            "torchvision_maxvit",
-            "ElsaPartitionAttentionLayer",
-        ),
-        "torchvision.models.swin_transformer.ShiftedWindowAttention": (
-            "torchvision_swin",
-            "ElsaShiftedWindowAttention",
-        ),
-        "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": (
-            "torchvision_swin",
-            "ElsaShiftedWindowAttentionV2",
-        ),
-        "torch.nn.modules.activation.MultiheadAttention": (
-            "torch_multihead",
-            "ElsaMultiheadAttention",
-        ),
-    }
-)
+from elsa_core.patching.adapters import redirect, table
 
 
 def patched_class(module: nn.Module) -> type[nn.Module] | None:
@@ -126,12 +64,8 @@ def _derived_anew(cls: Any, patched: type, base: type) -> Any:
 
 def written(cls: type[nn.Module]) -> type[nn.Module] | None:
     """The adapter written for exactly this class; a subclass is not taken for its base."""
-    place = _WRITTEN.get(f"{cls.__module__}.{cls.__qualname__}")
-    if place is None:
-        return None
-    adapter: type[nn.Module] = getattr(importlib.import_module(f"{__name__}.{place[0]}"), place[1])
-    own = adapter.__dict__["elsa_base"] is cls and _is_as_written(cls, adapter)
-    return adapter if own else None
+    adapter = table.adapter_of(cls)
+    return adapter if adapter is not None and _is_as_written(cls, adapter) else None
 
 
 def _is_as_written(cls: type[nn.Module], adapter: Any) -> bool:

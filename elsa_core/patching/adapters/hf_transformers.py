@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core.attention import BACKENDS, attention
+from elsa_core.attention import attention
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.precision import PRECISIONS
+from elsa_core.patching.adapters.asked import check_names
 
 # Arguments that change the scores in ways that the operator does not know.
 _UNKNOWN_TERMS = ("softcap", "s_aux", "head_mask", "cache")
@@ -34,9 +34,7 @@ def register(name: str = "elsa", *, precision: str = "strict", backend: str = "a
         UnavailableError: transformers is not installed, or has no attention interface.
         ArgumentError: precision or backend is unknown.
     """
-    for given, choices in ((precision, tuple(PRECISIONS)), (backend, BACKENDS)):
-        if given not in choices:
-            raise ArgumentError(f"{given!r} is unknown: choose one of {', '.join(choices)}")
+    check_names(precision, backend)
     try:
         from transformers import AttentionInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -84,7 +82,7 @@ def attention_forward(
     unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
     if unknown:
         raise ArgumentError(
-            f"{type(module).__name__} asks for {', '.join(unknown)}, which elsa's attention does "
+            f"{type(module).__name__} needs {', '.join(unknown)}, which elsa's attention does "
             "not have: use attn_implementation='eager'"
         )
     if attention_mask is not None:

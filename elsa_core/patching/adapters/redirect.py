@@ -18,24 +18,28 @@ import importlib
 import operator
 import re
 import threading
+import weakref
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
 
-from elsa_core.attention import BACKENDS, attention
+from elsa_core.attention import attention
 from elsa_core.backends.support import Support
+from elsa_core.errors import ArgumentError
+from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.common import has_hooks
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
-from elsa_core.precision import PRECISIONS
 
 # Switches between the call and eager softmax. The subclass reads them as on; the instance's own
 # value stays in its __dict__.
 FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
 _PREFIX = "Redirected"
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
-_CLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
+# Bound: the classes that modules have. Pickle wants the very class that a name leads to.
+_CLASSES: weakref.WeakValueDictionary[tuple[Any, ...], type[nn.Module]]
+_CLASSES = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
@@ -91,10 +95,11 @@ def redirected(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Mo
     """The subclass of `cls` that calls `elsa_core.attention` with this precision and backend."""
     functions = tuple(method.function for method in methods(cls))  # a class may get other ones
     key = (cls, precision, backend, functions)
-    with _LOCK:  # pickle needs the one class that its name leads to
-        if key not in _CLASSES:
-            _CLASSES[key] = _build(cls, precision, backend)
-        return _CLASSES[key]
+    with _LOCK:
+        found = _CLASSES.get(key)
+        if found is None:
+            found = _CLASSES[key] = _build(cls, precision, backend)
+        return found
 
 
 def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
@@ -102,8 +107,10 @@ def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
     if len(fields) != 5 or fields[0] != _PREFIX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _, precision, backend, module, qualname = fields
-    if precision not in PRECISIONS or backend not in BACKENDS:
-        raise AttributeError(f"{name!r}: this version has no precision or backend of that name")
+    try:
+        asked.check_names(precision, backend)
+    except ArgumentError as error:
+        raise AttributeError(f"{name!r}: {error}") from error
     cls = operator.attrgetter(qualname)(importlib.import_module(module))
     return redirected(cls, precision, backend)
 
@@ -161,7 +168,7 @@ def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
 def _always_on(switch: str) -> property:
     """A data descriptor: it wins over the instance's own value, which stays as it is.
 
-    But where somebody waits for the weights of the eager branch.
+    Off where a hook reads the weights of the eager branch and the instance's own value is off.
     """
 
     def read(self: nn.Module) -> bool:

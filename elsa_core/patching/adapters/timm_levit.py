@@ -2,8 +2,7 @@
 EfficientFormer and EfficientViT (MSRA), on `elsa_core.attention`.
 
 Read against timm 1.0.20, 1.0.29 and 1.0.31. The models keep the gathered biases of eval mode in a
-cache; it is not touched while a program is captured or a gradient is wanted, where a kept tensor
-would be one of the capture or hold on to its graph.
+cache of their own, which does not follow the weights; it is not read here.
 """
 
 from __future__ import annotations
@@ -17,9 +16,21 @@ from timm.models.levit import Attention, AttentionDownsample
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
+from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 
 
-class ElsaLevitAttention(Attention):  # type: ignore[misc]  # timm is untyped
+class _LearntBias(Derives):
+    """What the four have in common: a bias for each head and pair of tokens."""
+
+    attention_biases: Tensor
+    attention_bias_idxs: Tensor
+
+    def elsa_derivation(self) -> Derivation:
+        """The biases [H, Nq, Nk] by pair."""
+        return Derivation(self, self, _gathered, (self.attention_biases, self.attention_bias_idxs))
+
+
+class ElsaLevitAttention(_LearntBias, Attention):  # type: ignore[misc]  # timm is untyped
     """[B, N, C] -> [B, N, C], or [B, C, H, W] -> [B, C, H, W] in the convolutional variant."""
 
     elsa_base = Attention
@@ -29,12 +40,12 @@ class ElsaLevitAttention(Attention):  # type: ignore[misc]  # timm is untyped
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.qkv(x), self.num_heads, self.use_conv)
         q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
-        out = attend(self, q, k, v, biases(self, x), scale=self.scale)
+        out = attend(self, q, k, v, derived(self.elsa_derivation()), scale=self.scale)
         projected: Tensor = self.proj(_joined(out, x.shape[2:] if self.use_conv else None))
         return projected
 
 
-class ElsaLevitAttentionDownsample(AttentionDownsample):  # type: ignore[misc]  # timm is untyped
+class ElsaLevitAttentionDownsample(_LearntBias, AttentionDownsample):  # type: ignore[misc]  # timm is untyped
     """The same with every `stride`-th token of both axes as query."""
 
     elsa_base = AttentionDownsample
@@ -45,13 +56,13 @@ class ElsaLevitAttentionDownsample(AttentionDownsample):  # type: ignore[misc]  
         heads = _heads(self.kv(x), self.num_heads, self.use_conv)
         k, v = heads.split([self.key_dim, self.val_dim], dim=-1)
         q = _heads(self.q(x), self.num_heads, self.use_conv)
-        out = attend(self, q, k, v, biases(self, x), scale=self.scale)
+        out = attend(self, q, k, v, derived(self.elsa_derivation()), scale=self.scale)
         size = [(side - 1) // self.stride + 1 for side in x.shape[2:]] if self.use_conv else None
         projected: Tensor = self.proj(_joined(out, size))
         return projected
 
 
-class ElsaEfficientFormerAttention(EfficientFormerAttention):  # type: ignore[misc]
+class ElsaEfficientFormerAttention(_LearntBias, EfficientFormerAttention):  # type: ignore[misc]
     """[B, N, C] -> [B, N, C]."""
 
     elsa_base = EfficientFormerAttention
@@ -61,12 +72,12 @@ class ElsaEfficientFormerAttention(EfficientFormerAttention):  # type: ignore[mi
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.qkv(x), self.num_heads, False)
         q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
-        out = attend(self, q, k, v, biases(self, x), scale=self.scale)
+        out = attend(self, q, k, v, derived(self.elsa_derivation()), scale=self.scale)
         projected: Tensor = self.proj(join_heads(out))
         return projected
 
 
-class ElsaCascadedGroupAttention(CascadedGroupAttention):  # type: ignore[misc]  # timm is untyped
+class ElsaCascadedGroupAttention(_LearntBias, CascadedGroupAttention):  # type: ignore[misc]  # timm is untyped
     """One head after another, each fed with the output of the one before: [B, C, H, W]."""
 
     elsa_base = CascadedGroupAttention
@@ -75,7 +86,7 @@ class ElsaCascadedGroupAttention(CascadedGroupAttention):  # type: ignore[misc] 
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[2:]
-        bias = biases(self, x)
+        bias = derived(self.elsa_derivation())
         outputs: list[Tensor] = []
         parts = x.chunk(len(self.qkvs), dim=1)
         for head, (part, project, convolve) in enumerate(
@@ -90,15 +101,10 @@ class ElsaCascadedGroupAttention(CascadedGroupAttention):  # type: ignore[misc] 
         return projected
 
 
-def biases(module: Any, x: Tensor) -> Tensor:
-    """[H, Nq, Nk], from the model's cache where that is safe."""
-    captured = torch.compiler.is_compiling()
-    wants_grad = torch.is_grad_enabled() and module.attention_biases.requires_grad
-    if captured or wants_grad:
-        table: Tensor = module.attention_biases[:, module.attention_bias_idxs]
-        return table
-    kept: Tensor = module.get_attention_biases(x.device)
-    return kept
+def _gathered(module: Any) -> Tensor:
+    """[H, Nq, Nk]"""
+    table: Tensor = module.attention_biases[:, module.attention_bias_idxs]
+    return table
 
 
 def _heads(x: Tensor, num_heads: int, convolutional: bool) -> Tensor:

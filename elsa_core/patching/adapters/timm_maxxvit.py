@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from timm.layers import RelPosBias
 from timm.models.maxxvit import AttentionCl, PartitionAttentionCl
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import project
-from elsa_core.patching.adapters.windows import attend_windows, derived, must_call, why_not
+from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters.windows import (
+    Bias,
+    as_table,
+    attend_windows,
+    must_call,
+    why_not,
+)
 
 
-class ElsaPartitionAttentionCl(PartitionAttentionCl):  # type: ignore[misc]  # timm is untyped
+class ElsaPartitionAttentionCl(Derives, PartitionAttentionCl):  # type: ignore[misc]  # timm is untyped
     """MaxViT's block of window or grid attention, which reads the projection as it lies."""
 
     elsa_base = PartitionAttentionCl
@@ -29,6 +37,14 @@ class ElsaPartitionAttentionCl(PartitionAttentionCl):  # type: ignore[misc]  # t
         """Why this instance stays as it is; empty if it does not."""
         return why_not(module.attn, AttentionCl)
 
+    def elsa_derivation(self) -> Derivation | None:
+        """The relative position bias."""
+        attn = self.attn
+        if attn.rel_pos is None:
+            return None
+        per_call = _table if type(attn.rel_pos) is RelPosBias else None
+        return Derivation(self, attn, _bias, (), (attn.rel_pos,), per_call)
+
     def _partition_attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
@@ -37,13 +53,13 @@ class ElsaPartitionAttentionCl(PartitionAttentionCl):  # type: ignore[misc]  # t
         if must_call(attn, AttentionCl) or x.shape[1] % rows or x.shape[2] % columns:
             out: Tensor = super()._partition_attn(x)
             return out
-        rel_pos, bias = attn.rel_pos, None
-        if rel_pos is not None:
-            bias = derived(rel_pos, _bias, (*rel_pos.parameters(), *rel_pos.buffers()))
+        derivation = self.elsa_derivation()
+        bias = Bias(None, None) if derivation is None else derived(derivation)
         out = attend_windows(
             self,
             project(self, attn.qkv, x),
-            bias,
+            bias.bias,
+            bias_index=bias.bias_index,
             num_heads=attn.num_heads,
             window_size=self.partition_size,
             scale=attn.scale,
@@ -54,7 +70,15 @@ class ElsaPartitionAttentionCl(PartitionAttentionCl):  # type: ignore[misc]  # t
         return joined
 
 
-def _bias(rel_pos: Any) -> Tensor:
+def _bias(attn: Any) -> Bias:
     """[heads, T, T] of any of timm's modules of relative positions."""
-    bias: Tensor = rel_pos.get_bias()
-    return bias.reshape(-1, *bias.shape[-2:])
+    bias: Tensor = attn.rel_pos.get_bias()
+    return Bias(bias.reshape(-1, *bias.shape[-2:]), None)
+
+
+def _table(attn: Any) -> Bias:
+    """Of timm's plain module of relative positions."""
+    rel_pos = attn.rel_pos
+    return as_table(
+        rel_pos.relative_position_bias_table, rel_pos.relative_position_index, rel_pos.window_area
+    )

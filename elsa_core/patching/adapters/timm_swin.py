@@ -14,10 +14,12 @@ from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import project
+from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
+    as_table,
     attend_windows,
-    derived,
+    is_small,
     must_call,
     of_padding,
     read_bias,
@@ -25,7 +27,7 @@ from elsa_core.patching.adapters.windows import (
 )
 
 
-class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
+class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
     """Swin's block, whose attention reads the projection of the whole image as it lies."""
 
     elsa_base = SwinTransformerBlock
@@ -39,14 +41,20 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
         """Why this instance stays as it is; empty if it does not."""
         return why_not(module.attn, WindowAttention)
 
+    def elsa_derivation(self) -> Derivation:
+        """The relative position bias."""
+        attn = self.attn
+        table, index = attn.relative_position_bias_table, attn.relative_position_index
+        small = is_small(table, attn.num_heads, math.prod(attn.window_size))
+        return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
+
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
         if must_call(attn, WindowAttention):
             out: Tensor = super()._attn(x)
             return out
-        sources = (attn.relative_position_bias_table, attn.relative_position_index)
-        bias: Bias = derived(attn, _bias, sources)
+        bias: Bias = derived(self.elsa_derivation())
         return attend_block(
             self,
             project(self, attn.qkv, x),
@@ -60,6 +68,11 @@ class ElsaSwinTransformerBlock(SwinTransformerBlock):  # type: ignore[misc]  # t
 def _bias(attn: Any) -> Bias:
     table, index = attn.relative_position_bias_table, attn.relative_position_index
     return read_bias(table, index, attn.num_heads, math.prod(attn.window_size))
+
+
+def _table(attn: Any) -> Bias:
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    return as_table(table, index, math.prod(attn.window_size))
 
 
 def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:

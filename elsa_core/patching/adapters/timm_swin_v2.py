@@ -1,8 +1,8 @@
 """timm's Swin-V2 blocks, both implementations, on `elsa_core.window_attention`.
 
 Read against timm 1.0.20 to 1.0.31. Queries and keys are normalised inside the operator. The bias
-that a small network makes of the relative positions, the same for every image, is computed once for
-the weights as they are (`derived`).
+that a small network makes of the relative positions, the same for every image, is computed for the
+weights as they are (`elsa_core.patching.adapters.derived`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from timm.models.swin_transformer_v2_cr import SwinTransformerV2CrBlock, WindowM
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import project, project_by
+from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.timm_swin import attend_block
 from elsa_core.patching.adapters.windows import (
     Bias,
+    as_table,
     cosine_scale,
-    derived,
     must_call,
     of_padding,
     read_bias,
@@ -28,7 +29,7 @@ from elsa_core.patching.adapters.windows import (
 )
 
 
-class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc]  # timm is untyped
+class ElsaSwinTransformerV2Block(Derives, SwinTransformerV2Block):  # type: ignore[misc]  # timm is untyped
     """Swin-V2's block, whose attention reads the projection of the whole image as it lies."""
 
     elsa_base = SwinTransformerV2Block
@@ -42,17 +43,22 @@ class ElsaSwinTransformerV2Block(SwinTransformerV2Block):  # type: ignore[misc] 
         """Why this instance stays as it is; empty if it does not."""
         return why_not(module.attn, WindowAttention)
 
+    def elsa_derivation(self) -> Derivation:
+        """The position network's bias, the factors of the scores, and the projection's bias."""
+        attn = self.attn
+        tensors = (
+            attn.relative_coords_table, attn.relative_position_index, attn.logit_scale,
+            attn.q_bias, attn.k_bias, attn.v_bias,
+        )  # fmt: skip
+        return Derivation(self, attn, _terms, tensors, (attn.cpb_mlp,), per_call=_terms_of_table)
+
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
         if must_call(attn, WindowAttention):
             out: Tensor = super()._attn(x)
             return out
-        sources = (
-            *attn.cpb_mlp.parameters(), attn.relative_coords_table, attn.relative_position_index,
-            attn.logit_scale, attn.q_bias, attn.k_bias, attn.v_bias,
-        )  # fmt: skip
-        terms: _Terms = derived(attn, _terms, sources)
+        terms: _Terms = derived(self.elsa_derivation())
         bias = pad = terms.qkv_bias
         if bias is not None and not attn.qkv_bias_separate:
             qkv = project_by(self, x, attn.qkv.weight, bias)
@@ -78,18 +84,30 @@ class _Terms(NamedTuple):
 
 
 def _terms(attn: Any) -> _Terms:
+    tokens = math.prod(attn.window_size)
+    bias = read_bias(_bias_table(attn), attn.relative_position_index, attn.num_heads, tokens)
+    return _with_bias(attn, bias)
+
+
+def _terms_of_table(attn: Any) -> _Terms:
+    tokens = math.prod(attn.window_size)
+    return _with_bias(attn, as_table(_bias_table(attn), attn.relative_position_index, tokens))
+
+
+def _bias_table(attn: Any) -> Tensor:
+    """[L, heads]"""
     table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
-    bias = None
+    return 16 * torch.sigmoid(table)
+
+
+def _with_bias(attn: Any, bias: Bias) -> _Terms:
+    qkv_bias = None
     if attn.q_bias is not None:
-        bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
-    read = read_bias(
-        16 * torch.sigmoid(table), attn.relative_position_index, attn.num_heads,
-        math.prod(attn.window_size),
-    )  # fmt: skip
-    return _Terms(read, cosine_scale(attn.logit_scale), bias)
+        qkv_bias = torch.cat((attn.q_bias, attn.k_bias, attn.v_bias))
+    return _Terms(bias, cosine_scale(attn.logit_scale), qkv_bias)
 
 
-class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[misc]
+class ElsaSwinTransformerV2CrBlock(Derives, SwinTransformerV2CrBlock):  # type: ignore[misc]
     """The other implementation's block (Christoph Reich's): a bias for each pair of tokens."""
 
     elsa_base = SwinTransformerV2CrBlock
@@ -103,14 +121,19 @@ class ElsaSwinTransformerV2CrBlock(SwinTransformerV2CrBlock):  # type: ignore[mi
         """Why this instance stays as it is; empty if it does not."""
         return why_not(module.attn, WindowMultiHeadAttention)
 
+    def elsa_derivation(self) -> Derivation:
+        """The position network's bias and the factors of the scores."""
+        attn = self.attn
+        tensors = (attn.relative_coordinates_log, attn.logit_scale)
+        return Derivation(self, attn, _pairwise_terms, tensors, (attn.meta_mlp,))
+
     def _shifted_window_attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
         if must_call(attn, WindowMultiHeadAttention):
             out: Tensor = super()._shifted_window_attn(x)
             return out
-        sources = (*attn.meta_mlp.parameters(), attn.relative_coordinates_log, attn.logit_scale)
-        bias, scale = derived(attn, _pairwise_terms, sources)
+        bias, scale = derived(self.elsa_derivation())
         return attend_block(
             self,
             project(self, attn.qkv, x),

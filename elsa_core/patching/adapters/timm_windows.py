@@ -15,14 +15,16 @@ from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import drop_p, project
+from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
+    as_table,
     attend_windows,
-    derived,
-    is_watched,
+    has_hooked_parts,
+    is_hooked,
+    is_small,
     of_padding,
     read_bias,
-    shows_parts,
     why_not,
 )
 
@@ -36,7 +38,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
-        if drop_p(self) > 0.0 or shows_parts(self):
+        if drop_p(self) > 0.0 or has_hooked_parts(self):
             out: Tensor = super().forward(x, size)
             return out
         out = attend_windows(
@@ -67,7 +69,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
-        if is_watched(attn, WindowAttention):
+        if is_hooked(attn, WindowAttention):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -91,7 +93,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
         return image
 
 
-class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
+class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is untyped
     """TinyViT's block of window attention: [B, H, W, C] -> [B, H, W, C]."""
 
     elsa_base = TinyVitBlock
@@ -107,16 +109,24 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
             return "its values are of another width than its keys"
         return why_not(attn, TinyVitAttention)
 
+    def elsa_derivation(self) -> Derivation:
+        """The relative position bias."""
+        attn = self.attn
+        table, index = attn.attention_biases, attn.attention_bias_idxs
+        small = is_small(table, attn.num_heads, math.prod(attn.resolution))
+        return Derivation(
+            self, attn, _learnt_bias, (table, index), per_call=_learnt_table, keep=small
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
-        if is_watched(attn, TinyVitAttention):
+        if is_hooked(attn, TinyVitAttention):
             out: Tensor = super().forward(x)
             return out
         pad = None
         if x.shape[1] % window or x.shape[2] % window:  # a padded token goes through the norm too
             pad = attn.qkv(attn.norm(x.new_zeros(x.shape[-1])))
-        sources = (attn.attention_biases, attn.attention_bias_idxs)
-        bias: Bias = derived(attn, _learnt_bias, sources)
+        bias: Bias = derived(self.elsa_derivation())
         out = attend_windows(
             self,
             project(self, attn.qkv, attn.norm(x)),
@@ -132,6 +142,11 @@ class ElsaTinyVitBlock(TinyVitBlock):  # type: ignore[misc]  # timm is untyped
         tokens = self.local_conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         image: Tensor = tokens + self.drop_path2(self.mlp(tokens))
         return image
+
+
+def _learnt_table(attn: Any) -> Bias:
+    table, index = attn.attention_biases.t(), attn.attention_bias_idxs
+    return as_table(table, index, math.prod(attn.resolution))
 
 
 def _learnt_bias(attn: Any) -> Bias:

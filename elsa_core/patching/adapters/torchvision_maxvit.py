@@ -13,17 +13,19 @@ from torch import Tensor
 from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositionalMultiHeadAttention
 
 from elsa_core.patching.adapters.common import has_hooks, project
+from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
+    as_table,
     attend_windows,
-    derived,
-    is_watched,
+    is_hooked,
+    is_small,
     read_bias,
     why_not,
 )
 
 
-class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc]  # untyped
+class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ignore[misc]  # untyped
     """MaxViT's layer of attention and MLP: [B, C, H, W] -> [B, C, H, W]."""
 
     elsa_base = PartitionAttentionLayer
@@ -36,16 +38,22 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
         """Why this instance stays as it is; empty if it does not."""
         return why_not(module.attn_layer[1], RelativePositionalMultiHeadAttention)
 
+    def elsa_derivation(self) -> Derivation:
+        """The relative position bias."""
+        attn = self.attn_layer[1]
+        table, index = attn.relative_position_bias_table, attn.relative_position_index
+        small = is_small(table, attn.n_heads, attn.max_seq_len)
+        return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
+
     def forward(self, x: Tensor) -> Tensor:
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)
-        watched = is_watched(attn, RelativePositionalMultiHeadAttention)
-        if watched or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
+        hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
+        if hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)
-        sources = (attn.relative_position_bias_table, attn.relative_position_index)
-        bias: Bias = derived(attn, _bias, sources)
+        bias: Bias = derived(self.elsa_derivation())
         out = attend_windows(
             self,
             project(self, attn.to_qkv, norm(x)),
@@ -64,3 +72,8 @@ class ElsaPartitionAttentionLayer(PartitionAttentionLayer):  # type: ignore[misc
 def _bias(attn: Any) -> Bias:
     table, index = attn.relative_position_bias_table, attn.relative_position_index
     return read_bias(table, index, attn.n_heads, attn.max_seq_len)
+
+
+def _table(attn: Any) -> Bias:
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    return as_table(table, index, attn.max_seq_len)

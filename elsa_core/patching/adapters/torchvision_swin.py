@@ -15,16 +15,18 @@ from torch import Tensor
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 from elsa_core.patching.adapters.common import project_by
+from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
+    as_table,
     attend_windows,
     cosine_scale,
-    derived,
+    is_small,
     read_bias,
 )
 
 
-class ElsaShiftedWindowAttention(ShiftedWindowAttention):  # type: ignore[misc]
+class ElsaShiftedWindowAttention(Derives, ShiftedWindowAttention):  # type: ignore[misc]
     """Swin's attention of an image [B, H, W, C] -> [B, H, W, C], any floating dtype."""
 
     elsa_base = ShiftedWindowAttention
@@ -35,11 +37,17 @@ class ElsaShiftedWindowAttention(ShiftedWindowAttention):  # type: ignore[misc]
         if self.training and self.attention_dropout > 0.0:
             out: Tensor = super().forward(x)
             return out
-        sources = (self.relative_position_bias_table, self.relative_position_index, self.qkv.bias)
-        return _attended(self, x, derived(self, _terms, sources))
+        terms = _Terms(derived(self.elsa_derivation()), None, self.qkv.bias)
+        return _attended(self, x, terms)
+
+    def elsa_derivation(self) -> Derivation:
+        """The relative position bias."""
+        table, index = self.relative_position_bias_table, self.relative_position_index
+        small = is_small(table, self.num_heads, math.prod(self.window_size))
+        return Derivation(self, self, _bias, (table, index), per_call=_table, keep=small)
 
 
-class ElsaShiftedWindowAttentionV2(ShiftedWindowAttentionV2):  # type: ignore[misc]
+class ElsaShiftedWindowAttentionV2(Derives, ShiftedWindowAttentionV2):  # type: ignore[misc]
     """Swin-V2's cosine attention of an image [B, H, W, C] -> [B, H, W, C], any floating dtype."""
 
     elsa_base = ShiftedWindowAttentionV2
@@ -50,11 +58,17 @@ class ElsaShiftedWindowAttentionV2(ShiftedWindowAttentionV2):  # type: ignore[mi
         if self.training and self.attention_dropout > 0.0:
             out: Tensor = super().forward(x)
             return out
-        sources = (
-            *self.cpb_mlp.parameters(), self.relative_coords_table, self.relative_position_index,
-            self.logit_scale, self.qkv.bias,
+        return _attended(self, x, derived(self.elsa_derivation()))
+
+    def elsa_derivation(self) -> Derivation:
+        """The position network's bias, the factors of the scores, and the projection's bias."""
+        tensors = (
+            self.relative_coords_table, self.relative_position_index, self.logit_scale,
+            self.qkv.bias,
         )  # fmt: skip
-        return _attended(self, x, derived(self, _cosine_terms, sources))
+        return Derivation(
+            self, self, _cosine_terms, tensors, (self.cpb_mlp,), per_call=_cosine_terms_of_table
+        )
 
 
 class _Terms(NamedTuple):
@@ -63,22 +77,43 @@ class _Terms(NamedTuple):
     qkv_bias: Tensor | None  # [3 * C]
 
 
-def _terms(attn: Any) -> _Terms:
-    return _Terms(_read(attn, attn.relative_position_bias_table), None, attn.qkv.bias)
+def _bias(attn: Any) -> Bias:
+    return _read(attn, attn.relative_position_bias_table)
+
+
+def _table(attn: Any) -> Bias:
+    return _unread(attn, attn.relative_position_bias_table)
 
 
 def _cosine_terms(attn: Any) -> _Terms:
+    return _with_bias(attn, _read(attn, _bias_table(attn)))
+
+
+def _cosine_terms_of_table(attn: Any) -> _Terms:
+    return _with_bias(attn, _unread(attn, _bias_table(attn)))
+
+
+def _bias_table(attn: Any) -> Tensor:
+    """[L, heads]"""
     table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
+    return 16 * torch.sigmoid(table)
+
+
+def _with_bias(attn: Any, read: Bias) -> _Terms:
     bias = attn.qkv.bias
     if bias is not None:  # keys have none
         q, k, v = bias.chunk(3)
         bias = torch.cat((q, torch.zeros_like(k), v))
-    return _Terms(_read(attn, 16 * torch.sigmoid(table)), cosine_scale(attn.logit_scale), bias)
+    return _Terms(read, cosine_scale(attn.logit_scale), bias)
 
 
 def _read(attn: Any, table: Tensor) -> Bias:
     tokens = math.prod(attn.window_size)
     return read_bias(table, attn.relative_position_index, attn.num_heads, tokens)
+
+
+def _unread(attn: Any, table: Tensor) -> Bias:
+    return as_table(table, attn.relative_position_index, math.prod(attn.window_size))
 
 
 def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:

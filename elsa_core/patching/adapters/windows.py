@@ -1,15 +1,14 @@
 """What adapters of windowed blocks share: when a block computes its attention itself, and the call.
 
-A block's adapter takes over the way from the image to the image: roll, padding, windows and mask
-are index arithmetic inside `elsa_core.window.window_attention`. The attention module within the
-block keeps its class, its parameters and its place in the state dict; its forward is not called.
+A block's adapter computes from image to image: roll, padding, windows and mask are index arithmetic
+inside `elsa_core.window.window_attention`. The attention module within the block keeps
+its class, its parameters and its place in the state dict; its forward is not called.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,22 +23,20 @@ DENSE_BYTES = 1 << 20
 _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3.3
 
 
-def shows_parts(module: nn.Module) -> bool:
-    """Whether somebody watches a part of an attention: in the original it sees padded windows."""
+def has_hooked_parts(module: nn.Module) -> bool:
+    """Whether a part of an attention has hooks: in the original they see padded windows."""
     return any(part is not None and has_hooks(part) for part in module._modules.values())
 
 
-def is_watched(attention: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether the attention module within a block has to run itself, for those who wait for it.
-
-    Or another module took its place.
-    """
-    return type(attention) is not expected or has_hooks(attention) or shows_parts(attention)
+def is_hooked(attention: nn.Module, expected: type[nn.Module]) -> bool:
+    """Whether the attention module within a block must run: it or a part of it has hooks, or its
+    class is not the library's own."""
+    return type(attention) is not expected or has_hooks(attention) or has_hooked_parts(attention)
 
 
 def must_call(attention: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether the attention module within a block has to run itself: watched, or dropping."""
-    return is_watched(attention, expected) or drop_p(attention) > 0.0
+    """Whether the attention module within a block must run: as `is_hooked`, or it drops weights."""
+    return is_hooked(attention, expected) or drop_p(attention) > 0.0
 
 
 def why_not(attention: object, expected: type[nn.Module]) -> str:
@@ -58,13 +55,13 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
         return projection.bias
     if not any(n % w for n, w in zip(x.shape[1:3], window, strict=True)):
         return None
-    # Something else took its place: a quantised layer, one with a low-rank addition.
+    # Not the library's own layer: a quantised one, or one with a low-rank addition.
     padding: Tensor = projection(x.new_zeros(1, x.shape[-1])).squeeze(0)
     return padding
 
 
 def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
-    """The operator as the patched site asks for it: [B, H, W, 3 * C] -> [B, H, W, C]."""
+    """The operator with the site's precision and backend: [B, H, W, 3 * C] -> [B, H, W, C]."""
     return window_attention(
         qkv, bias, precision=site.elsa_precision, backend=site.elsa_backend, **terms
     )
@@ -73,95 +70,32 @@ def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) ->
 class Bias(NamedTuple):
     """A relative position bias as the operator takes it."""
 
-    bias: Tensor  # [heads, T, T], or a table [L, heads]
+    bias: Tensor | None  # [heads, T, T], or a table [L, heads]; None for none
     bias_index: Tensor | None  # None, or [T, T] into the table
 
 
 def read_bias(table: Tensor, index: Tensor, num_heads: int, tokens: int) -> Bias:
     """The bias of a table [L, heads] and an index [T, T] or [T * T]: dense unless it is large.
 
-    Kernels read a dense bias faster than a table; see `derived` for where it is kept.
+    Kernels read a dense bias faster than a table.
     """
-    if num_heads * tokens * tokens * table.element_size() > DENSE_BYTES:
-        return Bias(table, index.view(tokens, tokens))
+    if not is_small(table, num_heads, tokens):
+        return as_table(table, index, tokens)
     pairs = table.t().index_select(1, index.flatten())
     return Bias(pairs.view(num_heads, tokens, tokens), None)
+
+
+def as_table(table: Tensor, index: Tensor, tokens: int) -> Bias:
+    """The same bias, which the operator itself reads through the index: nothing is derived."""
+    return Bias(table, index.view(tokens, tokens))
+
+
+def is_small(table: Tensor, num_heads: int, tokens: int) -> bool:
+    """Whether the dense bias of a table takes no more than DENSE_BYTES."""
+    return num_heads * tokens * tokens * table.element_size() <= DENSE_BYTES
 
 
 def cosine_scale(logit_scale: Tensor) -> Tensor:
     """[heads] factors of Swin-V2's cosine scores from their logarithms, float32 or wider."""
     wide = logit_scale.flatten().to(torch.promote_types(logit_scale.dtype, torch.float32))
     return wide.clamp(max=_MAX_LOGIT_SCALE).exp()
-
-
-class _Source(NamedTuple):
-    """A tensor as it was when something was derived from it."""
-
-    tensor: Tensor
-    memory: Tensor  # keeps the address taken, so that no other tensor can come to lie there
-    version: int
-
-    def is_still(self, tensor: Tensor) -> bool:
-        return (
-            tensor is self.tensor
-            and tensor._version == self.version
-            and tensor.data_ptr() == self.memory.data_ptr()
-        )
-
-
-class _Derived(NamedTuple):
-    sources: tuple[_Source, ...]
-    autocast: torch.dtype | None
-    value: Any
-
-
-_DERIVED: weakref.WeakKeyDictionary[nn.Module, _Derived] = weakref.WeakKeyDictionary()
-
-
-def derived(
-    module: nn.Module, compute: Callable[[Any], Any], sources: Iterable[Tensor | None]
-) -> Any:
-    """`compute(module)`, a function of weights alone, computed once for the weights as they are.
-
-    The result is kept outside the module, in eval mode and where no gradient is wanted, until one
-    of `sources` is replaced, moved or written to (by `load_state_dict`, an optimizer, `to`). What
-    PyTorch does not count as a write, one through `.data`, goes unseen. Compilers and tracers
-    see the computation itself.
-    """
-    if torch.compiler.is_compiling() or _traced():
-        return compute(module)
-    if module.training:
-        _DERIVED.pop(module, None)  # optimizers may write through `.data`, which goes unseen
-        return compute(module)
-    given = [tensor for tensor in sources if tensor is not None]
-    if not _can_keep(given):
-        return compute(module)
-    device = given[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    kept = _DERIVED.get(module)
-    if kept is None or kept.autocast != autocast or not _fits(kept.sources, given):
-        with torch.inference_mode(False), torch.no_grad():
-            value = compute(module)
-        kept = _Derived(tuple(_Source(t, t.detach(), t._version) for t in given), autocast, value)
-        _DERIVED[module] = kept
-    return kept.value
-
-
-def _traced() -> bool:
-    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    return tracing
-
-
-def _can_keep(tensors: Sequence[Tensor]) -> bool:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
-    # A fake or wrapped tensor belongs to a trace, an inference tensor counts no writes, and what a
-    # CUDA graph records has not been computed yet.
-    plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_inference() for t in tensors)
-    return plain and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _fits(kept: Sequence[_Source], given: Sequence[Tensor]) -> bool:
-    return len(kept) == len(given) and all(
-        source.is_still(tensor) for source, tensor in zip(kept, given, strict=True)
-    )

@@ -1,0 +1,225 @@
+"""The cache of built libraries: this user's own folder, each library beside the SHA-256 of itself.
+
+A library is code that runs with the user's rights. One is loaded only where the folder and the file
+belong to this user (or to root, who may do anything) and no other user can write to them, and where
+its bytes have the digest that was stored when it was built.
+
+Environment variables:
+    ELSA_CACHE_DIR: where built libraries are kept (default: the user's cache directory).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import stat
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elsa_core.errors import UnavailableError
+from elsa_core.files import flush, umask
+
+# Longer than a build may take.
+LOCK_SECONDS = 660
+_LARGEST_BYTES = 1 << 28
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_LOG = logging.getLogger("elsa")
+
+
+def directory() -> Path:
+    """Where built libraries are kept, whether it is there already or not.
+
+    The folder that ELSA_CACHE_DIR or the system names, where it is this user's own and closed to
+    others; else one that is, and a warning says so.
+
+    Raises:
+        UnavailableError: ELSA_CACHE_DIR names a home directory that does not exist, there is
+            neither that variable nor a home directory, or no folder is this user's own.
+    """
+    wanted = _wanted()
+    reason = _not_own(wanted)
+    if not reason:
+        return wanted
+    private = Path(tempfile.gettempdir()) / f"elsa-{_user()}" / "native"
+    for place in (_default(), private):
+        if place is not None and place != wanted and not _not_own(place):
+            _warn_once(f"{reason}: {place} is used instead")
+            return place
+    raise UnavailableError(f"{reason}; set ELSA_CACHE_DIR to a directory of yours")
+
+
+def make(folder: Path) -> None:
+    """Make a folder and its missing parents, none of them writable by other users.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o755, exist_ok=True)
+
+
+def is_sound(path: Path) -> bool:
+    """Whether a library is there, this user's own, with the digest that was stored beside it.
+
+    Raises:
+        UnavailableError: the cache cannot be read.
+    """
+    try:
+        content, stored = _own_bytes(path), _own_bytes(_digest_path(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UnavailableError(
+            f"the cache {path.parent} cannot be read: {error.strerror or error}; "
+            "set ELSA_CACHE_DIR to a directory of yours"
+        ) from None
+    return content is not None and stored == _digest(content)
+
+
+def put(library: Path, path: Path) -> None:
+    """Give a library that was just built its name in the cache, its digest beside it.
+
+    Both are on the disk before: a crash must not leave half a library under its name.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    digest = _digest_path(library)
+    digest.write_bytes(_digest(library.read_bytes()))
+    for file, mode in ((library, 0o755), (digest, 0o644)):
+        file.chmod(mode & ~umask())
+        flush(file)
+    # A library with the digest of another is built again; one without any would be as well.
+    digest.replace(_digest_path(path))
+    library.replace(path)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a linker wrote this file to its end.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        header = file.read(64)
+    size = path.stat().st_size
+    if sys.platform == "darwin":
+        return size > 0
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    # The table of sections is what linkers write last: its offset, an entry's size, their number.
+    order = ">" if header[5] == 2 else "<"
+    (offset,) = struct.unpack_from(f"{order}Q", header, 0x28)
+    entry, entries = struct.unpack_from(f"{order}HH", header, 0x3A)
+    return bool(size >= offset + entry * entries)
+
+
+@contextmanager
+def locked(path: Path, title: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of one library; waiting for another process that builds it is said.
+
+    Raises:
+        UnavailableError: another process has held it for too long.
+        OSError: the lock's file cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(f"{path}.lock", mode=0o644)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        line = f"waiting for another process that builds the {title} ({path}.lock)"
+        say(line)
+        _LOG.warning("%s", line)
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout:
+            raise UnavailableError(
+                f"another process has held {path}.lock for {LOCK_SECONDS // 60} minutes"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _wanted() -> Path:
+    chosen = os.environ.get("ELSA_CACHE_DIR")
+    if not chosen:
+        place = _default()
+        if place is None:
+            raise UnavailableError("this user has no home directory; set ELSA_CACHE_DIR")
+        return place
+    try:
+        return Path(chosen).expanduser() / "native"
+    except RuntimeError:
+        raise UnavailableError(
+            f"ELSA_CACHE_DIR={chosen!r} names a home directory that does not exist; "
+            "unset or correct ELSA_CACHE_DIR"
+        ) from None
+
+
+def _default() -> Path | None:
+    import platformdirs
+
+    place = Path(platformdirs.user_cache_dir("elsa"))
+    return None if place.parts[0].startswith("~") else place / "native"
+
+
+def _not_own(folder: Path) -> str:
+    """Why other users could put libraries into a folder; empty where they cannot."""
+    for place in (folder, folder.parent):
+        try:
+            facts = place.stat()
+        except OSError:  # not there yet; whoever reads it is told of anything else
+            continue
+        if not _is_own(facts):
+            return f"the cache {place} belongs to another user"
+        # In a sticky folder (/tmp) nobody can move what is another's.
+        sticky = place is not folder and facts.st_mode & stat.S_ISVTX
+        if facts.st_mode & _WRITABLE_BY_OTHERS and not sticky:
+            return f"other users may write to the cache {place} (`chmod go-w` closes it)"
+    return ""
+
+
+def _own_bytes(path: Path) -> bytes | None:
+    """What a file holds; None for a link, a device and a file that is not this user's alone."""
+    if path.is_symlink():
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:  # noqa: PTH123  # of a descriptor
+        facts = os.fstat(descriptor)
+        plain = stat.S_ISREG(facts.st_mode) and facts.st_size <= _LARGEST_BYTES
+        if not plain or not _is_own(facts) or facts.st_mode & _WRITABLE_BY_OTHERS:
+            return None
+        return file.read(_LARGEST_BYTES)
+
+
+def _is_own(facts: os.stat_result) -> bool:
+    return facts.st_uid in (_user(), 0)
+
+
+def _user() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    _LOG.warning("%s", line)

@@ -1,0 +1,171 @@
+"""PyTorch checkpoints: read by `torch.load(weights_only=True)`, within bounds, or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+from torch import Tensor
+
+from elsa_core.errors import ModelError
+from elsa_core.loading.names import bare_names
+from elsa_core.loading.reading import check_fits, open_regular
+from elsa_core.loading.weights import Weights, check_numbers, line
+
+# What views may make of the bytes that a checkpoint stores; tied weights are twice theirs.
+_REPEATED = 4
+_REPEATED_BYTES = 64 * 2**20
+
+# Where training checkpoints keep the state dict: averaged weights first.
+_STATES = (
+    *("state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema"),
+    *("state_dict", "model_state_dict", "model", "module", "net"),
+)
+_MAX_WRAPPED = 4
+
+
+def read_checkpoint(path: Path) -> Weights:
+    """Read a PyTorch checkpoint without running any code of its pickle.
+
+    A training checkpoint is unwrapped (averaged weights first, then `state_dict`, `model`); the
+    architecture that timm's training script records comes back as metadata `architecture`.
+
+    Raises:
+        ModelError: unreadable by `weights_only=True`, compressed, no state dict in it, or a tensor
+            that is sparse, quantised, complex, on the meta device, much larger than what is stored
+            of it, or holds NaN or infinity.
+    """
+    with open_regular(path) as file:
+        _check_archive(path, file)
+        file.seek(0)
+        try:
+            # timm's training script stores its arguments; a Namespace runs no code when rebuilt.
+            with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            _refuse_checkpoint(path, error)
+    state = _unwrap(content)
+    found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if not found or any(not isinstance(name, str) for name in state):
+        raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
+    _check_stored(path, found)
+    names, notes = bare_names(found, path)
+    tensors = {name: found[full] for name, full in names.items()}
+    check_numbers(path, tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Weights(shapes, _recorded_architecture(content), path, lambda: tensors, notes)
+
+
+def _check_stored(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that repeat their memory: a stride of 0 makes gigabytes of four bytes."""
+    shown = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor)}
+    stored = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in shown.values()}
+    limit = max(_REPEATED * sum(stored.values()), _REPEATED_BYTES)
+    total = 0
+    for name, tensor in shown.items():
+        total += tensor.numel() * tensor.element_size()
+        if total > limit:
+            raise ModelError(
+                f"{path}: tensor {name[:120]!r} of shape {list(tensor.shape)[:8]} is a view that"
+                f" repeats what is stored of it ({tensor.untyped_storage().nbytes()} bytes):"
+                " refused"
+            )
+    check_fits(path, total)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _check_archive(path: Path, file: BinaryIO) -> None:
+    """Refuse an archive that unpacks to more than the file has; other files pass.
+
+    `torch.save` stores its members as they are. A compressed member, or several that share the
+    same bytes, would let kilobytes fill the memory.
+
+    Raises:
+        ModelError: empty, compressed, members that overlap, or more than the memory holds.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if not size:
+        raise ModelError(f"{path} is empty: not a PyTorch checkpoint")
+    check_fits(path, size)
+    start = file.read(4)
+    if start != b"PK\x03\x04":
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError):
+        raise ModelError(f"{path} is not a PyTorch checkpoint: its archive is damaged") from None
+    if any("/code/" in member.filename for member in members):
+        raise ModelError(
+            f"{path} is a TorchScript archive: save its state_dict as .safetensors instead"
+        )
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ModelError(
+                f"{path}: {member.filename[:120]!r} in it is compressed, which torch.save never"
+                " does: refused"
+            )
+    if sum(member.file_size for member in members) > size:
+        raise ModelError(f"{path}: the members of its archive overlap: refused")
+
+
+def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
+    """Raise the one-line reason why `torch.load(weights_only=True)` could not read `path`."""
+    with path.open("rb") as file:
+        start = file.read(16)
+    text = str(error)
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        raise ModelError(f"{path} claims more tensors than this machine has memory for") from None
+    pickled = start[:1] == b"\x80" or zipfile.is_zipfile(path)
+    if not pickled:
+        raise ModelError(f"{path} is not a PyTorch checkpoint") from None
+    if isinstance(error, pickle.UnpicklingError) and "nsupported" in text:
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        what = f" ({found.group(1)})" if found else ""
+        raise ModelError(
+            f"{path} needs pickle{what}, which can run any code: refused;"
+            " save the state_dict as .safetensors"
+        ) from None
+    raise ModelError(
+        f"{path} cannot be read as a PyTorch checkpoint without pickle: {line(error)}"
+    ) from None
+
+
+def _unwrap(content: Any) -> Mapping[Any, Any]:
+    """Return the state dict inside a training checkpoint, averaged weights first, as timm does."""
+    for _ in range(_MAX_WRAPPED):
+        if not isinstance(content, Mapping):
+            return {}
+        inner = next((content[key] for key in _STATES if _holds_tensors(content.get(key))), None)
+        if inner is None:
+            return content
+        content = inner
+    return {}
+
+
+def _holds_tensors(inner: Any) -> bool:
+    """True for a state dict, or for a mapping that holds one."""
+    return isinstance(inner, Mapping) and (
+        any(isinstance(value, Tensor) for value in inner.values())
+        or any(key in inner for key in _STATES)
+    )
+
+
+def _recorded_architecture(content: Any) -> dict[str, str]:
+    """Return timm's record of the architecture in a training checkpoint, if there is one."""
+    if not isinstance(content, Mapping):
+        return {}
+    name = getattr(content.get("args"), "model", None) or content.get("arch")
+    return {"architecture": name} if isinstance(name, str) else {}

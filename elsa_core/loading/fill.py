@@ -1,0 +1,212 @@
+"""A model built from a recipe and filled with the tensors of a file, every one as it is."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.errors import ElsaError, ModelError
+from elsa_core.loading.accounted import changed
+from elsa_core.loading.alike import label
+from elsa_core.loading.fit import differences, matches
+from elsa_core.loading.imagesize import with_image_size
+from elsa_core.loading.libraries import (
+    BUILD_ERRORS,
+    build,
+    build_meta,
+    load_open_clip,
+    timm_args,
+)
+from elsa_core.loading.published import torchvision_resized
+from elsa_core.loading.recipe import Recipe
+from elsa_core.loading.recognise import explain_misfit
+from elsa_core.loading.shown import Shapes
+from elsa_core.loading.weights import Weights
+from elsa_core.messages import first_line, quiet
+
+# Arguments of constructors that change the shape of position tensors or of the patch embedding.
+# How much more than a model's numbers a file may hold, and be read: another tower, a decoder.
+_FAR = 4
+_FEW = 2**24
+_ADVICE = "name the architecture it was made for (--arch, --model-kwargs KEY=VALUE)"
+_RESAMPLING = frozenset(("img_size", "window_size", "patch_size"))
+
+Size = tuple[int, int] | None
+
+
+def apply(
+    recipe: Recipe,
+    weights: Weights,
+    image_size: Size,
+    dtype: torch.dtype,
+    given: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, Recipe, tuple[str, ...]]:
+    """Build the model and put the weights in place, resized where the image size differs.
+
+    Shapes are compared on the meta device first: a configuration that asks for more memory than
+    the file has weights is refused before anything is allocated. Afterwards every tensor of the
+    file must be in the model as it is, apart from those that another image size, window or patch
+    size was asked to change.
+
+    Returns:
+        The model, its recipe, and notes about what was asked to change.
+
+    Raises:
+        ModelError: the tensors do not fit the architecture, would be resampled or dropped, or are
+            whole numbers where it has weights.
+        ArgumentError: the image size does not suit the model.
+    """
+    target = recipe if image_size is None else with_image_size(recipe, image_size)
+    shapes = weights.shapes
+    plain = build_meta(target)
+    exact = matches(plain, shapes)
+    if not exact:
+        _check_scale(plain, shapes, weights.path, recipe)
+    _check_floating(plain, weights, recipe)
+    try:
+        with quiet():
+            model = _filled(target, weights) if exact else _convert(target, recipe, weights)
+    except ElsaError:
+        raise
+    except BUILD_ERRORS as error:
+        why = explain_misfit(recipe, shapes)
+        raise ModelError(
+            f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}; {_ADVICE}"
+        ) from error
+    asked = _asked(target, recipe, plain, shapes, given or {})
+    _check_held(model, weights, asked, recipe)
+    notes = () if not asked else (f"resampled as asked: {_some(asked)}",)
+    return model.eval().to(dtype=dtype), target, notes
+
+
+def _filled(recipe: Recipe, weights: Weights) -> nn.Module:
+    """Build a model and give it tensors of its own names and shapes."""
+    kinds = {tensor.dtype for tensor in weights.tensors.values()}
+    # Rounding float64 weights is left to the dtype that was asked for.
+    dtype = torch.float64 if torch.float64 in kinds else torch.float32
+    model = build(recipe).to(dtype=dtype)
+    own = model.state_dict().keys()
+    kept = {name: tensor for name, tensor in weights.tensors.items() if name in own}
+    model.load_state_dict(kept, strict=False)
+    return model
+
+
+def _asked(
+    target: Recipe,
+    recipe: Recipe,
+    plain: nn.Module,
+    shapes: Shapes,
+    given: Mapping[str, Any],
+) -> list[str]:
+    """Return the tensors whose shape the user's image size, window or patch size changes."""
+    if target.size == recipe.size and not _RESAMPLING.intersection(given):
+        return []
+    _, _, wrong = differences(plain, shapes)
+    if _RESAMPLING.intersection(given):
+        return sorted(wrong)
+    _, _, before = differences(build_meta(recipe), shapes)
+    return sorted(wrong - before)
+
+
+def _check_held(model: nn.Module, weights: Weights, asked: Sequence[str], recipe: Recipe) -> None:
+    """Refuse a model that is not what the file holds: a proof about it would prove nothing."""
+    found = changed(model, weights.tensors, asked)
+    if not found:
+        return
+    name = next(iter(found))
+    more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
+    raise ModelError(
+        f"{weights.path} does not fit {label(recipe)} as it is: {name[:120]} {found[name]}{more};"
+        f" {_ADVICE}"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:2])
+    return listed + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
+    """Whole numbers where the model has weights would be read as weights."""
+    for name, own in model.state_dict().items():
+        given = weights.tensors.get(name)
+        if given is not None and own.is_floating_point() and not given.is_floating_point():
+            kind = str(given.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{weights.path}: tensor {name[:120]!r} is {kind}, and {label(recipe)} has a"
+                " floating one; quantised weights are not supported"
+            )
+
+
+def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -> None:
+    """A model far larger than its file, far smaller, or with no tensor of it, cannot be meant."""
+    missing, unexpected, _ = differences(model, shapes)
+    total = len(shapes)
+    if len(unexpected) == total or len(missing) > max(8, 4 * total):
+        raise ModelError(f"{path} does not fit {label(recipe)}: {explain_misfit(recipe, shapes)}")
+    there, here = sum(map(math.prod, shapes.values())), sum(t.numel() for t in model.parameters())
+    if there > _FAR * here + _FEW:
+        raise ModelError(
+            f"{path} does not fit {label(recipe)}: {there} numbers in the file and {here} in the"
+            " model"
+        )
+
+
+@contextmanager
+def _one_file(weights: Weights) -> Iterator[Path]:
+    """One file of the tensors under their plain names, which vanishes afterwards."""
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory(prefix="elsa-weights-") as scratch:
+        path = Path(scratch) / "model.safetensors"
+        save_file(separate(weights.tensors), path)
+        yield path
+
+
+def _convert(target: Recipe, recipe: Recipe, weights: Weights) -> nn.Module:
+    """Let the library read the file its own way: renamed tensors, resized position embeddings."""
+    if target.library == "open_clip":
+        with _one_file(weights) as file:
+            return load_open_clip(target, recipe, str(file))
+    if target.library == "torchvision":
+        model = build(target)
+        model.load_state_dict(torchvision_resized(model, weights.tensors))
+        return model
+    import timm
+    from timm.models import get_pretrained_cfg
+
+    published = get_pretrained_cfg(recipe.name)
+    cfg: dict[str, Any] = published.to_dict(remove_source=True) if published is not None else {}
+    cfg.pop("label_offset", None)
+    cfg.update(state_dict=dict(weights.tensors), custom_load=False)
+    cfg["input_size"] = recipe.preprocess.input_size
+    if recipe.num_classes is not None:
+        cfg["num_classes"] = recipe.num_classes
+    converted: nn.Module = timm.create_model(
+        target.name, pretrained=True, pretrained_cfg=cfg, **timm_args(target)
+    )
+    return converted
+
+
+def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name.
+
+    So the file loads strictly into any model that has those names, tied or not.
+    """
+    seen: set[int] = set()
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        plain = tensor.detach().cpu().contiguous()
+        address = plain.untyped_storage().data_ptr()
+        if plain.numel() and (address in seen or plain.untyped_storage().nbytes() != plain.nbytes):
+            plain = plain.clone()
+        seen.add(address)
+        result[name] = plain
+    return result

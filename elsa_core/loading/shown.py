@@ -1,0 +1,179 @@
+"""What the shapes of a state dict say about the constructor's arguments of its architecture.
+
+Relative position tables give windows, grids and head counts, the patch embedding the patch, the
+numbers in the names the depths. What no tensor shows (the heads of a plain ViT, the window of a
+SwinV2 that stores no index) is not guessed here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+_STAGE = re.compile(r"(layers|stages)\.(\d+)\.blocks\.(\d+)\.")
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+_TABLE = "relative_position_bias_table"
+_CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to class
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Arguments of a timm constructor, and the image (height, width) in pixels where it shows."""
+
+    args: dict[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+
+
+def shown(shapes: Shapes) -> list[Shown]:
+    """Return what the shapes show, the likeliest first; empty for no known kind of names."""
+    stages = _stages(shapes)
+    if stages:
+        return _swin(shapes, stages)
+    return _vit(shapes) if depth_of(shapes) else []
+
+
+def depth_of(shapes: Shapes) -> int:
+    """Return the number of transformer blocks of a model without stages; 0 for none."""
+    return _count(m.group(1) for name in shapes if (m := _BLOCK.match(name)))
+
+
+def table_grid(rows: int) -> int | None:
+    """Return g of a table with a row for each offset in a g x g grid, BEiT's class rows or not."""
+    for offsets in (rows, rows - _CLASS_OFFSETS):
+        side = math.isqrt(max(offsets, 0))
+        if side % 2 and side * side == offsets:
+            return (side + 1) // 2
+    return None
+
+
+def _count(numbers: Iterable[str]) -> int:
+    return max((int(number) + 1 for number in numbers), default=0)
+
+
+def _stages(shapes: Shapes) -> dict[str, int]:
+    """Return the blocks of each stage by the stage's prefix ("layers.0"), in order."""
+    found: dict[tuple[str, int], int] = {}
+    for name in shapes:
+        if match := _STAGE.match(name):
+            key = match.group(1), int(match.group(2))
+            found[key] = max(found.get(key, 0), int(match.group(3)) + 1)
+    return {f"{kind}.{number}": found[kind, number] for kind, number in sorted(found)}
+
+
+def _swin(shapes: Shapes, stages: Mapping[str, int]) -> list[Shown]:
+    args: dict[str, Any] = {"depths": list(stages.values())}
+    heads = [_swin_heads(shapes, f"{stage}.blocks.0.attn") for stage in stages]
+    if all(heads):
+        args["num_heads"] = heads
+    patch = _patch(shapes)
+    if patch is not None:
+        args["patch_size"] = patch
+    windows = [_swin_window(shapes, f"{stage}.blocks.0.attn") for stage in stages]
+    known = [window for window in windows if window is not None]
+    if not known or len(known) < len(windows):
+        return [Shown(args)]
+    args["window_size"] = max(known)
+    grid = _swin_grid(shapes, next(iter(stages)), known)
+    if patch is None:
+        return [Shown(args)]
+    apart = Shown(args | {"window_size": known})  # a window of its own for every stage
+    if grid is not None:
+        return [Shown(args, (grid * patch, grid * patch)), apart]
+    # Every stage has room for a whole window: at the usual size, or at least at this one.
+    least = max(known) * 2 ** (len(known) - 1) * patch
+    return [Shown(args), Shown(args, (least, least)), apart]
+
+
+def _swin_heads(shapes: Shapes, attn: str) -> int | None:
+    for name, axis in ((_TABLE, 1), ("logit_scale", 0)):
+        shape = shapes.get(f"{attn}.{name}", ())
+        if len(shape) > axis:
+            return shape[axis]
+    return None
+
+
+def _swin_window(shapes: Shapes, attn: str) -> int | None:
+    """Return the side of a stage's square window, from its table or a stored index."""
+    table = shapes.get(f"{attn}.{_TABLE}", ())
+    if len(table) == 2:
+        side = math.isqrt(table[0])
+        return (side + 1) // 2 if side * side == table[0] and side % 2 else None
+    index = shapes.get(f"{attn}.relative_position_index", ())
+    side = math.isqrt(index[0]) if len(index) == 2 else 0
+    return side if side and side * side == index[0] else None
+
+
+def _swin_grid(shapes: Shapes, first: str, windows: list[int]) -> int | None:
+    """Return the patches a side: from a stored mask, or a stage smaller than the window."""
+    mask = shapes.get(f"{first}.blocks.1.attn_mask", ())
+    if len(mask) == 3:
+        tokens = mask[0] * mask[1]
+        side = math.isqrt(tokens)
+        return side if side * side == tokens else None
+    whole = max(windows)
+    for stage, window in enumerate(windows):
+        if window < whole:
+            # The stage has `window` tokens a side, after rounding up at every halving.
+            sides = range((window - 1 << stage) + 1, (window << stage) + 1)
+            even = [side for side in sides if side % whole == 0]
+            return even[-1] if even else sides[-1]
+    return None
+
+
+def _vit(shapes: Shapes) -> list[Shown]:
+    args: dict[str, Any] = {}
+    patch = _patch(shapes)
+    if patch is not None:
+        args["patch_size"] = patch
+    heads = _vit_heads(shapes)
+    if heads:
+        args["num_heads"] = heads
+    args |= _sam_windows(shapes)
+    depth = {"depth": depth_of(shapes)}
+    found = [Shown(depth), Shown(args), Shown(args | depth)]
+    return [each for i, each in enumerate(found) if each.args and each not in found[:i]]
+
+
+def _patch(shapes: Shapes) -> int | None:
+    stem = shapes.get("patch_embed.proj.weight", ())
+    return stem[2] if len(stem) == 4 and stem[2] == stem[3] else None
+
+
+def _vit_heads(shapes: Shapes) -> int | None:
+    """Return the heads where a tensor is one row a head, or as wide as one head."""
+    attn = "blocks.0.attn"
+    for name, axis in (
+        (f"{attn}.{_TABLE}", 1),
+        (f"rel_pos_bias.{_TABLE}", 1),
+        (f"{attn}.rel_pos.{_TABLE}", 1),
+        (f"{attn}.rel_pos.mlp.fc2.weight", 0),
+        ("shared_rel_pos.mlp.fc2.weight", 0),
+        (f"shared_rel_pos.{_TABLE}", 1),
+    ):
+        shape = shapes.get(name, ())
+        if len(shape) == 2:
+            return shape[axis]
+    width = shapes.get("blocks.0.norm1.weight", (0,))[0]
+    for name in (f"{attn}.rel_pos_h", f"{attn}.q_norm.weight"):
+        shape = shapes.get(name, ())
+        if shape and 0 < shape[-1] < width and not width % shape[-1]:
+            return width // shape[-1]
+    return None
+
+
+def _sam_windows(shapes: Shapes) -> dict[str, Any]:
+    """Return window and global blocks of a SAM encoder, from the rows of its position tables."""
+    rows = [
+        shape[0]
+        for i in range(depth_of(shapes))
+        if len(shape := shapes.get(f"blocks.{i}.attn.rel_pos_h", ())) == 2
+    ]
+    if not rows or min(rows) == max(rows) or min(rows) % 2 == 0:
+        return {}
+    whole = [i for i, count in enumerate(rows) if count == max(rows)]
+    return {"window_size": (min(rows) + 1) // 2, "global_attn_indexes": whole}

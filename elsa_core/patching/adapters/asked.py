@@ -1,0 +1,38 @@
+"""What a caller asks of the operators, precision and backend by name: checked in one place."""
+
+from __future__ import annotations
+
+import torch
+
+from elsa_core.attention import BACKENDS, _ask
+from elsa_core.backends.support import Request, Support
+from elsa_core.errors import ArgumentError
+from elsa_core.precision import PRECISIONS
+
+_HEAD_DIM = 64  # stands for a head_dim that a module does not say: every backend takes it
+
+
+def check_names(precision: str, backend: str) -> None:
+    """Refuse a name that there is not.
+
+    Raises:
+        ArgumentError: precision or backend is unknown.
+    """
+    asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, BACKENDS)}
+    for name, (value, choices) in asked.items():
+        if value not in choices:
+            raise ArgumentError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
+
+
+def served(
+    precision: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int | None,
+) -> Support:
+    """Whether a backend asked for by name serves a module's weights; "auto" always does."""
+    if backend == "auto" or device.type == "meta":
+        return Support(True)
+    dim = head_dim or _HEAD_DIM
+    return _ask(Request(device.type, dtype, dim, dim, precision), backend)

@@ -1,0 +1,276 @@
+"""The cache of built libraries: whose they are, whether whole, and what a killed build left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import filelock
+import pytest
+
+from elsa_core.backends import cache, compiler, native
+from elsa_core.errors import UnavailableError
+from elsa_core.exporting import ort_library
+
+Give = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """A library of the right kind, wherever this machine keeps it."""
+    return native.build()
+
+
+@pytest.fixture
+def place(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a compiler whose every output is a copy of `built`."""
+    script = tmp_path / "copier"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo copier 1.0 && exit\n'
+        f'for output; do :; done\necho run >> {tmp_path}/runs\ncp "{built}" "$output"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(cache.tempfile, "tempdir", None)
+    cache._warn_once.cache_clear()
+    return tmp_path / "cache" / "native"
+
+
+def builds(tmp_path: Path) -> int:
+    """How often the compiler has run."""
+    path = tmp_path / "runs"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_half_a_page_of_zeros_is_a_rebuild_and_no_crash(
+    place: Path, built: Path, tmp_path: Path
+) -> None:
+    """Such a library passes for whole by its headers; loading it was a SIGSEGV."""
+    path = native.build()
+    runs = builds(tmp_path)
+    assert native.build() == path and builds(tmp_path) == runs
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 2048] = bytes(2048)
+    path.write_bytes(content)
+    assert cache.is_whole(path)
+    assert (native.status()["built"], native.status()["damaged"]) == (False, True)
+    assert native.build() == path
+    assert path.read_bytes() == built.read_bytes() and builds(tmp_path) == 2 * runs
+
+
+def test_doctor_and_build_survive_a_damaged_library(place: Path, tmp_path: Path) -> None:
+    """A process of its own each: the crash took the command with it."""
+    path = native.build()
+    content = bytearray(path.read_bytes())
+    content[8192 : len(content) - 8192] = bytes(len(content) - 16384)
+    path.write_bytes(content)
+    for command, word in (("doctor", "is damaged"), ("build", '"compiled": true')):
+        done = subprocess.run(
+            [sys.executable, "-m", "elsa_cli", command, "--json"], capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (command, done.returncode, done.stderr)
+        assert word in done.stdout
+
+
+def test_a_library_of_another_user_is_built_again(
+    place: Path, tmp_path: Path, give_away: Give
+) -> None:
+    path = native.build()
+    runs = builds(tmp_path)
+    give_away(path)
+    assert not cache.is_sound(path)
+    assert native.build() == path and builds(tmp_path) == 2 * runs
+    assert cache.is_sound(path)
+
+
+@pytest.mark.parametrize("change", ["mode", "link", "digest", "no digest", "fifo"])
+def test_a_library_that_anybody_could_have_written_is_not_loaded(place: Path, change: str) -> None:
+    path = native.build()
+    digest = path.with_name(f"{path.name}.sha256")
+    if change == "mode":
+        path.chmod(0o777)
+    elif change == "link":
+        path.symlink_to(path.rename(path.with_name("elsewhere.so")))
+    elif change == "digest":
+        digest.write_text("0" * 64 + "\n")
+    elif change == "no digest":
+        digest.unlink()
+    else:
+        path.unlink()
+        os.mkfifo(path)
+    assert not cache.is_sound(path)
+    assert native.build() == path
+    assert cache.is_sound(path)
+
+
+@pytest.mark.parametrize("which", ["native", "cache"])
+def test_a_cache_of_another_user_is_not_used(
+    place: Path, tmp_path: Path, give_away: Give, caplog: pytest.LogCaptureFixture, which: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    planted = native.build()
+    give_away(planted.parent if which == "native" else planted.parent.parent)
+    with caplog.at_level(logging.WARNING, "elsa"):
+        path = native.build()
+        native.build()
+    assert path == tmp_path / "own" / "elsa" / "native" / planted.name
+    assert len(caplog.messages) == 1
+    assert "belongs to another user" in caplog.messages[0] and "is used instead" in caplog.text
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the user's own is open as well, a private one in the folder of temporary files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    for folder in (place, tmp_path / "own" / "elsa" / "native"):
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    private = tmp_path / "scratch" / f"elsa-{os.geteuid()}"
+    assert native.build().parent == private / "native"
+    assert "chmod go-w" in caplog.text
+    assert private.stat().st_mode & 0o022 == 0
+    private.chmod(0o777)
+    with pytest.raises(UnavailableError, match="set ELSA_CACHE_DIR to a directory of yours"):
+        native.build()
+
+
+def test_a_sticky_folder_holds_a_cache_of_ones_own(place: Path) -> None:
+    place.mkdir(parents=True)
+    place.parent.chmod(0o1777)
+    assert cache.directory() == place
+
+
+@pytest.mark.parametrize("library", [native, ort_library], ids=["torch", "onnxruntime"])
+def test_a_umask_of_zero_leaves_nothing_open(place: Path, library: object) -> None:
+    before = os.umask(0)
+    try:
+        path = library.build()  # type: ignore[attr-defined]
+    finally:
+        os.umask(before)
+    for each in (place.parent, place, *place.iterdir()):
+        assert each.stat().st_mode & 0o022 == 0, each
+    assert cache.is_sound(path)
+
+
+def test_without_a_compiler_no_library_without_its_digest_is_taken(
+    built: Path, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    place.mkdir(parents=True)
+    facts = built.name.split("-")[1]
+    planted = place / f"libelsa-{facts}-00000000.so"
+    planted.write_bytes(built.read_bytes())
+    with pytest.raises(UnavailableError, match="damaged or not your own"):
+        native.build()
+    planted.with_name(f"{planted.name}.sha256").write_bytes(cache._digest(planted.read_bytes()))
+    assert native.build() == planted
+
+
+# --- compilers that hang, builds that were killed ------------------------------------------------
+
+
+def alive(word: str) -> list[int]:
+    """Processes whose command line holds `word`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def hangs(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A compiler that starts another process, which never ends; the word that finds it."""
+    word = f"98765.{os.getpid()}"
+    script = tmp_path / "hangs"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && [ -z "$HANG" ] && echo hangs 1.0 && exit\n'
+        f"touch {tmp_path}/started\nsleep {word}\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    if not Path("/proc/self/cmdline").exists():
+        pytest.skip("sees from /proc what runs")
+    yield word
+    end = time.monotonic() + 5  # what was killed takes a moment to go
+    while alive(word) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert alive(word) == []
+
+
+def test_a_compiler_that_hangs_is_stopped(
+    hangs: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "BUILD_SECONDS", 1)
+    with pytest.raises(UnavailableError, match="did not end within 1 s on unit"):
+        native.build()
+    assert [path for path in place.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_a_compiler_that_never_says_its_version(
+    hangs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HANG", "1")
+    monkeypatch.setattr(compiler, "VERSION_SECONDS", 0.5)
+    with pytest.raises(UnavailableError, match=r"gave no version in 0\.5 s"):
+        native.build()
+
+
+@pytest.mark.parametrize("number", [1, 15], ids=["SIGHUP", "SIGTERM"])
+def test_a_signal_ends_the_compilers_too(
+    hangs: str, place: Path, tmp_path: Path, number: int
+) -> None:
+    """`cc1plus` went on for minutes after `elsa build` had ended."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "build"], stdout=-1, stderr=-1, text=True
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "started").exists():
+        assert child.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (128 + number, "", "")
+    assert [path for path in place.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_what_a_killed_build_left_is_removed(place: Path, tmp_path: Path) -> None:
+    place.mkdir(parents=True)
+    left = place / ".build-abcd1234"
+    left.mkdir()
+    (left / "attention.o").write_text("half")
+    other = place / ".build-notes"
+    other.mkdir()
+    native.build()
+    assert not left.exists() and other.exists()
+
+
+def test_waiting_for_another_process_is_said(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = native.library_path()
+    cache.make(place)
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.2)
+    said: list[str] = []
+    with (
+        filelock.FileLock(f"{path}.lock"),
+        pytest.raises(UnavailableError, match=r"another process has held .*\.lock"),
+    ):
+        native.build(progress=said.append)
+    assert caplog.messages == said and len(said) == 1
+    assert said[0].startswith("waiting for another process that builds the native library")

@@ -1,0 +1,259 @@
+"""The model is the one that the file's tensors were made for, and holds every one of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading.accounted import changed
+from elsa_core.loading.libraries import build
+from elsa_core.loading.load import Loaded, load_model
+from elsa_core.loading.names import bare_names
+from elsa_core.loading.recipe import from_config
+from elsa_core.loading.shown import Shown, shown
+
+SWIN = "swin_tiny_patch4_window7_224"
+
+
+def made(name: str, seed: int = 3, **args: Any) -> nn.Module:
+    """A model whose every parameter is noise: unequal heads, windows and tables show."""
+    model: nn.Module = timm.create_model(name, **args).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def write(state: dict[str, torch.Tensor] | nn.Module, path: Path) -> Path:
+    given = state.state_dict() if isinstance(state, nn.Module) else state
+    save_file({name: tensor.contiguous() for name, tensor in given.items()}, path)
+    return path
+
+
+@torch.no_grad()
+def agree(loaded: Loaded, model: nn.Module) -> bool:
+    inputs = loaded.example_inputs(2)
+    return torch.equal(loaded.model(*inputs), model(*inputs))
+
+
+# --- what the tensors show ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [None, SWIN, f"{SWIN}.ms_in1k"])
+def test_a_swin_of_another_window(tmp_path: Path, arch: str | None) -> None:
+    """Window 7 was built and the tables of 225 rows resampled to 169: logits off by 0.08."""
+    model = made(SWIN, img_size=256, window_size=8, num_classes=5)
+    loaded = load_model(write(model, tmp_path / "model.safetensors"), arch=arch)
+    assert loaded.input_size == (3, 256, 256) and agree(loaded, model)
+    assert "window_size=8" in loaded.notes[0]
+    larger = load_model(tmp_path / "model.safetensors", arch=arch, image_size=288)
+    held = larger.model.state_dict()
+    assert all(torch.equal(held[name], tensor) for name, tensor in model.state_dict().items())
+
+
+CUT = {"depth": 2, "num_classes": 3}
+SHALLOW = {"depths": (1, 1, 1, 1), "num_classes": 3}
+CASES = [
+    ("vit_tiny_patch16_224", {"patch_size": 8, "img_size": 64, **CUT}),
+    ("beit_base_patch16_224", {"num_heads": 6, "img_size": 64, **CUT}),
+    ("vit_relpos_small_patch16_224", {"num_heads": 3, **CUT}),
+    ("samvit_base_patch16", {"img_size": 128, "window_size": 5, "global_attn_indexes": [1], **CUT}),
+    (SWIN, {"window_size": (8, 4, 8, 7), **SHALLOW, "num_heads": (3, 6, 12, 24)}),
+    (SWIN, {**SHALLOW, "num_heads": (2, 4, 8, 16), "img_size": 112}),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), CASES, ids=[name for name, _ in CASES])
+def test_arguments_that_the_tensors_show(tmp_path: Path, name: str, args: dict[str, Any]) -> None:
+    model = made(name, **args)
+    loaded = load_model(write(model, tmp_path / "model.safetensors"), arch=name)
+    assert agree(loaded, model)
+    assert loaded.num_classes == args.get("num_classes", 1000)
+
+
+def test_a_stored_index_and_mask_tell_window_and_size(tmp_path: Path) -> None:
+    """No weight of a SwinV2 shows its window; the buffers that older releases stored do."""
+    model = made("swinv2_tiny_window8_256", window_size=6, img_size=192)
+    buffers = {name: b for name, b in model.named_buffers() if name.endswith(("index", "mask"))}
+    assert buffers
+    path = write(model.state_dict() | buffers, tmp_path / "model.safetensors")
+    loaded = load_model(path, arch="swinv2_tiny_window8_256")
+    assert loaded.input_size == (3, 192, 192) and agree(loaded, model)
+
+
+def test_a_clip_of_other_depths(tmp_path: Path) -> None:
+    pytest.importorskip("open_clip")
+    text = {"context_length": 12, "vocab_size": 70, "width": 384, "heads": 6, "layers": 1}
+    vision = {"image_size": 64, "patch_size": 16, "layers": 2, "width": 384}
+    config = {"model_cfg": {"embed_dim": 384, "vision_cfg": vision, "text_cfg": text}}
+    model = build(from_config(config, "config"))
+    path = write(model, tmp_path / "model.safetensors")
+    loaded = load_model(path, arch="open_clip:ViT-S-32")
+    images, tokens = loaded.example_inputs(2)
+    assert images.shape[2:] == (64, 64) and tokens.shape == (2, 12)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(images, tokens)[0], model(images, tokens)[0])
+
+
+def test_what_is_shown_and_what_is_not() -> None:
+    table = {f"layers.{i}.blocks.0.attn.relative_position_bias_table": (15**2, 3) for i in (0, 1)}
+    stem = {"patch_embed.proj.weight": (96, 3, 4, 4)}
+    args = {"depths": [1, 1], "num_heads": [3, 3], "patch_size": 4, "window_size": 8}
+    assert shown(table | stem)[:2] == [Shown(args), Shown(args, (64, 64))]
+    small = table | stem | {"layers.1.blocks.0.attn.relative_position_bias_table": (9**2, 3)}
+    assert shown(small)[0].size == (40, 40)  # the second stage has 5 x 5 tokens
+    assert "num_heads" not in shown({"blocks.0.norm1.weight": (192,)})[0].args
+    assert shown({"conv1.weight": (64, 3, 7, 7)}) == []
+
+
+# --- arguments that the user gives -------------------------------------------------------------
+
+
+def test_model_kwargs(tmp_path: Path) -> None:
+    """Heads of a plain ViT show nowhere: timm's own flag says them."""
+    model = made("test_vit", num_heads=4, img_size=64)
+    path = write(model, tmp_path / "model.safetensors")
+    loaded = load_model(path, arch="test_vit", model_kwargs={"num_heads": 4})
+    assert agree(loaded, model)
+    assert not agree(load_model(path, arch="test_vit"), model)
+    assert load_model("test_vit", model_kwargs={"img_size": 64}).input_size == (3, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"checkpoint_path": "x"}, "must not set 'checkpoint_path'"),
+        ({"depth": 10**6}, "limit of 1000 blocks"),
+        ({"img_size": "large"}, "img_size must be"),
+        ({"num_classes": -1}, "num_classes must be"),
+        ({"act_layer": object()}, "plain value"),
+    ],
+)
+def test_model_kwargs_that_cannot_be(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match="--model-kwargs") as caught:
+        load_model("test_vit", model_kwargs=given)
+    assert words in str(caught.value)
+
+
+def test_an_argument_that_the_library_lacks_is_one_line() -> None:
+    with pytest.raises(ModelError, match="nonsense") as caught:
+        load_model("test_vit", model_kwargs={"nonsense": 1})
+    assert "\n" not in str(caught.value)
+
+
+def test_another_window_is_resampled_where_it_is_asked_for(tmp_path: Path) -> None:
+    path = write(made(SWIN, img_size=256, window_size=8), tmp_path / "model.safetensors")
+    loaded = load_model(path, arch=SWIN, model_kwargs={"window_size": 7})
+    assert loaded.input_size == (3, 224, 224)
+    assert "resampled as asked" in loaded.notes[-1] and "bias_table" in loaded.notes[-1]
+
+
+# --- every tensor, unchanged -------------------------------------------------------------------
+
+
+def test_tables_that_timm_would_resample_are_named(tmp_path: Path) -> None:
+    """A configuration of window 7 beside tables of window 8."""
+    model = made(SWIN, window_size=8, img_size=256)
+    write(model, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": SWIN}))
+    with pytest.raises(ModelError, match=r"bias_table \(225x3\) would be resampled to 169x3, and"):
+        load_model(tmp_path)
+    kwargs = {"window_size": 8, "img_size": 256}
+    assert agree(load_model(tmp_path, model_kwargs=kwargs), model)
+
+
+def test_a_grid_that_is_not_square(tmp_path: Path) -> None:
+    model = made("test_vit", img_size=(64, 96))
+    path = write(model, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"pos_embed.*--model-kwargs"):
+        load_model(path, arch="test_vit")
+    given = load_model(path, arch="test_vit", model_kwargs={"img_size": [64, 96]})
+    assert agree(given, model)
+
+
+def test_a_tensor_that_timm_would_drop_is_named(tmp_path: Path) -> None:
+    """Old files of ImageNet-21k have a layer before the classifier, which timm leaves out."""
+    state = made("test_vit").state_dict()
+    path = write(state | {"pre_logits.fc.weight": torch.ones(8, 8)}, tmp_path / "m.safetensors")
+    with pytest.raises(ModelError, match=r"pre_logits\.fc\.weight \(8x8\) would be dropped"):
+        load_model(path, arch="test_vit")
+
+
+def test_the_mask_token_of_pretraining_is_not_missed(tmp_path: Path) -> None:
+    model = made("vit_small_patch14_dinov2", depth=1, img_size=28)
+    state = model.state_dict() | {"mask_token": torch.zeros(1, 384)}
+    path = write(state, tmp_path / "model.safetensors")
+    kwargs = {"depth": 1, "img_size": 28}
+    assert agree(load_model(path, arch="vit_small_patch14_dinov2", model_kwargs=kwargs), model)
+
+
+def test_accounts() -> None:
+    """Renamed, transposed, reshaped and joined tensors are there; others are not."""
+    layer = nn.Linear(4, 6)
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    assert changed(layer, {"weight": weight, "bias": bias}) == {}
+    assert changed(layer, {"w": weight.t(), "b": bias.view(2, 3)}) == {}
+    assert changed(layer, {"q": weight[:2], "kv": weight[2:], "bias": bias}) == {}
+    assert changed(layer, {"weight": weight, "bias": bias.double()}) == {}
+    assert "would be changed" in changed(layer, {"weight": weight, "bias": bias + 1})["bias"]
+    assert "would be dropped" in changed(layer, {"weight": weight, "x": bias + 1})["x"]
+    assert "resampled to 6" in changed(layer, {"weight": weight, "bias": torch.ones(9)})["bias"]
+    assert changed(layer, {"weight": weight, "bias": torch.ones(9)}, ["bias"]) == {}
+
+
+# --- wrappers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "model.",
+        "net.",
+        "backbone.",
+        "encoder.",
+        "_orig_mod.",
+        "module.",
+        "model._orig_mod.",
+        "ema.",
+    ],
+)
+def test_wrappers_of_training(tmp_path: Path, prefix: str) -> None:
+    model = made("test_vit")
+    state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    assert agree(load_model(write(state, tmp_path / "model.safetensors")), model)
+
+
+def test_averaged_weights_come_first(tmp_path: Path) -> None:
+    plain, averaged = made("test_vit", 1), made("test_vit", 2)
+    state = {f"model.{name}": tensor for name, tensor in plain.state_dict().items()}
+    state |= {f"ema_model.module.{name}": t for name, t in averaged.state_dict().items()}
+    loaded = load_model(write(state, tmp_path / "model.safetensors"))
+    assert agree(loaded, averaged) and "averaged weights (ema_model.*)" in loaded.notes[0]
+    for key in ("state_dict_ema", "ema_state_dict", "model_ema"):
+        content = {"state_dict": plain.state_dict(), key: averaged.state_dict()}
+        torch.save(content, tmp_path / "last.ckpt")
+        assert agree(load_model(tmp_path / "last.ckpt"), averaged)
+
+
+def test_what_is_no_wrapper_stays(tmp_path: Path) -> None:
+    """A backbone beside a head of its own is another model; two names must not become one."""
+    names = ["backbone.blocks.0.w", "classifier.w"]
+    assert list(bare_names(names, tmp_path)[0]) == names
+    with pytest.raises(ModelError, match="are both 'w' without the wrappers"):
+        bare_names(["module.w", "w"], tmp_path)
+    assert bare_names(["n_averaged", "module.w"], tmp_path)[0] == {"w": "module.w"}
+
+
+def test_a_file_without_attention_says_so(tmp_path: Path) -> None:
+    path = write(timm.create_model("resnet18"), tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has no attention: .* as of a ResNet"):
+        load_model(path)
