@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from elsa_core.backends.triton.attention import planner, schedules, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import usertable
 from elsa_core.backends.triton.shared.plans import PlanCache
@@ -26,7 +27,7 @@ TABLE = tiling.load_table("h200")
 
 def planned(
     shape: Shape, precision: str = "strict", *, causal: bool = False, specialized: bool = False
-) -> planner.Call:
+) -> Call:
     pytest.importorskip("triton")
     b, h, hk, n, m, d, dv = shape
     q = torch.empty(b, h, n, d, device="meta")

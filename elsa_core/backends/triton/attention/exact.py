@@ -9,13 +9,12 @@ import triton.language as tl
 
 from elsa_core.backends.triton.attention.fold import advance, key_of
 from elsa_core.backends.triton.shared.helpers import (
-    FLOAT_MAX,
     add_scaled,
     apply_mask,
     exponent,
+    finite_score,
     load_part,
     power,
-    times_power,
     wide,
 )
 
@@ -67,11 +66,8 @@ def fold_exact(
         if D1:
             k1 = k1 * power(e_k)
             s = tl.dot(q1, k1.T, s, input_precision="ieee")
-        infinite = tl.abs(s) == float("inf")
-        # scaled products are finite: an infinity here came with the input and stays
-        x = times_power(s, tl.minimum(tl.maximum(scale_exp - e_q - e_k, -252), 254)[:, None])
-        x = tl.where(x > FLOAT_MAX, FLOAT_MAX, tl.where(x < -FLOAT_MAX, -FLOAT_MAX, x))
-        s = tl.where(infinite, s, x)
+        # scaled products are finite
+        s = finite_score(s, tl.minimum(tl.maximum(scale_exp - e_q - e_k, -252), 254)[:, None])
         s = apply_mask(
             s, p_mask + n0_wide * mask_k, o_m, o_x, rows, columns, mask_q, mask_k, row0, n0,
             MASK, CAUSAL, True,

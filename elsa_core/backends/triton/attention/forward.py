@@ -23,6 +23,7 @@ from elsa_core.backends.triton.shared.helpers import (
     load_part,
     power,
     row_before,
+    store_tile,
 )
 
 RUNTIME_INTEGERS = [
@@ -48,13 +49,11 @@ def store_rows(
     tl.store(LSE + lse_row + o_m, lse, mask=inside)
     o_v = tl.arange(0, V0)
     p = Out + o_row + o_m[:, None] * o_step + o_v[None, :]
-    x = (acc0 * inverse[:, None]).to(Out.dtype.element_ty)
-    tl.store(p, x, mask=inside[:, None] & (o_v < DV)[None, :])
+    store_tile(p, acc0 * inverse[:, None], inside, o_v < DV, True)
     if V1:
         o_v1 = V0 + tl.arange(0, V1)
         p1 = Out + o_row + o_m[:, None] * o_step + o_v1[None, :]
-        x1 = (acc1 * inverse[:, None]).to(Out.dtype.element_ty)
-        tl.store(p1, x1, mask=inside[:, None] & (o_v1 < DV)[None, :])
+        store_tile(p1, acc1 * inverse[:, None], inside, o_v1 < DV, True)
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
@@ -172,7 +171,7 @@ def forward(
             WV = W + exponent_elements(key_rows) + LOW * region_k + row * BN * (V0 + V1)
             p_e = E + 2 * row
             p_guard = E + 2 * key_rows + row
-            # asked for early, looked at after the loop
+            # loaded early, used after the loop
             o_t = tl.arange(0, 256)
             guards = tl.load(p_guard + o_t, mask=o_t < tiles, other=2048)
             of_values = tl.load(p_guard + key_rows + o_t, mask=o_t < tiles, other=0)

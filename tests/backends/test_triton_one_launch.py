@@ -110,7 +110,7 @@ def test_calls_that_two_warpgroups_do_not_share(shape: tuple[int, ...]) -> None:
 
 def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
     """Three products in one launch beat one product in two; `explain` says so."""
-    for keys, dim, short in (
+    for keys, dim, fits in (
         (50, 64, True), (197, 64, True), (208, 60, True), (209, 64, False), (577, 64, False),
         (197, 32, False),
     ):  # fmt: skip
@@ -119,8 +119,8 @@ def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
             plan = tiling.plan(
                 shape, "single", TABLE, workspace=True, multiprocessors=132, specialized=there
             )
-            assert plan.tile.one_launch is (short and there)
-            assert plan.tile.mode == ("split" if short and there else "single")
+            assert plan.tile.one_launch is (fits and there)
+            assert plan.tile.mode == ("split" if fits and there else "single")
     q = torch.empty(8, 12, 197, 64, device="meta")
     call = planner.plan_call(q, q, q, None, False, 0.125, "turbo", specialized=True)
     assert call.schedule is schedules.ONE_LAUNCH and "strict's products" in call.words
@@ -130,12 +130,12 @@ def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
 
 def test_a_small_grid_of_the_most_keys_stays_with_two_launches() -> None:
     """Four whole tiles of keys for each of few programs: split ahead, all multiprocessors help."""
-    for keys, short in ((208, True), (209, False)):
+    for keys, fits in ((208, True), (209, False)):
         shape = tiling.Shape(1, 8, 8, keys, keys, 64, 64)
         plan = tiling.plan(
             shape, "split", TABLE, workspace=True, multiprocessors=132, specialized=True
         )
-        assert plan.tile.one_launch is short
+        assert plan.tile.one_launch is fits
 
 
 def test_one_launch_without_workspace() -> None:
