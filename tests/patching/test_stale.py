@@ -201,7 +201,7 @@ def test_what_ends_a_freeze(kind: str, thaw: str) -> None:
     elif thaw == "gradients":
         model(x)
     elif thaw == "load":
-        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        model.load_state_dict({}, strict=False)
     elif thaw == "refresh":
         elsa.refresh(model)
     elif thaw == "unfreeze":
