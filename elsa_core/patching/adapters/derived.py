@@ -153,10 +153,9 @@ class DerivedTensors:
         taken = tuple(_Source.of(tensor, frozen=frozen) for tensor in sources)
         with torch.inference_mode(False), torch.no_grad():
             entry = _Entry(taken, derivation.compute(derivation.attention), frozen)
-        entries = self._kept.setdefault(derivation.site, {})
-        if not frozen:
-            entries.clear()
-        entries[_autocast(sources[0])] = entry
+        # A new dict: another thread may read the one that is kept.
+        others = self._kept.get(derivation.site, {}) if frozen else {}
+        self._kept[derivation.site] = {**others, _autocast(sources[0]): entry}
         return entry
 
 
