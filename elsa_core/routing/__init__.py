@@ -29,6 +29,7 @@ from elsa_core.routing.choose import (
     select,
     support,
     training_name,
+    trains_original,
     unregister,
 )
 from elsa_core.routing.table import BACKENDS, PLAIN
@@ -53,5 +54,6 @@ __all__ = [
     "select",
     "support",
     "training_name",
+    "trains_original",
     "unregister",
 ]

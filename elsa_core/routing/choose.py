@@ -208,9 +208,18 @@ def training_name(
     return name if name and support(request, name).ok else ""
 
 
+def trains_original(operator: str, device_type: str) -> bool:
+    """Whether a patched site leaves calls that want gradients to the module it came from.
+
+    A constant for the compiler, as `name_of`.
+    """
+    return device_type in measured.originals(operator)
+
+
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
 name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 training_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+trains_original._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_of(operator: str, device_type: str) -> str:

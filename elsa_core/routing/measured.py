@@ -76,6 +76,12 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
     return None
 
 
+def originals(operator: str) -> tuple[str, ...]:
+    """The devices on which a patched site trains by its original module's forward."""
+    found: list[str] = _table()["training_by_original"].get(operator, [])
+    return tuple(found)
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
