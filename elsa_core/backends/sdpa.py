@@ -242,9 +242,9 @@ def _bias(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _padded_bias(bias: Tensor, keys: int) -> Tensor:
     """Rows [..., keys] that start at multiples of _BIAS_KEYS."""
     bias = bias.expand(*bias.shape[:-1], keys)
-    if bias.stride(-1) == 1 and keys % _BIAS_KEYS == 0 and _starts_aligned(bias):
-        return bias
-    return F.pad(bias, (0, -keys % _BIAS_KEYS))[..., :keys]
+    if keys % _BIAS_KEYS:
+        return F.pad(bias, (0, -keys % _BIAS_KEYS))[..., :keys]
+    return _aligned(bias)
 
 
 def _step(dtype: torch.dtype) -> int:

@@ -237,6 +237,18 @@ def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypat
     assert routing_name == name
 
 
+def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:
+    """PyTorch's memory-efficient backward fails then: "LSE is not correctly aligned"."""
+    taken = called(monkeypatch)
+    q, mask = make(1, 2, 5, 16), make(1, 2, 5, 5).requires_grad_()
+    (found,) = torch.autograd.grad(elsa.attention(q, q, q, mask).square().sum(), mask)
+    (wanted,) = torch.autograd.grad(
+        F.scaled_dot_product_attention(q, q, q, mask).square().sum(), mask
+    )
+    assert not taken
+    torch.testing.assert_close(found, wanted)
+
+
 # Inference on the GPU that was measured
 
 

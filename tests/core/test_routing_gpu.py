@@ -77,6 +77,18 @@ def test_gradients(case: str, with_lse: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gradient_of_the_mask_alone(dtype: torch.dtype) -> None:
+    """PyTorch's memory-efficient kernel keeps no lse then, and its backward fails."""
+    q, k, v = (make(2, 4, 70, 64, dtype=dtype, seed=s) for s in range(3))
+    mask = make(1, 4, 70, 70, dtype=dtype, seed=3).requires_grad_()
+    (found,) = torch.autograd.grad(elsa.attention(q, k, v, mask).square().sum(), mask)
+    wide = mask.detach().double().requires_grad_()
+    out = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), wide)
+    (wanted,) = torch.autograd.grad(out.square().sum(), wide)
+    assert relative(found, wanted) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_of_lse(dtype: torch.dtype) -> None:
     leaves = [make(1, 2, 40, 64, dtype=dtype, seed=s).requires_grad_() for s in range(3)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
