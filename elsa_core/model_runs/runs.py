@@ -24,6 +24,7 @@ from elsa_core.proof.cases import ModelInput, as_cases
 Progress = Callable[[str, int, int], None]
 
 _KEPT_SAMPLES: Final = 100
+_SLOW: Final = 0.05  # of the budget, that a call takes whose memory is not measured
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Run:
         samples: the rounds, thinned evenly to at most 100.
         images_per_second: batch over `seconds`.
         memory_bytes: growth at the peak of a call, output included, weights not: PyTorch's
-            allocator on CUDA (for a CUDA graph its own pool), else the resident set.
+            allocator on CUDA (for a CUDA graph its own pool), else the resident set. None where
+            one more call would take 5% of the budget.
         host_seconds: until the call returns (CUDA).
         device_seconds: of the GPU, for a call that follows another, without the host: of its CUDA
             graph (CUDA).
@@ -229,7 +231,7 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
     """The runs of what was prepared, and the samples that they were made of."""
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
-    tell("warming up", 0, 0)
+    tell("rounds", 0, 0)
     samples = rounds.take_samples(
         built.contenders, first.device, settings,
         progress=lambda done, total: tell("rounds", done, total), first=built.first_seconds,
@@ -237,7 +239,7 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
     spreads = {name: _spread(_seconds(samples, name)) for name in samples}
     warnings = watch.warnings(spreads)
     tell("memory", 0, 0)
-    judge = _Judge(samples, settings.seed)
+    judge = _Judge(samples, settings)
     runs = _runs(built, judge, first.device, first.shape[0])
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(
@@ -308,15 +310,19 @@ def _both(
 class _Judge:
     """Times and ratios of one set of rounds: a ratio is the quotient of the two times."""
 
-    def __init__(self, samples: Samples, seed: int) -> None:
+    def __init__(self, samples: Samples, settings: Settings) -> None:
         self.seconds = {name: _seconds(samples, name) for name in samples}
         self.hosts = {name: [s.host or 0.0 for s in own] for name, own in samples.items()}
         self.times = paired_times(self.seconds, "eager")
-        self._seed = seed
+        self._settings = settings
+
+    def is_slow(self, name: str) -> bool:
+        """Whether one more call would take 5% of the budget, which the rounds have used up."""
+        return self.times[name] > _SLOW * self._settings.budget_seconds
 
     def ratio(self, reference: str, name: str) -> Ratio:
         pair = (self.times[reference], self.times[name])
-        return ratio(self.seconds[reference], self.seconds[name], self._seed, pair)
+        return ratio(self.seconds[reference], self.seconds[name], self._settings.seed, pair)
 
 
 def _runs(
@@ -333,6 +339,8 @@ def _runs(
         is_ours = name not in baselines
         seconds, time = judge.seconds[name], judge.times[name]
         memory = built.graph_bytes.get(name)
+        if memory is None and not judge.is_slow(name):
+            memory = rounds.memory_bytes(contender, device)
         host = busy = joules = None
         if device.type == "cuda":
             host = digits(statistics.median(judge.hosts[name]))
@@ -349,7 +357,7 @@ def _runs(
                 spread=_spread(seconds),
                 samples=_thinned(seconds),
                 images_per_second=digits(batch / time),
-                memory_bytes=rounds.memory_bytes(contender, device) if memory is None else memory,
+                memory_bytes=memory,
                 host_seconds=host,
                 device_seconds=busy,
                 bound=rounds.bound_by(time, host, busy),
