@@ -112,8 +112,9 @@ def _asked(
     _, _, wrong = differences(plain, shapes)
     if _RESAMPLING.intersection(given):
         return sorted(wrong)
-    _, _, before = differences(build_meta(recipe), shapes)
-    return sorted(wrong - before)
+    native = {name: tensor.shape for name, tensor in build_meta(recipe).state_dict().items()}
+    resized = plain.state_dict().items()
+    return sorted(n for n, t in resized if n in shapes and native.get(n) != t.shape)
 
 
 def _check_held(model: nn.Module, weights: Weights, asked: Sequence[str], recipe: Recipe) -> None:
