@@ -15,7 +15,11 @@ from elsa_core.loading.fit import is_computed, is_unused
 
 
 def changed(
-    model: nn.Module, tensors: Mapping[str, Tensor], asked: Collection[str] = ()
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    asked: Collection[str] = (),
+    *,
+    resized: bool = False,
 ) -> dict[str, str]:
     """Return the tensors of a file that the model does not hold as they are, each with what
     happened to it.
@@ -24,6 +28,8 @@ def changed(
         model: loaded, its parameters in any floating dtype.
         tensors: of the file.
         asked: names that another image size or window was asked to change.
+        resized: the model has another image size or window than the file, and so other buffers
+            that are computed from them.
     """
     own = {**dict(model.named_buffers()), **model.state_dict()}
     left: dict[str, Tensor] = {}
@@ -33,7 +39,7 @@ def changed(
         held = own.get(name)
         if is_computed(name):
             # What is computed for another image size differs, and is no weight.
-            if held is not None and not asked and not _alike(held, tensor):
+            if held is not None and not resized and not _alike(held, tensor):
                 found[name] = f"is not what the model computes ({_shape(tensor)})"
         elif (held is not None and _same(held, tensor)) or name in asked:
             taken.add(name)

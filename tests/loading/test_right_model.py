@@ -89,6 +89,10 @@ def test_a_stored_index_and_mask_tell_window_and_size(tmp_path: Path) -> None:
     path = write(model.state_dict() | buffers, tmp_path / "model.safetensors")
     loaded = load_model(path, arch="swinv2_tiny_window8_256")
     assert loaded.input_size == (3, 192, 192) and agree(loaded, model)
+    larger = load_model(path, arch="swinv2_tiny_window8_256", image_size=384)
+    assert larger.input_size == (3, 384, 384)  # its buffers are others, its weights are not
+    held = larger.model.state_dict()
+    assert all(torch.equal(held[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_clip_of_other_depths(tmp_path: Path) -> None:
