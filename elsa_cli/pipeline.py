@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elsa_cli import names
 from elsa_cli.console import Session
 from elsa_cli.options import Options, resolve_device, typed
 
@@ -24,6 +25,7 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
 
     Raises: ModelError, UnavailableError, ArgumentError with one line each.
     """
+    names.check(text)
     with session.stage("importing torch"):
         import torch  # noqa: F401
 
