@@ -101,15 +101,24 @@ def mask_of(kind, b, h, n, m, generator, dtype):
     return mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
 
 
-def exact(tensors, mask, causal, scale, grad_out, grad_lse):
-    """Gradients of query, key, value and mask in float64."""
-    leaves = [t.detach().double().requires_grad_() for t in tensors]
+def exact(tensors, mask, causal, scale, grad_out, grad_lse, dtype=torch.float64):
+    """Gradients of query, key, value and mask by autograd in float64, or another dtype."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
     additive = mask is not None and mask.dtype != torch.bool
     if additive:
-        mask = mask.detach().double().requires_grad_()
+        mask = mask.detach().to(dtype).requires_grad_()
         leaves.append(mask)
     out, lse = reference(*leaves[:3], mask, causal, scale)
-    return torch.autograd.grad((out, lse), leaves, (grad_out.double(), grad_lse.double()))
+    return torch.autograd.grad((out, lse), leaves, (grad_out.to(dtype), grad_lse.to(dtype)))
+
+
+def distances(grads, expected):
+    """Of each gradient that is there: the error, relative unless zeros are expected."""
+    return {
+        name: ((x.double() - ref).norm() / (ref.norm() if ref.any() else 1.0)).item()
+        for name, x, ref in zip("qkvm", grads, expected, strict=False)
+        if x.numel()
+    }
 
 
 def run(shape, dtype, precision, options):
@@ -135,14 +144,11 @@ def run(shape, dtype, precision, options):
     call = (g, g_lse, q, k, v, mask, out, lse, causal, scale, precision, needs)
     got = backward.attention_backward(*call)
     again = backward.attention_backward(*call)
-    expected = exact((q, k, v), mask, causal, scale, g, g_lse.masked_fill(lse.isneginf(), 0.0))
-    errors = {}
-    for name, x, ref in zip("qkvm", got, expected, strict=False):
-        if x.numel():
-            size = ref.norm().clamp_min(1e-30)
-            errors[name] = ((x.double() - ref).norm() / size).item() if ref.any() else x.norm().item()
+    terms = (q, k, v), mask, causal, scale, g, g_lse.masked_fill(lse.isneginf(), 0.0)
+    expected = exact(*terms)
     return {
-        "errors": errors,
+        "errors": distances(got, expected),
+        "peer": distances(exact(*terms, torch.float32), expected),
         "finite": all(bool(x.isfinite().all()) for x in got),
         "same": all(torch.equal(x, y) for x, y in zip(got, again, strict=True)),
         "shapes": [list(x.shape) for x in got],

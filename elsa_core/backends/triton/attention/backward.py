@@ -1,8 +1,8 @@
 """Gradients of `elsa::attention` on a GPU: plans cached by layout, few launches, no float atomics.
 
-The launches: terms of the rows (and split operands), dK with dV and dQ, and, for float32, three
-TF32 products for the heads that a split does not hold. The gradient of an additive mask is one
-more. Nothing is saved beyond out and lse; the workspace is linear in the rows.
+The launches: terms of the rows (and split operands), those of rows whose lse is large, dQ, dK with
+dV, and, for float32, three TF32 products for the heads that a split does not hold. The gradient of
+an additive mask is one more. Nothing is saved beyond out and lse; the workspace is linear in rows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Call:
     """A planned call: its launches and the sizes of its workspace, in elements."""
 
     prepare: Launch
+    normalise: Launch
     rows: int
     guards: int
     factors: int
@@ -59,19 +60,31 @@ def _padded(dim: int, least: int) -> int:
     return max(least, 1 << (dim - 1).bit_length())
 
 
+def _scales(scale: float, split: bool) -> dict[str, float]:
+    """Factors of scores (base 2) and sums. split: queries carry the significand, as forward's."""
+    if not split:
+        return {"scale": scale * planner.LOG2E, "scale_q": scale, "scale_k": scale}
+    parts = planner._scale(scale, "split")
+    power = 2.0 ** parts["scale_exp"]
+    return {
+        "significand": parts["scale"] * parts["flip"], "scale": power, "scale_q": scale,
+        "scale_k": power / planner.LOG2E,
+    }  # fmt: skip
+
+
 def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> dict[str, Any]:
     """The arguments that all launches share, by name."""
     q, k, v = operands["q"], operands["k"], operands["v"]
     step, unit_d = planner._unit(tuple(operands[name] for name in ("q", "k", "v", "g", "o")))
     tail: dict[str, Any] = {
         "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "n_q": q.shape[2],
-        "n_k": k.shape[2], "batch": q.shape[0], "scale": options.scale * planner.LOG2E,
+        "n_k": k.shape[2], "batch": q.shape[0], **_scales(options.scale, False),
         **planner._mask_strides(mask),
         "MODE": MODES[options.mode], "SPLIT": options.mode == "split",
         "MASK": planner._mask_kind(mask), "CAUSAL": options.is_causal,
         "FRESH": options.mode != "half" or max(q.shape[2], k.shape[2]) > planner.FRESH_KEYS,
         "STEP": step, "UNIT_D": unit_d, "UNIT_K": mask is not None and mask.stride(-1) == 1
-        and mask.shape[-1] != 1, "BX": 64 if options.mode == "half" else 32,
+        and mask.shape[-1] != 1,
     }  # fmt: skip
     for name in ("q", "k", "v", "g", "o"):
         tail |= planner._strides(name, operands[name], step)
@@ -85,9 +98,11 @@ def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) ->
     return tail
 
 
-def _launch(kernel: Any, programs: int, tail: dict[str, Any], tile: Tile) -> Launch:
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int, stages: int = 1
+) -> Launch:
     known = {name: tail[name] for name in kernel.arg_names if name in tail}
-    return Launch(kernel, (programs,), known, {"num_warps": tile.warps, "num_stages": tile.stages})
+    return Launch(kernel, grid, known, {"num_warps": warps, "num_stages": stages})
 
 
 def _side_launch(
@@ -112,7 +127,8 @@ def _side_launch(
         "KEY_M": blocks[0], "KEY_N": blocks[1], "QUERY_M": of_queries[0],
         "QUERY_N": of_queries[1], "STAGES": tile.stages,
     }  # fmt: skip
-    return _launch(gradients, min(programs, FALLBACK_PROGRAMS) if loop else programs, own, tile)
+    grid = (min(programs, FALLBACK_PROGRAMS) if loop else programs,)
+    return _launch(gradients, grid, own, tile.warps, tile.stages)
 
 
 def _sides(tail: dict[str, Any], options: Options, dim: int) -> list[Launch]:
@@ -148,7 +164,7 @@ def _mask_launch(tail: dict[str, Any], mask: Tensor, options: Options, dim: int)
     programs = m_b * m_h
     programs *= 1 if own["ALL_Q"] else own["q_blocks"]
     programs *= 1 if own["ALL_K"] else own["k_blocks"]
-    return _launch(mask_gradient, programs, own, tile)
+    return _launch(mask_gradient, (programs,), own, tile.warps, tile.stages)
 
 
 def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> Call:
@@ -156,26 +172,32 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
 
     operands: q, k, v, g (grad_out), o (out), l (grad_lse), dq, dk, dv, lse.
     """
-    from elsa_core.backends.triton.attention.backward_prepare import prepare
+    from elsa_core.backends.triton.attention.backward_prepare import normalise, prepare
 
     tail = _tail(operands, mask, options)
     b, h, n_q, _ = operands["q"].shape
     h_kv, n_k = operands["k"].shape[1:3]
     q_tiles, k_tiles = b * h * -(-n_q // UNIT), b * h_kv * -(-n_k // UNIT)
     split = options.mode == "split"
+    raw_mode = "tf32" if split else options.mode
     dim = max(tail["D0"], tail["V0"])
-    tile = tile_for(options.tiles, options.mode, "prepare", dim, n_k)
-    # where a row needs its sum again
-    scores = tail | {"MODE": MODES["tf32"] if split else tail["MODE"]}
-    launch = _launch(prepare, q_tiles + (k_tiles if split else 0), scores, tile)
-    call = Call(launch, 3 * q_tiles * UNIT, q_tiles + k_tiles, 2 * (q_tiles + k_tiles))
-    call.sides = _sides(tail, options, dim)
+    scaled = tail | (_scales(options.scale, True) if split else {"significand": 1.0})
+    # scores of rows that need their sum again, and of the heads that a split does not hold
+    raw = tail | {"MODE": MODES["tf32"] if split else tail["MODE"]}
+    which = 4 if split else 1
+    tile = tile_for(options.tiles, raw_mode, "normalise", dim, n_k)
+    again = raw | {"BM": tile.block_m, "BX": tile.block_n}
+    call = Call(
+        prepare=_launch(prepare, (max(q_tiles, k_tiles) if split else q_tiles, which), scaled, 8),
+        normalise=_launch(normalise, (min(q_tiles, FALLBACK_PROGRAMS),), again, tile.warps),
+        rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles), factors=2 * (q_tiles + k_tiles),
+        sides=_sides(scaled, options, dim),
+    )  # fmt: skip
     if split:
         d0, v0 = 2 * UNIT * tail["D0"], 2 * UNIT * tail["V0"]
         call.halves = (q_tiles * d0, q_tiles * v0, k_tiles * d0, k_tiles * v0)
         key = tile_for(options.tiles, "tf32", "key", dim, n_k)
         if any(options.needs[:3]):
-            raw = tail | {"MODE": MODES["tf32"]}
             call.fallback = _side_launch(raw, key, options.needs[:3], GUARDED, False, loop=True)
     if options.needs[3] and mask is not None:
         call.mask = _mask_launch(tail, mask, options, dim)
@@ -275,12 +297,17 @@ def execute(
     grads = operands["dq"], operands["dk"], operands["dv"]
     grad_lse = operands["l"]
     outputs = operands["o"], operands["lse"], grad_lse
-    call.prepare(q, k, v, g, m, *outputs, rows, guards, factors, halves)
+    call.prepare(q, k, v, g, *outputs, rows, guards, factors, halves)
+    if not call.halves:
+        call.normalise(q, k, m, operands["lse"], rows, guards)
     of_q, of_k, of_v, of_g = q, k, v, g
     if call.halves:
         of_q, of_g, of_k, of_v = halves.split(call.halves)
     for side in call.sides:
         side(of_q, of_k, of_v, of_g, m, grad_lse, rows, guards, factors, *grads)
+    if call.halves:
+        # heads with such a row are the fallback's, or a mask's
+        call.normalise(q, k, m, operands["lse"], rows, guards)
     if call.fallback is not None:
         call.fallback(q, k, v, g, m, grad_lse, rows, guards, factors, *grads)
     if call.mask is not None:

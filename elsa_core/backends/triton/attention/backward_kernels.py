@@ -5,12 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.attention.backward_prepare import UNIT, UNSHIFT, product
+from elsa_core.backends.triton.attention.backward_prepare import (
+    UNIT,
+    UNSHIFT,
+    product,
+    slots,
+    verdict,
+)
 from elsa_core.backends.triton.attention.backward_tiles import (
     RUNTIME_INTEGERS,
     key_side,
     query_side,
-    verdict,
     weights,
 )
 from elsa_core.backends.triton.shared.helpers import load_part, wide
@@ -19,7 +24,7 @@ from elsa_core.backends.triton.shared.helpers import load_part, wide
 @triton.jit
 def one_program(
     pid, Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
-    heads, group, n_q, n_k, batch, key_programs, scale,
+    heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
@@ -42,7 +47,7 @@ def one_program(
             i_kv = pid // tl.cdiv(n_k, KEY_N)
         else:
             i_kv = (pid - key_programs) // tl.cdiv(n_q, QUERY_M) // group
-        guards = group * tl.cdiv(n_q, UNIT) + (tl.cdiv(n_k, UNIT) if MODE != 0 else 0)
+        guards = slots(group, n_q, n_k, MODE != 0)
         bits = verdict(Guards + wide(i_kv) * guards, guards)
     for safe in tl.static_range(0, 2):
         if WHERE == 2 or WHERE == safe or WHERE == safe + 2:  # noqa: SIM102 (decided at compile time)
@@ -51,7 +56,7 @@ def one_program(
                     if WANT_K or WANT_V:
                         key_side(
                             pid, Q, K, V, G, Mask, Rows, Factors, DK, DV_, heads, group, n_q,
-                            n_k, batch, scale, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
+                            n_k, batch, scale, scale_k, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
                             v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dk_d,
                             dv_b, dv_h, dv_n, dv_d, mask_b, mask_h, mask_q, mask_k,
                             MODE, FRESH, MASK, CAUSAL, safe == 1, WANT_K, WANT_V,
@@ -60,7 +65,7 @@ def one_program(
                 elif WANT_Q:
                     query_side(
                         pid - key_programs, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ, heads,
-                        group, n_q, n_k, batch, scale, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
+                        group, n_q, n_k, batch, scale, scale_q, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
                         v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, dq_d,
                         l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
                         MODE, FRESH, MASK, CAUSAL, safe == 1, REFINE,
@@ -72,7 +77,8 @@ def one_program(
 def gradients(
     Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
-    key_programs: tl.int32, programs: tl.int32, scale: tl.float32,
+    key_programs: tl.int32, programs: tl.int32, scale: tl.float32, scale_q: tl.float32,
+    scale_k: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
@@ -93,8 +99,9 @@ def gradients(
     fewer programs that share those out.
 
     Terms of rows, guards, factors: as `backward_prepare.prepare` wrote them; MODE 1: Q, K, V and G
-    are its halves. Strides q, k, v, g in units of STEP elements. scale: with log2(e). WHERE:
-    as `one_program` has it; REFINE: as `query_side` has it.
+    are its halves. Strides q, k, v, g in units of STEP elements. scale: of the products that give scores
+    in base 2; scale_q, scale_k: of the sums that give dQ and dK. WHERE: as `one_program` has it;
+    REFINE: as `query_side` has it.
     """
     q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
     k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
@@ -103,10 +110,13 @@ def gradients(
     if UNIT_K:
         mask_k = tl.full([], 1, tl.int64)
     if LOOP:
+        # where no head asks for it, which is nearly always, nothing else is read
+        count = batch * (heads // group) * slots(group, n_q, n_k, MODE != 0)
+        programs = tl.where(verdict(Guards, count) != 0, programs, 0)
         for pid in range(tl.program_id(0), programs, tl.num_programs(0)):
             one_program(
                 pid, Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
-                heads, group, n_q, n_k, batch, key_programs, scale,
+                heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
                 q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
                 dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
                 l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, FRESH,
@@ -116,7 +126,7 @@ def gradients(
     else:
         one_program(
             tl.program_id(0), Q, K, V, G, Mask, GradLse, Rows, Guards, Factors, DQ, DK, DV_,
-            heads, group, n_q, n_k, batch, key_programs, scale,
+            heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
             q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
             dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
             l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, FRESH,
@@ -191,10 +201,10 @@ def mask_gradient(
         delta = tl.load(p_rows + 2 * row_count)
         p_mask = Mask + i_b * mask_b + i_h * mask_h + wide(row0) * mask_q + wide(n0) * mask_k
         p = weights(
-            product(q, q, k.T, k.T, MODE), scale, m[:, None], s[:, None], p_mask, o_m, o_n, rows,
+            product(q, q, k.T, k.T, MODE, False), scale, m[:, None], s[:, None], p_mask, o_m, o_n, rows,
             columns, row0 - n0, mask_q, mask_k, MODE, 2, CAUSAL, True, True, False,
         )  # fmt: skip
-        acc += p * (product(g, g, v.T, v.T, MODE) * (UNSHIFT if MODE == 0 else 1.0) - delta[:, None])
+        acc += p * (product(g, g, v.T, v.T, MODE, False) * (UNSHIFT if MODE == 0 else 1.0) - delta[:, None])
     i_m = (i_mb * m_h + i_mh).to(tl.int64)
     size_q = 1 if ALL_Q else n_q
     size_k = 1 if ALL_K else n_k

@@ -21,7 +21,6 @@ from elsa_core.backends.triton.attention.backward_prepare import (
     with_mask,
 )
 from elsa_core.backends.triton.shared.helpers import (
-    LOG2E,
     exponent,
     halves,
     load_part,
@@ -60,13 +59,13 @@ def accumulate(acc, x, yh, yl, factor, MODE: tl.constexpr, FRESH: tl.constexpr):
         e = exponent(tl.max(tl.abs(x), 1))
         xh, xl = halves(x * power(e)[:, None])
         undo = tl.broadcast_to((power(-e) * factor)[:, None], acc.shape)
-        acc = tl.fma(product(xh, xl, yh, yl, MODE), undo, acc)
+        acc = tl.fma(product(xh, xl, yh, yl, MODE, False), undo, acc)
     elif MODE == 0 and not FRESH:
         acc = tl.dot(x.to(yh.dtype), yh, acc)
     else:
         x = x.to(yh.dtype)
         # by name: written with + the compiler would let the product accumulate into acc
-        acc = tl.fma(product(x, x, yh, yh, MODE), 1.0, acc)
+        acc = tl.fma(product(x, x, yh, yh, MODE, False), 1.0, acc)
     return acc
 
 
@@ -76,14 +75,19 @@ def weights(
     MODE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, TEST: tl.constexpr,
     SAFE: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """P (2**SHIFT P in half) of products t; m and s broadcast. Keys j <= i + above are seen by query i."""
+    """P (2**SHIFT P in half) of products t; m and s broadcast.
+
+    Query i sees keys j <= i + above.
+    """
     x = t * f
     if MASK:
         x = with_mask(x, p_mask, o_m, o_n, rows, columns, mask_q, mask_k, MASK, KEYS_FIRST)
     x = x - m
     if SAFE:
         # nothing outweighs the row's maximum, however far a large score was rounded
-        x = tl.minimum(x, SHIFT if MODE == 0 else 0.0) - s
+        x = tl.minimum(x, SHIFT if MODE == 0 else 0.5)
+    if SAFE or MODE != 0:
+        x = x - s
     if TEST:
         if KEYS_FIRST:
             valid = (o_n < columns)[:, None]
@@ -95,16 +99,6 @@ def weights(
                 valid = valid & (o_n[None, :] <= (o_m + above)[:, None])
         x = tl.where(valid, x, -float("inf"))
     return tl.exp2(x)
-
-
-@triton.jit
-def verdict(p_guards, guards):
-    """All guards of a key head in one."""
-    o = tl.arange(0, 256)
-    bits = tl.load(p_guards + o, mask=o < guards, other=0)
-    for first in range(256, guards, 256):
-        bits = bits | tl.load(p_guards + first + o, mask=first + o < guards, other=0)
-    return tl.max(bits, 0)
 
 
 @triton.jit
@@ -130,9 +124,9 @@ def fold_queries(
     gh, gl = load_pair(p_g + i0 * g_n, region_g, o_m, rows, g_n, g_d, DV, V0, UNIT_D, MODE, TEST)
     m = tl.load(p_rows + i0 + o_m)
     s = m
-    if SAFE:
+    if SAFE or MODE != 0:
         s = tl.load(p_rows + row_count + i0 + o_m)
-    t = product(kh, kl, qh.T, ql.T, MODE)  # [BN, BM]
+    t = product(kh, kl, qh.T, ql.T, MODE, True)  # [BN, BM]
     p = weights(
         t, f_k * f_q, m[None, :], s[None, :], p_mask + i0 * mask_q, o_m, o_n, rows, columns,
         i0 - first_key, mask_q, mask_k, MODE, MASK, CAUSAL, TEST, SAFE, True,
@@ -141,7 +135,7 @@ def fold_queries(
         dv = accumulate(dv, p, gh, gl, f_g, MODE, FRESH)
     if WANT_K:
         delta = tl.load(p_rows + 2 * row_count + i0 + o_m)
-        g = product(vh, vl, gh.T, gl.T, MODE)
+        g = product(vh, vl, gh.T, gl.T, MODE, True)
         ds = p * (g * (f_v * f_g) - delta[None, :])
         dk = accumulate(dk, ds, qh, ql, f_q, MODE, FRESH)
     return dk, dv
@@ -150,7 +144,7 @@ def fold_queries(
 @triton.jit
 def key_side(
     program, Q, K, V, G, Mask, Rows, Factors, DK, DV_,
-    heads, group, n_q, n_k, batch, scale,
+    heads, group, n_q, n_k, batch, scale, out_scale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d, mask_b, mask_h, mask_q, mask_k,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
@@ -243,7 +237,7 @@ def key_side(
     if WANT_K:
         o_d = tl.arange(0, D0)
         p = DK + i_b * dk_b + i_h * dk_h + (wide(first) + o_n)[:, None] * dk_n
-        x = (dk * (scale * (1.0 / LOG2E))).to(DK.dtype.element_ty)
+        x = (dk * out_scale).to(DK.dtype.element_ty)
         tl.store(p + o_d[None, :] * dk_d, x, mask=inside & (o_d < D)[None, :])
     if WANT_V:
         o_v = tl.arange(0, V0)
@@ -273,12 +267,12 @@ def fold_keys(
         f_v = tl.load(p_factors + n0 // UNIT * 2 + 1)
     kh, kl = load_pair(p_k + n0 * k_n, region_k, o_n, columns, k_n, k_d, D, D0, UNIT_D, MODE, TEST)
     vh, vl = load_pair(p_v + n0 * v_n, region_v, o_n, columns, v_n, v_d, DV, V0, UNIT_D, MODE, TEST)
-    t = product(qh, ql, kh.T, kl.T, MODE)  # [BM, BN]
+    t = product(qh, ql, kh.T, kl.T, MODE, False)  # [BM, BN]
     p = weights(
         t, f_q * f_k, m[:, None], s[:, None], p_mask + n0 * mask_k, o_m, o_n, rows, columns,
         row0 - n0, mask_q, mask_k, MODE, MASK, CAUSAL, TEST, SAFE, False,
     )  # fmt: skip
-    g = product(gh, gl, vh.T, vl.T, MODE)
+    g = product(gh, gl, vh.T, vl.T, MODE, False)
     ds = p * (g * (f_g * f_v) - delta[:, None])
     dq = accumulate(dq, ds, kh, kl, f_k, MODE, FRESH)
     if REFINE:
@@ -290,7 +284,7 @@ def fold_keys(
 @triton.jit
 def query_side(
     program, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ,
-    heads, group, n_q, n_k, batch, scale,
+    heads, group, n_q, n_k, batch, scale, out_scale,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
@@ -347,7 +341,7 @@ def query_side(
     p_rows = Rows + row + o_m
     m = tl.load(p_rows)
     s = m
-    if SAFE:
+    if SAFE or MODE != 0:
         s = tl.load(p_rows + row_count)
     delta = tl.load(p_rows + 2 * row_count)
     dq = tl.zeros([BM, D0], tl.float32)
@@ -385,5 +379,5 @@ def query_side(
         tl.store(p_rows + 2 * row_count, delta + off)
     o_d = tl.arange(0, D0)
     p = DQ + i_b * dq_b + i_h * dq_h + (wide(row0) + o_m)[:, None] * dq_n + o_d[None, :] * dq_d
-    x = (dq * (scale * (1.0 / LOG2E))).to(DQ.dtype.element_ty)
+    x = (dq * out_scale).to(DQ.dtype.element_ty)
     tl.store(p, x, mask=inside[:, None] & (o_d < D)[None, :])

@@ -16,7 +16,7 @@ from elsa_core.backends.triton.attention.tiling import TABLES
 class Tile:
     """Blocks of one side: queries by keys, of a mode and up to a padded head dimension `dim`.
 
-    side: prepare (no blocks), key (dK and dV), query (dQ) or mask. query_m, query_n: where not 0,
+    side: normalise, key (dK and dV), query (dQ) or mask. query_m, query_n: where not 0,
     the queries' blocks of one launch for both sides. keys: the most keys (None: any).
     """
 
