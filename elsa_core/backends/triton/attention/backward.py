@@ -1,8 +1,8 @@
 """Gradients of `elsa::attention` on a GPU: plans cached by layout, few launches, no float atomics.
 
-The launches: terms of the rows (and split operands), those of rows whose lse is large, dQ, dK with
-dV, and, for float32, three TF32 products for the heads that a split does not hold. The gradient of
-an additive mask is one more. Nothing is saved beyond out and lse; the workspace is linear in rows.
+The launches: terms of the rows (and split operands), dQ, dK with dV, then the terms of rows whose
+lse is large, and again the heads of such rows and, for float32 with three TF32 products, those that
+a split does not hold. The gradient of an additive mask is one more. Nothing is saved beyond out and lse; the workspace is linear in rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ UNIT = 128
 FALLBACK_PROGRAMS = 264
 MODES = {"half": 0, "split": 1, "tf32": 2, "exact": 3}
 PRECISIONS = {"strict": "split", "turbo": "split", "lean": "tf32", "ieee": "exact"}
-# heads that a launch takes (`backward_kernels.one_program`)
-UNGUARDED, GUARDED, EACH, ALL = 0, 1, 2, 3
+# heads and terms that a launch takes (`backward_kernels.one_program`)
+PLAIN, GUARDED, SAFE = 0, 1, 2
 Needs = tuple[bool, bool, bool, bool]
 
 
@@ -123,6 +123,7 @@ def _side_launch(
     programs = key_programs + query_programs
     own = tail | {
         "key_programs": key_programs, "programs": programs, "WHERE": where, "LOOP": loop,
+        "ONE_LOOP": tile.one_loop,
         "REFINE": refine, "WANT_Q": wants[0], "WANT_K": wants[1], "WANT_V": wants[2],
         "KEY_M": blocks[0], "KEY_N": blocks[1], "QUERY_M": of_queries[0],
         "QUERY_N": of_queries[1], "STAGES": tile.stages,
@@ -131,9 +132,17 @@ def _side_launch(
     return _launch(gradients, grid, own, tile.warps, tile.stages)
 
 
+def _falls_back(options: Options, tail: dict[str, Any]) -> bool:
+    """Whether all heads are first computed without regard to guards, those they name then again.
+
+    Half precision with a mask tests each tile anyway, and a delta refined without s would be wrong.
+    """
+    return options.mode == "split" or (options.mode == "half" and not tail["MASK"])
+
+
 def _sides(tail: dict[str, Any], options: Options, dim: int) -> list[Launch]:
     """dQ, dK and dV: one launch where the table has blocks for both, else two."""
-    where = {"split": UNGUARDED, "half": EACH}.get(options.mode, ALL)
+    where = PLAIN if _falls_back(options, tail) else SAFE
     wants = (options.needs[0] or options.refine, *options.needs[1:3])
     key = tile_for(options.tiles, options.mode, "key", dim, tail["n_k"])
     query = tile_for(options.tiles, options.mode, "query", dim, tail["n_k"])
@@ -196,9 +205,9 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     if split:
         d0, v0 = 2 * UNIT * tail["D0"], 2 * UNIT * tail["V0"]
         call.halves = (q_tiles * d0, q_tiles * v0, k_tiles * d0, k_tiles * v0)
-        key = tile_for(options.tiles, "tf32", "key", dim, n_k)
-        if any(options.needs[:3]):
-            call.fallback = _side_launch(raw, key, options.needs[:3], GUARDED, False, loop=True)
+    if _falls_back(options, tail) and any(options.needs[:3]):
+        key = tile_for(options.tiles, raw_mode, "key", dim, n_k)
+        call.fallback = _side_launch(raw, key, options.needs[:3], GUARDED, False, loop=True)
     if options.needs[3] and mask is not None:
         call.mask = _mask_launch(tail, mask, options, dim)
     return call
@@ -298,17 +307,16 @@ def execute(
     grad_lse = operands["l"]
     outputs = operands["o"], operands["lse"], grad_lse
     call.prepare(q, k, v, g, *outputs, rows, guards, factors, halves)
-    if not call.halves:
-        call.normalise(q, k, m, operands["lse"], rows, guards)
     of_q, of_k, of_v, of_g = q, k, v, g
     if call.halves:
         of_q, of_g, of_k, of_v = halves.split(call.halves)
+    again = q, k, m, operands["lse"], rows, guards
+    if call.fallback is None:
+        call.normalise(*again)
     for side in call.sides:
         side(of_q, of_k, of_v, of_g, m, grad_lse, rows, guards, factors, *grads)
-    if call.halves:
-        # heads with such a row are the fallback's, or a mask's
-        call.normalise(q, k, m, operands["lse"], rows, guards)
     if call.fallback is not None:
+        call.normalise(*again)
         call.fallback(q, k, v, g, m, grad_lse, rows, guards, factors, *grads)
     if call.mask is not None:
         call.mask(q, k, v, g, m, rows, grad_mask)

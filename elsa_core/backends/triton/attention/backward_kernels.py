@@ -28,49 +28,45 @@ def one_program(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
-    MODE: tl.constexpr, WHERE: tl.constexpr, FRESH: tl.constexpr,
+    MODE: tl.constexpr, WHERE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, REFINE: tl.constexpr,
     WANT_Q: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     KEY_M: tl.constexpr, KEY_N: tl.constexpr, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr,
     STAGES: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr,
     UNIT_D: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys (pid < key_programs) or of queries, where its head's guards ask for it.
+    """One tile of keys (pid < key_programs) or of queries.
 
-    WHERE: 0 heads without a guard that failed; 1 the others, with the terms s of their rows; 2 each
-    head as it asks; 3 all heads, with s.
+    WHERE: 0 all heads, rows without the term s of a large lse; 1 with it, the heads that a guard
+    names; 2 with it, all heads.
     """
     of_keys = pid < key_programs
-    bits = 0
-    if WHERE != 3:
+    asked = pid >= 0
+    if WHERE == 1:
         if of_keys:
             i_kv = pid // tl.cdiv(n_k, KEY_N)
         else:
             i_kv = (pid - key_programs) // tl.cdiv(n_q, QUERY_M) // group
         guards = slots(group, n_q, n_k, MODE != 0)
-        bits = verdict(Guards + wide(i_kv) * guards, guards)
-    for safe in tl.static_range(0, 2):
-        if WHERE == 2 or WHERE == safe or WHERE == safe + 2:  # noqa: SIM102 (decided at compile time)
-            if WHERE == 3 or (bits != 0) == (safe == 1):
-                if of_keys:
-                    if WANT_K or WANT_V:
-                        key_side(
-                            pid, Q, K, V, G, Mask, Rows, Factors, DK, DV_, heads, group, n_q,
-                            n_k, batch, scale, scale_k, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
-                            v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dk_d,
-                            dv_b, dv_h, dv_n, dv_d, mask_b, mask_h, mask_q, mask_k,
-                            MODE, FRESH, MASK, CAUSAL, safe == 1, WANT_K, WANT_V,
-                            KEY_M, KEY_N, STAGES, D, D0, DV, V0, UNIT_D,
-                        )  # fmt: skip
-                elif WANT_Q:
-                    query_side(
-                        pid - key_programs, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ, heads,
-                        group, n_q, n_k, batch, scale, scale_q, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
-                        v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, dq_d,
-                        l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
-                        MODE, FRESH, MASK, CAUSAL, safe == 1, REFINE,
-                        QUERY_M, QUERY_N, STAGES, D, D0, DV, V0, UNIT_D,
-                    )  # fmt: skip
+        asked = verdict(Guards + wide(i_kv) * guards, guards) != 0
+    if asked:
+        if of_keys:
+            if WANT_K or WANT_V:
+                key_side(
+                    pid, Q, K, V, G, Mask, Rows, Factors, DK, DV_, heads, group, n_q, n_k, batch,
+                    scale, scale_k, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+                    g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
+                    mask_b, mask_h, mask_q, mask_k, MODE, FRESH, MASK, CAUSAL, WHERE != 0,
+                    ONE_LOOP, WANT_K, WANT_V, KEY_M, KEY_N, STAGES, D, D0, DV, V0, UNIT_D,
+                )  # fmt: skip
+        elif WANT_Q:
+            query_side(
+                pid - key_programs, Q, K, V, G, Mask, Rows, GradLse, Factors, DQ, heads, group,
+                n_q, n_k, batch, scale, scale_q, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
+                v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, dq_d, l_b, l_h, l_n,
+                mask_b, mask_h, mask_q, mask_k, MODE, FRESH, MASK, CAUSAL, WHERE != 0,
+                ONE_LOOP, REFINE, QUERY_M, QUERY_N, STAGES, D, D0, DV, V0, UNIT_D,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
@@ -88,7 +84,7 @@ def gradients(
     dv_b: tl.int64, dv_h: tl.int64, dv_n: tl.int64, dv_d: tl.int64,
     l_b: tl.int64, l_h: tl.int64, l_n: tl.int64,
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
-    MODE: tl.constexpr, WHERE: tl.constexpr, LOOP: tl.constexpr,
+    MODE: tl.constexpr, WHERE: tl.constexpr, ONE_LOOP: tl.constexpr, LOOP: tl.constexpr,
     FRESH: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     REFINE: tl.constexpr, WANT_Q: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     KEY_M: tl.constexpr, KEY_N: tl.constexpr, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr,
@@ -119,7 +115,7 @@ def gradients(
                 heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
                 q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
                 dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
-                l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, FRESH,
+                l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, ONE_LOOP, FRESH,
                 MASK, CAUSAL, REFINE, WANT_Q, WANT_K, WANT_V, KEY_M, KEY_N, QUERY_M, QUERY_N,
                 STAGES, D, D0, DV, V0, UNIT_D,
             )  # fmt: skip
@@ -129,7 +125,7 @@ def gradients(
             heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
             q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
             dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
-            l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, FRESH,
+            l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, ONE_LOOP, FRESH,
             MASK, CAUSAL, REFINE, WANT_Q, WANT_K, WANT_V, KEY_M, KEY_N, QUERY_M, QUERY_N,
             STAGES, D, D0, DV, V0, UNIT_D,
         )  # fmt: skip

@@ -148,7 +148,8 @@ def key_side(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d, mask_b, mask_h, mask_q, mask_k,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, SAFE: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    CAUSAL: tl.constexpr, SAFE: tl.constexpr, ONE_LOOP: tl.constexpr,
+    WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +194,9 @@ def key_side(
         partly = tl.minimum((first + BN + BM - 2) // BM * BM, n_q)
     if MODE == 1 and not MASK:
         whole = n_q
-    if SAFE or MASK:
+    # padded queries of a split have no weight: without a limit no tile needs a test
+    TESTED: tl.constexpr = SAFE or MASK or (ONE_LOOP and (MODE != 1 or CAUSAL))
+    if TESTED:
         partly = n_q
     for i_g in range(0, group):
         i_q = i_h * group + i_g
@@ -209,7 +212,7 @@ def key_side(
             p_g = G + i_b * g_b + i_q * g_h
         p_rows = Rows + i_bh * q_tiles * UNIT
         p_f = Factors + 2 * i_bh * q_tiles
-        if CAUSAL or SAFE or MASK:
+        if CAUSAL or TESTED:
             for i0 in tl.range(lo, partly, BM, num_stages=STAGES):
                 dk, dv = fold_queries(
                     i0, dk, dv, kh, kl, vh, vl, p_q, p_g, p_mask, p_rows, p_f, row_count * D0,
@@ -217,7 +220,7 @@ def key_side(
                     q_n, q_d, g_n, g_d, mask_q, mask_k, MODE, FRESH, MASK, CAUSAL, True,
                     SAFE, WANT_K, WANT_V, BM, BN, D, D0, DV, V0, UNIT_D,
                 )  # fmt: skip
-        if not (SAFE or MASK):
+        if not TESTED:
             for i0 in tl.range(partly, whole, BM, num_stages=STAGES):
                 dk, dv = fold_queries(
                     i0, dk, dv, kh, kl, vh, vl, p_q, p_g, p_mask, p_rows, p_f, row_count * D0,
@@ -288,7 +291,7 @@ def query_side(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, SAFE: tl.constexpr, REFINE: tl.constexpr,
+    CAUSAL: tl.constexpr, SAFE: tl.constexpr, ONE_LOOP: tl.constexpr, REFINE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
@@ -352,7 +355,8 @@ def query_side(
     if CAUSAL:
         hi = tl.minimum(n_k, row0 + BM)
         full = tl.minimum(full, (row0 + 1) // BN * BN)
-    if SAFE or MASK:
+    TESTED: tl.constexpr = SAFE or MASK or ONE_LOOP
+    if TESTED:
         full = 0
     else:
         for n0 in tl.range(0, full, BN, num_stages=STAGES):
@@ -362,7 +366,7 @@ def query_side(
                 mask_k, MODE, FRESH, 0, False, False, False, REFINE, BM, BN,
                 D, D0, DV, V0, UNIT_D,
             )  # fmt: skip
-    for n0 in tl.range(full, hi, BN, num_stages=STAGES if SAFE or MASK else 1):
+    for n0 in tl.range(full, hi, BN, num_stages=STAGES if TESTED else 1):
         dq, pk, total = fold_keys(
             n0, dq, pk, total, qh, ql, gh, gl, m, s, delta, p_k, p_v, p_mask, p_f,
             size_k * D0, size_k * V0, f_q, f_g, n_k, rows, row0, k_n, k_d, v_n, v_d, mask_q,

@@ -18,6 +18,7 @@ class Tile:
 
     side: normalise, key (dK and dV), query (dQ) or mask. query_m, query_n: where not 0,
     the queries' blocks of one launch for both sides. keys: the most keys (None: any).
+    one_loop: every tile is tested for the end of its rows, so that no second loop does.
     """
 
     mode: str
@@ -30,6 +31,7 @@ class Tile:
     stages: int
     query_m: int = 0
     query_n: int = 0
+    one_loop: bool = False
 
     def serves(self, mode: str, side: str, dim: int, keys: int) -> bool:
         """Whether this row takes a side of a call; the first of a table that does is taken."""
