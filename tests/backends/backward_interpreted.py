@@ -29,6 +29,7 @@ CASES = {
     "half causal": ((1, 2, 2, 150, 150, 32, 32), F16, "strict", {"causal": True}),
     "half boolean mask": ((1, 2, 2, 70, 100, 32, 32), F16, "strict", {"mask": "bool"}),
     "half bias": ((2, 2, 2, 70, 100, 32, 32), F16, "strict", {"mask": "bias"}),
+    "half large scores": ((1, 2, 2, 70, 90, 64, 64), F16, "strict", {"huge": True}),
     "half large lse": ((1, 2, 2, 20, 70, 32, 32), F16, "strict", {"mask": "all low"}),
     "strict": ((1, 2, 2, 70, 300, 64, 64), F32, "strict", {}),
     "strict, groups, odd widths": ((2, 4, 2, 140, 131, 40, 24), F32, "strict", {}),
@@ -48,6 +49,7 @@ CASES = {
     "strict zero scale": ((1, 1, 1, 20, 100, 64, 64), F32, "strict", {"scale": 0.0}),
     "strict strides": ((2, 3, 3, 70, 70, 32, 32), F32, "strict", {"packed": True}),
     "strict expanded gradient": ((1, 2, 2, 20, 70, 32, 32), F32, "strict", {"expanded": True}),
+    "strict large scores": ((1, 2, 2, 70, 90, 64, 64), F32, "strict", {"huge": True}),
     "strict large lse": ((1, 2, 2, 20, 70, 32, 32), F32, "strict", {"mask": "all low"}),
     "strict outlier channels": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"outlier": True}),
     "strict small gradients": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"size": 1e-18}),
@@ -133,6 +135,10 @@ def run(shape, dtype, precision, options):
     if options.get("outlier"):
         k[..., 5] *= 2**20
         q[..., 5] *= 2**-20
+    if options.get("huge"):
+        # some rows of one head see one key alone, with an lse beyond 2**11
+        q[:, 0, :5] *= 300
+        k[:, 0, :7] *= 30
     mask = mask_of(options.get("mask"), b, hq, n, m, generator, dtype)
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
     out, lse = attention(q, k, v, mask, causal, scale, precision)

@@ -17,7 +17,13 @@ import triton_compile
 from backward_interpreted import CASES, F16
 
 from elsa_core.backends.triton.attention import backward
-from elsa_core.backends.triton.attention.backward_tiling import load_table, tile_for
+from elsa_core.backends.triton.attention.backward_tiling import (
+    load_table,
+    mask_kind,
+    serves,
+    tile_for,
+)
+from elsa_core.backends.triton.attention.tiling import Shape
 
 KINDS = {
     "Lse": "fp32", "GradLse": "fp32", "Rows": "fp32", "Guards": "i32", "Factors": "fp32",
@@ -61,8 +67,7 @@ def planned(dtype, precision="strict", *, mask=None, causal=False, tiles="h200",
     q, k = (torch.empty((1, 4, n, dim), dtype=dtype, device="meta") for n in (300, 333))
     lse = torch.empty((1, 4, 300), device="meta")
     mode = "half" if dtype != torch.float32 else backward.PRECISIONS[precision]
-    refine = mode == "half" and mask is not None
-    options = backward.Options(causal, dim**-0.5, mode, NEEDS, refine, tiles)
+    options = backward.Options(causal, dim**-0.5, mode, NEEDS, mode == "half", tiles)
     operands = {"q": q, "k": k, "v": k, "g": q, "o": q, "l": lse, "dq": q, "dk": k, "dv": k}
     return backward.plan_call(operands, mask, options)
 
@@ -92,7 +97,7 @@ def test_compiles(monkeypatch, arch, tiles, dtype):
 def test_compiles_with_a_bias_and_causal(monkeypatch, dtype):
     mask = torch.empty((1, 4, 300, 333), dtype=dtype, device="meta")
     call = planned(dtype, mask=mask, causal=True)
-    assert call.mask is not None and len(call.sides) == 2
+    assert call.mask is not None and len(call.sides) == (2 if dtype == torch.float16 else 1)
     for launch in (*call.sides, call.mask):
         assert "cubin" in compiled(monkeypatch, launch, dtype, 90)
 
@@ -118,12 +123,12 @@ def test_no_atomics(monkeypatch):
 def test_tables_serve_every_call(name):
     modes = [*backward.MODES]
     for mode in modes:
-        for side in ("prepare", "key", "query", *(["mask"] if mode != "split" else [])):
+        for side in ("key", "query", *(["mask", "normalise"] if mode != "split" else [])):
             for dim in (16, 32, 64, 128, 256):
                 for keys in (5, 197, 100000):
                     tile = tile_for(name, mode, side, dim, keys)
                     assert 128 % tile.block_m == 0 and 128 % tile.block_n == 0
-    assert load_table(name)["measured"] == (name == "h200")
+    assert load_table(name).measured == (name == "h200")
     with pytest.raises(LookupError, match="512"):
         tile_for(name, "half", "key", 512, 5)
 
@@ -139,3 +144,29 @@ def test_workspace_is_linear_in_the_rows():
         call = backward.plan_call({**operands, "l": lse}, None, options)
         sizes.append((call.rows, call.guards, call.factors, sum(call.halves)))
     assert [b / a for a, b in zip(*sizes, strict=True)] == [2.0] * 4
+
+
+def test_routing_follows_measurements(monkeypatch):
+    """float32 from 192 keys on, on sm_90 alone; PyTorch's kernels serve what was not measured."""
+    device = torch.device("cuda", 0)
+    shape = Shape(8, 12, 12, 197, 197, 64, 64)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for mask in ("none", "causal", "bool"):
+        assert serves(shape, torch.float32, mask, device)
+        assert not serves(shape, torch.float16, mask, device)
+    assert not serves(shape, torch.float32, "bias", device)
+    assert serves(shape._replace(keys=1025, queries=1025), torch.float32, "bias", device)
+    assert not serves(shape, torch.float32, "causal bias", device)
+    assert not serves(shape, torch.float64, "none", device)
+    assert not serves(shape._replace(keys=100), torch.float32, "none", device)
+    assert not serves(shape._replace(head_dim=256), torch.float32, "none", device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not serves(shape, torch.float32, "none", device)
+
+
+def test_masks_have_kinds():
+    bias = torch.zeros(1, 1, 2, 2)
+    assert mask_kind(None, False) == "none" and mask_kind(None, True) == "causal"
+    assert mask_kind(bias, False) == "bias" and mask_kind(bias > 0, False) == "bool"
+    assert mask_kind(bias, True) == "causal bias"

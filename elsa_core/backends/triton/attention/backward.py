@@ -1,8 +1,8 @@
 """Gradients of `elsa::attention` on a GPU: plans cached by layout, few launches, no float atomics.
 
-The launches: terms of the rows (and split operands), dQ, dK with dV, then the terms of rows whose
-lse is large, and again the heads of such rows and, for float32 with three TF32 products, those that
-a split does not hold. The gradient of an additive mask is one more. Nothing is saved beyond out and lse; the workspace is linear in rows.
+Half precision: terms of the rows, those of rows whose lse is large, dQ (which refines delta), dK
+with dV. float32: terms of the rows and split operands, dQ with dK and dV, then with three TF32
+products the heads that a split does not hold. The gradient of an additive mask is one launch more. Nothing is saved beyond out and lse; the workspace is linear in rows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from elsa_core.backends.triton.shared.launch import Launch
 UNIT = 128
 # programs that share out the heads that a split does not hold
 FALLBACK_PROGRAMS = 264
+PREPARE_WARPS = 8
 MODES = {"half": 0, "split": 1, "tf32": 2, "exact": 3}
 PRECISIONS = {"strict": "split", "turbo": "split", "lean": "tf32", "ieee": "exact"}
 # heads and terms that a launch takes (`backward_kernels.one_program`)
@@ -83,8 +84,9 @@ def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) ->
         "MODE": MODES[options.mode], "SPLIT": options.mode == "split",
         "MASK": planner._mask_kind(mask), "CAUSAL": options.is_causal,
         "FRESH": options.mode != "half" or max(q.shape[2], k.shape[2]) > planner.FRESH_KEYS,
-        "STEP": step, "UNIT_D": unit_d, "UNIT_K": mask is not None and mask.stride(-1) == 1
-        and mask.shape[-1] != 1,
+        "STEP": step, "UNIT_D": unit_d,
+        "UNIT_OUT": all(operands[name].stride(3) == 1 for name in ("dq", "dk", "dv")),
+        "UNIT_K": mask is not None and mask.stride(3) == 1 and mask.shape[3] != 1,
     }  # fmt: skip
     for name in ("q", "k", "v", "g", "o"):
         tail |= planner._strides(name, operands[name], step)
@@ -123,7 +125,6 @@ def _side_launch(
     programs = key_programs + query_programs
     own = tail | {
         "key_programs": key_programs, "programs": programs, "WHERE": where, "LOOP": loop,
-        "ONE_LOOP": tile.one_loop,
         "REFINE": refine, "WANT_Q": wants[0], "WANT_K": wants[1], "WANT_V": wants[2],
         "KEY_M": blocks[0], "KEY_N": blocks[1], "QUERY_M": of_queries[0],
         "QUERY_N": of_queries[1], "STAGES": tile.stages,
@@ -132,17 +133,9 @@ def _side_launch(
     return _launch(gradients, grid, own, tile.warps, tile.stages)
 
 
-def _falls_back(options: Options, tail: dict[str, Any]) -> bool:
-    """Whether all heads are first computed without regard to guards, those they name then again.
-
-    Half precision with a mask tests each tile anyway, and a delta refined without s would be wrong.
-    """
-    return options.mode == "split" or (options.mode == "half" and not tail["MASK"])
-
-
 def _sides(tail: dict[str, Any], options: Options, dim: int) -> list[Launch]:
     """dQ, dK and dV: one launch where the table has blocks for both, else two."""
-    where = PLAIN if _falls_back(options, tail) else SAFE
+    where = PLAIN if options.mode == "split" else SAFE
     wants = (options.needs[0] or options.refine, *options.needs[1:3])
     key = tile_for(options.tiles, options.mode, "key", dim, tail["n_k"])
     query = tile_for(options.tiles, options.mode, "query", dim, tail["n_k"])
@@ -197,7 +190,7 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     tile = tile_for(options.tiles, raw_mode, "normalise", dim, n_k)
     again = raw | {"BM": tile.block_m, "BX": tile.block_n}
     call = Call(
-        prepare=_launch(prepare, (max(q_tiles, k_tiles) if split else q_tiles, which), scaled, 8),
+        prepare=_launch(prepare, (max(q_tiles, k_tiles) if split else q_tiles, which), scaled, PREPARE_WARPS),
         normalise=_launch(normalise, (min(q_tiles, FALLBACK_PROGRAMS),), again, tile.warps),
         rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles), factors=2 * (q_tiles + k_tiles),
         sides=_sides(scaled, options, dim),
@@ -205,9 +198,9 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     if split:
         d0, v0 = 2 * UNIT * tail["D0"], 2 * UNIT * tail["V0"]
         call.halves = (q_tiles * d0, q_tiles * v0, k_tiles * d0, k_tiles * v0)
-    if _falls_back(options, tail) and any(options.needs[:3]):
-        key = tile_for(options.tiles, raw_mode, "key", dim, n_k)
-        call.fallback = _side_launch(raw, key, options.needs[:3], GUARDED, False, loop=True)
+        if any(options.needs[:3]):
+            key = tile_for(options.tiles, "tf32", "key", dim, n_k)
+            call.fallback = _side_launch(raw, key, options.needs[:3], GUARDED, False, loop=True)
     if options.needs[3] and mask is not None:
         call.mask = _mask_launch(tail, mask, options, dim)
     return call
@@ -268,7 +261,8 @@ def attention_backward(
     """
     needs = (*needs[:3], needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool)
     mode = "half" if query.dtype != torch.float32 else PRECISIONS[precision]
-    refine = mode == "half" and attn_mask is not None and attn_mask.dtype != torch.bool
+    # a row of nearly one weight cancels in dP - delta: delta from a rounded out is not enough
+    refine = mode == "half" and any(needs)
     grads = [
         torch.empty_like(t) if needed else t.new_empty(0)
         for t, needed in zip((query, key, value), needs[:3], strict=True)

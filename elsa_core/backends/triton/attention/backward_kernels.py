@@ -28,12 +28,12 @@ def one_program(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
-    MODE: tl.constexpr, WHERE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
+    MODE: tl.constexpr, WHERE: tl.constexpr, FRESH: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, REFINE: tl.constexpr,
     WANT_Q: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     KEY_M: tl.constexpr, KEY_N: tl.constexpr, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr,
     STAGES: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr,
-    UNIT_D: tl.constexpr,
+    UNIT_D: tl.constexpr, UNIT_OUT: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys (pid < key_programs) or of queries.
 
@@ -57,7 +57,7 @@ def one_program(
                     scale, scale_k, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
                     g_b, g_h, g_n, g_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
                     mask_b, mask_h, mask_q, mask_k, MODE, FRESH, MASK, CAUSAL, WHERE != 0,
-                    ONE_LOOP, WANT_K, WANT_V, KEY_M, KEY_N, STAGES, D, D0, DV, V0, UNIT_D,
+                    WANT_K, WANT_V, KEY_M, KEY_N, STAGES, D, D0, DV, V0, UNIT_D, UNIT_OUT,
                 )  # fmt: skip
         elif WANT_Q:
             query_side(
@@ -65,7 +65,7 @@ def one_program(
                 n_q, n_k, batch, scale, scale_q, q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d,
                 v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, dq_d, l_b, l_h, l_n,
                 mask_b, mask_h, mask_q, mask_k, MODE, FRESH, MASK, CAUSAL, WHERE != 0,
-                ONE_LOOP, REFINE, QUERY_M, QUERY_N, STAGES, D, D0, DV, V0, UNIT_D,
+                REFINE, QUERY_M, QUERY_N, STAGES, D, D0, DV, V0, UNIT_D, UNIT_OUT,
             )  # fmt: skip
 
 
@@ -84,12 +84,13 @@ def gradients(
     dv_b: tl.int64, dv_h: tl.int64, dv_n: tl.int64, dv_d: tl.int64,
     l_b: tl.int64, l_h: tl.int64, l_n: tl.int64,
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
-    MODE: tl.constexpr, WHERE: tl.constexpr, ONE_LOOP: tl.constexpr, LOOP: tl.constexpr,
+    MODE: tl.constexpr, WHERE: tl.constexpr, LOOP: tl.constexpr,
     FRESH: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     REFINE: tl.constexpr, WANT_Q: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     KEY_M: tl.constexpr, KEY_N: tl.constexpr, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr,
     STAGES: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr,
-    DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr, UNIT_K: tl.constexpr,
+    DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr, UNIT_OUT: tl.constexpr,
+    UNIT_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of keys x batch x key heads, then tiles of queries x batch x heads), or, if LOOP,
     fewer programs that share those out.
@@ -115,9 +116,9 @@ def gradients(
                 heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
                 q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
                 dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
-                l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, ONE_LOOP, FRESH,
+                l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, FRESH,
                 MASK, CAUSAL, REFINE, WANT_Q, WANT_K, WANT_V, KEY_M, KEY_N, QUERY_M, QUERY_N,
-                STAGES, D, D0, DV, V0, UNIT_D,
+                STAGES, D, D0, DV, V0, UNIT_D, UNIT_OUT,
             )  # fmt: skip
     else:
         one_program(
@@ -125,9 +126,9 @@ def gradients(
             heads, group, n_q, n_k, batch, key_programs, scale, scale_q, scale_k,
             q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
             dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
-            l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, ONE_LOOP, FRESH,
+            l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k, MODE, WHERE, FRESH,
             MASK, CAUSAL, REFINE, WANT_Q, WANT_K, WANT_V, KEY_M, KEY_N, QUERY_M, QUERY_N,
-            STAGES, D, D0, DV, V0, UNIT_D,
+            STAGES, D, D0, DV, V0, UNIT_D, UNIT_OUT,
         )  # fmt: skip
 
 

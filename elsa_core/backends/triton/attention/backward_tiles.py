@@ -3,7 +3,7 @@
 With P = 2**(x - m - s): dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q.
 Weights are computed again in every program, each sum is one program's, in one order.
 
-MODE: 0 half (operands as they are; dS and P are rounded to their dtype), 1 split (three float16
+MODE: 0 half (operands as they are; dS and P are rounded to their dtype), always SAFE; 1 split (three float16
 products of hi + lo; each row of P and dS gets a power of two of its own, so that weights of 1 / N
 keep their low halves), 2 three TF32 products, 3 FMA. All but half sum tiles with float32 adds.
 """
@@ -148,10 +148,10 @@ def key_side(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d, mask_b, mask_h, mask_q, mask_k,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, SAFE: tl.constexpr, ONE_LOOP: tl.constexpr,
-    WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    CAUSAL: tl.constexpr, SAFE: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
+    UNIT_OUT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys, summed over the query heads that share it."""
     tiles = tl.cdiv(n_k, BN)
@@ -185,17 +185,14 @@ def key_side(
     vh, vl = load_pair(p_v, size_k * V0, o_n, columns, v_n, v_d, DV, V0, UNIT_D, MODE, True)
     dk = tl.zeros([BN, D0], tl.float32)
     dv = tl.zeros([BN, V0], tl.float32)
-    # tiles of queries: [lo, partly) see some of these keys, [partly, whole) all, the rest ends
+    # tiles of queries: [lo, partly) are tested, those of a split from there on see all these keys;
+    # its padded queries have no weight
     lo = 0
     partly = 0
-    whole = n_q // BM * BM
     if CAUSAL:
         lo = first // BM * BM
         partly = tl.minimum((first + BN + BM - 2) // BM * BM, n_q)
-    if MODE == 1 and not MASK:
-        whole = n_q
-    # padded queries of a split have no weight: without a limit no tile needs a test
-    TESTED: tl.constexpr = SAFE or MASK or (ONE_LOOP and (MODE != 1 or CAUSAL))
+    TESTED: tl.constexpr = SAFE or MASK
     if TESTED:
         partly = n_q
     for i_g in range(0, group):
@@ -221,32 +218,27 @@ def key_side(
                     SAFE, WANT_K, WANT_V, BM, BN, D, D0, DV, V0, UNIT_D,
                 )  # fmt: skip
         if not TESTED:
-            for i0 in tl.range(partly, whole, BM, num_stages=STAGES):
+            tl.static_assert(MODE == 1)
+            for i0 in tl.range(partly, n_q, BM, num_stages=STAGES):
                 dk, dv = fold_queries(
                     i0, dk, dv, kh, kl, vh, vl, p_q, p_g, p_mask, p_rows, p_f, row_count * D0,
                     row_count * V0, row_count, f_k, f_v, n_q, columns, first,
                     q_n, q_d, g_n, g_d, mask_q, mask_k, MODE, FRESH, 0, False, False,
                     False, WANT_K, WANT_V, BM, BN, D, D0, DV, V0, UNIT_D,
                 )  # fmt: skip
-            if MODE != 1:
-                for i0 in tl.range(tl.maximum(partly, whole), n_q, BM, num_stages=1):
-                    dk, dv = fold_queries(
-                        i0, dk, dv, kh, kl, vh, vl, p_q, p_g, p_mask, p_rows, p_f, row_count * D0,
-                        row_count * V0, row_count, f_k, f_v, n_q, columns, first,
-                        q_n, q_d, g_n, g_d, mask_q, mask_k, MODE, FRESH, 0, False, True,
-                        False, WANT_K, WANT_V, BM, BN, D, D0, DV, V0, UNIT_D,
-                    )  # fmt: skip
     inside = (o_n < columns)[:, None]
     if WANT_K:
         o_d = tl.arange(0, D0)
         p = DK + i_b * dk_b + i_h * dk_h + (wide(first) + o_n)[:, None] * dk_n
+        p += (o_d if UNIT_OUT else o_d * dk_d)[None, :]
         x = (dk * out_scale).to(DK.dtype.element_ty)
-        tl.store(p + o_d[None, :] * dk_d, x, mask=inside & (o_d < D)[None, :])
+        tl.store(p, x, mask=inside & (o_d < D)[None, :])
     if WANT_V:
         o_v = tl.arange(0, V0)
         p = DV_ + i_b * dv_b + i_h * dv_h + (wide(first) + o_n)[:, None] * dv_n
+        p += (o_v if UNIT_OUT else o_v * dv_d)[None, :]
         x = (dv * (UNSHIFT if MODE == 0 else 1.0)).to(DV_.dtype.element_ty)
-        tl.store(p + o_v[None, :] * dv_d, x, mask=inside & (o_v < DV)[None, :])
+        tl.store(p, x, mask=inside & (o_v < DV)[None, :])
 
 
 @triton.jit
@@ -291,9 +283,10 @@ def query_side(
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, l_b, l_h, l_n, mask_b, mask_h, mask_q, mask_k,
     MODE: tl.constexpr, FRESH: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, SAFE: tl.constexpr, ONE_LOOP: tl.constexpr, REFINE: tl.constexpr,
+    CAUSAL: tl.constexpr, SAFE: tl.constexpr, REFINE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
+    UNIT_OUT: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries.
 
@@ -355,7 +348,7 @@ def query_side(
     if CAUSAL:
         hi = tl.minimum(n_k, row0 + BM)
         full = tl.minimum(full, (row0 + 1) // BN * BN)
-    TESTED: tl.constexpr = SAFE or MASK or ONE_LOOP
+    TESTED: tl.constexpr = SAFE or MASK
     if TESTED:
         full = 0
     else:
@@ -382,6 +375,7 @@ def query_side(
         dq -= off[:, None] * pk
         tl.store(p_rows + 2 * row_count, delta + off)
     o_d = tl.arange(0, D0)
-    p = DQ + i_b * dq_b + i_h * dq_h + (wide(row0) + o_m)[:, None] * dq_n + o_d[None, :] * dq_d
+    p = DQ + i_b * dq_b + i_h * dq_h + (wide(row0) + o_m)[:, None] * dq_n
+    p += (o_d if UNIT_OUT else o_d * dq_d)[None, :]
     x = (dq * out_scale).to(DQ.dtype.element_ty)
     tl.store(p, x, mask=inside[:, None] & (o_d < D)[None, :])
