@@ -273,21 +273,35 @@ def attention_backward(*arguments: Any) -> Any:
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
         mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
     )  # fmt: skip
-    row = measured.training("attention", query.device.type, query.dtype)
+    grads = _by_the_table(request, arguments)
+    return operators.ATTENTION.recomputed(*arguments) if grads is None else grads
+
+
+def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
+    """The gradients by the first backend of the table that serves the call, or None."""
+    row = measured.training(request.operator, request.device_type, request.dtype)
     for name in row.backward if row else ():
-        offered = implementation("attention", name)
+        offered = implementation(request.operator, name)
         if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
             continue
-        with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(request.device_type, enabled=False):
             grads = offered.backward(*arguments)
         if grads is not None:
             return grads
-    return operators.ATTENTION.recomputed(*arguments)
+    return None
 
 
 def window_attention_backward(*arguments: Any) -> Any:
-    """`elsa::window_attention_backward` on every device without a kernel of its own."""
-    return operators.WINDOW_ATTENTION.recomputed(*arguments)
+    """`elsa::window_attention_backward` on every device: as `attention_backward`."""
+    qkv, num_heads, precision, needs = arguments[1], arguments[6], arguments[13], arguments[14]
+    head_dim = qkv.shape[-1] // (3 * num_heads)
+    wanted = zip(operators.WINDOW_ATTENTION.terms, needs, strict=True)
+    request = Request(
+        qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
+        gradient=tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    grads = _by_the_table(request, arguments)
+    return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
 
 
 def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:

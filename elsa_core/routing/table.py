@@ -95,9 +95,24 @@ def _triton_gradient(request: Request) -> Support:
     return answer
 
 
+def _is_faster(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any
+) -> bool:
+    """Whether the Triton kernels were measured to give these gradients sooner than PyTorch's."""
+    from elsa_core.backends.triton.attention.backward_tiling import mask_kind, serves
+    from elsa_core.backends.triton.attention.tiling import Shape
+
+    is_causal, precision = rest[2], rest[4]
+    if precision not in ("strict", "turbo"):
+        return False
+    batch, heads, queries, head_dim = query.shape
+    shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
+    return serves(shape, query.dtype, mask_kind(attn_mask, is_causal), query.device)
+
+
 def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     kernel, lse = _triton_backward(), rest[5]
-    if kernel is None:
+    if kernel is None or not _is_faster(*rest):
         return None
     if not grad_lse.numel():
         grad_lse = lse.new_zeros(()).expand(lse.shape)
@@ -117,12 +132,20 @@ def _linear_by_triton(*arguments: Any) -> Tensor | None:
     return found
 
 
+def _native_gradient(request: Request) -> Support:
+    answer: Support = _late("native_backward", "support")(request)
+    # its own answer is quick; the library may have to be built
+    return _late("native", "support")(request) if answer.ok else answer
+
+
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
         run=record.overload,
         schedule=_late("native", "schedule") if record.kind == "attention" else _whole_windows,
         arithmetic=_fma,
+        gradient=_native_gradient,
+        backward=_late("native_backward", f"{record.name}_backward"),
     )
     for record in (operators.ATTENTION, operators.WINDOW_ATTENTION)
 }

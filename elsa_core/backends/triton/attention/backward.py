@@ -274,9 +274,7 @@ def attention_backward(
     if not (query.numel() and key.numel() and value.numel()):
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), grad_mask.zero_()
     options = Options(is_causal, scale, mode, needs, refine, tiles_name(query.device))
-    written = [
-        g if g.dim() == 4 else t for g, t in zip(grads, (query, key, value), strict=True)
-    ]
+    written = [g if g.dim() == 4 else t for g, t in zip(grads, (query, key, value), strict=True)]
     if refine and not needs[0]:
         written[0] = torch.empty_like(query)
     operands = dict(

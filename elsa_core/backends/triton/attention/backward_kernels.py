@@ -201,7 +201,9 @@ def mask_gradient(
             product(q, q, k.T, k.T, MODE, False), scale, m[:, None], s[:, None], p_mask, o_m, o_n, rows,
             columns, row0 - n0, mask_q, mask_k, MODE, 2, CAUSAL, True, True, False,
         )  # fmt: skip
-        acc += p * (product(g, g, v.T, v.T, MODE, False) * (UNSHIFT if MODE == 0 else 1.0) - delta[:, None])
+        acc += p * (
+            product(g, g, v.T, v.T, MODE, False) * (UNSHIFT if MODE == 0 else 1.0) - delta[:, None]
+        )
     i_m = (i_mb * m_h + i_mh).to(tl.int64)
     size_q = 1 if ALL_Q else n_q
     size_k = 1 if ALL_K else n_k
