@@ -1,4 +1,4 @@
-"""A patched site trains by its original forward where the shipped table says that this is faster."""
+"""A patched site trains by its original forward where the shipped table finds that faster."""
 
 from __future__ import annotations
 
