@@ -91,6 +91,13 @@ def _triton_backward() -> Callable[..., Any] | None:
 def _triton_gradient(request: Request) -> Support:
     if _triton_backward() is None:
         return Support(False, "has no kernel of the gradients")
+    from elsa_core.backends.triton.attention.backward_tiling import measured_faster
+
+    # the same kernels serve both; the other precisions' were not measured
+    named = request.precision in ("strict", "turbo")
+    dims = (request.head_dim, request.value_dim)
+    if not named or not measured_faster(request.dtype, dims, request.device_type):
+        return Support(False, "was not measured to be faster than PyTorch for such gradients")
     answer: Support = _late("triton", "support")(request)
     return answer
 
@@ -102,9 +109,7 @@ def _is_faster(
     from elsa_core.backends.triton.attention.backward_tiling import mask_kind, serves
     from elsa_core.backends.triton.attention.tiling import Shape
 
-    is_causal, precision = rest[2], rest[4]
-    if precision not in ("strict", "turbo"):
-        return False
+    is_causal = rest[2]
     batch, heads, queries, head_dim = query.shape
     shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
     return serves(shape, query.dtype, mask_kind(attn_mask, is_causal), query.device)

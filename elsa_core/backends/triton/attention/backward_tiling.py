@@ -115,6 +115,17 @@ def mask_kind(mask: torch.Tensor | None, is_causal: bool) -> str:
     return "causal" if mask is None else f"causal {kind}"
 
 
+def measured_faster(dtype: torch.dtype, dims: tuple[int, int], device_type: str) -> bool:
+    """Whether any calls of this dtype, and of these head and value dimensions, are such calls."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return False
+    half = dtype in (torch.float16, torch.bfloat16)
+    return (half or dtype == torch.float32) and any(
+        row.half == half and row.dims[0] <= min(dims) and max(dims) <= row.dims[1]
+        for row in load_table(tiles_name(torch.device("cuda"))).faster
+    )
+
+
 def serves(shape: Shape, dtype: torch.dtype, mask: str, device: torch.device) -> bool:
     """Whether `backward.attention_backward` was measured to be faster than PyTorch's kernels.
 
