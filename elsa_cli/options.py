@@ -23,7 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DTYPES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
-BACKENDS = ("auto", "native", "triton", "eager")
+# As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
+# torch. A test compares them.
+BACKENDS = ("auto", "native", "triton", "sdpa", "eager")
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
 LARGEST_SIDE = 32768
 LARGEST_BATCH = 65536

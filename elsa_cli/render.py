@@ -11,11 +11,11 @@ from elsa_cli.options import Options
 from elsa_core.patching.labels import group, group_by
 
 if TYPE_CHECKING:
-    from elsa_core.attention import Route
     from elsa_core.loading.load import Loaded
     from elsa_core.patching.patch import PatchReport
     from elsa_core.patching.sites import AttentionSite, Inspection
     from elsa_core.proof.report import CheckReport
+    from elsa_core.routing import Route
 
 
 def header(session: Session, loaded: Loaded, options: Options, extra: str = "") -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from elsa_core.attention import Route, attention, explain
+from elsa_core.attention import attention, explain
+from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
+from elsa_core.routing import Route
 from elsa_core.version import __version__
-from elsa_core.window import window_attention
+from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle, export
@@ -59,9 +61,12 @@ __all__ = [
     "attention",
     "check",
     "explain",
+    "explain_linear",
+    "explain_window_attention",
     "export",
     "freeze",
     "inspect",
+    "linear",
     "load",
     "merge",
     "patch",

@@ -29,17 +29,8 @@ const WindowKernel* chosen_kernel() {
 }
 
 WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64_t threads) {
-  WindowPlan plan = {};
-  const int64_t extent[3] = {a.depth, a.height, a.width};
-  int64_t heads = a.batch * a.heads;
-  plan.tokens = 1;
-  for (int i = 0; i < 3; ++i) {
-    plan.extent[i] = extent[i];
-    plan.roll[i] = a.shift[i] % extent[i];
-    plan.windows[i] = ceil_div(extent[i], a.window[i]);
-    plan.tokens *= a.window[i];
-    heads *= plan.windows[i];
-  }
+  WindowPlan plan = window_geometry(a);
+  const int64_t heads = a.batch * a.heads * plan.windows[0] * plan.windows[1] * plan.windows[2];
   plan.key_blocks = ceil_div(plan.tokens, kMaxKeyBlock);
   plan.key_block = round_up(ceil_div(plan.tokens, plan.key_blocks), kKeyGranule);
   plan.key_blocks = ceil_div(plan.tokens, plan.key_block);
@@ -47,40 +38,6 @@ WindowPlan make_plan(const WindowAttention& a, const WindowKernel& kernel, int64
   plan.splits = choose_splits(heads, plan.tokens, least, kernel.row_tile, threads);
   plan.items = heads * plan.splits;
   return plan;
-}
-
-// Points the plan at what the kernels read besides qkv: converted where they cannot read it.
-bool prepare_operands(const WindowAttention& a, WindowPlan& plan) {
-  static thread_local Scratch pad_memory, bias_memory;
-  const int64_t channels = 3 * a.heads * a.head_dim;
-  plan.pad = static_cast<const char*>(a.pad_qkv);
-  if (plan.pad == nullptr) {
-    float* zeros = pad_memory.get(channels);
-    if (zeros == nullptr) return false;
-    memset(zeros, 0, static_cast<size_t>(channels) * sizeof(float));
-    plan.pad = reinterpret_cast<const char*>(zeros);
-  }
-  if (a.bias.data == nullptr) return true;
-  const View& bias = a.bias;
-  if (bias.dtype == DType::kFloat32 && bias.stride[2] == 1) {
-    plan.bias = static_cast<const float*>(bias.data);
-    plan.bias_stride[0] = bias.stride[0];
-    plan.bias_stride[1] = bias.stride[1];
-    return true;
-  }
-  float* out = bias_memory.get(a.heads * plan.tokens * plan.tokens);
-  if (out == nullptr) return false;
-  plan.bias = out;
-  plan.bias_stride[0] = plan.tokens * plan.tokens;
-  plan.bias_stride[1] = plan.tokens;
-  const View shifted = {bias.data, {0, bias.stride[0], bias.stride[1], bias.stride[2]}, bias.dtype};
-  for (int64_t head = 0; head < a.heads; ++head) {
-    const Matrix rows = matrix(shifted, 0, head);
-    for (int64_t i = 0; i < plan.tokens; ++i, out += plan.tokens) {
-      copy_row(rows, i, 0, plan.tokens, out);
-    }
-  }
-  return true;
 }
 
 struct Work {
@@ -115,6 +72,52 @@ void work_on_items(int64_t index, int64_t, void* context) {
 
 }  // namespace
 
+WindowPlan window_geometry(const WindowAttention& a) {
+  WindowPlan plan = {};
+  const int64_t extent[3] = {a.depth, a.height, a.width};
+  plan.tokens = 1;
+  for (int i = 0; i < 3; ++i) {
+    plan.extent[i] = extent[i];
+    plan.roll[i] = a.shift[i] % extent[i];
+    plan.windows[i] = ceil_div(extent[i], a.window[i]);
+    plan.tokens *= a.window[i];
+  }
+  return plan;
+}
+
+bool prepare_window(const WindowAttention& a, WindowPlan& plan) {
+  static thread_local Scratch pad_memory, bias_memory;
+  const int64_t channels = 3 * a.heads * a.head_dim;
+  plan.pad = static_cast<const char*>(a.pad_qkv);
+  if (plan.pad == nullptr) {
+    float* zeros = pad_memory.get(channels);
+    if (zeros == nullptr) return false;
+    memset(zeros, 0, static_cast<size_t>(channels) * sizeof(float));
+    plan.pad = reinterpret_cast<const char*>(zeros);
+  }
+  if (a.bias.data == nullptr) return true;
+  const View& bias = a.bias;
+  if (bias.dtype == DType::kFloat32 && bias.stride[2] == 1) {
+    plan.bias = static_cast<const float*>(bias.data);
+    plan.bias_stride[0] = bias.stride[0];
+    plan.bias_stride[1] = bias.stride[1];
+    return true;
+  }
+  float* out = bias_memory.get(a.heads * plan.tokens * plan.tokens);
+  if (out == nullptr) return false;
+  plan.bias = out;
+  plan.bias_stride[0] = plan.tokens * plan.tokens;
+  plan.bias_stride[1] = plan.tokens;
+  const View shifted = {bias.data, {0, bias.stride[0], bias.stride[1], bias.stride[2]}, bias.dtype};
+  for (int64_t head = 0; head < a.heads; ++head) {
+    const Matrix rows = matrix(shifted, 0, head);
+    for (int64_t i = 0; i < plan.tokens; ++i, out += plan.tokens) {
+      copy_row(rows, i, 0, plan.tokens, out);
+    }
+  }
+  return true;
+}
+
 Status window_attention(const WindowAttention& a, int threads, ParallelFor parallel_for) {
   const WindowKernel* kernel = chosen_kernel();
   if (kernel == nullptr) return isa_status();
@@ -124,7 +127,7 @@ Status window_attention(const WindowAttention& a, int threads, ParallelFor paral
   const double work_size = 2 * rows * tokens * static_cast<double>(a.heads * a.head_dim);
   if (work_size < kSerialWork || threads < 1) threads = 1;
   WindowPlan plan = make_plan(a, *kernel, threads);
-  if (!prepare_operands(a, plan)) return Status::kOutOfMemory;
+  if (!prepare_window(a, plan)) return Status::kOutOfMemory;
   const int64_t workers = threads < plan.items ? threads : plan.items;
   Work work = {a, *kernel, plan, Queues(plan.items, workers)};
   if (workers == 1) {

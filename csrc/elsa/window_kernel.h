@@ -22,6 +22,13 @@ struct WindowPlan {
   const char* pad;  // the channels of a padded token
 };
 
+// A plan's geometry, of an image that is not empty; the rest is zero.
+WindowPlan window_geometry(const WindowAttention& problem);
+
+// Points the plan at what the kernels read besides qkv: converted where they cannot read it, in
+// memory of the calling thread. False if there is none left.
+bool prepare_window(const WindowAttention& problem, WindowPlan& plan);
+
 struct WindowKernel {
   const char* name;
   int64_t row_tile;  // query rows of one register tile

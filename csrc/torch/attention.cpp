@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 
+#include "../elsa/gradient.h"
 #include "common.h"
 
 namespace {
@@ -13,6 +14,7 @@ namespace {
 using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::attention";
+constexpr const char* kBackwardName = "elsa::attention_backward";
 
 struct Operand {
   elsa::View view;
@@ -69,9 +71,8 @@ elsa::View mask_view(const Tensor& tensor, const elsa::Attention& a) {
   return m.view;
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                     const std::optional<Tensor>& attn_mask, bool is_causal,
-                                     double scale, std::string precision) {
+elsa::Attention problem(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const std::optional<Tensor>& attn_mask, bool is_causal, double scale) {
   const Operand q = operand(query, "query");
   const Operand k = operand(key, "key");
   const Operand v = operand(value, "value");
@@ -91,7 +92,13 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
   a.scale = static_cast<float>(scale);
   a.causal = is_causal;
   if (attn_mask.has_value()) a.mask = mask_view(*attn_mask, a);
+  return a;
+}
 
+std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const std::optional<Tensor>& attn_mask, bool is_causal,
+                                     double scale, std::string precision) {
+  elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
   Tensor out = elsa_torch::empty<4>(
@@ -108,6 +115,58 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
   return {out, lse};
 }
 
+// A gradient laid out as its operand, or nothing.
+Tensor gradient_of(const Tensor& operand, bool needed, elsa::Target& target) {
+  if (!needed) return elsa_torch::nothing();
+  Tensor gradient = torch::stable::empty_like(operand);
+  target.data = static_cast<float*>(gradient.mutable_data_ptr());
+  for (int i = 0; i < 4; ++i) target.stride[i] = gradient.strides()[i];
+  return gradient;
+}
+
+elsa::View output_view(const Tensor& tensor, const elsa::Attention& a, const char* name) {
+  const Operand o = operand(tensor, name);
+  const std::array<int64_t, 4> size = {a.batch, a.heads, a.queries, a.value_dim};
+  STD_TORCH_CHECK(o.size == size && o.view.dtype == elsa::DType::kFloat32, kBackwardName, ": ",
+                  name, " must be float32 and of the output's shape");
+  return o.view;
+}
+
+// As elsa::attention_backward of operands in float32, without a gradient of the mask.
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
+    const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
+    const Tensor& out, const Tensor& lse, bool is_causal, double scale, bool needs_query,
+    bool needs_key, bool needs_value) {
+  elsa::AttentionGradient g;
+  g.forward = problem(query, key, value, attn_mask, is_causal, scale);
+  const elsa::Attention& a = g.forward;
+  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32, kBackwardName,
+                  ": the CPU kernel takes float32");
+  g.out = output_view(out, a, "out");
+  g.grad_out = output_view(grad_out, a, "grad_out");
+  const auto rows = [&](const Tensor& t, const char* name) {
+    STD_TORCH_CHECK(t.numel() == a.batch * a.heads * a.queries &&
+                        t.scalar_type() == elsa_torch::ScalarType::Float,
+                    kBackwardName, ": ", name, " must be float32 [batch, heads, queries]");
+    return t.is_contiguous() ? t : torch::stable::contiguous(t);
+  };
+  const Tensor kept_lse = rows(lse, "lse");
+  g.forward.lse = const_cast<float*>(static_cast<const float*>(kept_lse.const_data_ptr()));
+  std::optional<Tensor> kept_slope;
+  if (grad_lse.has_value()) {
+    kept_slope = rows(*grad_lse, "grad_lse");
+    g.grad_lse = static_cast<const float*>(kept_slope->const_data_ptr());
+  }
+  Tensor grad_query = gradient_of(query, needs_query, g.query);
+  Tensor grad_key = gradient_of(key, needs_key, g.key);
+  Tensor grad_value = gradient_of(value, needs_value, g.value);
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  elsa_torch::check_status(elsa::attention_gradient(g, threads, elsa_torch::parallel_for),
+                           kBackwardName);
+  return {grad_query, grad_key, grad_value};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
@@ -117,10 +176,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
     m.def(
         "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
         "float scale, str precision) -> (Tensor, Tensor)");
+  } else {
+    m.def(
+        "attention_backward_native(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+        "Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
+        "bool needs_query, bool needs_key, bool needs_value) -> (Tensor, Tensor, Tensor)");
   }
 }
 
-STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }
+STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_backward_native", TORCH_BOX(&attention_backward));
+}
 
 // For `elsa doctor`: the kernels that run here, or null where ELSA_CPU_ISA names what this CPU
 // lacks.

@@ -3,8 +3,10 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "../elsa/gradient.h"
 #include "common.h"
 
 namespace {
@@ -13,6 +15,7 @@ using elsa_torch::ScalarType;
 using elsa_torch::Tensor;
 
 constexpr const char* kName = "elsa::window_attention";
+constexpr const char* kBackwardName = "elsa::window_attention_backward";
 
 // `tensor` as a dense one of `type`: itself where it is that.
 Tensor dense(const Tensor& tensor, ScalarType type) {
@@ -98,6 +101,39 @@ Tensor gathered(const Tensor& table, const Tensor& index, const elsa::WindowAtte
   return out;
 }
 
+// The terms beside the image; `kept` holds what must live until the kernels are done.
+struct Kept {
+  std::optional<Tensor> bias, pad_qkv, logit_scale;
+};
+
+void add_terms(elsa::WindowAttention& a, Kept& kept, const Tensor& qkv,
+               const std::optional<Tensor>& bias, const std::optional<Tensor>& bias_index,
+               const std::optional<Tensor>& pad_qkv, const std::optional<Tensor>& logit_scale,
+               double scale, double mask_value, const std::string& layout) {
+  STD_TORCH_CHECK(layout == "qkv" || layout == "head", kName, ": layout must be qkv or head");
+  a.scale = static_cast<float>(scale);
+  a.mask_value = static_cast<float>(mask_value);
+  a.head_first = layout == "head";
+  const int64_t tokens = a.window[0] * a.window[1] * a.window[2];
+  const int64_t channels = a.heads * a.head_dim;
+  if (bias.has_value()) {
+    kept.bias = bias_index.has_value() ? gathered(*bias, *bias_index, a, tokens) : *bias;
+    a.bias = bias_view(*kept.bias, a, tokens);
+  }
+  if (pad_qkv.has_value()) {
+    STD_TORCH_CHECK(pad_qkv->dim() == 1 && pad_qkv->sizes()[0] == 3 * channels, kName,
+                    ": pad_qkv must be [", 3 * channels, "]");
+    kept.pad_qkv = dense(*pad_qkv, qkv.scalar_type());
+    a.pad_qkv = kept.pad_qkv->const_data_ptr();
+  }
+  if (logit_scale.has_value()) {
+    STD_TORCH_CHECK(logit_scale->dim() == 1 && logit_scale->sizes()[0] == a.heads, kName,
+                    ": logit_scale must be [", a.heads, "]");
+    kept.logit_scale = dense(*logit_scale, ScalarType::Float);
+    a.logit_scale = static_cast<const float*>(kept.logit_scale->const_data_ptr());
+  }
+}
+
 Tensor window_attention(const Tensor& qkv, const std::optional<Tensor>& bias,
                         const std::optional<Tensor>& bias_index,
                         const std::optional<Tensor>& pad_qkv,
@@ -106,29 +142,9 @@ Tensor window_attention(const Tensor& qkv, const std::optional<Tensor>& bias,
                         double scale, double mask_value, std::string layout, bool grid,
                         std::string precision) {
   elsa::WindowAttention a = problem(qkv, num_heads, window_size, shift_size, grid);
-  STD_TORCH_CHECK(layout == "qkv" || layout == "head", kName, ": layout must be qkv or head");
-  a.scale = static_cast<float>(scale);
-  a.mask_value = static_cast<float>(mask_value);
-  a.head_first = layout == "head";
-  const int64_t tokens = a.window[0] * a.window[1] * a.window[2];
+  Kept kept;
+  add_terms(a, kept, qkv, bias, bias_index, pad_qkv, logit_scale, scale, mask_value, layout);
   const int64_t channels = a.heads * a.head_dim;
-  std::optional<Tensor> kept_bias = bias, kept_pad, kept_scale;  // alive until the kernels are done
-  if (bias.has_value()) {
-    if (bias_index.has_value()) kept_bias = gathered(*bias, *bias_index, a, tokens);
-    a.bias = bias_view(*kept_bias, a, tokens);
-  }
-  if (pad_qkv.has_value()) {
-    STD_TORCH_CHECK(pad_qkv->dim() == 1 && pad_qkv->sizes()[0] == 3 * channels, kName,
-                    ": pad_qkv must be [", 3 * channels, "]");
-    kept_pad = dense(*pad_qkv, qkv.scalar_type());
-    a.pad_qkv = kept_pad->const_data_ptr();
-  }
-  if (logit_scale.has_value()) {
-    STD_TORCH_CHECK(logit_scale->dim() == 1 && logit_scale->sizes()[0] == a.heads, kName,
-                    ": logit_scale must be [", a.heads, "]");
-    kept_scale = dense(*logit_scale, ScalarType::Float);
-    a.logit_scale = static_cast<const float*>(kept_scale->const_data_ptr());
-  }
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(qkv.get(), &dtype));
   const int64_t row = a.width * channels, plane = a.height * row;
@@ -140,6 +156,55 @@ Tensor window_attention(const Tensor& qkv, const std::optional<Tensor>& bias,
   return out;
 }
 
+// A dense float32 gradient of an operand's shape, or nothing.
+template <size_t N>
+Tensor gradient(bool needed, const std::array<int64_t, N>& size, float*& data) {
+  if (!needed) return elsa_torch::nothing();
+  std::array<int64_t, N> stride;
+  int64_t step = 1;
+  for (int i = N - 1; i >= 0; --i) {
+    stride[i] = step;
+    step *= size[i];
+  }
+  Tensor result = elsa_torch::empty<N>(size, stride, aoti_torch_dtype_float32());
+  data = static_cast<float*>(result.mutable_data_ptr());
+  return result;
+}
+
+// As elsa::window_attention_backward of operands in float32; the bias's gradient is [heads, tokens,
+// tokens], also where the bias is a table.
+std::tuple<Tensor, Tensor, Tensor, Tensor> window_attention_backward(
+    const Tensor& grad_out, const Tensor& qkv, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& bias_index, const std::optional<Tensor>& pad_qkv,
+    const std::optional<Tensor>& logit_scale, int64_t num_heads, std::vector<int64_t> window_size,
+    std::vector<int64_t> shift_size, double scale, double mask_value, std::string layout, bool grid,
+    bool needs_qkv, bool needs_bias, bool needs_pad, bool needs_scale) {
+  elsa::WindowGradient g;
+  g.forward = problem(qkv, num_heads, window_size, shift_size, grid);
+  elsa::WindowAttention& a = g.forward;
+  Kept kept;
+  add_terms(a, kept, qkv, bias, bias_index, pad_qkv, logit_scale, scale, mask_value, layout);
+  const int64_t tokens = a.window[0] * a.window[1] * a.window[2];
+  const int64_t channels = a.heads * a.head_dim;
+  STD_TORCH_CHECK(a.dtype == elsa::DType::kFloat32 && tokens <= elsa::kMaxGradientTokens,
+                  kBackwardName, ": the CPU kernel takes float32 and windows of up to ",
+                  elsa::kMaxGradientTokens, " tokens");
+  STD_TORCH_CHECK(
+      grad_out.numel() * 3 == qkv.numel() && grad_out.scalar_type() == ScalarType::Float,
+      kBackwardName, ": grad_out must be float32 and of the output's shape");
+  const Tensor slopes = dense(grad_out, ScalarType::Float);
+  g.grad_out = static_cast<const float*>(slopes.const_data_ptr());
+  Tensor grad_qkv =
+      gradient<5>(needs_qkv, {a.batch, a.depth, a.height, a.width, 3 * channels}, g.qkv);
+  Tensor grad_bias = gradient<3>(needs_bias && bias.has_value(), {a.heads, tokens, tokens}, g.bias);
+  Tensor grad_pad = gradient<1>(needs_pad && pad_qkv.has_value(), {3 * channels}, g.pad_qkv);
+  Tensor grad_scale = gradient<1>(needs_scale && logit_scale.has_value(), {a.heads}, g.logit_scale);
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  elsa_torch::check_status(elsa::window_gradient(g, threads, elsa_torch::parallel_for),
+                           kBackwardName);
+  return {grad_qkv, grad_bias, grad_pad, grad_scale};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
@@ -149,9 +214,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
         "window_attention(Tensor qkv, Tensor? bias, Tensor? bias_index, Tensor? pad_qkv, "
         "Tensor? logit_scale, int num_heads, int[] window_size, int[] shift_size, float scale, "
         "float mask_value, str layout, bool grid, str precision) -> Tensor");
+  } else {
+    m.def(
+        "window_attention_backward_native(Tensor grad_out, Tensor qkv, Tensor? bias, "
+        "Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, "
+        "int[] window_size, int[] shift_size, float scale, float mask_value, str layout, "
+        "bool grid, bool needs_qkv, bool needs_bias, bool needs_pad, bool needs_scale) "
+        "-> (Tensor, Tensor, Tensor, Tensor)");
   }
 }
 
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
   m.impl("window_attention", TORCH_BOX(&window_attention));
+  m.impl("window_attention_backward_native", TORCH_BOX(&window_attention_backward));
 }

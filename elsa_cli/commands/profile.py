@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import targets
+from elsa_cli import names, targets
 from elsa_cli.console import Session
 from elsa_cli.errors import CommandError, VerdictError
 from elsa_cli.options import (
@@ -110,6 +110,7 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     from elsa_cli import profile_view
 
     files = _targets(given)
+    names.check(model)
     with session.stage("importing torch"):
         from elsa_core.measuring import environment
         from elsa_core.profiling import sweep

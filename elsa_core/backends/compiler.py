@@ -62,6 +62,7 @@ class Recipe:
         folder: the binding's folder under `csrc`.
         units: the binding's translation units: a name, a file of `folder`, flags of its own.
         link_flags: what the link adds to `-shared`.
+        more: kernels of `csrc/elsa` beside those of attention and windows: "gradient" or nothing.
         facts: what the key holds besides sources, compiler, flags and machine.
     """
 
@@ -70,6 +71,7 @@ class Recipe:
     folder: str
     units: tuple[tuple[str, str, tuple[str, ...]], ...]
     link_flags: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
     facts: tuple[Any, ...] = ()
 
 
@@ -304,7 +306,9 @@ def _units(recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
     common = [*compiler(), *FLAGS, "-c"]
     for name, file, flags in recipe.units:
         yield name, [*common, *flags, str(root / recipe.folder / file)]
-    for operator, table in (("attention", "kKernel"), ("window", "kWindowKernel")):
+    tables = {"attention": "kKernel", "window": "kWindowKernel", "gradient": "kGradientKernel"}
+    for operator in ("attention", "window", *recipe.more):
+        table = tables[operator]
         yield f"{operator}-driver", [*common, str(root / "elsa" / f"{operator}.cpp")]
         kernel = str(root / "elsa" / f"{operator}_kernel.cpp")
         for name, flags in kernels().items():

@@ -1,4 +1,4 @@
-"""README's tables of `elsa bench models`, and of results of `elsa profile`."""
+"""Tables of `elsa bench models`, and of results of `elsa profile`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""README's tables, rendered from the result documents that a run wrote.
+"""The tables of the documentation, rendered from the result documents that a run wrote.
 
-A README marks where a table goes:
+A page marks where a table goes:
 
     <!-- begin:bench:attention_cpu:vit -->
     <!-- end:bench:attention_cpu:vit -->
@@ -10,7 +10,7 @@ The middle names the document (`results/attention_cpu.json`), the last part a ta
 goal), `sweep` (ratios by tokens and head_dim) or `command` (what wrote it, from its settings).
 Where the middle names a folder, its documents are those of `elsa profile`, and the last part is
 `points` (every model and size) or `command`.
-`python -m elsa_core.bench.tables README.md` rewrites what stands between them.
+`python -m elsa_core.bench.tables docs/benchmarks.md` rewrites what stands between them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def rendered(text: str, results: Path | None = None) -> str:
     found = _MARKER.findall(text)
     if len(found) != paired:
         raise ArgumentError(
-            f"README: {len(found)} bench markers, but {paired} of them stand in begin/end pairs"
+            f"{len(found)} bench markers, but {paired} of them stand in begin/end pairs"
         )
 
     def replace(block: re.Match[str]) -> str:
@@ -366,5 +366,5 @@ def _fast(cases: Sequence[Document]) -> bool:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:] or ["README.md"]:
+    for argument in sys.argv[1:] or ["docs/benchmarks.md"]:
         update(Path(argument))

@@ -81,7 +81,8 @@ def apply(
             f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}; {_ADVICE}"
         ) from error
     asked = _asked(target, recipe, plain, shapes, given or {})
-    _check_held(model, weights, asked, recipe)
+    resized = bool(asked) or target.size != recipe.size
+    _check_held(model, weights, asked, recipe, resized)
     notes = () if not asked else (f"resampled as asked: {_some(asked)}",)
     return model.eval().to(dtype=dtype), target, notes
 
@@ -111,13 +112,16 @@ def _asked(
     _, _, wrong = differences(plain, shapes)
     if _RESAMPLING.intersection(given):
         return sorted(wrong)
-    _, _, before = differences(build_meta(recipe), shapes)
-    return sorted(wrong - before)
+    native = {name: tensor.shape for name, tensor in build_meta(recipe).state_dict().items()}
+    resized = plain.state_dict().items()
+    return sorted(n for n, t in resized if n in shapes and native.get(n) != t.shape)
 
 
-def _check_held(model: nn.Module, weights: Weights, asked: Sequence[str], recipe: Recipe) -> None:
+def _check_held(
+    model: nn.Module, weights: Weights, asked: Sequence[str], recipe: Recipe, resized: bool
+) -> None:
     """Refuse a model that is not what the file holds: a proof about it would prove nothing."""
-    found = changed(model, weights.tensors, asked)
+    found = changed(model, weights.tensors, asked, resized=resized)
     if not found:
         return
     name = next(iter(found))

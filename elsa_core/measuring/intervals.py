@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ class Ratio:
     """How many times as fast one contender is as another, with its 95% interval.
 
     Attributes:
-        value: quotient of the times that are reported; above 1 is faster.
+        value: median of the rounds' ratios, or quotient of the times reported; above 1 is faster.
         low, high: the interval, see `ratio`.
         rounds: how many ratios there were.
     """
@@ -50,7 +49,7 @@ class Ratio:
     @property
     def narrow(self) -> bool:
         """The interval is within 1% on either side: more rounds add nothing."""
-        return math.log(self.high / self.low) < 2 * _NARROW
+        return self.rounds >= FEWEST_ROUNDS and math.log(self.high / self.low) < 2 * _NARROW
 
     @property
     def decided(self) -> bool:
@@ -81,25 +80,37 @@ def ratio(
 ) -> Ratio:
     """How many times as fast `own` is as `reference`: seconds of the same rounds, in order.
 
-    The value is the quotient of the times that stand beside it: nobody has to wonder why 250 ms and
-    100 ms are not 2.5x. The interval is the percentile bootstrap of the median of the rounds'
-    ratios, whose rounds are resampled whole, so that a round in which the machine was slow stays
-    slow for both; where the value lies outside (times of the two that scatter apart), it reaches
-    as far as the value.
+    The median of the rounds' ratios, and its percentile bootstrap; the rounds are resampled whole,
+    so that a round in which the machine was slow stays slow for both.
 
     Args:
         reference, own: one of each round.
         seed: of the bootstrap.
-        shown: the times of the two that are reported; default: their medians.
+        shown: the times of the two that are reported. Their quotient is the value then, so that
+            nobody has to wonder why 250 ms and 100 ms are not 2.5x, and an interval that does not
+            hold it reaches as far.
     """
     logs = np.log(np.asarray(reference, float)) - np.log(np.asarray(own, float))
     picks = np.random.default_rng(seed).integers(0, len(logs), (_RESAMPLES, len(logs)))
     medians = np.median(logs[picks], axis=1)
     tail = 50 * (1 - CONFIDENCE)
     low, high = (float(np.exp(x)) for x in np.percentile(medians, [tail, 100 - tail]))
-    slow, fast = shown or (statistics.median(reference), statistics.median(own))
-    value = slow / fast
+    value = float(np.exp(np.median(logs))) if shown is None else shown[0] / shown[1]
     return Ratio(digits(value), digits(min(low, value)), digits(max(high, value)), len(logs))
+
+
+def paired_times(seconds: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:
+    """One time for each contender, such that their quotients are the medians of rounds' ratios.
+
+    The reference's is its median. Another one's is that over the median of the rounds' ratios:
+    on a machine that others use too, medians of two contenders may be of different moments.
+    """
+    base = np.log(np.asarray(seconds[reference], float))
+    middle = float(np.median(base))
+    return {
+        name: float(np.exp(middle + np.median(np.log(np.asarray(own, float)) - base)))
+        for name, own in seconds.items()
+    }
 
 
 def middle_means(order: Sequence[float], parts: Sequence[Sequence[float]]) -> list[float]:
@@ -114,26 +125,6 @@ def middle_means(order: Sequence[float], parts: Sequence[Sequence[float]]) -> li
     quarter = len(order) // 4
     kept = np.argsort(np.asarray(order, float), kind="stable")[quarter : len(order) - quarter]
     return [float(np.asarray(part, float)[kept].mean()) for part in parts]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, percentiles and relative spread of some samples, in seconds."""
-
-    seconds: float
-    p10: float
-    p90: float
-
-    @property
-    def relative(self) -> float:
-        """Distance of the percentiles over the median."""
-        return digits((self.p90 - self.p10) / self.seconds)
-
-
-def spread(seconds: Sequence[float]) -> Spread:
-    """Median, 10th and 90th percentile."""
-    middle = statistics.median(seconds)
-    return Spread(digits(middle), *(digits(percentile(seconds, share)) for share in (0.1, 0.9)))
 
 
 def percentile(samples: Sequence[float], share: float) -> float:

@@ -24,6 +24,7 @@ _FEWEST: Final = 3
 _MOST_ROUNDS: Final = 2000
 _SECONDS: Final = 2.0  # that the rounds take at least
 _WARM_UP: Final = 0.2  # of the budget, at most
+_SLOW: Final = 0.02  # of the budget, that a call which needs no warming up takes at least
 _ROUNDS_END: Final = 0.9  # of the budget; memory and energy come after the rounds
 _BUSY_BATCHES: Final = 5
 _BUSY_REPLAYS: Final = 5  # of a graph, between two events
@@ -81,6 +82,7 @@ def take_samples(
     settings: Settings,
     clocks: Mapping[str, Clock] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    first: Mapping[str, float] | None = None,
 ) -> Samples:
     """Call all contenders in turns, once a round; the others are related to the first one.
 
@@ -93,18 +95,19 @@ def take_samples(
         settings: rounds and budget.
         clocks: by contender's name, what watches parts of its calls.
         progress: called with (rounds done, rounds expected).
+        first: seconds of calls that were made before, by name. A call that takes 2% of the budget
+            is not made again to warm up.
 
     Returns:
         Samples by contender, as many of each; never under 3.
     """
     clocks = clocks or {}
     end = time.perf_counter() + _ROUNDS_END * settings.budget_seconds
-    cost = _round_seconds(contenders, device, settings.budget_seconds)
-    left = end - time.perf_counter()
-    most = max(_FEWEST, min(_MOST_ROUNDS, int(left / cost)))
-    planned = min(settings.rounds, most)
+    cost = _round_seconds(contenders, device, settings.budget_seconds, first or {})
+    start = time.perf_counter()
+    room = max(_FEWEST, min(_MOST_ROUNDS, int((end - start) / cost)))  # if the cost is right
     # Noise has a rhythm of its own: rounds that are over in a moment would all meet one beat.
-    checkpoint = max(planned, min(most, int(_SECONDS / cost)))
+    checkpoint = max(min(settings.rounds, room), min(room, int(_SECONDS / cost)))
 
     def sample(contender: Contender) -> Sample:
         return _once(contender.call, device, clocks.get(contender.name))
@@ -114,23 +117,33 @@ def take_samples(
         done = len(samples[contenders[0].name])
         if progress is not None:
             progress(done, max(done, checkpoint))
-        if done >= _FEWEST and time.perf_counter() > end:
-            return True  # calls take longer than when they were gauged
+        now = time.perf_counter()
+        if done >= _FEWEST and now + (now - start) / done > end:
+            return True  # the next round would not end in time
         if done < checkpoint:
             return False
-        checkpoint = min(most, math.ceil(1.5 * done))
+        checkpoint = math.ceil(1.5 * done)
         return _known(samples, contenders[0].name, decide=settings.decide)
 
     # Whoever follows its equal finds the caches warm: in a circle that is always the same one, and
     # a model measured 2 to 5% faster than itself.
     order = random.Random(settings.seed)  # noqa: S311
-    return timing.interleaved(contenders, most, sample, enough, order)
+    return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, order)
 
 
-def _round_seconds(contenders: Sequence[Contender], device: torch.device, budget: float) -> float:
+def _round_seconds(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    budget: float,
+    first: Mapping[str, float],
+) -> float:
     """Warm the contenders up; seconds that one call of each takes."""
     cost = 0.0
     for contender in contenders:
+        known = first.get(contender.name, 0.0)
+        if known > _SLOW * budget:
+            cost += known
+            continue
         single = timing.warmed_up(contender, _WARM_UP * budget / len(contenders))
         if device.type == "cuda":  # the host alone was seen so far
             single = min(_once(contender.call, device, None).seconds for _ in range(3))

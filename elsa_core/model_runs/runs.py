@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from elsa_core.measuring import energy, rounds
 from elsa_core.measuring.busy import Watch
-from elsa_core.measuring.intervals import Ratio, digits, ratio, spread
+from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentile, ratio
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
@@ -23,6 +24,7 @@ from elsa_core.proof.cases import ModelInput, as_cases
 Progress = Callable[[str, int, int], None]
 
 _KEPT_SAMPLES: Final = 100
+_SLOW: Final = 0.05  # of the budget, that a call takes whose memory is not measured
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,16 @@ class Run:
     Attributes:
         name: a baseline, or "patched" and what goes with it.
         patched: whether it runs on elsa.
-        seconds, seconds_p10, seconds_p90: median and percentiles over the rounds; ratios are
-            quotients of the medians.
+        seconds: "eager"'s is the median of the rounds; another run's is that over the median of the
+            rounds' ratios (`elsa_core.measuring.intervals.paired_times`). Ratios are quotients of
+            these.
+        seconds_p10, seconds_p90: percentiles over the rounds.
         spread: distance of these percentiles over the median.
         samples: the rounds, thinned evenly to at most 100.
-        images_per_second: batch over the median.
+        images_per_second: batch over `seconds`.
         memory_bytes: growth at the peak of a call, output included, weights not: PyTorch's
-            allocator on CUDA (for a CUDA graph its own pool), else the resident set.
+            allocator on CUDA (for a CUDA graph its own pool), else the resident set. None where
+            one more call would take 5% of the budget.
         host_seconds: until the call returns (CUDA).
         device_seconds: of the GPU, for a call that follows another, without the host: of its CUDA
             graph (CUDA).
@@ -226,14 +231,16 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
     """The runs of what was prepared, and the samples that they were made of."""
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
+    tell("rounds", 0, 0)
     samples = rounds.take_samples(
         built.contenders, first.device, settings,
-        progress=lambda done, total: tell("rounds", done, total),
+        progress=lambda done, total: tell("rounds", done, total), first=built.first_seconds,
     )  # fmt: skip
-    spreads = {name: spread(_seconds(samples, name)).relative for name in samples}
+    spreads = {name: _spread(_seconds(samples, name)) for name in samples}
     warnings = watch.warnings(spreads)
     tell("memory", 0, 0)
-    runs = _runs(built, samples, first.device, first.shape[0], settings.seed)
+    judge = _Judge(samples, settings)
+    runs = _runs(built, judge, first.device, first.shape[0])
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(
         device=str(first.device),
@@ -248,7 +255,7 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
         left_out=built.left_out,
         best_baseline=best,
         best_patched=own,
-        gain=_related(samples, best, own, settings.seed),
+        gain=judge.ratio(best, own),
         patched=len(report.patched),
         kept=len(report.kept),
         warnings=warnings,
@@ -300,25 +307,43 @@ def _both(
     return plain, patched, report
 
 
+class _Judge:
+    """Times and ratios of one set of rounds: a ratio is the quotient of the two times."""
+
+    def __init__(self, samples: Samples, settings: Settings) -> None:
+        self.seconds = {name: _seconds(samples, name) for name in samples}
+        self.hosts = {name: [s.host or 0.0 for s in own] for name, own in samples.items()}
+        self.times = paired_times(self.seconds, "eager")
+        self._settings = settings
+
+    def is_slow(self, name: str) -> bool:
+        """Whether one more call would take 5% of the budget, which the rounds have used up."""
+        return self.times[name] > _SLOW * self._settings.budget_seconds
+
+    def ratio(self, reference: str, name: str) -> Ratio:
+        pair = (self.times[reference], self.times[name])
+        return ratio(self.seconds[reference], self.seconds[name], self._settings.seed, pair)
+
+
 def _runs(
-    built: variants.Built, samples: Samples, device: torch.device, batch: int, seed: int
+    built: variants.Built, judge: _Judge, device: torch.device, batch: int
 ) -> tuple[Run, ...]:
     counter = energy.meter(device)
     names = [contender.name for contender in built.contenders]
     baselines = [name for name in names if not name.startswith("patched")]
-    fastest = min(
-        (name for name in baselines if name != variants.CONTROL),
-        key=lambda name: spread(_seconds(samples, name)).seconds,
-    )
+    fit = (name for name in baselines if name != variants.CONTROL)
+    fastest = min(fit, key=lambda name: judge.times[name])
     runs = []
     for contender in built.contenders:
         name = contender.name
         is_ours = name not in baselines
-        middle = spread(_seconds(samples, name))
+        seconds, time = judge.seconds[name], judge.times[name]
         memory = built.graph_bytes.get(name)
+        if memory is None and not judge.is_slow(name):
+            memory = rounds.memory_bytes(contender, device)
         host = busy = joules = None
         if device.type == "cuda":
-            host = spread([s.host or 0.0 for s in samples[name]]).seconds
+            host = digits(statistics.median(judge.hosts[name]))
             busy = rounds.busy_seconds(contender, is_graph=name.endswith(variants.GRAPH))
             if counter is not None:
                 joules = _joules(counter, contender)
@@ -326,19 +351,19 @@ def _runs(
             Run(
                 name=name,
                 patched=is_ours,
-                seconds=middle.seconds,
-                seconds_p10=middle.p10,
-                seconds_p90=middle.p90,
-                spread=middle.relative,
-                samples=_thinned(_seconds(samples, name)),
-                images_per_second=digits(batch / middle.seconds),
-                memory_bytes=rounds.memory_bytes(contender, device) if memory is None else memory,
+                seconds=digits(time),
+                seconds_p10=digits(percentile(seconds, 0.1)),
+                seconds_p90=digits(percentile(seconds, 0.9)),
+                spread=_spread(seconds),
+                samples=_thinned(seconds),
+                images_per_second=digits(batch / time),
+                memory_bytes=memory,
                 host_seconds=host,
                 device_seconds=busy,
-                bound=rounds.bound_by(middle.seconds, host, busy),
+                bound=rounds.bound_by(time, host, busy),
                 joules=joules,
-                ratio=None if name == "eager" else _related(samples, "eager", name, seed),
-                ratio_to_best=_related(samples, fastest, name, seed) if is_ours else None,
+                ratio=None if name == "eager" else judge.ratio("eager", name),
+                ratio_to_best=judge.ratio(fastest, name) if is_ours else None,
             )
         )
     return tuple(runs)
@@ -355,8 +380,11 @@ def _joules(counter: energy.Meter, contender: Contender) -> float | None:
         return energy.per_call(counter, contender.call, torch.cuda.synchronize)
 
 
-def _related(samples: Samples, reference: str, name: str, seed: int) -> Ratio:
-    return ratio(_seconds(samples, reference), _seconds(samples, name), seed)
+def _spread(seconds: Sequence[float]) -> float:
+    """Distance of the 10th and 90th percentile over the median."""
+    return digits(
+        (percentile(seconds, 0.9) - percentile(seconds, 0.1)) / statistics.median(seconds)
+    )
 
 
 def _seconds(samples: Samples, name: str) -> list[float]:

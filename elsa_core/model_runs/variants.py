@@ -98,11 +98,16 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Built:
-    """The contenders in order, why others were left out, and memory known from building them."""
+    """The contenders in order, why others were left out, and what building them has shown.
+
+    `graph_bytes` is the memory of each CUDA graph, `first_seconds` the time of each first call on a
+    CPU.
+    """
 
     contenders: tuple[Contender, ...]
     left_out: dict[str, str]
     graph_bytes: dict[str, int]
+    first_seconds: dict[str, float]
 
 
 def build(
@@ -128,6 +133,7 @@ def build(
     found: list[Contender] = []
     left_out: dict[str, str] = {}
     graph_bytes: dict[str, int] = {}
+    first_seconds: dict[str, float] = {}
     eager_parts: dict[str, Callable[[], object]] = {}
     for i, name in enumerate(names):
         if progress is not None:
@@ -138,7 +144,7 @@ def build(
                 call, graph_bytes[name] = graphed(call)
             contender = Contender(name, call)
             with torch.inference_mode():
-                call()
+                taken = timing.timed(call, 1)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an asynchronous failure must show here
         except _NotDifferentError as reason:
@@ -150,7 +156,9 @@ def build(
             left_out[name] = first_line(error)
         else:
             found.append(contender)
-    return Built(tuple(found), left_out, graph_bytes)
+            if not torch.cuda.is_initialized():
+                first_seconds[name] = taken
+    return Built(tuple(found), left_out, graph_bytes, first_seconds)
 
 
 def _explained(name: str, error: Exception) -> Exception:

@@ -30,6 +30,7 @@ from elsa_core.proof.check import check
 _WATCHED: Final = ("eager, watched", "patched, watched")
 _PAIR: Final = ("eager", "patched")
 _SHARE: Final = 0.25  # of the budget, for the sites
+_SHARE_ASKED: Final = 0.5  # where they were asked for
 _LEAST_ROUNDS: Final = FEWEST_ROUNDS + 2  # that the sites' budget has to have room for
 _CHECK_CALLS: Final = 12  # forwards of one image that take as long as a check of errors, roughly
 _COVERED: Final = 0.05  # by which the rows' sum may differ from the whole
@@ -87,7 +88,8 @@ def locate(
     if not always and asked.left < least:
         note = "the budget ended with the verdict: --sites times the attention sites all the same"
         return Located(notes=(note,))
-    budget = max(_SHARE * asked.settings.budget_seconds, least)
+    share = _SHARE_ASKED if asked.sites else _SHARE
+    budget = max(share * asked.settings.budget_seconds, least)
     how = replace(
         asked.settings, budget_seconds=budget if always else min(budget, asked.left), decide=True
     )

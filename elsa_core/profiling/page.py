@@ -130,7 +130,7 @@ def _figure(title: str, chart: str) -> str:
 
 
 def _points(rows: Sequence[Document]) -> str:
-    columns = (".configuration", ".run", "time of a call (median)", "10th to 90th percentile",
+    columns = (".configuration", ".run", "time of a call", "10th to 90th percentile",
                "images per second", "memory of a call", ".times as fast as eager",
                ".times as fast as the fastest baseline")  # fmt: skip
     lines = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elsa_core import operators, routing
 from elsa_core.attention import explain
 from elsa_core.errors import ElsaError
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
@@ -21,7 +22,6 @@ from elsa_core.patching.sites import AttentionSite
 from elsa_core.profiling.boundaries import around
 
 REST: Final = "rest of the model"
-_ATTENTION: Final = frozenset({"elsa::attention", "elsa::attention_eager"})
 
 
 @dataclass(frozen=True)
@@ -177,20 +177,22 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         schema = func._schema
-        attends = schema.name.startswith("elsa::") and schema.name != "elsa::linear"
-        if self._site is not None and attends:
+        record = operators.of(schema.name)
+        if self._site is not None and record is not None and record.kind != "linear":
             path, module = self._site
             if path not in self.found:
                 names = [argument.name for argument in schema.arguments]
                 given = dict(zip(names, args, strict=False)) | (kwargs or {})
-                self.found[path] = _route(schema.name, given, module)
+                self.found[path] = _route(record, schema.name, given, module)
         return func(*args, **(kwargs or {}))
 
 
-def _route(operator: str, given: Mapping[str, Any], module: nn.Module) -> Served:
+def _route(
+    record: operators.Operator, operator: str, given: Mapping[str, Any], module: nn.Module
+) -> Served:
     asked = str(vars(module).get("elsa_backend", "auto"))
     precision = str(given.get("precision", "strict"))
-    if operator in _ATTENTION:
+    if record.kind == "attention":
         query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
         causal = bool(given["is_causal"]) and mask is None
         try:
@@ -203,9 +205,10 @@ def _route(operator: str, given: Mapping[str, Any], module: nn.Module) -> Served
         else:
             return Served(route.backend, route.schedule, precision)
     tensor = next(value for value in given.values() if isinstance(value, Tensor))
-    own = {"cpu": "native", "cuda": "triton"}.get(tensor.device.type, "eager")
-    backend = "eager" if operator.endswith("_eager") else own
-    return Served(backend, operator.removeprefix("elsa::"), precision)
+    backend = routing.PLAIN
+    if operator != str(record.eager._schema.name):
+        backend = routing.kernels_of(record.name, tensor.device.type)
+    return Served(backend, record.name, precision)
 
 
 def profiles(

@@ -1,4 +1,4 @@
-"""From a result document to Markdown and plots; README's tables are those of its documents."""
+"""From a result document to Markdown and plots; the published tables are those of its documents."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core import attention as elsa_attention
-from elsa_core import calls
+from elsa_core import calls, routing
 from elsa_core.backends import eager, native
+from elsa_core.backends import support as backends_support
 from elsa_core.errors import ArgumentError, UnavailableError
 
 BACKENDS = ["eager", "native"]
@@ -277,7 +277,10 @@ def test_opcheck_of_the_backward(operands, needs: list[bool], name: str) -> None
     op = getattr(torch.ops.elsa, name).default
     torch.library.opcheck(op, (*given, needs))
     for grad, full, needed in zip(op(*given, needs), op(*given, [True] * 4), needs, strict=True):
-        assert torch.equal(grad, full) if needed else grad.shape == (0,)
+        if needed:  # the two may be of different kernels: not all of them give all gradients
+            torch.testing.assert_close(grad, full, rtol=1e-5, atol=1e-6)
+        else:
+            assert grad.shape == (0,)
 
 
 @pytest.mark.parametrize("key_block", [1024, 16])
@@ -552,7 +555,9 @@ def test_a_gpu_kernel_is_called_past_the_dispatcher(monkeypatch, needs_grad: boo
         return eager.attention(*arguments)
 
     monkeypatch.setattr(triton, "attention_forward", kernel)
-    monkeypatch.setattr(sys.modules["elsa_core.attention"], "_cached_name", lambda *_: "triton")
+    kernel_of_triton = routing.implementation("attention", "triton")
+    chosen = routing.Chosen("triton", kernel_of_triton.run, kernel_of_triton.direct, ())
+    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
     native.load()
     q = make(1, 2, 5, 8).requires_grad_(needs_grad)
     out = elsa.attention(q, q, q)
@@ -684,7 +689,7 @@ def test_second_derivatives(key_block: int, far: bool, monkeypatch: pytest.Monke
     """They were right, with a warning that they may not be."""
     monkeypatch.setattr(eager, "_KEY_BLOCK", key_block)
     if far:
-        monkeypatch.setattr(eager, "_WEIGHT_ERROR", 0.0)
+        monkeypatch.setattr(backends_support, "WEIGHT_ERROR", 0.0)
     query, key, value = (make(1, 2, n, 4, dtype=torch.float64, seed=n) for n in (3, 5, 5))
     leaves = [t.requires_grad_() for t in (query, key, value, make(3, 5, dtype=torch.float64))]
 

@@ -13,6 +13,7 @@ import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.measuring.intervals import Ratio
 from elsa_core.model_runs import variants
+from elsa_core.profiling.locate import Asked
 from elsa_core.profiling.profile import ProfileReport, profile
 
 from .conftest import small_vit
@@ -191,3 +192,33 @@ def test_arguments_that_are_wrong() -> None:
         profile(model, images, precision="exact")
     with pytest.raises(NothingPatchedError):
         profile(nn.Conv2d(3, 3, 1), images)
+
+
+def test_the_verdict_comes_before_the_sites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the budget is spent on rounds, sites are left out with a note, unless asked for."""
+    model, images = small_vit(), torch.randn(1, 3, 96, 96)
+    timed: list[str] = []
+    monkeypatch.setattr(Asked, "left", property(lambda self: 0.0))
+    found = profile(model, images, rounds=3, budget_seconds=0.3)
+    assert found.sites == () and found.rounds >= 3
+    assert any("--sites" in note for note in found.notes)
+    asked = profile(
+        model, images, rounds=3, budget_seconds=0.3, sites=True, errors=False,
+        progress=lambda what, done, total: timed.append(what),
+    )  # fmt: skip
+    assert len(asked.sites) == 3 and asked.notes == ()
+    assert timed.index("rounds") < timed.index("sites")
+    assert {run.name for run in asked.runs} == {"eager", "patched"}  # watched copies are no runs
+
+
+def test_every_ratio_is_the_quotient_of_the_times_beside_it(report: ProfileReport) -> None:
+    times = {run.name: run.seconds for run in report.runs}
+    for run in report.runs:
+        if run.ratio is not None:
+            assert run.ratio.value == pytest.approx(times["eager"] / run.seconds, rel=1e-4)
+            assert run.ratio.low <= run.ratio.value <= run.ratio.high
+    quotient = times[report.best_baseline] / times[report.best_patched]
+    assert report.gain.value == pytest.approx(quotient, rel=1e-4)
+    for site in report.sites:
+        quotient = site.seconds_before / site.seconds_after
+        assert site.ratio.value == pytest.approx(quotient, rel=1e-4)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from elsa_core import calls, routing
 from elsa_core.patching.adapters.common import drop_p, has_hooks
 from elsa_core.window import window_attention
 
@@ -58,6 +59,20 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
     # Not the library's own layer: a quantised one, or one with a low-rank addition.
     padding: Tensor = projection(x.new_zeros(1, x.shape[-1])).squeeze(0)
     return padding
+
+
+def trains_original(site: Any, x: Tensor, weight: Tensor) -> bool:
+    """Whether a call that wants gradients keeps the original forward.
+
+    That is so where the shipped table says that the operator's forward and gradients together are
+    slower than the original's, and no backend was asked for by name.
+
+    Args:
+        site: the patched module. x: its input. weight: of its first projection.
+    """
+    if site.elsa_backend != "auto" or not calls.wanted(x=x, weight=weight):
+        return False
+    return routing.trains_original("window_attention", x.device.type)
 
 
 def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:

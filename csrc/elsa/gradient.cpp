@@ -1,0 +1,189 @@
+// How the gradients of a problem are cut into items, and who works on them.
+#include "gradient.h"
+
+#include <string.h>
+
+#include "gradient_kernel.h"
+#include "work.h"
+
+namespace elsa {
+namespace {
+
+constexpr int64_t kItems = 64;           // of windows, at least, where there are as many
+constexpr int64_t kMostParts = 4 << 20;  // floats of all items' sums
+
+// The kernels of the instruction set that attention.cpp has chosen.
+const GradientKernel* chosen_kernel() {
+#if defined(__x86_64__) || defined(_M_X64)
+  static const GradientKernel* const all[] = {&kGradientKernelAvx512, &kGradientKernelAvx2,
+                                              &kGradientKernelBaseline};
+#elif defined(__aarch64__)
+  static const GradientKernel* const all[] = {&kGradientKernelNeon};
+#else
+  static const GradientKernel* const all[] = {&kGradientKernelBaseline};
+#endif
+  const char* name = isa_name();
+  for (const GradientKernel* kernel : all) {
+    if (name && strcmp(name, kernel->name) == 0) return kernel;
+  }
+  return nullptr;
+}
+
+// Items that workers take; `run(context, item, workspace)` works on one.
+struct Work {
+  int64_t workspace;  // floats of each worker
+  void (*run)(const void* context, int64_t item, float* workspace);
+  const void* context;
+  Queues queues;
+  std::atomic<bool> out_of_memory{false};
+};
+
+void work_on_items(int64_t worker, int64_t, void* context) {
+  Work& work = *static_cast<Work*>(context);
+  static thread_local Scratch scratch;
+  float* const memory = scratch.get(work.workspace);
+  if (memory == nullptr) {
+    work.out_of_memory = true;
+    return;
+  }
+  for (int64_t item; (item = work.queues.take(worker)) >= 0;) {
+    work.run(work.context, item, memory);
+  }
+}
+
+Status work_on(Work& work, int64_t workers, ParallelFor parallel_for) {
+  if (workers <= 1) {
+    work_on_items(0, 1, &work);
+  } else {
+    parallel_for(workers, work_on_items, &work);
+  }
+  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
+}
+
+struct AttentionWork {
+  const AttentionGradient& problem;
+  const GradientKernel& kernel;
+};
+
+struct WindowWork {
+  const WindowGradient& problem;
+  const GradientKernel& kernel;
+  const WindowGradientPlan& plan;
+};
+
+WindowGradientPlan make_plan(const WindowAttention& a) {
+  WindowGradientPlan plan = {};
+  plan.windows = window_geometry(a);
+  plan.windows.key_blocks = 1;
+  const int64_t* along = plan.windows.windows;
+  const int64_t windows = a.batch * along[0] * along[1] * along[2];
+  const int64_t tokens = plan.windows.tokens;
+  plan.part_padding = tokens * tokens;
+  plan.part_scale = plan.part_padding + 3 * a.head_dim;
+  plan.part = (plan.part_scale + 1 + 15) / 16 * 16;
+  int64_t runs = ceil_div(kItems, a.heads);
+  const int64_t most = kMostParts / (plan.part * a.heads);
+  runs = runs < most ? runs : most;
+  runs = runs < windows ? runs : windows;
+  plan.runs = runs < 1 ? 1 : runs;
+  return plan;
+}
+
+// Adds up the items' parts, run after run.
+void add_parts(const WindowGradient& g, const WindowGradientPlan& plan) {
+  const WindowAttention& a = g.forward;
+  const int64_t area = plan.windows.tokens * plan.windows.tokens;
+  const int64_t channels = 3 * a.heads * a.head_dim;
+  if (g.bias) memset(g.bias, 0, static_cast<size_t>(a.heads * area) * sizeof(float));
+  if (g.pad_qkv) memset(g.pad_qkv, 0, static_cast<size_t>(channels) * sizeof(float));
+  if (g.logit_scale) memset(g.logit_scale, 0, static_cast<size_t>(a.heads) * sizeof(float));
+  const float* part = plan.parts;
+  for (int64_t run = 0; run < plan.runs; ++run) {
+    for (int64_t head = 0; head < a.heads; ++head, part += plan.part) {
+      for (int64_t i = 0; g.bias && i < area; ++i) g.bias[head * area + i] += part[i];
+      for (int64_t which = 0; g.pad_qkv && which < 3; ++which) {
+        const int64_t place = a.head_first ? 3 * head + which : which * a.heads + head;
+        const float* const sum = part + plan.part_padding + which * a.head_dim;
+        for (int64_t d = 0; d < a.head_dim; ++d) g.pad_qkv[place * a.head_dim + d] += sum[d];
+      }
+      if (g.logit_scale) g.logit_scale[head] += part[plan.part_scale];
+    }
+  }
+}
+
+void clear(const Target& target, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  if (target.data == nullptr) return;
+  const int64_t* s = target.stride;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t d = 0; d < columns; ++d) {
+          target.data[b * s[0] + h * s[1] + i * s[2] + d * s[3]] = 0.0f;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor parallel_for) {
+  const GradientKernel* const kernel = chosen_kernel();
+  if (kernel == nullptr) return isa_status();
+  const Attention& a = g.forward;
+  const int64_t items = a.batch * a.kv_heads;
+  if (items * a.queries * a.keys == 0) {
+    clear(g.query, a.batch, a.heads, a.queries, a.head_dim);
+    clear(g.key, a.batch, a.kv_heads, a.keys, a.head_dim);
+    clear(g.value, a.batch, a.kv_heads, a.keys, a.value_dim);
+    return Status::kOk;
+  }
+  const double work_size = static_cast<double>(a.batch * a.heads * a.queries) *
+                           static_cast<double>(a.keys) *
+                           static_cast<double>(3 * a.head_dim + 2 * a.value_dim);
+  if (work_size < kSerialWork || threads < 1) threads = 1;
+  const int64_t workers = threads < items ? threads : items;
+  const AttentionWork context = {g, *kernel};
+  const auto run = [](const void* context, int64_t item, float* workspace) {
+    const AttentionWork& work = *static_cast<const AttentionWork*>(context);
+    work.kernel.attention(work.problem, item, workspace);
+  };
+  Work work = {kernel->attention_workspace(g), run, &context, Queues(items, workers)};
+  return work_on(work, workers, parallel_for);
+}
+
+Status window_gradient(const WindowGradient& given, int threads, ParallelFor parallel_for) {
+  WindowGradient g = given;
+  g.forward.out = const_cast<float*>(g.grad_out);  // where find_tokens points: read, not written
+  const GradientKernel* const kernel = chosen_kernel();
+  if (kernel == nullptr) return isa_status();
+  const WindowAttention& a = g.forward;
+  if (a.heads * a.head_dim == 0) return Status::kOk;
+  WindowGradientPlan plan = {};
+  if (a.batch * a.depth * a.height * a.width == 0) {
+    plan.windows.tokens = a.window[0] * a.window[1] * a.window[2];
+    add_parts(g, plan);
+    return Status::kOk;
+  }
+  plan = make_plan(a);
+  static thread_local Scratch parts;
+  plan.parts = parts.get(plan.runs * a.heads * plan.part);
+  if (plan.parts == nullptr || !prepare_window(a, plan.windows)) return Status::kOutOfMemory;
+  const double rows = static_cast<double>(a.batch * a.depth * a.height * a.width);
+  const double work_size = 5 * rows * static_cast<double>(plan.windows.tokens) *
+                           static_cast<double>(a.heads * a.head_dim);
+  if (work_size < kSerialWork || threads < 1) threads = 1;
+  const int64_t items = plan.runs * a.heads;
+  const int64_t workers = threads < items ? threads : items;
+  const WindowWork context = {g, *kernel, plan};
+  const auto run = [](const void* context, int64_t item, float* workspace) {
+    const WindowWork& work = *static_cast<const WindowWork*>(context);
+    work.kernel.window(work.problem, work.plan, item, workspace);
+  };
+  Work work = {kernel->window_workspace(g, plan), run, &context, Queues(items, workers)};
+  const Status status = work_on(work, workers, parallel_for);
+  if (status == Status::kOk) add_parts(g, plan);
+  return status;
+}
+
+}  // namespace elsa

@@ -1,0 +1,345 @@
+// The gradient kernels of one instruction set. Compiled once per set with that set's flags and
+// ELSA_KERNEL naming the table it defines.
+#include "gradient_kernel.h"
+
+#include "gradient_tiles.h"
+#include "pack.h"
+#include "window_tokens.h"
+
+#ifndef ELSA_KERNEL
+#error "define ELSA_KERNEL (the table) and ELSA_KERNEL_NAME (its name)"
+#endif
+
+namespace elsa {
+namespace {
+
+constexpr int64_t kGradientKeys = 256;  // the most keys of a block
+
+void copy_padded(const Matrix& m, int64_t row, int64_t columns, int64_t width, float* out) {
+  copy_row(m, row, 0, columns, out);
+  for (int64_t d = columns; d < width; ++d) out[d] = 0.0f;
+}
+
+void write_row(const float* row, float factor, int64_t columns, int64_t stride, float* out) {
+  for (int64_t d = 0; d < columns; ++d) out[d * stride] = row[d] * factor;
+}
+
+float dot(const float* x, const float* y, int64_t count) {  // of a multiple of kLanes
+  Floats sum = {};
+  for (int64_t d = 0; d < count; d += kLanes) sum += load(x + d) * load(y + d);
+  float total = 0.0f;
+  for (int i = 0; i < kLanes; ++i) total += sum[i];
+  return total;
+}
+
+GradientLayout attention_layout(const Attention& a) {
+  const int64_t blocks = (a.keys + kGradientKeys - 1) / kGradientKeys;
+  const int64_t block = round_up((a.keys + blocks - 1) / blocks, kPanel);
+  return GradientLayout(a.queries, a.keys, block, a.head_dim, a.value_dim);
+}
+
+// One key head of one batch entry, and the query heads that share it.
+class AttentionItem {
+ public:
+  AttentionItem(const AttentionGradient& g, int64_t item, float* memory)
+      : g_(g),
+        a_(g.forward),
+        at_(attention_layout(a_)),
+        head_(at_, memory, a_.scale, a_.causal),
+        mask_copy_(memory + at_.total),
+        batch_(item / a_.kv_heads),
+        kv_head_(item % a_.kv_heads) {}
+
+  void run() {
+    const int64_t group = a_.heads / a_.kv_heads;
+    const MatrixRows keys{key_}, values{value_};
+    head_.clear_keys();
+    for (int64_t i = 0; i < group; ++i) {
+      query_head_ = kv_head_ * group + i;
+      copy_rows();
+      head_.clear_query();
+      if (!head_.whole()) prepare(keys, values);
+      for (int64_t block = 0; block < at_.key_blocks; ++block) {
+        if (!head_.whole() || i == 0) head_.pack(block, keys, values);
+        fold();
+      }
+      write(g_.query, query_head_, a_.queries, a_.head_dim, a_.scale, head_.grad_query(0),
+            at_.width);
+    }
+    write(g_.key, kv_head_, a_.keys, a_.head_dim, a_.scale, head_.grad_key(0), at_.width);
+    write(g_.value, kv_head_, a_.keys, a_.value_dim, 1.0f, head_.grad_value(0), at_.value_width);
+  }
+
+ private:
+  void copy_rows() {
+    const Matrix query = matrix(a_.query, batch_, query_head_);
+    const Matrix grad_out = matrix(g_.grad_out, batch_, query_head_);
+    for (int64_t i = 0; i < a_.queries; ++i) {
+      copy_padded(query, i, a_.head_dim, at_.width, head_.query(i));
+      copy_padded(grad_out, i, a_.value_dim, at_.value_width, head_.grad_out(i));
+    }
+  }
+
+  int64_t first_row() const { return (batch_ * a_.heads + query_head_) * a_.queries; }
+  const float* lse_slope() const { return g_.grad_lse ? g_.grad_lse + first_row() : nullptr; }
+
+  // Sets a tile's bias to a copy of the mask's part.
+  auto bias() {
+    return [this](ScoreTile& t, int64_t row, int64_t rows, int64_t key, int64_t keys) {
+      if (a_.mask.data == nullptr) return;
+      const Matrix mask = matrix(a_.mask, batch_, query_head_);
+      t.hides = mask.dtype == DType::kBool;
+      t.bias_stride = mask.row_stride == 0 ? 0 : at_.score_stride;
+      const int64_t copies = mask.row_stride == 0 ? 1 : rows;
+      for (int64_t i = 0; i < copies; ++i) {
+        copy_row(mask, row + i, key, keys, mask_copy_ + i * at_.score_stride);
+      }
+      t.bias = mask_copy_;
+      t.bias_end = mask_copy_ + at_.block_rows * at_.score_stride;
+    };
+  }
+
+  // What each row's weights need where no block holds all keys.
+  void prepare(const MatrixRows& keys, const MatrixRows& values) {
+    const Matrix out = matrix(g_.out, batch_, query_head_);
+    const float* const lse = a_.lse + first_row();
+    const float* const slope = lse_slope();
+    bool again = false;
+    for (int64_t i = 0; i < a_.queries; ++i) {
+      copy_padded(out, i, a_.value_dim, at_.value_width, mask_copy_);
+      head_.delta()[i] =
+          dot(head_.grad_out(i), mask_copy_, at_.value_width) - (slope ? slope[i] : 0.0f);
+      const bool dead = lse[i] == -kInf;
+      head_.reference()[i] = dead ? 0.0f : lse[i];
+      head_.factor()[i] = dead ? 0.0f : 1.0f;
+      again |= !dead && (lse[i] > kLargestLse || lse[i] < -kLargestLse);
+    }
+    if (!again) return;
+    for (int64_t i = 0; i < a_.queries; ++i) {
+      head_.reference()[i] = -kInf;
+      head_.factor()[i] = 0.0f;
+    }
+    for (int64_t block = 0; block < at_.key_blocks; ++block) {
+      head_.pack(block, keys, values);
+      for (int64_t i = 0; i < a_.queries; i += head_.block_rows()) {
+        head_.normalise(i, bias());
+      }
+    }
+    for (int64_t i = 0; i < a_.queries; ++i) {
+      const float sum = head_.factor()[i];
+      head_.factor()[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
+      if (head_.reference()[i] == -kInf) head_.reference()[i] = 0.0f;
+    }
+  }
+
+  void fold() {
+    const Wanted wanted = {g_.query.data != nullptr, g_.key.data != nullptr,
+                           g_.value.data != nullptr};
+    for (int64_t i = 0; i < a_.queries; i += head_.block_rows()) {
+      head_.row_block(i, lse_slope(), wanted, bias(), [](int64_t, int64_t, const float*) {});
+    }
+  }
+
+  void write(const Target& target, int64_t head, int64_t rows, int64_t columns, float factor,
+             const float* from, int64_t width) {
+    if (target.data == nullptr) return;
+    float* out = target.data + batch_ * target.stride[0] + head * target.stride[1];
+    for (int64_t i = 0; i < rows; ++i) {
+      write_row(from + i * width, factor, columns, target.stride[3], out + i * target.stride[2]);
+    }
+  }
+
+  const AttentionGradient& g_;
+  const Attention& a_;
+  const GradientLayout at_;
+  HeadGradient head_;
+  float* const mask_copy_;  // [block_rows][score_stride], or one row of the output
+  const int64_t batch_, kv_head_;
+  const Matrix key_ = matrix(a_.key, batch_, kv_head_);
+  const Matrix value_ = matrix(a_.value, batch_, kv_head_);
+  int64_t query_head_ = 0;
+};
+
+int64_t attention_workspace(const AttentionGradient& g) {
+  const GradientLayout at = attention_layout(g.forward);
+  const int64_t mask = g.forward.mask.data ? at.block_rows * at.score_stride : 0;
+  return at.total + (mask > at.value_width ? mask : at.value_width) + kPanel;
+}
+
+void attention(const AttentionGradient& g, int64_t item, float* memory) {
+  AttentionItem(g, item, memory).run();
+}
+
+GradientLayout window_layout(const WindowAttention& a, const WindowPlan& plan) {
+  return GradientLayout(plan.tokens, plan.tokens, round_up(plan.tokens, kPanel), a.head_dim,
+                        a.head_dim);
+}
+
+// The gradient of a row before normalise(), from that of the row after it, in place.
+void normalise_gradient(const float* raw, int64_t width, float* grad) {
+  const float length = __builtin_sqrtf(dot(raw, raw, width));
+  if (length < kNormEps) {
+    for (int64_t d = 0; d < width; d += kLanes) store(grad + d, load(grad + d) / kNormEps);
+    return;
+  }
+  const float along = dot(raw, grad, width) / length / length;
+  for (int64_t d = 0; d < width; d += kLanes) {
+    store(grad + d, (load(grad + d) - load(raw + d) * along) / length);
+  }
+}
+
+// One head of a run of windows.
+class WindowItem {
+ public:
+  WindowItem(const WindowGradient& g, const WindowGradientPlan& plan, int64_t item, float* memory)
+      : g_(g),
+        a_(g.forward),
+        plan_(plan),
+        at_(window_layout(a_, plan.windows)),
+        head_index_(item % a_.heads),
+        run_(item / a_.heads),
+        scale_(a_.logit_scale ? a_.logit_scale[head_index_] : a_.scale),
+        head_(at_, memory, scale_, false),
+        part_(plan.parts + item * plan.part) {
+    float* rest = memory + at_.total;
+    place(a_, plan.windows, rest, tokens_);
+    rest += round_up(token_floats(a_, plan.windows), 16);
+    raw_ = rest;
+    mixed_bias_ = rest + at_.width;
+  }
+
+  void run() {
+    for (int64_t i = 0; i < plan_.part; ++i) part_[i] = 0.0f;
+    const WindowPlan& windows = plan_.windows;
+    const int64_t count = a_.batch * windows.windows[0] * windows.windows[1] * windows.windows[2];
+    const int64_t end = (run_ + 1) * count / plan_.runs;
+    for (int64_t w = run_ * count / plan_.runs; w < end; ++w) window(w);
+  }
+
+ private:
+  int64_t channel(int64_t which) const {
+    return (a_.head_first ? 3 * head_index_ + which : which * a_.heads + head_index_) * a_.head_dim;
+  }
+  TokenRows operand(int64_t which) const {
+    const bool normalised = a_.logit_scale && which < 2;
+    return {tokens_.source, channel(which) * 4, DType::kFloat32, normalised};
+  }
+
+  // Sets a tile's bias: the problem's own rows, or a copy with what keeps tokens from mixing.
+  auto bias() {
+    return [this](ScoreTile& t, int64_t row, int64_t rows, int64_t, int64_t keys) {
+      const WindowPlan& windows = plan_.windows;
+      const float* from = nullptr;
+      if (windows.bias) {
+        from = windows.bias + head_index_ * windows.bias_stride[0] + row * windows.bias_stride[1];
+        t.bias = from;
+        t.bias_stride = windows.bias_stride[1];
+        t.bias_end = from + (rows - 1) * t.bias_stride + keys;
+      }
+      if (!tokens_.masked) return;
+      for (int64_t i = 0; i < rows; ++i) {
+        const float* const mask = tokens_.mask + tokens_.region[row + i] * mask_stride(windows);
+        float* const out = mixed_bias_ + i * at_.score_stride;
+        for (int64_t j = 0; j < keys; ++j) {
+          out[j] = mask[j] + (from ? from[i * windows.bias_stride[1] + j] : 0.0f);
+        }
+      }
+      t.bias = mixed_bias_;
+      t.bias_stride = at_.score_stride;
+      t.bias_end = mixed_bias_ + at_.block_rows * at_.score_stride;
+    };
+  }
+
+  void window(int64_t index) {
+    const WindowPlan& windows = plan_.windows;
+    find_tokens(a_, windows, index, tokens_);
+    const TokenRows query = operand(0);
+    for (int64_t i = 0; i < windows.tokens; ++i) {
+      float* const q = head_.query(i);
+      float* const slope = head_.grad_out(i);
+      query.copy(i, 0, a_.head_dim, q);
+      const char* const from = tokens_.target[i];
+      const float* const p = reinterpret_cast<const float*>(from) + head_index_ * a_.head_dim;
+      for (int64_t d = 0; d < a_.head_dim; ++d) slope[d] = from ? p[d] : 0.0f;
+      for (int64_t d = a_.head_dim; d < at_.width; ++d) q[d] = slope[d] = 0.0f;
+    }
+    head_.clear_query();
+    head_.clear_keys();
+    head_.pack(0, operand(1), operand(2));
+    const bool rows = g_.qkv || g_.pad_qkv || g_.logit_scale;
+    const Wanted wanted = {rows, rows, rows};
+    for (int64_t row = 0; row < windows.tokens; row += head_.block_rows()) {
+      head_.row_block(row, nullptr, wanted, bias(),
+                      [this](int64_t i, int64_t keys, const float* slope) {
+                        if (g_.bias == nullptr) return;
+                        float* const sum = part_ + i * plan_.windows.tokens;
+                        int64_t j = 0;
+                        for (; j + kLanes <= keys; j += kLanes)
+                          store(sum + j, load(sum + j) + load(slope + j));
+                        for (; j < keys; ++j) sum[j] += slope[j];
+                      });
+    }
+    if (rows) write();
+  }
+
+  // Carries the window's gradients to the image, to what padding holds and to logit_scale.
+  void write() {
+    const float* const base = static_cast<const float*>(a_.out);
+    for (int64_t i = 0; i < plan_.windows.tokens; ++i) {
+      float* const rows[3] = {head_.grad_query(i), head_.grad_key(i), head_.grad_value(i)};
+      if (g_.logit_scale) part_[plan_.part_scale] += dot(head_.query(i), rows[0], at_.width);
+      float* target = nullptr;
+      if (tokens_.target[i] == nullptr) {
+        if (g_.pad_qkv == nullptr) continue;
+      } else if (g_.qkv) {
+        target = g_.qkv + 3 * (reinterpret_cast<const float*>(tokens_.target[i]) - base);
+      } else {
+        continue;
+      }
+      for (int64_t which = 0; which < 3; ++which) {
+        float* const row = rows[which];
+        const float factor = which < 2 ? scale_ : 1.0f;
+        if (a_.logit_scale && which < 2) {
+          copy_padded(Matrix{tokens_.source[i] + channel(which) * 4, 0, 1, DType::kFloat32}, 0,
+                      a_.head_dim, at_.width, raw_);
+          normalise_gradient(raw_, at_.width, row);
+        }
+        if (target) {
+          store_row(row, factor, a_.head_dim, DType::kFloat32, target + channel(which));
+        } else {
+          float* const sum = part_ + plan_.part_padding + which * a_.head_dim;
+          for (int64_t d = 0; d < a_.head_dim; ++d) sum[d] += row[d] * factor;
+        }
+      }
+    }
+  }
+
+  const WindowGradient& g_;
+  const WindowAttention& a_;
+  const WindowGradientPlan& plan_;
+  const GradientLayout at_;
+  const int64_t head_index_, run_;
+  const float scale_;
+  HeadGradient head_;
+  float* const part_;  // [tokens][tokens] of the bias, [3][head_dim] of padding, logit_scale's
+  Tokens tokens_;
+  float* raw_;         // [width]
+  float* mixed_bias_;  // [block_rows][score_stride]
+};
+
+int64_t window_workspace(const WindowGradient& g, const WindowGradientPlan& plan) {
+  const GradientLayout at = window_layout(g.forward, plan.windows);
+  const int64_t tokens = round_up(token_floats(g.forward, plan.windows), 16);
+  return at.total + tokens + at.width + at.block_rows * at.score_stride + kPanel;
+}
+
+void window(const WindowGradient& g, const WindowGradientPlan& plan, int64_t item, float* memory) {
+  WindowItem(g, plan, item, memory).run();
+}
+
+}  // namespace
+
+const GradientKernel ELSA_KERNEL = {ELSA_KERNEL_NAME, attention_workspace, attention,
+                                    window_workspace, window};
+
+}  // namespace elsa
