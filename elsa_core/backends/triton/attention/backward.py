@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends.triton.attention import planner
 from elsa_core.backends.triton.attention.backward_tiling import Tile, tile_for, tiles_name
+from elsa_core.backends.triton.attention.schedules.forward import FRESH_KEYS
+from elsa_core.backends.triton.shared import layout
 from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
 
 # rows of a tile of `backward_prepare`
 UNIT = 128
@@ -64,34 +66,34 @@ def _padded(dim: int, least: int) -> int:
 def _scales(scale: float, split: bool) -> dict[str, float]:
     """Factors of scores (base 2) and sums. split: queries carry the significand, as forward's."""
     if not split:
-        return {"scale": scale * planner.LOG2E, "scale_q": scale, "scale_k": scale}
-    parts = planner._scale(scale, "split")
+        return {"scale": scale * layout.LOG2E, "scale_q": scale, "scale_k": scale}
+    parts = layout.score_scale(scale, "split")
     power = 2.0 ** parts["scale_exp"]
     return {
         "significand": parts["scale"] * parts["flip"], "scale": power, "scale_q": scale,
-        "scale_k": power / planner.LOG2E,
+        "scale_k": power / layout.LOG2E,
     }  # fmt: skip
 
 
 def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> dict[str, Any]:
     """The arguments that all launches share, by name."""
     q, k, v = operands["q"], operands["k"], operands["v"]
-    step, unit_d = planner._unit(tuple(operands[name] for name in ("q", "k", "v", "g", "o")))
+    step, unit_d = layout.row_unit(tuple(operands[name] for name in ("q", "k", "v", "g", "o")))
     tail: dict[str, Any] = {
         "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "n_q": q.shape[2],
         "n_k": k.shape[2], "batch": q.shape[0], **_scales(options.scale, False),
-        **planner._mask_strides(mask),
+        **layout.mask_strides(mask),
         "MODE": MODES[options.mode], "SPLIT": options.mode == "split",
-        "MASK": planner._mask_kind(mask), "CAUSAL": options.is_causal,
-        "FRESH": options.mode != "half" or max(q.shape[2], k.shape[2]) > planner.FRESH_KEYS,
+        "MASK": layout.mask_kind(mask), "CAUSAL": options.is_causal,
+        "FRESH": options.mode != "half" or max(q.shape[2], k.shape[2]) > FRESH_KEYS,
         "STEP": step, "UNIT_D": unit_d,
         "UNIT_OUT": all(operands[name].stride(3) == 1 for name in ("dq", "dk", "dv")),
         "UNIT_K": mask is not None and mask.stride(3) == 1 and mask.shape[3] != 1,
     }  # fmt: skip
     for name in ("q", "k", "v", "g", "o"):
-        tail |= planner._strides(name, operands[name], step)
+        tail |= layout.strides(name, operands[name], step)
     for name in ("dq", "dk", "dv"):
-        tail |= planner._strides(name, operands[name], 1)
+        tail |= layout.strides(name, operands[name], 1)
     b, h, n = operands["l"].stride()
     tail |= {"l_b": b, "l_h": h, "l_n": n}
     least = 16 if options.mode == "half" else 32
@@ -206,9 +208,6 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     return call
 
 
-_CALLS: dict[Any, Call] = {}
-
-
 def _layout(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.data_ptr() % 16
 
@@ -218,14 +217,10 @@ def planned(operands: dict[str, Tensor], mask: Tensor | None, options: Options) 
     query = operands["q"]
     extra = None if mask is None else (mask.dtype, _layout(mask))
     key = (
-        query.dtype, query.get_device(), options, extra, *(_layout(t) for t in operands.values())
+        "backward", query.dtype, query.get_device(), options, extra,
+        *(_layout(t) for t in operands.values()),
     )  # fmt: skip
-    call = _CALLS.get(key)
-    if call is None:
-        if len(_CALLS) >= planner.CACHED_PLANS:
-            _CALLS.clear()
-        call = _CALLS[key] = plan_call(operands, mask, options)
-    return call
+    return PLANS.get(key, plan_call, operands, mask, options)
 
 
 def attention_backward(
