@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from elsa_core.bench.cases import Case
-    from elsa_core.bench.results import CaseResult, Report
+    from elsa_core.bench.results import CaseResult, Report, Settings
 
 
 @click.command("bench", cls=Command)
@@ -127,8 +127,7 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
     from torch import device as torch_device
     from torch.cuda import is_available
 
-    from elsa_core.bench import attention, results
-    from elsa_core.errors import UnavailableError
+    from elsa_core.bench import results
 
     # Listing and planning the calls of a GPU needs none.
     absent = given["device"].startswith("cuda") and not is_available()
@@ -153,6 +152,21 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
         bench_trace.run(session, chosen, device, backend=given["backend"], seed=given["seed"])
         return
     _check_targets(device, given)
+    _measure(session, chosen, settings, device, given, published)
+
+
+def _measure(
+    session: Session,
+    chosen: tuple[Case, ...],
+    settings: Settings,
+    device: torch.device,
+    given: dict[str, Any],
+    published: dict[str, Any] | None,
+) -> None:
+    """Measure the calls, show and write the result; what is wrong or became worse ends it."""
+    from elsa_core.bench import attention, results
+    from elsa_core.errors import UnavailableError
+
     with session.stage("measuring") as update:
         report = attention.run(chosen, device=device, settings=settings, progress=update)
     _show(session, report, published)

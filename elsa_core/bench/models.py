@@ -28,15 +28,14 @@ from elsa_core.measuring.memory_limit import limited
 from elsa_core.measuring.rounds import Settings
 from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
-from elsa_core.model_runs.runs import ModelRuns, measure_runs
+from elsa_core.model_runs.runs import ModelRuns, Progress, measure_runs
 from elsa_core.patching.patch import patch
 from elsa_core.precision import DTYPES
 from elsa_core.proof.check import check
 from elsa_core.version import __version__
 
 COMMAND: Final = "bench models"
-_PEERS: Final = {"cpu": ("eager", "sdpa")}  # where they are not the defaults of a profile
-Progress = Callable[[str, int, int], None]
+_PEERS: Final = {"cpu": ("eager", "sdpa")}  # more than a profile measures by default
 Document = dict[str, Any]
 
 
@@ -317,9 +316,6 @@ def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-# The document and its file
 
 
 def settings(

@@ -13,6 +13,7 @@ from elsa_core.errors import ArgumentError
 from elsa_core.measuring.rounds import Settings
 from elsa_core.model_runs.runs import (
     ModelRuns,
+    Prepared,
     Progress,
     first_tensor,
     on_device,
@@ -109,10 +110,14 @@ def profile(
         )  # fmt: skip
         if device.type == "cuda":  # compiling and capturing are not what the budget is for
             start = time.perf_counter()
-        end = start + budget_seconds
-        left = max(end - time.perf_counter(), budget_seconds / 2)
-        found, samples = timed(ready, replace(settings, budget_seconds=left), tell)
-        located = locate(ready, found, samples, Asked(sites, errors, settings, end), tell)
+        return _measured(ready, Asked(sites, errors, settings, start + budget_seconds), tell)
+
+
+def _measured(ready: Prepared, asked: Asked, tell: Progress) -> ProfileReport:
+    """The verdict first, then the sites."""
+    budget = max(asked.left, asked.settings.budget_seconds / 2)
+    found, samples = timed(ready, replace(asked.settings, budget_seconds=budget), tell)
+    located = locate(ready, found, samples, asked, tell)
     own = {each.name: getattr(found, each.name) for each in fields(ModelRuns)}
     own["warnings"] += located.warnings
     return ProfileReport(**own, sites=located.rows, cover=located.cover, notes=located.notes)
