@@ -204,9 +204,7 @@ def prepare(
         guard = tl.max(large.to(tl.int32), 0) * 2
         if SPLIT:
             p_w = Halves + 2 * size_q + tile * UNIT * V0
-            f, bad = split_operand(
-                p_g, p_w, size_g, o_r, row0, rows, g_n, g_d, 1.0, DV, V0, UNIT_D
-            )
+            f, bad = split_operand(p_g, p_w, size_g, o_r, row0, rows, g_n, g_d, 1.0, DV, V0, UNIT_D)
             tl.store(Factors + 2 * tile + 1, f)
             guard = guard | bad
         tl.store(p_slot, guard)
