@@ -2,7 +2,8 @@
 
 Half precision: terms of the rows, those of rows whose lse is large, dQ (which refines delta), dK
 with dV. float32: terms of the rows and split operands, dQ with dK and dV, then with three TF32
-products the heads that a split does not hold. The gradient of an additive mask is one launch more. Nothing is saved beyond out and lse; the workspace is linear in rows.
+products the heads that a split does not hold. The gradient of an additive mask is one launch more.
+Nothing is saved beyond out and lse; the workspace is linear in the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elsa_core.backends.triton.shared.plans import PLANS
 UNIT = 128
 # programs that share out the heads that a split does not hold
 FALLBACK_PROGRAMS = 264
-PREPARE_WARPS = 8
+PREPARE_WARPS = 4
 MODES = {"half": 0, "split": 1, "tf32": 2, "exact": 3}
 PRECISIONS = {"strict": "split", "turbo": "split", "lean": "tf32", "ieee": "exact"}
 # heads and terms that a launch takes (`backward_kernels.one_program`)
@@ -188,11 +189,11 @@ def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options
     scaled = tail | (_scales(options.scale, True) if split else {"significand": 1.0})
     # scores of rows that need their sum again, and of the heads that a split does not hold
     raw = tail | {"MODE": MODES["tf32"] if split else tail["MODE"]}
-    which = 4 if split else 1
     tile = tile_for(options.tiles, raw_mode, "normalise", dim, n_k)
     again = raw | {"BM": tile.block_m, "BX": tile.block_n}
+    grid = (max(q_tiles, k_tiles), 4) if split else (q_tiles, 1)
     call = Call(
-        prepare=_launch(prepare, (max(q_tiles, k_tiles) if split else q_tiles, which), scaled, PREPARE_WARPS),
+        prepare=_launch(prepare, grid, scaled, PREPARE_WARPS),
         normalise=_launch(normalise, (min(q_tiles, FALLBACK_PROGRAMS),), again, tile.warps),
         rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles), factors=2 * (q_tiles + k_tiles),
         sides=_sides(scaled, options, dim),
@@ -254,6 +255,7 @@ def attention_backward(
         Gradients of query, key, value (strides as `empty_like` gives them) and mask (contiguous);
         empty where not needed. Equal bits for equal arguments.
     """
+    # nothing else than an additive mask has a gradient
     needs = (*needs[:3], needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool)
     mode = "half" if query.dtype != torch.float32 else PRECISIONS[precision]
     # a row of nearly one weight cancels in dP - delta: delta from a rounded out is not enough
@@ -276,7 +278,12 @@ def attention_backward(
         zip("qkvgol", (query, key, value, grad_out, out, grad_lse), strict=True),
         dq=written[0], dk=written[1], dv=written[2], lse=lse.contiguous(),
     )  # fmt: skip
-    execute(planned(operands, attn_mask, options), operands, attn_mask, grad_mask)
+    call = planned(operands, attn_mask, options)
+    if query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):
+            execute(call, operands, attn_mask, grad_mask)
+    else:
+        execute(call, operands, attn_mask, grad_mask)
     return grads[0], grads[1], grads[2], grad_mask
 
 

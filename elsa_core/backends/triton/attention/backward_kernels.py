@@ -96,9 +96,9 @@ def gradients(
     fewer programs that share those out.
 
     Terms of rows, guards, factors: as `backward_prepare.prepare` wrote them; MODE 1: Q, K, V and G
-    are its halves. Strides q, k, v, g in units of STEP elements. scale: of the products that give scores
-    in base 2; scale_q, scale_k: of the sums that give dQ and dK. WHERE: as `one_program` has it;
-    REFINE: as `query_side` has it.
+    are its halves. Strides q, k, v, g in units of STEP elements. scale: of the products that give
+    scores in base 2; scale_q, scale_k: of the sums that give dQ and dK. WHERE: as `one_program` has
+    it; REFINE: as `query_side` has it.
     """
     q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
     k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
@@ -197,13 +197,13 @@ def mask_gradient(
         s = tl.load(p_rows + row_count)
         delta = tl.load(p_rows + 2 * row_count)
         p_mask = Mask + i_b * mask_b + i_h * mask_h + wide(row0) * mask_q + wide(n0) * mask_k
+        t = product(q, q, k.T, k.T, MODE, False)
         p = weights(
-            product(q, q, k.T, k.T, MODE, False), scale, m[:, None], s[:, None], p_mask, o_m, o_n, rows,
-            columns, row0 - n0, mask_q, mask_k, MODE, 2, CAUSAL, True, True, False,
+            t, scale, m[:, None], s[:, None], p_mask, o_m, o_n, rows, columns, row0 - n0,
+            mask_q, mask_k, MODE, 2, CAUSAL, True, True, False,
         )  # fmt: skip
-        acc += p * (
-            product(g, g, v.T, v.T, MODE, False) * (UNSHIFT if MODE == 0 else 1.0) - delta[:, None]
-        )
+        t = product(g, g, v.T, v.T, MODE, False)
+        acc += p * (t * (UNSHIFT if MODE == 0 else 1.0) - delta[:, None])
     i_m = (i_mb * m_h + i_mh).to(tl.int64)
     size_q = 1 if ALL_Q else n_q
     size_k = 1 if ALL_K else n_k
