@@ -21,6 +21,7 @@ void copy_padded(const Matrix& m, int64_t row, int64_t columns, int64_t width, f
 }
 
 void write_row(const float* row, float factor, int64_t columns, int64_t stride, float* out) {
+  if (stride == 1) return store_row(row, factor, columns, DType::kFloat32, out);
   for (int64_t d = 0; d < columns; ++d) out[d * stride] = row[d] * factor;
 }
 
@@ -258,10 +259,13 @@ class WindowItem {
       float* const q = head_.query(i);
       float* const slope = head_.grad_out(i);
       query.copy(i, 0, a_.head_dim, q);
-      const char* const from = tokens_.target[i];
-      const float* const p = reinterpret_cast<const float*>(from) + head_index_ * a_.head_dim;
-      for (int64_t d = 0; d < a_.head_dim; ++d) slope[d] = from ? p[d] : 0.0f;
-      for (int64_t d = a_.head_dim; d < at_.width; ++d) q[d] = slope[d] = 0.0f;
+      for (int64_t d = a_.head_dim; d < at_.width; ++d) q[d] = 0.0f;
+      if (const char* const from = tokens_.target[i]) {
+        copy_padded(Matrix{from + head_index_ * a_.head_dim * 4, 0, 1, DType::kFloat32}, 0,
+                    a_.head_dim, at_.width, slope);
+      } else {
+        for (int64_t d = 0; d < at_.width; d += kLanes) store(slope + d, Floats{});
+      }
     }
     head_.clear_query();
     head_.clear_keys();

@@ -9,8 +9,7 @@
 namespace elsa {
 namespace {
 
-constexpr int64_t kGradientTiles = 48 / kTileRows;
-constexpr int64_t kGradientRows = kGradientTiles * kTileRows;
+constexpr int64_t kGradientTiles = 72 / kTileRows;  // of a block of rows, at most
 // Floats of the weights of one block: they and their gradients stay in a second-level cache.
 constexpr int64_t kGradientScores = 12288;
 // Above this |lse| its rounding shows in the weights: maximum and sum are then computed again.
@@ -81,7 +80,10 @@ struct GradientLayout {
     value_width = round_up(value_dim, kLanes);
     score_stride = row_stride(key_block + kLanes);
     const int64_t cached = kGradientScores / (kTileRows * score_stride);
-    block_rows = kTileRows * (cached < 2 ? 2 : smaller(cached, kGradientTiles));
+    // Blocks of nearly equal height: 49 rows are one, not 48 and 1.
+    const int64_t most = kTileRows * (cached < 2 ? 2 : smaller(cached, kGradientTiles));
+    const int64_t blocks = (rows + most - 1) / most;
+    block_rows = (rows + blocks - 1) / blocks;
     int64_t top = 0;
     const auto take = [&top](int64_t floats) {
       const int64_t start = top;
