@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 
 def published(given: str | None) -> Document | None:
-    """The document that --compare names: a file, or one that elsa ships.
+    """The document that --compare names: a file, or a published one of the checkout.
 
     Raises: ArgumentError.
     """
@@ -26,8 +26,10 @@ def published(given: str | None) -> Document | None:
     from elsa_core.files import located
 
     path = located(given)
-    shipped = {file.stem: file for file in tables.RESULTS.glob("*.json")}
-    return tables.load(path if path.exists() else shipped.get(given, path))
+    if path.exists() or path.suffix:
+        return tables.load(path)
+    known = {file.stem: file for file in tables.published().glob("*.json")}
+    return tables.load(known.get(given, path))
 
 
 def names(document: Document) -> tuple[str, ...]:
@@ -60,7 +62,7 @@ def judge(session: Session, own: Document, other: Document) -> None:
 
     Raises: VerdictError.
     """
-    from elsa_core.bench import environment
+    from elsa_core.measuring import environment
 
     found = _compared(own, other)
     session.line()

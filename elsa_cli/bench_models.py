@@ -22,8 +22,9 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
     """Measure the models that the options name, keep them in --output as they come, show them."""
     import torch
 
-    from elsa_core.bench import environment, models
+    from elsa_core.bench import models
     from elsa_core.errors import UnavailableError
+    from elsa_core.measuring import environment
 
     # Listing what a GPU would measure needs none.
     listed = given["dry_run"] and given["device"] != "auto"
@@ -52,7 +53,7 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
                 session.written.append(target)
 
     try:
-        with session.stage("measuring") as update:
+        with session.stage("measuring", beats=True) as update:
             models.run(
                 cases, document, device=device, keep=keep, limit_seconds=given["limit"],
                 progress=update,
@@ -78,8 +79,8 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
 
 
 def _check_target(target: Path | None, device: torch.device, given: dict[str, Any]) -> None:
-    from elsa_core.bench import environment
     from elsa_core.errors import UnavailableError
+    from elsa_core.measuring import busy
 
     if target is None:
         return
@@ -87,7 +88,7 @@ def _check_target(target: Path | None, device: torch.device, given: dict[str, An
         raise TargetError(f"{target}: its folder does not exist; create it first")
     if target.exists() and not (given["force"] or given["resume"]):
         raise TargetError(f"{target} exists; use --resume to go on, or --force to replace it")
-    why = environment.busy(device)
+    why = busy.reason(device)
     if why and not given["allow_busy"]:
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
 
@@ -95,7 +96,7 @@ def _check_target(target: Path | None, device: torch.device, given: dict[str, An
 def _list(session: Session, cases: tuple[ModelCase, ...], device: torch.device) -> None:
     from torch.cuda import is_available
 
-    from elsa_core.bench import environment
+    from elsa_core.measuring import environment
 
     there = device.type == "cpu" or is_available()
     results = {"dry_run": True, "models": [case.to_dict() for case in cases]}
@@ -109,7 +110,8 @@ def _list(session: Session, cases: tuple[ModelCase, ...], device: torch.device) 
 
 
 def _show(session: Session, document: Document, published: Document | None) -> None:
-    from elsa_core.bench import environment, model_tables
+    from elsa_core.bench import model_tables
+    from elsa_core.measuring import environment
 
     results = document["results"] | bench_compare.added(document, published)
     session.document("bench models", document["environment"], results)

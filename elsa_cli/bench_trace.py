@@ -22,7 +22,8 @@ def run(
     """Trace `cases`, show them, and fail where a claim fails."""
     from torch.cuda import is_available
 
-    from elsa_core.bench import environment, trace
+    from elsa_core.bench import trace
+    from elsa_core.measuring import environment
 
     with session.stage("tracing") as update:
         traces = trace.run(cases, device=device, backend=backend, seed=seed, progress=update)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from elsa_core.backends.triton.attention.tiling import Tile
     from elsa_core.bench.cases import Case
     from elsa_core.bench.results import Settings
-    from elsa_core.bench.tune import Tuned
+    from elsa_core.bench.tune.search import Tuned
 
 _SHOWN = 5
 
@@ -28,8 +28,9 @@ def run(
         ArgumentError: no case has tiles.
         UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
     """
-    from elsa_core.bench import environment, tune
+    from elsa_core.bench.tune import search as tune
     from elsa_core.errors import ArgumentError, UnavailableError
+    from elsa_core.measuring import busy, environment
 
     tune.check_device(device)
     # Chosen by name or by default, a table also holds calls of one query, which have no tiles.
@@ -40,7 +41,7 @@ def run(
         _list(session, tiled, device)
         return
     tune.check_device(device, measuring=True)
-    why = environment.busy(device)
+    why = busy.reason(device)
     if why and not allow_busy:
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
     with session.stage("tuning") as update:
@@ -63,7 +64,8 @@ def run(
 def _list(session: Session, cases: Sequence[Case], device: torch.device) -> None:
     from torch.cuda import is_available
 
-    from elsa_core.bench import environment, tune
+    from elsa_core.bench.tune import search as tune
+    from elsa_core.measuring import environment
 
     there = is_available()
     table, multiprocessors, shared = tune.shipped_table(device if there else None)

@@ -86,3 +86,17 @@ def _folder(package: str, inside: str) -> Path:
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     return Path(folders[0]) / inside if folders else Path("/nonexistent")
+
+
+def known(library: str) -> set[str]:
+    """The model names of an installed library ("timm", "open_clip", "torchvision")."""
+    finders = {"timm": _timm, "open_clip": _open_clip, "torchvision": _torchvision}
+    return finders[library]("")
+
+
+def mentions(library: str, name: str) -> bool:
+    """Whether a library's sources have this name as a function or a text: not every model is
+    offered for completion, and deprecated names are registered as texts."""
+    word = re.escape(name)
+    held = re.compile(rf"^def {word}\(|['\"]{word}['\"]", re.MULTILINE)
+    return bool(_scan(_folder(library, "models").glob("*.py"), held, ""))

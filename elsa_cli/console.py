@@ -14,6 +14,7 @@ import math
 import os
 import shlex
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -38,6 +39,8 @@ _ASCII = {"·": "-", "→": "->", "…": "...", "✓": "ok", "✗": "no", "≤":
 PIPE_WIDTH = 200
 # What is left of a column that is folded.
 FOLDED_WIDTH = 12
+# Between two lines of progress where stderr is a file or a pipe.
+_BEAT_SECONDS = 10.0
 
 # Keeps a mark and what follows on one line; no white space to Rich, which breaks at all others.
 _GLUE = "\u2800"
@@ -197,14 +200,18 @@ class Session:
     # Everything else, on stderr
 
     @contextlib.contextmanager
-    def stage(self, text: str, *, drawn: bool = True) -> Iterator[Update]:
+    def stage(self, text: str, *, drawn: bool = True, beats: bool = False) -> Iterator[Update]:
         """Show that `text` is going on, while it is; yields `update(label, done, total)`.
 
-        Not `drawn` where a library draws progress of its own (a download).
+        Not `drawn` where a library draws progress of its own (a download). With `beats` a stderr
+        that is no terminal gets a line every 10 s.
         """
         signals.check()
         start = time.perf_counter()
-        if self.quiet or not drawn or not self._interactive():
+        if not self.quiet and beats and not self._interactive():
+            with self._beating(text) as update:
+                yield update
+        elif self.quiet or not drawn or not self._interactive():
             yield lambda label, done, total: None
         else:
             with self._bar(text) as update:
@@ -234,12 +241,31 @@ class Session:
             task = bar.add_task(one_line(text), total=None)
 
             def update(label: str, done: int, total: int) -> None:
-                described = f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
                 bar.update(
-                    task, description=one_line(described), completed=done, total=total or None
-                )
+                    task, description=one_line(_described(text, label, done, total)),
+                    completed=done, total=total or None,
+                )  # fmt: skip
 
             yield update
+
+    @contextlib.contextmanager
+    def _beating(self, text: str) -> Iterator[Update]:
+        start, ended, last = time.perf_counter(), threading.Event(), [text]
+
+        def beat() -> None:
+            while not ended.wait(_BEAT_SECONDS):
+                self.log(f"{last[0]} ({time.perf_counter() - start:.0f} s)")
+
+        def update(label: str, done: int, total: int) -> None:
+            last[0] = _described(text, label, done, total)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield update
+        finally:
+            ended.set()
+            thread.join()
 
     def log(self, text: str, mark: str = "", colour: str = "") -> None:
         """Print one line on stderr, begun by `mark` in a terminal's colour."""
@@ -253,6 +279,16 @@ class Session:
         self.warned.append(text)
         if not self.quiet:
             self.log(cut(one_line(text)), "warning:", "33")
+
+    def can_ask(self) -> bool:
+        """Whether a person at a terminal can be asked."""
+        return bool(self._interactive() and sys.stdin and sys.stdin.isatty())
+
+    def ask(self, question: str) -> bool:
+        """Whether the answer to a question on stderr is yes."""
+        self._stderr.write(f"{one_line(question)} [y/N] ")
+        self._stderr.flush()
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def fail(self, code: int, line: str, error: BaseException) -> None:
         """Say on stderr why the command ends; the traceback only with --debug."""
@@ -301,6 +337,10 @@ class Session:
     ) -> None:
         if self.verbose or "elsa_" in filename:
             self.warn(str(message))
+
+
+def _described(text: str, label: str, done: int, total: int) -> str:
+    return f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
 
 
 def _least_width(console: Console, table: Table, wrap: int) -> int:

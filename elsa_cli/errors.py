@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import resource
 import sys
+from pathlib import Path
 
 import click
 
@@ -72,6 +73,17 @@ class OutputError(CommandError):
     """stdout cannot take the result: a full disk, a closed device."""
 
     exit_code = ENVIRONMENT
+
+
+def check_text(output: Path) -> None:
+    """Refuse a target whose name is no text: safetensors and TorchScript could not read it.
+
+    Raises: TargetError.
+    """
+    try:
+        str(output.absolute()).encode()
+    except UnicodeEncodeError:
+        raise TargetError(f"{output}: this name is no UTF-8 text; give another -o") from None
 
 
 def printable(text: str) -> str:

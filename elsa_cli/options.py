@@ -23,7 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DTYPES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
-BACKENDS = ("auto", "native", "triton", "eager")
+# As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
+# torch. A test compares them.
+BACKENDS = ("auto", "native", "triton", "sdpa", "eager")
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
 LARGEST_SIDE = 32768
 LARGEST_BATCH = 65536
@@ -70,7 +72,7 @@ class Command(click.Command):
             path, table = found
             ctx.meta["elsa.config"] = str(path)
             ctx.default_map = config.defaults(path, table, self, all_commands(), session.warn)
-        except (config.ConfigError, PlaceError, OSError) as error:
+        except (config.ConfigError, OSError) as error:
             # `doctor` reports the file instead of failing because of it.
             if self.name != "doctor":
                 raise
@@ -210,9 +212,9 @@ class Options:
 
     def torch_dtype(self) -> torch.dtype:
         """The dtype that --dtype names."""
-        import torch
+        from elsa_core import precision
 
-        return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
+        return precision.DTYPES[self.dtype]
 
 
 def typed(names: Iterable[str]) -> list[str]:

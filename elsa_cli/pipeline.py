@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elsa_cli import names
 from elsa_cli.console import Session
 from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
-    from elsa_core.attention import Route
     from elsa_core.loading.load import Loaded
     from elsa_core.patching.patch import PatchReport
     from elsa_core.proof.report import CheckReport
+    from elsa_core.routing import Route
 
 _CHOICES = ("precision", "backend", "include", "exclude", "all_sites")
 
@@ -24,6 +25,7 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
 
     Raises: ModelError, UnavailableError, ArgumentError with one line each.
     """
+    names.check(text)
     with session.stage("importing torch"):
         import torch  # noqa: F401
 

@@ -214,17 +214,20 @@ def _native() -> Iterator[Probe]:
 def _backends() -> Iterator[Probe]:
     import torch
 
-    from elsa_core.attention import supports
+    from elsa_core import routing
     from elsa_core.backends.support import Request
 
-    devices = {"native": "cpu", "triton": "cuda", "eager": "cpu"}
-    for name, device in devices.items():
+    for backend in routing.BACKENDS:
+        name, device = backend.name, backend.device or "cpu"
+        offered = backend.operators.get("attention")
+        if offered is None or offered.whole:  # PyTorch's own: there wherever PyTorch is
+            continue
         try:
-            # Asking the native backend would compile it; its state is known from its own section.
-            if name == "native" and not _native_built():
+            # Asking it would compile it; its state is known from its own section.
+            if backend.built_on_demand and not _native_built():
                 yield Probe("backends", name, False, "", "not built yet (see native library)")
                 continue
-            answer = supports(Request(device, torch.float32, 64, 64, "strict"), name)
+            answer = routing.support(Request(device, torch.float32, 64, 64, "strict"), name)
         except Exception as error:
             yield Probe("backends", name, False, "", _why(error))
         else:

@@ -15,7 +15,7 @@ _WIDEST = 22  # characters of a path that the table has room for
 
 def show(session: Session, document: Document) -> None:
     """The points, finished or not: one in full, several as rows."""
-    from elsa_core.profiling import page
+    from elsa_core.profiling import words
     from elsa_core.profiling.document import DONE
 
     results = document["results"]
@@ -26,7 +26,7 @@ def show(session: Session, document: Document) -> None:
         _one(session, done[0])
     else:
         _sweep(session, rows)
-    for line in page.warning_lines(done):
+    for line in words.warning_lines(done):
         session.warn(line)
 
 
@@ -34,12 +34,12 @@ def next_steps(session: Session, document: Document, given: dict[str, Any]) -> N
     """What a user may want to do with the result."""
     model = document["results"]["model"]["given"]
     if given["policy"] is not None:
-        words = [model, *_as_loaded(given), "--plan", str(given["plan"]), "-o", "DIR"]
-        session.line(f"Next: {shlex.join(['elsa', 'patch', *words])}", "dim")
+        line = [model, *_as_loaded(given), "--plan", str(given["plan"]), "-o", "DIR"]
+        session.line(f"Next: {shlex.join(['elsa', 'patch', *line])}", "dim")
     elif given["html"] is None and given["plot"] is None:
-        words = [_resumed(word) for word in session.arguments[1:]]
-        line = shlex.join(["elsa", "profile", *words, "--html", "report.html"])
-        session.line(f"Next: {line}", "dim")
+        again = (_resumed(word) for word in session.arguments[1:])
+        line = ["elsa", "profile", *again, "--html", "report.html"]
+        session.line(f"Next: {shlex.join(line)}", "dim")
 
 
 def _resumed(word: str) -> str:
@@ -55,20 +55,20 @@ def _resumed(word: str) -> str:
 def _as_loaded(given: dict[str, Any]) -> list[str]:
     """The options that load the profiled model again, where there was one size and dtype, on the
     device whose times the plan rests on."""
-    from elsa_core.profiling.document import side
+    from elsa_core.measuring.documents import side
 
-    words = []
+    said = []
     if given["img_size"] is not None and len(given["img_size"]) == 1:
-        words += ["--img", side(given["img_size"][0])]
+        said += ["--img", side(given["img_size"][0])]
     if given["seed"]:
-        words += ["--seed", str(given["seed"])]
+        said += ["--seed", str(given["seed"])]
     if len(given["dtype"]) == 1 and given["dtype"][0] != "fp32":
-        words += ["--dtype", given["dtype"][0]]
+        said += ["--dtype", given["dtype"][0]]
     if given["arch"] is not None:
-        words += ["--arch", given["arch"]]
+        said += ["--arch", given["arch"]]
     if given["device"] != "auto":
-        words += ["--device", given["device"]]
-    return [*words, "--pretrained"] if given["pretrained"] else words
+        said += ["--device", given["device"]]
+    return [*said, "--pretrained"] if given["pretrained"] else said
 
 
 def _header(session: Session, document: Document, done: list[Document]) -> None:
@@ -89,17 +89,17 @@ def _header(session: Session, document: Document, done: list[Document]) -> None:
 
 
 def _one(session: Session, row: Document) -> None:
-    from elsa_core.profiling import page
+    from elsa_core.profiling import words
 
     found = row["profile"]
-    session.line(f"{page.point_name(row)} · {found['rounds']} rounds")
+    session.line(f"{words.point_name(row)} · {found['rounds']} rounds")
     rows = []
     for run in found["runs"]:
         memory = "-" if run["memory_bytes"] is None else f"{run['memory_bytes'] / 1e6:.1f}"
         span = f"{_ms(run['seconds_p10'])}-{_ms(run['seconds_p90'])}"
         rows.append([
             run["name"], _ms(run["seconds"]), span,
-            f"{run['images_per_second']:.3g}", memory, _ratio(run["ratio"]),
+            f"{run['images_per_second']:.3g}", memory, _beside(run["ratio"]),
         ])  # fmt: skip
         if run["device_seconds"] is not None:
             energy = "" if run["joules"] is None else f", {run['joules']:.3g} J a call"
@@ -113,44 +113,51 @@ def _one(session: Session, row: Document) -> None:
     session.line()
     if len(found["sites"]) > 1:
         _sites(session, found["sites"])
-    bound = page.bound_text(found)
+    bound = words.bound_text(found)
     if bound:
         session.line(bound)
     sites = f"{found['patched']} of {found['patched'] + found['kept']} sites patched"
-    session.line(f"{sites} · {page.gain_text(found)}", "bold", even_quiet=True)
+    session.line(f"{sites} · {words.verdict_text(found)}", "bold", even_quiet=True)
 
 
 def _sites(session: Session, sites: list[Document]) -> None:
-    from elsa_core.profiling import page
+    from elsa_core.profiling import words
 
     rest, own = sites[-1], sites[:-1]
+    shares = _shares(sites)
     rows = []
-    for site in own[:_SLOWEST]:
+    for site, share in zip(own[:_SLOWEST], shares, strict=False):
         error = "-" if site["error"] is None else f"{site['error']:.1e}"
         rows.append([
-            _place(site["path"]), page.tokens_text(site), str(site["num_heads"] or ""),
-            _ms(site["seconds_before"]), _ms(site["seconds_after"]), _short(site["ratio"]),
-            f"{site['share']:.1%}", error, site["backend"] or "-",
+            _place(site["path"]), words.tokens_text(site), str(site["num_heads"] or ""),
+            _ms(site["seconds_before"]), _ms(site["seconds_after"]),
+            words.ratio_short(site["ratio"]), share, error, site["backend"] or "-",
         ])  # fmt: skip
     left = own[_SLOWEST:]
     if left:
         before, after = (sum(s[key] for s in left) for key in ("seconds_before", "seconds_after"))
-        share = sum(site["share"] for site in left)
+        share = f"{sum(float(each.rstrip('%')) for each in shares[_SLOWEST:-1]):.1f}%"
         rows.append([f"{len(left)} more sites", "", "", _ms(before), _ms(after),
-                     f"{before / after:.2f}", f"{share:.1%}", "", ""])  # fmt: skip
+                     f"{before / after:.2f}", share, "", ""])  # fmt: skip
     rows.append([rest["path"], "", "", _ms(rest["seconds_before"]), _ms(rest["seconds_after"]),
-                 _short(rest["ratio"]), f"{rest['share']:.1%}", "", ""])  # fmt: skip
+                 words.ratio_short(rest["ratio"]), shares[-1], "", ""])  # fmt: skip
     columns = ("site", ">tokens", ">heads", ">ms", ">after", ">times", ">share", ">error", "by")
     session.table(columns, rows)
     session.line()
 
 
+def _shares(sites: list[Document]) -> list[str]:
+    """The shares as texts that add up to 100.0%: the last row, the rest, takes the rounding."""
+    tenths = [round(1000 * site["share"]) for site in sites[:-1]]
+    return [f"{each / 10:.1f}%" for each in (*tenths, 1000 - sum(tenths))]
+
+
 def _sweep(session: Session, rows: list[Document]) -> None:
-    from elsa_core.profiling import page
+    from elsa_core.profiling import words
 
     lines = []
     for row in rows:
-        name = page.point_name(row)
+        name = words.point_name(row)
         if row["profile"] is None:
             lines.append([name, f"no: {row['status']}", *[""] * 4])
             if len(rows) > 1:  # one alone ends the command with this line
@@ -161,7 +168,7 @@ def _sweep(session: Session, rows: list[Document]) -> None:
         best, own = runs[found["best_baseline"]], runs[found["best_patched"]]
         lines.append([
             name, f"{best['name']} {_ms(best['seconds'])}", _ms(own["seconds"]),
-            _short(found["gain"]), f"{own['images_per_second']:.3g}",
+            words.ratio_short(found["gain"]), f"{own['images_per_second']:.3g}",
             f"{_mb(best)}/{_mb(own)}",
         ])  # fmt: skip
     columns = ("point", ">best baseline, ms", ">patched", ">gain", ">images/s", ">MB")
@@ -195,17 +202,13 @@ def _mb(run: Document) -> str:
     return "-" if run["memory_bytes"] is None else f"{run['memory_bytes'] / 1e6:.0f}"
 
 
-def _short(ratio: Document) -> str:
-    """The ratio, marked where it is no gain and no loss; "?" after too few rounds."""
-    if ratio["verdict"] == "unsure":
-        return "?"
-    return f"{ratio['value']:.2f}" if ratio["verdict"] != "no difference" else "same"
+def _beside(ratio: Document | None) -> str:
+    """The ratio of a run with its interval; why there is none where rounds decide nothing."""
+    from elsa_core.profiling import words
 
-
-def _ratio(ratio: Document | None) -> str:
     if ratio is None:
         return ""
-    if ratio["verdict"] == "unsure":
-        return f"{ratio['value']:.2f} ({ratio['rounds']} rounds)"
-    text = f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
-    return text if ratio["verdict"] in ("faster", "slower") else f"{text} {ratio['verdict']}"
+    if ratio["verdict"] in ("unsure", "no difference"):
+        rounds = f"{ratio['value']:.2f} ({ratio['rounds']} rounds)"
+        return rounds if ratio["verdict"] == "unsure" else words.ratio_short(ratio)
+    return f"{ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"

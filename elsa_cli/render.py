@@ -1,4 +1,7 @@
-"""Reports as tables and lines for people, in 80 columns."""
+"""Reports as tables and lines for people, in 80 columns.
+
+elsa_core is imported where it is used: commands import this before they have looked at MODEL.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_cli.console import Session
 from elsa_cli.options import Options
-from elsa_core.patching.labels import group, group_by
 
 if TYPE_CHECKING:
-    from elsa_core.attention import Route
     from elsa_core.loading.load import Loaded
     from elsa_core.patching.patch import PatchReport
     from elsa_core.patching.sites import AttentionSite, Inspection
     from elsa_core.proof.report import CheckReport
+    from elsa_core.routing import Route
 
 
 def header(session: Session, loaded: Loaded, options: Options, extra: str = "") -> None:
@@ -56,6 +58,8 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
 
 def inspection(session: Session, found: Inspection) -> None:
     """Every site of a model and what can be patched."""
+    from elsa_core.patching.labels import group, group_by
+
     rows = []
     for label, members in group(found.sites, _alike):
         one = members[0]
@@ -85,6 +89,8 @@ def kernels(routes: dict[int, Route]) -> str:
 
 def patched(session: Session, report: PatchReport) -> None:
     """What was patched, and what was kept and why."""
+    from elsa_core.patching.labels import group, group_by
+
     rows = [
         [f"✓ {label}", f"{len(members)}x", _class(members[0]), members[0].kind,
          _heads(members[0]), ", ".join(members[0].extra)]
@@ -101,6 +107,8 @@ def patched(session: Session, report: PatchReport) -> None:
 
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
+    from elsa_core.patching.labels import group
+
     rows = []
     for label, members in group(report.sites, lambda site: site.ok):
         worst = max(members, key=lambda site: _severity(site.excess))
@@ -127,8 +135,7 @@ def verdict(report: CheckReport) -> str:
         numbers = f" (error {_error(worst.patched_error)}, original {_error(worst.original_error)})"
     if not report.ok:
         return f"outputs do NOT agree{numbers}"
-    times = f"{_milliseconds(report.seconds_original)} → {_milliseconds(report.seconds_patched)}"
-    return f"outputs agree{numbers} · {times}"
+    return f"outputs agree{numbers}"
 
 
 def _mark(result: Any) -> str:
@@ -141,10 +148,6 @@ def _errors(result: Any) -> list[str]:
 
 def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def _severity(excess: float | None) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from elsa_core.attention import Route, attention, explain
+from elsa_core.attention import attention, explain
+from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
+from elsa_core.routing import Route
 from elsa_core.version import __version__
-from elsa_core.window import window_attention
+from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle, export
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
     from elsa_core.patching.patch import PatchReport, patch, unpatch
     from elsa_core.patching.sites import AttentionSite, Inspection, inspect
-    from elsa_core.profiling.profile import profile
-    from elsa_core.profiling.report import ProfileReport
+    from elsa_core.profiling.profile import ProfileReport, profile
     from elsa_core.proof.check import CheckReport, check
 
 _HOMES = {
@@ -41,7 +42,7 @@ _HOMES = {
     "export": "exporting.bundle",
     "VerifyReport": "exporting.verify",
     "verify": "exporting.verify",
-    "ProfileReport": "profiling.report",
+    "ProfileReport": "profiling.profile",
     "profile": "profiling.profile",
 }
 
@@ -60,9 +61,12 @@ __all__ = [
     "attention",
     "check",
     "explain",
+    "explain_linear",
+    "explain_window_attention",
     "export",
     "freeze",
     "inspect",
+    "linear",
     "load",
     "merge",
     "patch",

@@ -1,4 +1,4 @@
-"""Calls of operators with less to pass through, where nobody could tell the difference.
+"""Calls of operators with less to pass through, where the result is the same.
 
 An operator with a formula for its gradient has an autograd kernel in Python, which every call
 outside inference mode passes through and which costs as much as the rest of a small call.
@@ -10,9 +10,11 @@ import threading
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 
+NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to learn it"
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 
 
@@ -24,12 +26,12 @@ _OBSERVERS = _Observers()
 
 
 def observe(change: int) -> None:
-    """Count a dispatch mode of this thread that wants calls as they are when nobody watches."""
+    """Count a dispatch mode of this thread that only observes: calls are as they are without it."""
     _OBSERVERS.count += change
 
 
 def watched() -> bool:
-    """Whether a compiler, a tracer, a transform or a dispatch mode watches this thread.
+    """Whether a compiler, tracer, transform or dispatch mode is active in this thread.
 
     Then what is called must be what is written, and Python must not branch on lengths.
     """
@@ -57,6 +59,18 @@ def differentiates(*arguments: Any) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
 
 
+def wanted(**arguments: Tensor | None) -> tuple[str, ...]:
+    """The names of the arguments that reverse mode wants a gradient of, if it records this call.
+
+    A program that is exported or traced is for inference: none.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return ()
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        return ()
+    return tuple(name for name, t in arguments.items() if t is not None and t.requires_grad)
+
+
 def differentiates_otherwise() -> bool:
     """Whether forward-mode AD or a derivative of `torch.func` is at work.
 
@@ -74,7 +88,7 @@ differentiates_otherwise._dynamo_marked_constant = True  # type: ignore[attr-def
 
 
 def below_autograd(operator: Any, *arguments: Any) -> Any:
-    """Call an operator that nobody watches and that autograd would not record."""
+    """Call an operator where none of `watched` is active and autograd would not record it."""
     if torch.is_inference_mode_enabled():  # already below it
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():

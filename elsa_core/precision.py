@@ -18,6 +18,15 @@ from elsa_core.errors import ArgumentError
 
 DEFAULT_BLOCK: Final = 128
 """Keys that the paper folds on chip before the inter-block scan."""
+DTYPES: Final = MappingProxyType(
+    {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp64": torch.float64,
+    }
+)
+"""The dtypes that commands and result documents name, by their names there."""
 
 
 @dataclass(frozen=True)

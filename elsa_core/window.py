@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core import calls
-from elsa_core.attention import NO_TENSOR_SCALE, _backend_name, _eager_alone
-from elsa_core.backends import eager_window
+from elsa_core import calls, operators, routing
+from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
 from elsa_core.operands import require_inside
+from elsa_core.routing import Route
 
 LAYOUTS = ("qkv", "head")
 _Triple = tuple[int, int, int]
@@ -68,7 +68,7 @@ def window_attention(
         grid: cut the grid of MaxViT instead: tokens of a window lie size / window apart. The sizes
             must be multiples of the window and nothing is shifted.
         precision: "strict", "ieee", "turbo" or "lean", see `elsa_core.precision`.
-        backend: "auto", "native" (CPU library), "triton" (GPU) or "eager" (plain PyTorch).
+        backend: "auto" or one of `elsa_core.routing.names("window_attention")`.
 
     Returns:
         [B, (D,) H, W, C], dense, in qkv's dtype. Differentiable once in qkv, bias, pad_qkv and
@@ -83,18 +83,17 @@ def window_attention(
         W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
     """
     if isinstance(scale, Tensor):
-        raise ArgumentError(NO_TENSOR_SCALE)
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
     window, shift = _geometry(qkv, window_size, shift_size, grid)
     head_dim = _head_dim(qkv, num_heads, layout)
     _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
     if not mask_value <= 0:  # NaN too
         raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
-    name = _backend_name(qkv.device.type, qkv.dtype, head_dim, head_dim, precision, backend)
-    run: Callable[..., Tensor] = torch.ops.elsa.window_attention.default
-    if _eager_alone(backend):
-        run = eager_window.attention
-    elif name == "eager":
-        run = torch.ops.elsa.window_attention_eager.default
+    kind = (qkv.device.type, qkv.dtype, head_dim, head_dim, precision)
+    name = routing.name_of("window_attention", *kind, backend)
+    run: Callable[..., Tensor] = operators.WINDOW_ATTENTION.reference
+    if not routing.plain_alone(backend):
+        run = routing.RUNS["window_attention", name]
     image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
     if image.stride(-1) != 1:
         image = image.contiguous()
@@ -107,6 +106,39 @@ def window_attention(
     else:
         out = calls.below_autograd(run, *arguments)
     return out if qkv.dim() == 5 else out.squeeze(1)
+
+
+def explain_window_attention(
+    qkv: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int] = (0, 0),
+    scale: float | None = None,
+    bias_index: Tensor | None = None,
+    pad_qkv: Tensor | None = None,
+    logit_scale: Tensor | None = None,
+    mask_value: float = -100.0,
+    layout: str = "qkv",
+    grid: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Route:
+    """Say which backend and arithmetic would serve `window_attention` with these arguments, and
+    who its gradients; takes and raises what it does."""
+    window, _ = _geometry(qkv, window_size, shift_size, grid)
+    head_dim = _head_dim(qkv, num_heads, layout)
+    _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
+    request = Request(
+        qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
+        "none" if bias is None else "additive", "dense" if qkv.stride(-1) == 1 else "strided",
+        calls.wanted(qkv=qkv, bias=bias, pad_qkv=pad_qkv, logit_scale=logit_scale),
+    )  # fmt: skip
+    alone = routing.plain_alone(backend)
+    if alone:
+        return routing.route(request, routing.PLAIN, schedule=(qkv,), because=f"has no {alone}")
+    return routing.route(request, backend, schedule=(qkv,))
 
 
 class _Terms(NamedTuple):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from elsa_core.bench.cases import Case
-    from elsa_core.bench.results import CaseResult, Report
+    from elsa_core.bench.results import CaseResult, Report, Settings
 
 
 @click.command("bench", cls=Command)
@@ -127,8 +127,7 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
     from torch import device as torch_device
     from torch.cuda import is_available
 
-    from elsa_core.bench import attention, results
-    from elsa_core.errors import UnavailableError
+    from elsa_core.bench import results
 
     # Listing and planning the calls of a GPU needs none.
     absent = given["device"].startswith("cuda") and not is_available()
@@ -153,6 +152,21 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
         bench_trace.run(session, chosen, device, backend=given["backend"], seed=given["seed"])
         return
     _check_targets(device, given)
+    _measure(session, chosen, settings, device, given, published)
+
+
+def _measure(
+    session: Session,
+    chosen: tuple[Case, ...],
+    settings: Settings,
+    device: torch.device,
+    given: dict[str, Any],
+    published: dict[str, Any] | None,
+) -> None:
+    """Measure the calls, show and write the result; what is wrong or became worse ends it."""
+    from elsa_core.bench import attention, results
+    from elsa_core.errors import UnavailableError
+
     with session.stage("measuring") as update:
         report = attention.run(chosen, device=device, settings=settings, progress=update)
     _show(session, report, published)
@@ -210,7 +224,7 @@ def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
     from elsa_core.bench import cases
 
     if given["tune"]:
-        from elsa_core.bench import tune
+        from elsa_core.bench.tune import search as tune
 
         tune.check_device(device)
     precision, dtype = given["precision"], given["dtype"]
@@ -233,7 +247,7 @@ def _chosen(device: torch.device, given: dict[str, Any]) -> tuple[Case, ...]:
 def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> None:
     from torch.cuda import is_available
 
-    from elsa_core.bench import environment
+    from elsa_core.measuring import environment
 
     there = device.type == "cpu" or is_available()
     results = {"dry_run": True, "cases": [case.to_dict() for case in chosen]}
@@ -252,8 +266,8 @@ def _list(session: Session, chosen: tuple[Case, ...], device: torch.device) -> N
 
 def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
     """Whatever would keep the results from being written ends the command before it measures."""
-    from elsa_core.bench import environment, plots
     from elsa_core.errors import ArgumentError, UnavailableError
+    from elsa_core.measuring import busy, plots
 
     target: Path | None = given["output"]
     for path in (target, given["plot"]):
@@ -265,13 +279,14 @@ def _check_targets(device: torch.device, given: dict[str, Any]) -> None:
         return
     if target.exists() and not given["force"]:
         raise ArgumentError(f"{target} exists; use --force to replace it")
-    why = environment.busy(device)
+    why = busy.reason(device)
     if why and not given["allow_busy"]:
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
 
 
 def _show(session: Session, report: Report, published: dict[str, Any] | None) -> None:
-    from elsa_core.bench import environment, results, tables
+    from elsa_core.bench import results, tables
+    from elsa_core.measuring import environment
 
     added = bench_compare.added(results.document(report), published)
     session.document("bench attention", report.environment, report.to_dict() | added)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elsa_cli.console import Session
-from elsa_cli.errors import TargetError
+from elsa_cli.errors import TargetError, check_text
 from elsa_cli.options import (
     Command,
     FilePath,
@@ -23,6 +23,8 @@ from elsa_cli.options import (
 )
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from elsa_core.exporting.bundle import Bundle
     from elsa_core.exporting.verify import ArtefactReport
     from elsa_core.loading.load import Loaded
@@ -65,6 +67,10 @@ class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clic
 @click.option("--zip", "zipped", is_flag=True, help="Write one .zip file instead of a directory.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @click.option(
+    "--sign", type=FilePath(), metavar="KEY",
+    help="Sign the bundle with this Ed25519 private key (PEM or OpenSSH), for `elsa verify --key`.",
+)  # fmt: skip
+@click.option(
     "--tower", type=click.Choice(("image", "text")),
     help="Which tower of a CLIP to export: open_clip models need it.",
 )  # fmt: skip
@@ -94,6 +100,7 @@ def command(
     output: Path | None,
     zipped: bool,
     force: bool,
+    sign: Path | None,
     tower: str | None,
     onnx_mode: str,
     opset: str | None,
@@ -112,6 +119,7 @@ def command(
 
     options = Options.of(given)
     _check_early(output, zipped, force, formats, dynamic_size)
+    key = None if sign is None else _private_key(sign)
     loaded = pipeline.open_model(session, model, options)
     loaded = _tower(loaded, tower, options)
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
@@ -132,6 +140,7 @@ def command(
             aoti=aoti,
             zip=zipped,
             force=force,
+            key=key,
             loaded=loaded,
             check=outcome,
             seed=options.seed,
@@ -153,10 +162,19 @@ def _check_early(
         return
     if zipped and output.suffix != ".zip":
         output = Path(f"{output}.zip")
+    check_text(output)
+    if zipped and output.is_dir():
+        raise TargetError(f"{output} is a directory; with --zip, -o names a file")
     if output.exists() and not force:
         raise TargetError(f"{output} exists; give another -o, or --force to replace it")
     if output.exists() and not zipped and not output.is_dir():
         raise TargetError(f"{output} is not a directory; --force replaces bundles only")
+
+
+def _private_key(path: Path) -> Ed25519PrivateKey:
+    from elsa_core.exporting.signature import read_private_key
+
+    return read_private_key(path)
 
 
 def _tower(loaded: Loaded, tower: str | None, options: Options) -> Loaded:

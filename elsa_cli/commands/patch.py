@@ -10,7 +10,7 @@ import click
 
 from elsa_cli.commands.check import failure
 from elsa_cli.console import Session
-from elsa_cli.errors import TargetError, VerdictError
+from elsa_cli.errors import TargetError, VerdictError, check_text
 from elsa_cli.options import (
     Command,
     FilePath,
@@ -123,6 +123,7 @@ def _check_target(output: Path | None, force: bool) -> None:
     """Refuse an existing target before seconds go into loading; `save` checks again."""
     if output is None:
         return
+    check_text(output)
     if output.exists() and not force:
         raise TargetError(f"{output} exists; give another -o DIR, or --force to replace it")
     if output.exists() and not output.is_dir():

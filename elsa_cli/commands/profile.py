@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import targets
+from elsa_cli import names, targets
 from elsa_cli.console import Session
 from elsa_cli.errors import CommandError, VerdictError
 from elsa_cli.options import (
@@ -60,17 +60,21 @@ class OutOfMemoryError(CommandError):
 @click.option(
     "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
     help="What to measure against: eager, control, sdpa, compile, eager+graph, sdpa+graph, "
-    "compile+graph, or all.  [default: eager,sdpa; on CUDA also compile and CUDA graphs]",
+    "compile+graph, or all.  [default: eager; on CUDA also sdpa, compile and CUDA graphs]",
 )  # fmt: skip
 @click.option(
     "--rounds", type=click.IntRange(3, 1000), default=20, show_default=True,
-    help="Samples of each run; more where they disagree.",
+    help="Samples of each run at least; more until the interval decides.",
 )  # fmt: skip
 @click.option(
     "--budget", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True,
-    metavar="SECONDS", help="Limit of one configuration's rounds.",
+    metavar="SECONDS", help="Limit of one configuration's rounds and sites.",
 )  # fmt: skip
-@click.option("--no-sites", is_flag=True, help="Whole models only: no sites, no errors.")
+@click.option(
+    "--sites/--no-sites", default=None,
+    help="Time every attention site, whatever the budget says, or none.  [default: on a CPU where "
+    "the verdict has left enough of the budget]",
+)  # fmt: skip
 @click.option("--no-errors", is_flag=True, help="Leave out the sites' errors against float64.")
 @click.option(
     "--output", "-o", type=_FILE, metavar="FILE",
@@ -96,6 +100,9 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     """Measure MODEL patched against MODEL as it is, in one run and in turns: latency, throughput,
     memory, and the time of every attention site.
 
+    The verdict comes first: rounds go on until the interval decides or --budget is over; what is
+    left of it goes to the sites.
+
     "as it is" means the baselines: as loaded (eager), with PyTorch's fused attention (sdpa),
     compiled, and as a CUDA graph. `control` is eager once more, to see what this machine can tell
     apart. Several sizes, batches, dtypes or precisions make a sweep, which --resume continues.
@@ -103,15 +110,16 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     from elsa_cli import profile_view
 
     files = _targets(given)
+    names.check(model)
     with session.stage("importing torch"):
-        from elsa_core.bench import environment
+        from elsa_core.measuring import environment
         from elsa_core.profiling import sweep
 
         plan, points = _planned(session, model, given)
     document = _document(plan, given, environment.describe(plan.device))
     keep = _keeper(session, given["resume"] or given["output"])
     try:
-        with session.stage("profiling") as update:
+        with session.stage("profiling", beats=True) as update:
             sweep.run(plan, points, document, keep=keep, progress=update)
     except BaseException:
         # What is finished is a result, whatever ended the sweep.
@@ -135,7 +143,7 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
         raise click.UsageError("--policy needs one --precision: a plan has one")
     if given["policy"] is None and typed(("plan",)):
         raise click.UsageError("--plan is what --policy writes: name a --policy")
-    if given["policy"] is not None and given["no_sites"]:
+    if given["policy"] is not None and given["sites"] is False:
         raise click.UsageError("--policy judges sites: leave --no-sites out")
     named = {name: given[name] for name in ("output", "html", "plot") if given[name] is not None}
     if given["policy"] is not None:
@@ -147,12 +155,10 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
         targets.check_writable(given["resume"])
     if len({path.resolve() for path in named.values()}) < len(named):
         raise click.UsageError("two of the files to write are the same")
-    if "html" in named or "plot" in named:
-        from elsa_core.profiling import figures
+    if "plot" in named:
+        from elsa_core.measuring import plots
 
-        figures.check()
-        if "plot" in named:
-            figures.check_plot(named["plot"], force=given["force"])
+        plots.check(named["plot"], force=given["force"])
     return named
 
 
@@ -165,7 +171,8 @@ def _planned(
     device = torch.device(resolve_device(given["device"]))
     from elsa_core.loading.load import Loaded, load_model
     from elsa_core.loading.spec import parse
-    from elsa_core.profiling import sweep, variants
+    from elsa_core.model_runs import variants
+    from elsa_core.profiling import sweep
 
     spec = parse(model)
     baselines = variants.chosen(given["baselines"], device)
@@ -188,18 +195,21 @@ def _planned(
     }  # fmt: skip
     if spec.path is not None:
         about["weights_sha256"] = sweep.weights_sha256(spec)
+    sites = given["sites"]
     settings = {
         "baselines": list(baselines), "backend": given["backend"],
         "include": list(given["include"]), "exclude": list(given["exclude"]),
         "rounds": given["rounds"], "budget_seconds": given["budget"],
-        "sites": not given["no_sites"], "device": str(device),
-        "errors": not (given["no_sites"] or given["no_errors"]),
+        "sites": sites, "device": str(device),
+        "errors": not (sites is False or given["no_errors"]),
     }  # fmt: skip
     options = {
         "baselines": baselines, "backend": given["backend"],
         "include": list(given["include"]) or None, "exclude": list(given["exclude"]) or None,
         "rounds": given["rounds"], "budget_seconds": given["budget"],
-        "sites": not given["no_sites"], "errors": not given["no_errors"],
+        # A policy judges sites: it needs them whatever the budget says.
+        "sites": True if given["policy"] is not None else sites,
+        "errors": not given["no_errors"],
     }  # fmt: skip
     return sweep.Plan(load, about, settings, options, device, given["seed"]), points
 

@@ -11,27 +11,43 @@ from elsa_cli.commands.check import failure
 from elsa_cli.commands.export import artefact_row
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
-from elsa_cli.options import Command, output_options, pass_session
+from elsa_cli.options import Command, FilePath, output_options, pass_session
 
 
 @click.command("verify", cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--files-only", is_flag=True, help="Compare the files; run nothing of the bundle.")
+@click.option("--trust", is_flag=True, help="Run the bundle's library without asking.")
+@click.option(
+    "--key", type=FilePath(), metavar="PUB",
+    help="Demand a signature of this Ed25519 public key (PEM or ssh-ed25519); nothing is asked.",
+)  # fmt: skip
 @output_options
 @pass_session
-def command(session: Session, /, bundle: Path, files_only: bool, **_: Any) -> None:
+def command(
+    session: Session, /, bundle: Path, files_only: bool, trust: bool, key: Path | None, **_: Any
+) -> None:
     """Check BUNDLE, a directory or .zip that `elsa export` wrote.
 
     Every file must match its SHA-256, with nothing missing and nothing extra. Then each artefact
     runs in a fresh process and must reproduce the model. That runs the bundle's own library, which
-    can do anything: use --files-only for a bundle that you do not trust.
+    can do anything that you can: it needs --trust, a signature (--key), or a yes on a terminal. Use
+    --files-only for a bundle that you do not trust.
     """
     from elsa_cli.probes import environment
 
-    with session.stage(f"verifying {bundle}") as update:
+    asks = not (files_only or trust or key)  # and a question is not drawn over
+    with session.stage(f"verifying {bundle}", drawn=not asks) as update:
+        from elsa_core.exporting.signature import read_public_key
         from elsa_core.exporting.verify import verify
 
-        report = verify(bundle, run=not files_only, progress=lambda text: update(text, 0, 0))
+        report = verify(
+            bundle,
+            run=not files_only,
+            key=None if key is None else read_public_key(key),
+            before_run=lambda signed: _ask(session, bundle, trust or signed),
+            progress=lambda text: update(text, 0, 0),
+        )
     session.document("verify", environment(), report.to_dict())
     model = report.manifest["model"]
     session.line(f"{model.get('name')} · {model['dtype']} · {model['device']} · "
@@ -51,4 +67,22 @@ def command(session: Session, /, bundle: Path, files_only: bool, **_: Any) -> No
         raise VerdictError(f"{bundle} does not verify: {failure(report.failures)}")
     done = [each.format for each in report.artefacts if each.status == "ok"]
     ran = f"; {', '.join(done)} reproduce the model" if done else "; nothing was run"
-    session.line(f"{report.files} files match{ran}", "bold", even_quiet=True)
+    signed = " and the signature" if report.signed else ""
+    session.line(f"{report.files} files{signed} match{ran}", "bold", even_quiet=True)
+
+
+def _ask(session: Session, bundle: Path, trusted: bool) -> None:
+    """Go on where the bundle is trusted, or a person at a terminal says so."""
+    about = f"about to run the library of {bundle}, which can do anything that you can"
+    if trusted:
+        if not session.quiet:
+            session.log(about)
+        return
+    if not session.can_ask():
+        raise click.UsageError(
+            f"the files of {bundle} match; running its library, which can do anything that you "
+            "can, needs --trust or a signature (--key PUB); --files-only runs nothing"
+        )
+    session.log(about)
+    if not session.ask("Run it?"):
+        raise click.UsageError("nothing was run; --files-only compares the files alone")

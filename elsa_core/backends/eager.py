@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core import monoid
-from elsa_core.backends.support import Request, Support
+from elsa_core.backends.support import Request, Support, loses_digits
 
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
 _SCORES_ALIVE = 1 << 22
 _KEY_BLOCK = 1024
 _QUERY_BLOCK_MIN = 16
-# The relative error of exp(scores - lse) that is left to the rounding of a large lse.
-_WEIGHT_ERROR = 2.0**-13
 # Dtypes in which an output is rounded to fewer bits than its sums have.
 _ROUNDED = (torch.float16, torch.bfloat16)
 
@@ -140,11 +138,13 @@ def backward(
         Gradients of query, key, value and mask; empty where `needs` says that none is wanted.
     """
     compute = _compute_dtype(query.dtype)
+    if not grad_lse.numel():
+        grad_lse = torch.zeros_like(lse)
     kv_heads = key.shape[1]
     inputs = (query, key, value, attn_mask)
     grads = _zeros_for(inputs, needs, compute)
     block_q, block_k = _block_sizes(query, key)
-    again = key.shape[2] > block_k and (query.dtype in _ROUNDED or _loses_digits(lse))
+    again = key.shape[2] > block_k and (query.dtype in _ROUNDED or loses_digits(lse))
     # Whether any row sees no key; only on the CPU does a look not wait for a queue.
     dead = lse.isneginf()
     holes = attn_mask is not None and (dead.device.type != "cpu" or bool(dead.any()))
@@ -210,14 +210,6 @@ def _add_block(
     if grad_mask is not None:  # dims of size 1 were broadcast
         target = _mask_block(grad_mask, rows, columns)
         target += g_scores.flatten(1, 2).sum_to_size(target.shape)
-
-
-def _loses_digits(lse: Tensor) -> bool:
-    """Whether the rounding of some finite lse shows in the weights."""
-    if lse.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True  # a graph is recorded without values: be safe
-    limit = _WEIGHT_ERROR / torch.finfo(lse.dtype).eps
-    return bool(((lse.abs() > limit) & lse.isfinite()).any())
 
 
 def _first_pass(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core.backends import compiler, native_backward
+from elsa_core.backends import compiler
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
@@ -113,7 +113,6 @@ def load() -> Support:
         library = _opened(build())
         _isa_of(library)
         _LIBRARY.append(library)
-        native_backward.register()
     except Exception as error:  # whatever is wrong with this machine, plain PyTorch goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _LOG.warning("the native library is off, plain PyTorch takes over: %s", reason)

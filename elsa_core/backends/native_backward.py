@@ -1,58 +1,39 @@
-"""Gradients on the CPU: the kernels of `csrc/elsa/gradient*` where they serve, else PyTorch's own.
+"""Gradients on the CPU: the kernels of `csrc/elsa/gradient*`.
 
-They take float32 and no gradient of an attention mask. All else goes to the formulas in plain
-PyTorch, through the operators that hold them.
+They take float32 and no gradient of an attention mask; each function gives None for other calls.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from elsa_core.backends.support import Request, Support
+from elsa_core.limits import LARGEST_HEAD_DIM
+
 WINDOW_TOKENS_MAX = 640  # kMaxGradientTokens in csrc/elsa/gradient.h
 
 
-@functools.cache
-def register() -> None:
-    """Let the CPU's backward operators ask here; the native library is loaded.
-
-    A second library holds the registrations: they last as long as it does.
-    """
-    library = torch.library.Library("elsa", "IMPL")
-    library.impl("attention_backward", attention_backward, "CPU")
-    library.impl("window_attention_backward", window_attention_backward, "CPU")
-    _LIBRARIES.append(library)
-
-
-_LIBRARIES: list[torch.library.Library] = []
+def support(request: Request) -> Support:
+    """Whether the kernels take gradients of such calls, as far as lengths do not decide."""
+    if request.dtype != torch.float32:
+        return Support(False, f"gradients are float32, not {_short(request.dtype)}")
+    if "attn_mask" in request.gradient:
+        return Support(False, "has no gradient of a mask")
+    if max(request.head_dim, request.value_dim) > LARGEST_HEAD_DIM:
+        return Support(False, f"takes head dimensions up to {LARGEST_HEAD_DIM}")
+    return Support(True)
 
 
-def attention_support(operands: Sequence[Tensor], needs: Sequence[bool]) -> str:
-    """Why the kernel does not serve a call; empty where it does.
-
-    Args:
-        operands: grad_out, query, key and value.
-        needs: of query, key, value and mask, as the operator takes them.
-    """
-    if needs[3]:
-        return "has no gradient of a mask"
-    return _float32(operands)
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def window_support(operands: Sequence[Tensor], tokens: int) -> str:
-    """The same for windows of `tokens` tokens; operands: grad_out, qkv and the terms there are."""
-    if tokens > WINDOW_TOKENS_MAX:
-        return f"takes windows of up to {WINDOW_TOKENS_MAX} tokens, not {tokens}"
-    return _float32(operands)
-
-
-def _float32(operands: Sequence[Tensor]) -> str:
-    other = next((t.dtype for t in operands if t.dtype != torch.float32), None)
-    return f"takes float32, not {str(other).removeprefix('torch.')}" if other else ""
+def _float32(operands: Sequence[Tensor]) -> bool:
+    return all(t.dtype == torch.float32 for t in operands)
 
 
 def attention_backward(
@@ -68,16 +49,11 @@ def attention_backward(
     scale: float,
     precision: str,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The CPU kernel of `elsa::attention_backward`: arguments and results as in its schema."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """As `elsa::attention_backward`; None where the kernel does not serve the call."""
     needs = (*needs[:3], needs[3] and attn_mask is not None)
-    if attention_support((grad_out, query, key, value), needs):
-        formula = torch.ops.elsa.attention_eager_backward.default
-        answer: tuple[Tensor, Tensor, Tensor, Tensor] = formula(
-            grad_out, grad_lse, query, key, value, attn_mask, out, lse, is_causal, scale,
-            precision, needs,
-        )  # fmt: skip
-        return answer
+    if needs[3] or not _float32((grad_out, query, key, value)):
+        return None
     grads = torch.ops.elsa.attention_backward_native.default(
         grad_out, grad_lse if grad_lse.numel() else None, query, key, value, attn_mask, out, lse,
         is_causal, scale, *needs[:3],
@@ -101,18 +77,13 @@ def window_attention_backward(
     grid: bool,
     precision: str,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The CPU kernel of `elsa::window_attention_backward`, as `attention_backward`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """As `elsa::window_attention_backward`; None where the kernel does not serve the call."""
     terms = [t for t in (bias, pad_qkv, logit_scale) if t is not None]
     head_dim = qkv.shape[-1] // (3 * num_heads)
-    dense = qkv.stride(-1) == 1 and head_dim <= 256
-    if not dense or window_support((grad_out, qkv, *terms), math.prod(window_size)):
-        formula = torch.ops.elsa.window_attention_eager_backward.default
-        answer: tuple[Tensor, Tensor, Tensor, Tensor] = formula(
-            grad_out, qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,
-            shift_size, scale, mask_value, layout, grid, precision, needs,
-        )  # fmt: skip
-        return answer
+    small = math.prod(window_size) <= WINDOW_TOKENS_MAX and head_dim <= LARGEST_HEAD_DIM
+    if not small or qkv.stride(-1) != 1 or not _float32((grad_out, qkv, *terms)):
+        return None
     grad_qkv, grad_bias, grad_pad, grad_scale = (
         torch.ops.elsa.window_attention_backward_native.default(
             grad_out, qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,

@@ -1,11 +1,16 @@
-"""What a backend is asked, and how it answers."""
+"""What a backend is asked, how it answers, and how it offers itself to `elsa_core.routing`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# The relative error of exp(scores - lse) that is left to the rounding of a large lse.
+WEIGHT_ERROR = 2.0**-13
 
 
 class Support(NamedTuple):
@@ -22,7 +27,15 @@ class Support(NamedTuple):
 class Request(NamedTuple):
     """What decides whether a backend can serve a call: nothing here depends on a length.
 
-    `precision` is one of `elsa_core.precision.PRECISIONS`, already validated against `dtype`.
+    Attributes:
+        device_type: "cpu", "cuda", ...
+        dtype: of the tensors.
+        head_dim, value_dim: D and Dv; of `linear` the channels of input and output.
+        precision: one of `elsa_core.precision.PRECISIONS`, already validated against `dtype`.
+        operator: the name of a record of `elsa_core.operators`.
+        mask: "none", "causal", "bool" or "additive".
+        layout: "dense" where the last dim of each operand is, else "strided".
+        gradient: the arguments that reverse mode wants a gradient of; none in inference.
     """
 
     device_type: str
@@ -30,21 +43,62 @@ class Request(NamedTuple):
     head_dim: int
     value_dim: int
     precision: str
+    operator: str = "attention"
+    mask: str = "none"
+    layout: str = "dense"
+    gradient: tuple[str, ...] = ()
 
 
-class Backend(Protocol):
-    """What every backend module offers beside its kernels."""
+@dataclass(frozen=True)
+class Implementation:
+    """One operator by one backend.
 
-    def support(self, request: Request) -> Support:
-        """Whether a request can be served, and why not; may load or build once."""
+    Attributes:
+        support: whether a request can be served, and why not; may load or build once.
+        run: takes the arguments of the operator `elsa::<name>` and gives its results. Compilers and
+            autograd meet it as it is, so it is an overload of `torch.ops` or made of PyTorch's own
+            operations.
+        schedule: the same arguments without the scale; how the call would be cut and merged, in
+            words.
+        arithmetic: what a precision means here, in words.
+        direct: the kernel behind `run`, for calls that no compiler, tracer or profiler needs to
+            see; of `linear` and of `whole` what gives None where it is not the faster one. None
+            where `run` is to be called.
+        gradient: as `support`, for the gradients of `run`; None where autograd records `run`.
+        backward: takes the arguments of `elsa::<name>_backward`; gives None where it does not
+            serve the call.
+        takes: whether query, key and mask are such that `run` loses nothing.
+        whole: serves calls of a shipped table only, and those that ask for it by name; its `run`
+            is differentiated by autograd and has no lse.
+    """
 
-    def schedule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        precision: str,
-    ) -> str:
-        """How the call would be cut into tiles and merged, in words."""
+    support: Callable[[Request], Support]
+    run: Callable[..., Any]
+    schedule: Callable[..., str]
+    arithmetic: Callable[[Request], str]
+    direct: Callable[..., Any] | None = None
+    gradient: Callable[[Request], Support] | None = None
+    backward: Callable[..., Any] | None = None
+    takes: Callable[..., bool] | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A name, the type of the devices it serves (None: every one) and its operators.
+
+    `built_on_demand`: asking it whether it serves a call may compile it.
+    """
+
+    name: str
+    device: str | None
+    operators: Mapping[str, Implementation]
+    built_on_demand: bool = False
+
+
+def loses_digits(lse: Tensor) -> bool:
+    """Whether the rounding of some finite lse shows in the weights exp(score - lse)."""
+    if lse.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # a graph is recorded without values: be safe
+    limit = WEIGHT_ERROR / torch.finfo(lse.dtype).eps
+    return bool(((lse.abs() > limit) & lse.isfinite()).any())

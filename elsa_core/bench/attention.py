@@ -13,20 +13,14 @@ import torch
 from torch import Tensor
 
 from elsa_core import reference
-from elsa_core.bench import environment, timing
-from elsa_core.bench.cases import DTYPES, Case, inputs
+from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.peers import Inputs, field_of
-from elsa_core.bench.results import (
-    CaseResult,
-    Measurement,
-    Report,
-    Settings,
-    compare,
-    digits,
-    percentile,
-)
-from elsa_core.bench.timing import Contender
+from elsa_core.bench.results import CaseResult, Measurement, Report, Settings, compare
 from elsa_core.errors import UnavailableError
+from elsa_core.measuring import busy, environment, timing
+from elsa_core.measuring.intervals import digits, percentile
+from elsa_core.measuring.timing import Contender
+from elsa_core.precision import DTYPES
 
 Progress = Callable[[str, int, int], None]
 
@@ -63,7 +57,7 @@ def run(
             raise UnavailableError("device: torch sees no CUDA GPU; use --device cpu")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-    busy = environment.busy(device)
+    occupied = busy.reason(device)
     results = []
     matmul = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no peer may compute fp32 in TF32
@@ -75,10 +69,10 @@ def run(
             results.append(measure(case, device, settings, limits))
     finally:
         torch.set_float32_matmul_precision(matmul)
-    if not busy and device.type == "cuda":
+    if not occupied and device.type == "cuda":
         time.sleep(_LOOK_BACK)
-    busy = busy or environment.busy(device)
-    return Report(environment.describe(device), settings, limits, tuple(results), busy)
+    occupied = occupied or busy.reason(device)
+    return Report(environment.describe(device), settings, limits, tuple(results), occupied)
 
 
 def measure(

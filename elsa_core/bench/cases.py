@@ -11,14 +11,8 @@ from typing import Any, Final
 import torch
 
 from elsa_core.errors import ArgumentError
-from elsa_core.precision import validate
+from elsa_core.precision import DTYPES, validate
 
-DTYPES: Final = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp64": torch.float64,
-}
 SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
 SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
 WINDOW_IMAGES: Final = 4  # images that the windows of a case come from

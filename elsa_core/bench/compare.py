@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from elsa_core.profiling.measure import ratio
+from elsa_core.measuring.intervals import ratio
 
 Document = dict[str, Any]
 

@@ -1,12 +1,12 @@
-"""README's tables of `elsa bench models`, and of results of `elsa profile`."""
+"""Tables of `elsa bench models`, and of results of `elsa profile`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from elsa_core.bench.environment import label
-from elsa_core.profiling.measure import FEWEST_ROUNDS, NO_DIFFERENCE, UNSURE
+from elsa_core.measuring.environment import label
+from elsa_core.measuring.intervals import FEWEST_ROUNDS, NO_DIFFERENCE, UNSURE
 
 Document = dict[str, Any]
 

@@ -1,8 +1,8 @@
 """`elsa bench models`: whole models, patched against every way one would otherwise run them.
 
 The models and sizes of the ELSA paper's tables, at batch 8 and over sweeps of resolution. Each case
-is one `elsa_core.profiling.profile.profile`; its result goes into the document at once, so that a
-long run can be stopped and resumed.
+is one `elsa_core.model_runs.runs.measure_runs`; its result goes into the document at once, so that
+a long run can be stopped and resumed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from elsa_core.bench import environment
-from elsa_core.bench.cases import DTYPES
-from elsa_core.bench.results import SCHEMA_VERSION, finite
+from elsa_core.bench.results import SCHEMA_VERSION
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.files import write_text
+from elsa_core.measuring import busy, environment
+from elsa_core.measuring.documents import finite
+from elsa_core.measuring.memory_limit import limited
+from elsa_core.measuring.rounds import Settings
+from elsa_core.messages import first_line
+from elsa_core.model_runs import variants
+from elsa_core.model_runs.runs import ModelRuns, Progress, measure_runs
 from elsa_core.patching.patch import patch
-from elsa_core.profiling import variants
-from elsa_core.profiling.profile import profile
-from elsa_core.profiling.report import ProfileReport
-from elsa_core.profiling.room import limited
+from elsa_core.precision import DTYPES
 from elsa_core.proof.check import check
 from elsa_core.version import __version__
 
 COMMAND: Final = "bench models"
-Progress = Callable[[str, int, int], None]
+_PEERS: Final = {"cpu": ("eager", "sdpa")}  # more than a profile measures by default
 Document = dict[str, Any]
 
 
@@ -238,23 +240,23 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
             generator = torch.Generator().manual_seed(settings["seed"])
             shape = (case.batch, 3, case.image_size, case.image_size)
             images = torch.randn(shape, generator=generator).to(device, DTYPES[case.dtype])
-            found = profile(
-                model, images, baselines=settings["baselines"], precision=case.precision,
-                backend=settings["backend"], rounds=settings["rounds"], seed=settings["seed"],
-                budget_seconds=settings["budget_seconds"], sites=False, progress=tell,
+            how = Settings(settings["rounds"], settings["budget_seconds"], settings["seed"])
+            found = measure_runs(
+                model, images, how, baselines=settings["baselines"], precision=case.precision,
+                backend=settings["backend"], progress=tell,
             )  # fmt: skip
             tell("checking", 0, 0)
             return result(case, found, *_checked(model, images, case, settings["backend"]))
     except (ElsaError, RuntimeError, MemoryError) as error:
-        return _empty(case, variants.first_line(error))
+        return _empty(case, first_line(error))
 
 
 def result(
-    case: ModelCase, found: ProfileReport, errors: tuple[float, float] | None, failures: list[str]
+    case: ModelCase, found: ModelRuns, errors: tuple[float, float] | None, failures: list[str]
 ) -> Document:
     """The plain data of a measured case.
 
-    `measurements` are runs (`elsa_core.profiling.report.Run`) without `ratio`, which becomes
+    `measurements` are runs (`elsa_core.model_runs.runs.Run`) without `ratio`, which becomes
     `ratio_to_best` for elsa's; `errors` are (elsa's, the original's) relative errors against
     float64 on one image, None where they could not be checked.
     """
@@ -301,8 +303,8 @@ def _empty(case: ModelCase, reason: str) -> Document:
 def _busy(device: torch.device, *, first: bool) -> str:
     """Why the machine is not free; after a case, the GPU's utilisation would be that case's."""
     if device.type == "cpu" or first:
-        return environment.busy(device)
-    return environment.gpu_others(device)
+        return busy.reason(device)
+    return busy.gpu_others(device)
 
 
 def _in_order(results: list[Document], cases: Sequence[ModelCase]) -> None:
@@ -314,9 +316,6 @@ def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-# The document and its file
 
 
 def settings(
@@ -331,10 +330,10 @@ def settings(
     """How to measure, as plain data.
 
     Raises:
-        ArgumentError, UnavailableError: as `elsa_core.profiling.variants.chosen`.
+        ArgumentError, UnavailableError: as `elsa_core.model_runs.variants.chosen`.
     """
     return {
-        "baselines": list(variants.chosen(baselines, device)),
+        "baselines": list(variants.chosen(baselines or _PEERS.get(device.type), device)),
         "rounds": rounds,
         "budget_seconds": budget_seconds,
         "seed": seed,

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elsa_core.attention import attention, explain
-from elsa_core.bench import environment
 from elsa_core.bench.cases import WINDOW_IMAGES, Case
-from elsa_core.bench.timing import Contender
 from elsa_core.errors import ElsaError
+from elsa_core.measuring.memory_limit import available_bytes
+from elsa_core.measuring.timing import Contender
 from elsa_core.window import window_attention
 
 _SDPA: Final = {
@@ -87,7 +87,7 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
 
 
 def _too_large(case: Case, device: torch.device) -> str:
-    needed, there = _SCORE_COPIES * case.score_bytes, environment.available_bytes(device) // 2
+    needed, there = _SCORE_COPIES * case.score_bytes, available_bytes(device) // 2
     if needed <= there:
         return ""
     return f"its score matrices take {needed / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are there"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from elsa_core.bench.environment import label
-from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.files import staged_file
+from elsa_core.errors import ArgumentError
+from elsa_core.measuring.environment import label
+from elsa_core.measuring.plots import check, save
 
-FORMATS: Final = (".png", ".svg")
 _Series = dict[str, list[tuple[int, Any]]]
 
 
@@ -61,20 +59,6 @@ def plot(document: dict[str, Any], path: Path, *, force: bool = False) -> Path:
     return save(figure, path)
 
 
-def check(path: Path, *, force: bool = False) -> None:
-    """Raise what `plot` would raise for `path`: before anything is measured.
-
-    Raises:
-        ArgumentError, UnavailableError: as `plot`.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise ArgumentError(f"{path}: a plot is a {' or '.join(FORMATS)} file")
-    if path.exists() and not force:
-        raise ArgumentError(f"{path} exists; use --force to replace it")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnavailableError("plots need matplotlib: pip install 'elsa-attention[plot]'")
-
-
 def family(document: dict[str, Any]) -> tuple[str, _Series, _Series]:
     """The cases to draw: those equal in all but length, with the most lengths.
 
@@ -116,10 +100,3 @@ def family(document: dict[str, Any]) -> tuple[str, _Series, _Series]:
             if measured["workspace_bytes"] is not None:
                 memory[measured["contender"]].append((tokens, measured["workspace_bytes"]))
     return title, dict(times), dict(memory)
-
-
-def save(figure: Any, path: Path) -> Path:
-    """Write a figure of matplotlib, whole or not at all, in the format of the path's suffix."""
-    with staged_file(path) as staging:
-        figure.savefig(staging, format=path.suffix.lower().lstrip("."), dpi=160)
-    return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,8 @@ import torch
 from elsa_core.bench.cases import Case
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.files import write_text
+from elsa_core.measuring.documents import finite
+from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.version import __version__
 
 SCHEMA_VERSION: Final = 1
@@ -200,26 +201,6 @@ def publish(report: Report, path: Path, *, force: bool = False, allow_busy: bool
     if path.exists() and not force:
         raise ArgumentError(f"{path} exists; use --force to replace it")
     return write_text(json.dumps(document(report), indent=1, allow_nan=False) + "\n", path)
-
-
-def finite(value: Any) -> Any:
-    """Plain data with None for numbers that are not finite: JSON has none."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def percentile(samples: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile of some samples; `share` in 0 to 1."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def digits(number: float) -> float:
-    """Six significant digits: more than any timer gives, and short in a file."""
-    return float(f"{number:.6g}")
 
 
 def _related(own: Measurement, best: Measurement) -> Measurement:

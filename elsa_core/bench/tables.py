@@ -1,6 +1,6 @@
-"""README's tables, rendered from the result documents that a run wrote.
+"""The tables of the documentation, rendered from the result documents that a run wrote.
 
-A README marks where a table goes:
+A page marks where a table goes:
 
     <!-- begin:bench:attention_cpu:vit -->
     <!-- end:bench:attention_cpu:vit -->
@@ -10,7 +10,7 @@ The middle names the document (`results/attention_cpu.json`), the last part a ta
 goal), `sweep` (ratios by tokens and head_dim) or `command` (what wrote it, from its settings).
 Where the middle names a folder, its documents are those of `elsa profile`, and the last part is
 `points` (every model and size) or `command`.
-`python -m elsa_core.bench.tables README.md` rewrites what stands between them.
+`python -m elsa_core.bench.tables docs/benchmarks.md` rewrites what stands between them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import Any, Final
 
 from elsa_core.bench import cases as attention_cases
 from elsa_core.bench import model_tables, models
-from elsa_core.bench.environment import label
 from elsa_core.errors import ArgumentError
-from elsa_core.profiling.document import side
+from elsa_core.measuring.documents import side
+from elsa_core.measuring.environment import label
 
 RESULTS: Final = Path(__file__).parent / "results"
+"""Where a checkout keeps the published results; an installed package has none."""
 _BLOCK: Final = re.compile(
     r"(?P<begin><!-- begin:bench:(?P<document>[\w.-]+):(?P<table>[\w-]+) -->\n)"
     r"(?P<body>.*?)"
@@ -44,11 +45,26 @@ _NAMED: Final = 8  # cases that a summary names; the table has them all
 Document = dict[str, Any]
 
 
-def update(readme: Path, results: Path = RESULTS) -> bool:
+def published() -> Path:
+    """The folder of the published results.
+
+    Raises:
+        ArgumentError: the package was installed without them.
+    """
+    if not RESULTS.is_dir():
+        raise ArgumentError(
+            "the published results are in elsa's repository, not in the installed package: "
+            "run this from a checkout, or name a result file"
+        )
+    return RESULTS
+
+
+def update(readme: Path, results: Path | None = None) -> bool:
     """Rewrite the tables of `readme` from the documents in `results`; True if anything changed.
 
     Raises:
-        ArgumentError: a marker without its partner, or one that names no document or table.
+        ArgumentError: a marker without its partner, or one that names no document or table; no
+            folder is given, and this is no checkout.
     """
     before = readme.read_text(encoding="utf-8")
     after = rendered(before, results)
@@ -58,25 +74,26 @@ def update(readme: Path, results: Path = RESULTS) -> bool:
     return True
 
 
-def rendered(text: str, results: Path = RESULTS) -> str:
+def rendered(text: str, results: Path | None = None) -> str:
     """`text` with every marked table as the documents in `results` give it.
 
     Raises:
         ArgumentError: as `update`.
     """
+    folder = published() if results is None else results
     paired = sum(2 for _ in _BLOCK.finditer(text))
     found = _MARKER.findall(text)
     if len(found) != paired:
         raise ArgumentError(
-            f"README: {len(found)} bench markers, but {paired} of them stand in begin/end pairs"
+            f"{len(found)} bench markers, but {paired} of them stand in begin/end pairs"
         )
 
     def replace(block: re.Match[str]) -> str:
-        folder = results / block["document"]
-        if folder.is_dir():
-            documents = [load(path) for path in sorted(folder.glob("*.json"))]
+        profiles = folder / block["document"]
+        if profiles.is_dir():
+            documents = [load(path) for path in sorted(profiles.glob("*.json"))]
             return block["begin"] + render_profiles(documents, block["table"]) + block["end"]
-        document = load(results / f"{block['document']}.json")
+        document = load(folder / f"{block['document']}.json")
         return block["begin"] + render(document, block["table"]) + block["end"]
 
     return _BLOCK.sub(replace, text)
@@ -156,7 +173,8 @@ def command_line(document: Document) -> str:
     words += ["--backend", settings["backend"]] if settings["backend"] != "auto" else []
     for flag, present in (
         ("--flex", settings.get("flex", False)),
-        ("--no-sites", not settings.get("sites", True)),
+        ("--no-sites", settings.get("sites", True) is False),
+        ("--sites", settings.get("sites") is True and settings.get("device") == "cpu"),
         ("--no-errors", settings.get("sites", False) and not settings.get("errors", True)),
     ):
         words += [flag] if present else []
@@ -348,5 +366,5 @@ def _fast(cases: Sequence[Document]) -> bool:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:] or ["README.md"]:
+    for argument in sys.argv[1:] or ["docs/benchmarks.md"]:
         update(Path(argument))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import lzma
+import os
 import shutil
 import stat
 import struct
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from typing import IO
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.exporting.manifest import (
@@ -21,21 +21,25 @@ from elsa_core.exporting.manifest import (
     MAX_FILES,
     files_in,
     inside,
+    open_plain,
     parse_manifest,
 )
+from elsa_core.exporting.signature import SIGNATURE_BYTES, SIGNATURE_NAME
+from elsa_core.files import scratch
 
 # Deflate reaches 1032:1 on zeros; weights hardly compress at all.
 LARGEST_RATIO = 100
 SLACK = 64 << 20
+# Reading these is bounded by what is asked for; bzip2 and LZMA make gigabytes of a few bytes.
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _BLOCK = 1 << 20
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 # What zipfile and its decompressors raise over bytes that are not what they should be.
 _DAMAGE = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, NotImplementedError,
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError,
     RuntimeError, ValueError,
 )  # fmt: skip
-# Errors of the system that a name or an offset in the archive causes, never the disk; bz2 gives
-# no number at all.
+# Errors of the system that a name or an offset in the archive causes, never the disk.
 _DAMAGE_NUMBERS = (
     None, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ,
 )  # fmt: skip
@@ -71,42 +75,45 @@ def unpacked(path: Path) -> Iterator[Path]:
         return
     if not path.is_file():
         raise ModelError(f"no such bundle: {path}")
-    if not zipfile.is_zipfile(path):
-        raise ModelError(f"{path} is neither a directory nor a zip file: no bundle")
-    with TemporaryDirectory(prefix="elsa-bundle-") as scratch:
-        target = Path(scratch)
-        try:
-            with zipfile.ZipFile(path) as archive:
-                _extract(archive, target, path)
-        except ElsaError:
-            raise
-        except _DAMAGE as error:
-            raise ModelError(f"{path} is a damaged zip file: {error}") from None
-        except OSError as error:
-            if error.errno not in _DAMAGE_NUMBERS:
-                raise
-            raise ModelError(f"{path} is a damaged zip file: {error.strerror or error}") from None
+    try:
+        given = open_plain(path.resolve())
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    with given, scratch("elsa-bundle-") as target:
+        _unpack(given, target, path)
         yield target
 
 
-def _extract(archive: zipfile.ZipFile, target: Path, path: Path) -> None:
-    entries = _checked(archive, path)
-    manifest = entries.pop(MANIFEST_NAME)
-    with archive.open(manifest) as file:
-        text = file.read(MAX_BYTES + 1)
-    if len(text) > MAX_BYTES:
-        raise ModelError(f"{path}: {MANIFEST_NAME} is larger than {MAX_BYTES} bytes")
+def _unpack(given: IO[bytes], target: Path, path: Path) -> None:
+    if not zipfile.is_zipfile(given):
+        raise ModelError(f"{path} is neither a directory nor a zip file: no bundle")
     try:
-        wanted = parse_manifest(text.decode("utf-8"), f"{path}/{MANIFEST_NAME}").files
-    except UnicodeDecodeError:
-        raise ModelError(f"{path}: {MANIFEST_NAME} is not UTF-8 text") from None
+        with zipfile.ZipFile(given) as archive:
+            _extract(archive, target, path, os.fstat(given.fileno()).st_size)
+    except ElsaError:
+        raise
+    except _DAMAGE as error:
+        raise ModelError(f"{path} is a damaged zip file: {error}") from None
+    except OSError as error:
+        if error.errno not in _DAMAGE_NUMBERS:
+            raise
+        raise ModelError(f"{path} is a damaged zip file: {error.strerror or error}") from None
+
+
+def _extract(archive: zipfile.ZipFile, target: Path, path: Path, size: int) -> None:
+    entries = _checked(archive, path, size)
+    raw = _small(archive, entries.pop(MANIFEST_NAME), MAX_BYTES, path)
+    wanted = parse_manifest(raw, f"{path}/{MANIFEST_NAME}").files
+    (target / MANIFEST_NAME).write_bytes(raw)
+    if SIGNATURE_NAME in entries:
+        signature = _small(archive, entries.pop(SIGNATURE_NAME), SIGNATURE_BYTES, path)
+        (target / SIGNATURE_NAME).write_bytes(signature)
     total = sum(entry.file_size for entry in entries.values())
     free = shutil.disk_usage(target).free
     if total > free:
         raise UnavailableError(
             f"{path} unpacks to {total} bytes and {free} are free in {target.parent}"
         )
-    (target / MANIFEST_NAME).write_bytes(text)
     for name, entry in entries.items():
         # What the manifest does not name is not unpacked: the verification reports it as extra.
         limit = wanted[name].size if name in wanted else 0
@@ -116,16 +123,24 @@ def _extract(archive: zipfile.ZipFile, target: Path, path: Path) -> None:
             _copy(source, sink, min(entry.file_size, limit))
 
 
-def _copy(source: object, sink: object, limit: int) -> None:
+def _small(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, limit: int, path: Path) -> bytes:
+    with archive.open(entry) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ModelError(f"{path}: {entry.filename} is larger than {limit} bytes")
+    return content
+
+
+def _copy(source: IO[bytes], sink: IO[bytes], limit: int) -> None:
     while limit > 0:
-        block = source.read(min(_BLOCK, limit))  # type: ignore[attr-defined]
+        block = source.read(min(_BLOCK, limit))
         if not block:
             return
         limit -= len(block)
-        sink.write(block)  # type: ignore[attr-defined]
+        sink.write(block)
 
 
-def _checked(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
+def _checked(archive: zipfile.ZipFile, path: Path, size: int) -> dict[str, zipfile.ZipInfo]:
     entries: dict[str, zipfile.ZipInfo] = {}
     infos = archive.infolist()
     if len(infos) > MAX_FILES:
@@ -138,6 +153,8 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         mode = stat.S_IFMT(info.external_attr >> 16)
         if mode not in (0, stat.S_IFREG, stat.S_IFDIR):
             raise ModelError(f"{path}: {name[:120]!r} is a link or a device, not a file")
+        if info.compress_type not in _METHODS:
+            raise ModelError(f"{path}: {name[:120]!r} is neither stored nor deflated")
         if info.flag_bits & 0x1:
             raise ModelError(f"{path}: {name[:120]!r} is encrypted")
         if folder:
@@ -149,10 +166,8 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     if MANIFEST_NAME not in entries:
         raise ModelError(f"{path} is no bundle: it holds no {MANIFEST_NAME}")
     total = sum(entry.file_size for entry in entries.values())
-    if total > LARGEST_RATIO * path.stat().st_size + SLACK:
-        raise ModelError(
-            f"{path} claims to unpack {path.stat().st_size} bytes to {total}: refused as a zip bomb"
-        )
+    if total > LARGEST_RATIO * size + SLACK:
+        raise ModelError(f"{path} claims to unpack {size} bytes to {total}: refused as a zip bomb")
     return entries
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from elsa_core.exporting.onnx import MODES as ONNX_MODES
 from elsa_core.exporting.onnx import OPSETS as ONNX_OPSETS
 from elsa_core.exporting.readme import readme
 from elsa_core.exporting.reference import Reference, make_reference, write_reference
+from elsa_core.exporting.signature import SIGNATURE_NAME, sign
 from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
@@ -39,6 +39,8 @@ from elsa_core.loading.fill import separate
 from elsa_core.loading.plan import PLAN_NAME
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from elsa_core.loading.load import Loaded
     from elsa_core.proof.check import CheckReport
 
@@ -76,6 +78,7 @@ def export(
     aoti: bool = False,
     zip: bool = False,
     force: bool = False,
+    key: Ed25519PrivateKey | None = None,
     loaded: Loaded | None = None,
     check: CheckReport | None = None,
     seed: int = 0,
@@ -99,6 +102,7 @@ def export(
         aoti: also compile model.aoti.pt2 with AOTInductor for this machine's kind of CPU or GPU.
         zip: write one file.
         force: replace a bundle that is there.
+        key: sign the bundle with this key, of `signature.read_private_key`.
         loaded: what `load_model` returned, for preprocessing, provenance and reloading.
         check: the report of `check` for this model; default: it is run now.
         seed: of generated inputs.
@@ -132,6 +136,8 @@ def export(
         reference = make_reference(subject.model, subject.inputs)
         with _staged(target, zip) as staging:
             manifest, reports = _write(subject, chosen, reference, check, staging, say)
+            if key is not None:
+                _sign(staging, key)
     except OSError as error:
         raise files.explained(error, given) from error
     return Bundle(given, manifest, tuple(reports))
@@ -160,8 +166,11 @@ def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
     if not zip:
         saving.check_target(target, given, force)
         return
+    files.recover(target)
     if not target.exists():
         return
+    if target.is_dir():
+        raise ArgumentError(f"{given} (-o) is a directory: with --zip it names a file")
     if not force:
         raise ArgumentError(f"{given} (-o) exists: use --force to replace it, or another file")
     try:
@@ -212,14 +221,12 @@ def _staged(target: Path, zip: bool) -> Iterator[Path]:
         return
     with (
         files.parents_made(target),
-        tempfile.TemporaryDirectory(
-            prefix=files.hidden(target), suffix=".tmp", dir=target.parent
-        ) as scratch,
+        files.scratch(files.hidden(target), ".tmp", target.parent) as folder,
     ):
-        staging = Path(scratch) / "bundle"
+        staging = folder / "bundle"
         staging.mkdir()
         yield staging
-        packed = Path(scratch) / "bundle.zip"
+        packed = folder / "bundle.zip"
         write_zip(staging, packed)
         packed.replace(target)
 
@@ -264,6 +271,12 @@ def _write(
     for path in files_in(staging):
         files.flush(path)
     return manifest, reports
+
+
+def _sign(staging: Path, key: Ed25519PrivateKey) -> None:
+    signature = sign((staging / MANIFEST_NAME).read_bytes(), key)
+    (staging / SIGNATURE_NAME).write_bytes(signature)
+    files.flush(staging / SIGNATURE_NAME)
 
 
 def _write_weights(subject: Subject, staging: Path) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ExportError
 from elsa_core.exporting import operators
-from elsa_core.exporting.tracing import attempt, first_line, quiet
+from elsa_core.exporting.tracing import attempt
+from elsa_core.messages import first_line, quiet
 
 
 def export_program(

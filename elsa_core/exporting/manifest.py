@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Iterator
+import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from elsa_core.errors import ModelError
+from elsa_core.exporting.signature import SIGNATURE_NAME
 from elsa_core.loading.recipe import parse_json
 
 MANIFEST_NAME = "manifest.json"
@@ -18,6 +20,7 @@ SCHEMA_VERSION = 1
 REFERENCE_NAME = "reference.npz"
 MAX_BYTES = 16_000_000
 MAX_FILES = 10_000
+MAX_DEPTH = 32
 FORMATS = ("torchscript", "onnx", "pt2", "aoti")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 1 << 20
@@ -33,10 +36,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest whose paths, files and artefacts have been checked; `content` is all of it."""
+    """A manifest whose paths, files and artefacts have been checked; `content` is all of it.
+
+    `raw` are the bytes that were read, which a signature is about.
+    """
 
     content: dict[str, Any]
     files: dict[str, FileEntry]
+    raw: bytes = b""
 
     @property
     def artefacts(self) -> dict[str, dict[str, Any]]:
@@ -45,27 +52,81 @@ class Manifest:
         return found
 
 
-def hashed(path: Path) -> FileEntry:
-    """Size and hash of a file.
+def hashed(path: Path, limit: int | None = None) -> FileEntry:
+    """Size and hash of a plain file, opened once; not read further than one byte past `limit`.
 
     Raises:
         OSError: it cannot be read.
+        ModelError: it is a link, a pipe or a device.
     """
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+    with open_plain(path) as file:
+        while block := file.read(_BLOCK if limit is None else min(_BLOCK, limit + 1 - size)):
             digest.update(block)
             size += len(block)
     return FileEntry(size, digest.hexdigest())
 
 
-def files_in(directory: Path) -> Iterator[Path]:
-    """Every entry below a directory that is no plain directory, links included, in order."""
-    for path in sorted(directory.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            yield from files_in(path)
-        else:
-            yield path
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading that is no link, pipe or device: judged after it has been opened.
+
+    Raises:
+        OSError: it cannot be read.
+        ModelError: it is something else.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        if path.is_symlink():
+            raise _not_plain(path) from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")  # noqa: PTH123  # of a descriptor
+    os.close(descriptor)
+    raise _not_plain(path)
+
+
+def _not_plain(path: Path) -> ModelError:
+    return ModelError(f"{path} is a link or a device: a bundle holds plain files alone")
+
+
+def files_in(directory: Path) -> list[Path]:
+    """Every entry below a directory that is no plain directory, links included, in order.
+
+    Raises:
+        ModelError: more entries, or folders in folders, than a bundle has.
+        OSError: a folder cannot be read.
+    """
+    found: list[Path] = []
+    folders = [directory]
+    while folders:
+        folder = folders.pop()
+        if len(folder.relative_to(directory).parts) > MAX_DEPTH:
+            raise ModelError(f"{directory} holds more than {MAX_DEPTH} nested folders: no bundle")
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                folders.append(path)
+            else:
+                found.append(path)
+            if len(found) + len(folders) > MAX_FILES:
+                raise ModelError(f"{directory} holds more than {MAX_FILES} entries: no bundle")
+    return sorted(found)
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """What a small plain file holds.
+
+    Raises:
+        ModelError: it cannot be read, is larger, a link, a pipe or a device.
+    """
+    try:
+        with open_plain(path) as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) > limit:
+        raise ModelError(f"{path} is larger than {limit} bytes: no manifest")
+    return content
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -77,24 +138,19 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     if path.is_symlink() or not path.is_file():
         raise ModelError(f"{directory} is no bundle: it holds no regular file {MANIFEST_NAME}")
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_BYTES} bytes: no manifest")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ModelError(f"{path} is not UTF-8 text: no manifest") from None
-    return parse_manifest(text, str(path))
+    return parse_manifest(read_bounded(path, MAX_BYTES), str(path))
 
 
-def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse and check a manifest's text.
+def parse_manifest(raw: bytes, where: str) -> Manifest:
+    """Parse and check a manifest's bytes.
 
     Raises:
         ModelError: see `read_manifest`.
     """
-    content = parse_json(text, where)
+    try:
+        content = parse_json(raw.decode("utf-8"), where)
+    except UnicodeDecodeError:
+        raise ModelError(f"{where} is not UTF-8 text: no manifest") from None
     if content.get("kind") != KIND:
         raise ModelError(f"{where} is not the manifest of an elsa bundle")
     version = content.get("schema_version")
@@ -106,7 +162,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
             f"{SCHEMA_VERSION}: update elsa"
         )
     files = _files(content.get("files"), where)
-    manifest = Manifest(content, files)
+    manifest = Manifest(content, files, raw)
     _check_artefacts(manifest, where)
     _check_reference(content, where)
     return manifest
@@ -134,7 +190,7 @@ def _files(given: Any, where: str) -> dict[str, FileEntry]:
         raise ModelError(f"{where}: files must be an object with 1 to {MAX_FILES} entries")
     result = {}
     for name, entry in given.items():
-        if not inside(name) or name == MANIFEST_NAME:
+        if not inside(name) or name in (MANIFEST_NAME, SIGNATURE_NAME):
             raise ModelError(f"{where}: the path {name[:120]!r} leads outside the bundle")
         size = entry.get("size") if isinstance(entry, dict) else None
         digest = entry.get("sha256") if isinstance(entry, dict) else None

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from elsa_core import operators
 from elsa_core.errors import ExportError
 
-_ATTENTION = (torch.ops.elsa.attention.default, torch.ops.elsa.attention_eager.default)
-_WINDOW = (torch.ops.elsa.window_attention.default, torch.ops.elsa.window_attention_eager.default)
+_ATTENTION = (operators.ATTENTION.overload, operators.ATTENTION.eager)
+_WINDOW = (operators.WINDOW_ATTENTION.overload, operators.WINDOW_ATTENTION.eager)
 _LIBRARY = torch.library.Library("elsa_onnx", "DEF")
 # Operators whose result shares its input's memory whenever strides allow it.
 _VIEWS = {
@@ -108,7 +109,7 @@ def rewrite(program: torch.export.ExportedProgram) -> int:
             _replace_attention(graph, node)
         elif node.target in _WINDOW:
             _replace_window(graph, node)
-        elif node.target == torch.ops.elsa.linear.default:  # ONNX has it
+        elif node.target == operators.LINEAR.overload:  # ONNX has it
             node.target = torch.ops.aten.linear.default
             continue
         else:

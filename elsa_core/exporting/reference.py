@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ExportError, ModelError
-from elsa_core.exporting.tracing import quiet
+from elsa_core.messages import quiet
 from elsa_core.patching.patch import original
 from elsa_core.proof.cases import nudged
 from elsa_core.proof.compare import TURBO_EPS, Comparison, Norms, map_floating

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -12,11 +10,11 @@ import torch
 from torch import nn
 
 from elsa_core.errors import ElsaError, ExportError
+from elsa_core.messages import first_line, quiet
 
 Result = TypeVar("Result")
 
 # What a forward, a tracer or a serialiser raises for a model that it cannot follow.
-_LARGEST_LINE = 300
 
 
 def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result:
@@ -48,26 +46,6 @@ def _where(model: nn.Module, action: Callable[[], object]) -> tuple[str, str]:
     except Exception:
         return entered[-1] if entered else ("", type(model).__name__)
     return "", type(model).__name__
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep tracer warnings and the libraries' log lines off the terminal."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text that says something, bounded."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text[:_LARGEST_LINE]
 
 
 @contextmanager

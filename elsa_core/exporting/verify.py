@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elsa_core import files
 from elsa_core.errors import ModelError
@@ -21,8 +21,13 @@ from elsa_core.exporting.manifest import (
     Manifest,
     files_in,
     hashed,
+    read_bounded,
     read_manifest,
 )
+from elsa_core.exporting.signature import SIGNATURE_BYTES, SIGNATURE_NAME, matches
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 Say = Callable[[str], None]
 
@@ -65,6 +70,7 @@ class VerifyReport:
         artefacts: each artefact; empty where files failed or were all that was asked for.
         failures: one line each; the bundle verifies where there is none.
         manifest: what the bundle says of itself.
+        signed: whether the bundle has a signature and it matches the key that was given.
     """
 
     path: Path
@@ -72,6 +78,7 @@ class VerifyReport:
     artefacts: tuple[ArtefactReport, ...]
     failures: tuple[str, ...]
     manifest: dict[str, Any]
+    signed: bool = False
 
     @property
     def ok(self) -> bool:
@@ -89,6 +96,7 @@ class VerifyReport:
             "path": str(self.path),
             "ok": self.ok,
             "files": self.files,
+            "signed": self.signed,
             "artefacts": {each.format: each.to_dict() for each in self.artefacts},
             "failures": list(self.failures),
             "model": self.manifest.get("model"),
@@ -96,7 +104,12 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str], *, run: bool = True, progress: Say | None = None
+    path: str | os.PathLike[str],
+    *,
+    run: bool = True,
+    key: Ed25519PublicKey | None = None,
+    before_run: Callable[[bool], None] | None = None,
+    progress: Say | None = None,
 ) -> VerifyReport:
     """Verify a bundle: directory or zip.
 
@@ -108,6 +121,10 @@ def verify(
     Args:
         path: what `export` wrote.
         run: False compares the files alone and runs nothing of the bundle.
+        key: whose signature the bundle must have, of `signature.read_public_key`; without a
+            matching one nothing of the bundle runs. Default: none is asked for.
+        before_run: called when the files match, before anything of the bundle runs, with whether
+            it is signed; what it raises ends the verification.
         progress: called with one line before each step.
 
     Returns:
@@ -123,14 +140,28 @@ def verify(
     with unpacked(given) as directory:
         manifest = read_manifest(directory)
         say("comparing files")
-        failures = compare_files(directory, manifest)
+        failures = [] if key is None else _unsigned(directory, manifest, key)
+        signed = key is not None and not failures
+        failures += compare_files(directory, manifest)
         reports: Sequence[ArtefactReport] = ()
         if run and not failures:
+            if before_run is not None:
+                before_run(signed)
             reports = run_artefacts(directory, manifest, say)
             failures = [f"{r.format}: {r.reason}" for r in reports if r.status == "failed"]
     return VerifyReport(
-        given, len(manifest.files), tuple(reports), tuple(failures), manifest.content
+        given, len(manifest.files), tuple(reports), tuple(failures), manifest.content, signed
     )
+
+
+def _unsigned(directory: Path, manifest: Manifest, key: Ed25519PublicKey) -> list[str]:
+    """Why this manifest is not one that the owner of `key` signed; empty where it is."""
+    path = directory / SIGNATURE_NAME
+    if not path.exists():
+        return [f"it is not signed: there is no {SIGNATURE_NAME}"]
+    if not matches(manifest.raw, read_bounded(path, SIGNATURE_BYTES), key):
+        return [f"{SIGNATURE_NAME} does not match the key: changed, or signed by another"]
+    return []
 
 
 def compare_files(directory: Path, manifest: Manifest) -> list[str]:
@@ -145,19 +176,22 @@ def compare_files(directory: Path, manifest: Manifest) -> list[str]:
         if path.is_symlink() or not path.is_file():
             raise ModelError(f"{path} is a link or a device: a bundle holds plain files alone")
         present[name] = path
-    present.pop(MANIFEST_NAME, None)
+    for name in (MANIFEST_NAME, SIGNATURE_NAME):
+        present.pop(name, None)
     failures = [f"{name} is missing" for name in manifest.files if name not in present]
     failures += [_extra(name) for name in present if name not in manifest.files]
     for name, entry in manifest.files.items():
         if name not in present:
             continue
         try:
-            found = hashed(present[name])
+            found = hashed(present[name], entry.size)
         except OSError as error:
             failures.append(f"{name} cannot be read: {error.strerror or error}")
             continue
         if found.size != entry.size:
-            failures.append(f"{name} has {found.size} bytes, the manifest says {entry.size}")
+            more = "more than " if found.size > entry.size else ""
+            size = min(found.size, entry.size) if more else found.size
+            failures.append(f"{name} has {more}{size} bytes, the manifest says {entry.size}")
         elif found != entry:
             failures.append(f"{name} differs from its sha256: damaged or changed")
     return failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,7 @@ from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build,
     build_meta,
-    first_line,
     load_open_clip,
-    quiet,
     timm_args,
 )
 from elsa_core.loading.published import torchvision_resized
@@ -30,8 +29,12 @@ from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.recognise import explain_misfit
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
+from elsa_core.messages import first_line, quiet
 
 # Arguments of constructors that change the shape of position tensors or of the patch embedding.
+# How much more than a model's numbers a file may hold, and be read: another tower, a decoder.
+_FAR = 4
+_FEW = 2**24
 _ADVICE = "name the architecture it was made for (--arch, --model-kwargs KEY=VALUE)"
 _RESAMPLING = frozenset(("img_size", "window_size", "patch_size"))
 
@@ -78,7 +81,8 @@ def apply(
             f"{weights.path} does not fit {label(recipe)}: {why or first_line(error)}; {_ADVICE}"
         ) from error
     asked = _asked(target, recipe, plain, shapes, given or {})
-    _check_held(model, weights, asked, recipe)
+    resized = bool(asked) or target.size != recipe.size
+    _check_held(model, weights, asked, recipe, resized)
     notes = () if not asked else (f"resampled as asked: {_some(asked)}",)
     return model.eval().to(dtype=dtype), target, notes
 
@@ -108,13 +112,16 @@ def _asked(
     _, _, wrong = differences(plain, shapes)
     if _RESAMPLING.intersection(given):
         return sorted(wrong)
-    _, _, before = differences(build_meta(recipe), shapes)
-    return sorted(wrong - before)
+    native = {name: tensor.shape for name, tensor in build_meta(recipe).state_dict().items()}
+    resized = plain.state_dict().items()
+    return sorted(n for n, t in resized if n in shapes and native.get(n) != t.shape)
 
 
-def _check_held(model: nn.Module, weights: Weights, asked: Sequence[str], recipe: Recipe) -> None:
+def _check_held(
+    model: nn.Module, weights: Weights, asked: Sequence[str], recipe: Recipe, resized: bool
+) -> None:
     """Refuse a model that is not what the file holds: a proof about it would prove nothing."""
-    found = changed(model, weights.tensors, asked)
+    found = changed(model, weights.tensors, asked, resized=resized)
     if not found:
         return
     name = next(iter(found))
@@ -143,11 +150,17 @@ def _check_floating(model: nn.Module, weights: Weights, recipe: Recipe) -> None:
 
 
 def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -> None:
-    """A model far larger than its file, or with no tensor of it, cannot be meant."""
+    """A model far larger than its file, far smaller, or with no tensor of it, cannot be meant."""
     missing, unexpected, _ = differences(model, shapes)
     total = len(shapes)
     if len(unexpected) == total or len(missing) > max(8, 4 * total):
         raise ModelError(f"{path} does not fit {label(recipe)}: {explain_misfit(recipe, shapes)}")
+    there, here = sum(map(math.prod, shapes.values())), sum(t.numel() for t in model.parameters())
+    if there > _FAR * here + _FEW:
+        raise ModelError(
+            f"{path} does not fit {label(recipe)}: {there} numbers in the file and {here} in the"
+            " model"
+        )
 
 
 @contextmanager

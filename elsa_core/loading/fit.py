@@ -22,8 +22,11 @@ _OF_RECIPE = ("num_classes", "img_size")
 # Buffers that older releases stored and that are computed from the image size.
 _COMPUTED = re.compile(
     r"(.*\.)?(relative_position_index|attn_mask|relative_coords_table|position_ids"
-    r"|relative_coordinates_log)"
+    r"|relative_coordinates_log|freqs_cos|freqs_sin)"
 )
+# Read in pre-training alone, in the original files of DINOv2 and DINOv3; the periods of rotary
+# positions and the mask of the key's bias are constants.
+_UNUSED = re.compile(r"mask_token|local_cls_norm\..*|(.*\.)?(periods|bias_mask)")
 
 
 def recipe_of(
@@ -133,7 +136,9 @@ def differences(model: nn.Module, shapes: Shapes) -> tuple[set[str], set[str], s
         if is_computed(name) and name in shapes
     }
     missing = {name for name in own if name not in shapes and not is_computed(name)}
-    unexpected = {name for name in shapes if name not in own and not is_computed(name)}
+    unexpected = {
+        name for name in shapes if name not in own and not is_computed(name) and not is_unused(name)
+    }
     there = own | computed
     wrong = {name for name, shape in there.items() if name in shapes and shapes[name] != shape}
     return missing, unexpected, wrong
@@ -142,6 +147,11 @@ def differences(model: nn.Module, shapes: Shapes) -> tuple[set[str], set[str], s
 def is_computed(name: str) -> bool:
     """True for the name of a buffer that is computed from window and image size."""
     return _COMPUTED.fullmatch(name) is not None
+
+
+def is_unused(name: str) -> bool:
+    """True for the name of a tensor that no model reads once it is trained."""
+    return _UNUSED.fullmatch(name) is not None
 
 
 def matches(model: nn.Module, shapes: Shapes) -> bool:

@@ -13,11 +13,11 @@ from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build_meta,
-    first_line,
     patch_step,
     resized,
 )
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
+from elsa_core.messages import first_line
 
 MEMORY_SHARE = 0.8
 # A block holds its input, a hidden layer and what that is made of at once.

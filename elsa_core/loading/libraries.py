@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, Preprocess, Recipe
 from elsa_core.loading.spec import ModelSpec
+from elsa_core.messages import first_line, quiet
 
 # What a constructor raises for a recipe that it cannot follow.
 BUILD_ERRORS = (
@@ -145,25 +143,6 @@ def patch_step(model: nn.Module, recipe: Recipe) -> tuple[int, int] | None:
     if isinstance(step, int):
         return step, step
     return (int(step[0]), int(step[1])) if isinstance(step, (tuple, list)) else None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the libraries' warnings and log lines about an ordinary build off the terminal."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, short enough for one line of a terminal."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:240]
 
 
 # --- timm --------------------------------------------------------------------------------------

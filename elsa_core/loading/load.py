@@ -274,7 +274,7 @@ def _from_file(
 def _apply_plan(loaded: Loaded) -> None:
     assert loaded.spec.path is not None
     path = loaded.spec.path / PLAN_NAME
-    if path.is_file():
+    if os.path.lexists(path):
         loaded.report = apply_plan(loaded.model, read_plan(path), path)
 
 

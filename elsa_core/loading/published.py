@@ -14,15 +14,14 @@ from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build,
     default_recipe,
-    first_line,
     load_open_clip,
-    quiet,
     timm_args,
     timm_name,
 )
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.spec import ModelSpec
 from elsa_core.loading.weights import read_header
+from elsa_core.messages import first_line, quiet
 
 
 def build_published(recipe: Recipe) -> tuple[nn.Module, str]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading.alike import groups, label
-from elsa_core.loading.fit import differences, fitted, matches, recipe_of, with_given
+from elsa_core.loading.fit import differences, fitted, is_unused, matches, recipe_of, with_given
 from elsa_core.loading.libraries import build_meta, resized
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.shown import Shapes, Shown, depth_of, shown
@@ -254,7 +254,7 @@ def _block_fits(model: nn.Module, shapes: Shapes) -> bool:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     blocks = re.compile(r"(.*\b(?:blocks|layers|stages))\.\d+\.")
     outside = {name for name in shapes if not blocks.match(name)}
-    if any(name not in own for name in outside if not _of_grid(name)):
+    if any(name not in own for name in outside if not _of_grid(name) and not is_unused(name)):
         return False
     return all(
         name in shapes and (shapes[name] == shape or _of_grid(name)) for name, shape in own.items()

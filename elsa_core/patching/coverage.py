@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from elsa_core.bench.environment import available_bytes
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.loading.alike import shallow
 from elsa_core.loading.libraries import (
@@ -27,10 +26,11 @@ from elsa_core.loading.libraries import (
     build,
     build_meta,
     default_recipe,
-    first_line,
 )
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.spec import parse
+from elsa_core.measuring.memory_limit import available_bytes
+from elsa_core.messages import first_line
 from elsa_core.patching import catalogue
 from elsa_core.patching.adapters.table import ROWS
 from elsa_core.patching.patch import original, patch, patched_sites
@@ -39,7 +39,7 @@ from elsa_core.proof.cases import generated_inputs, random_weight, text_shape
 from elsa_core.proof.check import check
 from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
 
-# Memory that a check takes for each weight: its own 4, 8 of the float64 copy, room for the rest.
+# Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
 BYTES_PER_WEIGHT = 16
 # A relative error of the original above which random weights prove nothing: some bring logits to
 # 1e6, where a rounding decides between two keys. Smaller weights are tried then.
@@ -144,7 +144,7 @@ def examine(name: str, *, checked: bool = True) -> Coverage:
         )
     try:
         return _checked(found, recipe)
-    except Exception as error:  # a model may raise anything; the next one must have its turn
+    except Exception as error:  # a model may raise anything; the next one is examined still
         return replace(found, verdict=FAILED, reason=first_line(error))
 
 
@@ -212,7 +212,7 @@ def _checked(found: Coverage, recipe: Recipe) -> Coverage:
         worst, reason = max(comparisons, key=lambda one: one.excess), ""
         if worst.excess <= 1.0:
             break
-        # One run says little about a sensitive model: the full check has the word on a difference.
+        # One run says little about a sensitive model: the full check decides.
         report = check(model, {"noise": case}, stress=False)
         reason = "; ".join(report.failures[:2])
         if report.ok or report.cases[0].original_error < SENSITIVE:
@@ -234,7 +234,7 @@ def _noise(model: nn.Module, size: tuple[int, int, int]) -> tuple[Any, ...]:
 
 
 def _compared(model: nn.Module, case: tuple[Any, ...]) -> tuple[list[Comparison], list[str]]:
-    """Every output of original and patched against float64, and the patched sites that idled."""
+    """Each output of original and patched against float64, and the patched sites that never ran."""
     ran: set[nn.Module] = set()
     with torch.no_grad():
         with original(model):

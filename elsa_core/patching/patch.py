@@ -139,7 +139,7 @@ def unpatch(model: nn.Module) -> int:
         ModelError: a class derived since cannot be put on the module's own; nothing has changed.
     """
     model = plain_model(model)
-    # Inside `original` a module shows its own class, but its strings tell that it is on loan.
+    # Inside `original` a patched module has its own class; it is known by elsa's attributes.
     modules = [
         module
         for module in model.modules()

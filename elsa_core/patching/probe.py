@@ -1,8 +1,8 @@
 """One run of a copy of a model, to learn what its attention sites see: tokens, windows, FLOPs.
 
 The copy shares nothing with the model that a run could change: its weights are fake tensors (shapes
-without memory), its buffers and caches its own, its classes the unpatched ones. So the model keeps
-no hook, no cached fake tensor and no mode, whatever happens in the run.
+without memory), its buffers and caches its own, its classes the unpatched ones. So no hook, no
+cached fake tensor and no mode is left in the model, also where the run fails.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from elsa_core.errors import ArgumentError
+from elsa_core.messages import first_line, quiet
 from elsa_core.patching import adapters
 
 _DEFAULT_SIZE = 224
@@ -68,21 +69,21 @@ class Probe:
 
 
 def probe(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, int]) -> Probe:
-    """Run a copy of `model` once on one image of `input_size` and watch the modules at `paths`.
+    """Run a copy of `model` once on one image of `input_size` and observe the modules at `paths`.
 
     Raises:
         ProbeError: neither the fake nor the real run came to an end.
     """
     try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            return _run(_shadow(model, mode), paths, input_size)
+        # torch logs the traceback of a fake run that fails; it is handled here
+        with quiet(logging.ERROR), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            return _run(_unpatched_copy(model, mode), paths, input_size)
     except Exception as fake_error:
         # Values that decide shapes (a .item(), a boolean index) need real tensors.
         try:
-            return _run(_shadow(model, None), paths, input_size)
+            return _run(_unpatched_copy(model, None), paths, input_size)
         except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise ProbeError(first_line) from fake_error
+            raise ProbeError(first_line(error)) from fake_error
 
 
 def resolved_input_size(
@@ -150,7 +151,7 @@ def _channels(model: nn.Module) -> int:
     return next((m.in_channels for m in modules.values() if isinstance(m, nn.Conv2d)), 3)
 
 
-def _shadow(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
+def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
     """A copy of the model in eval mode and unpatched; under a fake mode its weights are fake."""
     memo: dict[int, Any] = {}
     if mode is not None:
@@ -160,26 +161,26 @@ def _shadow(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=False)
             memo[id(tensor)] = fake
-    shadow = copy.deepcopy(model, memo)
-    for module in shadow.modules():
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
         module.__class__ = adapters.with_base(module, adapters.base_class(module))
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            # A plain function may hold on to the caller's lists; deepcopy does not copy those.
+            # A plain function may refer to the caller's lists; deepcopy does not copy those.
             for key in [k for k, hook in hooks.items() if isinstance(hook, types.FunctionType)]:
                 del hooks[key]
-    return shadow.eval()
+    return twin.eval()
 
 
 def _run(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, int]) -> Probe:
     recorder = _Recorder(paths)
     for path in paths:
-        recorder.watch(model.get_submodule(path), path)
+        recorder.observe(model.get_submodule(path), path)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     image = torch.zeros((1, *input_size), dtype=like.dtype, device=like.device)
     counter = FlopCounterMode(display=False)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        # The math path spells attention out as two products and a softmax, which can be watched.
+        # The math path spells attention out as two products and a softmax, which the recorder sees.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_no_fast_path())
         stack.enter_context(counter)
@@ -199,19 +200,8 @@ def _call(model: nn.Module, image: Tensor) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging the traceback of a fake run that fails: the caller handles it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
 def _no_fast_path() -> Iterator[None]:
-    """Keep nn.MultiheadAttention from its one fused operator, whose FLOPs nobody counts."""
+    """Keep nn.MultiheadAttention from its one fused operator, whose FLOPs are not counted."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -221,7 +211,7 @@ def _no_fast_path() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Watches matrix products and softmaxes, and books them on the innermost watched module."""
+    """Counts matrix products and softmaxes for the innermost observed module."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -229,8 +219,8 @@ class _Recorder(TorchDispatchMode):
         self._stack: list[str] = []
         self._products: list[tuple[int, int]] = []  # (elements of the result, inner length)
 
-    def watch(self, module: nn.Module, path: str) -> None:
-        """Follow one module of the copy."""
+    def observe(self, module: nn.Module, path: str) -> None:
+        """Observe one module of the copy."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._stack.append(path)
@@ -282,7 +272,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _argument_terms(module: nn.Module, args: Any, kwargs: Any) -> Iterator[str]:
-    """What a site's arguments tell: masks, rotary positions, a shared bias, causality, weights."""
+    """Terms by a site's arguments: masks, rotary positions, a shared bias, causality, weights."""
     try:
         bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     except (TypeError, ValueError):

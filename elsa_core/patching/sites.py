@@ -2,7 +2,7 @@
 
 A site is a module whose own code computes attention: a class known by name, a class that calls
 `scaled_dot_product_attention`, or one that multiplies matrices around a softmax. Where an adapter
-takes over a block's way to such a module too (Swin), the block is the site. What its code does not
+replaces the block around such a module (Swin), the block is the site. What the code does not
 say (tokens, windows, FLOPs, masks) is learned by running a copy of the model once on fake tensors
 (`elsa_core.patching.probe`).
 """
@@ -280,7 +280,7 @@ def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
 
 
 def _observed_kind(kind: str, heads: int | None, seen: Observation) -> str:
-    """Tell apart what the class name alone leaves open: "global" may prove to be windowed."""
+    """The kind where the class name alone leaves it open: "global" may prove to be windowed."""
     if kind != "global":
         return kind
     if heads and seen.problems and seen.problems > heads:
@@ -291,8 +291,8 @@ def _observed_kind(kind: str, heads: int | None, seen: Observation) -> str:
 
 
 def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
-    """The terms beyond softmax(Q K^T * s) V that the attributes of the site, or of the attention
-    module within it, tell of."""
+    """The terms beyond softmax(Q K^T * s) V, by the attributes of the site and of the attention
+    module within it."""
 
     def has(*names: str) -> bool:
         values = [getattr(module, name, None) for name in names]
@@ -320,7 +320,7 @@ def _extras(site: nn.Module, module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_shifted(site: nn.Module) -> bool:
-    """Whether the site shifts its windows, and so masks what the shift brings side by side."""
+    """Whether the site shifts its windows, and so masks tokens of different regions."""
     shift = getattr(site, "shift_size", None)
     return isinstance(shift, tuple | list) and any(shift)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Any, Final
 
-from elsa_core.bench.results import finite
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.files import write_text
+from elsa_core.measuring.documents import finite
 
 SCHEMA_VERSION: Final = 1
 COMMAND: Final = "profile"
@@ -20,11 +20,6 @@ _STATES: Final = (DONE, NO_MEMORY, NOT_APPLICABLE)
 _LARGEST_FILE: Final = 256 * 2**20
 
 Document = dict[str, Any]
-
-
-def side(size: Sequence[int]) -> str:
-    """An image size in words: `384`, or `384x256`."""
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
 def write(document: Document, path: Path) -> None:
@@ -153,6 +148,8 @@ def _fits(value: Any, kind: str) -> None:
         # bool is an int to Python.
         if not right or (isinstance(held, bool) and bool not in types):
             raise _MisfitError(f"{name} of a {kind} is missing or of the wrong type")
+        if isinstance(held, float) and not math.isfinite(held):
+            raise _MisfitError(f"{name} of a {kind} is not finite")
         if name in _POSITIVE and isinstance(held, int | float) and not held > 0:
             raise _MisfitError(f"{name} of a {kind} is not positive")
 

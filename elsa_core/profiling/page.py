@@ -3,40 +3,78 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from elsa_core.bench.environment import label
 from elsa_core.errors import UnavailableError
 from elsa_core.files import write_text
-from elsa_core.profiling import figures
-from elsa_core.profiling.document import DONE, Document, side
+from elsa_core.measuring.environment import label
+from elsa_core.profiling import charts
+from elsa_core.profiling.document import DONE, Document
+from elsa_core.profiling.series import finished
+from elsa_core.profiling.words import (
+    bound_text,
+    duration,
+    heads_text,
+    megabytes,
+    point_name,
+    ratio_text,
+    three,
+    tokens_text,
+    verdict_text,
+    warning_lines,
+)
 
-_STYLE: Final = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2830; background: #f5f6f7; margin: 0; }
-main { max-width: 1180px; margin: 0 auto; padding: 24px; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 32px 0 8px; }
-h3 { font-size: 15px; margin: 20px 0 6px; } p { margin: 4px 0; }
-.dim { color: #5b6770; } .gain { font-size: 18px; margin: 14px 0; }
-.warning { background: #fff3d6; border-left: 4px solid #c27c0e; padding: 6px 12px; margin: 6px 0; }
-.charts { display: flex; flex-wrap: wrap; gap: 14px; }
-figure { background: #fff; border: 1px solid #dde2e6; border-radius: 6px; margin: 0; padding: 8px; }
-figure svg { display: block; max-width: 100%; height: auto; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; background: #fff; font-size: 14px; }
-th, td { padding: 4px 10px; border: 1px solid #dde2e6; text-align: right; white-space: nowrap; }
-th { background: #eceff1; } .text { text-align: left; }
-.faster { color: #0b6e4f; } .slower { color: #b23a48; }
+_LIGHT: Final = """
+  --text: #1d2830; --dim: #5b6770; --page: #f5f6f7; --card: #fff; --line: #dde2e6; --head: #eceff1;
+  --warn: #fff3d6; --ours: #0b6e4f; --before: #9aa5b1; --b0: #5b6770; --b1: #a8660a; --b2: #7d4fb3;
+  --b3: #2069a3; --p1: #2f8f5b; --p2: #12355b; --p3: #1b7f86;
 """
+_DARK: Final = """
+  --text: #e4e9ed; --dim: #9fb0bd; --page: #14191d; --card: #1d242a; --line: #34404a;
+  --head: #27313a; --warn: #40330f; --ours: #3fc795; --before: #71808d; --b0: #a5b2bd;
+  --b1: #e2a64b; --b2: #bd98e6; --b3: #74b6ea; --p1: #86dfb0; --p2: #9dbfe8; --p3: #6fd3d9;
+"""
+_STYLE: Final = f"""
+:root {{ color-scheme: light dark; {_LIGHT} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}
+* {{ box-sizing: border-box; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+  margin: 0; }}
+main {{ max-width: 1180px; margin: 0 auto; padding: 20px; }}
+h1, h2, h3, p, li, td {{ overflow-wrap: anywhere; }}
+h1 {{ font-size: 24px; line-height: 1.25; margin: 0 0 4px; }}
+h2 {{ font-size: 18px; margin: 32px 0 8px; }}
+h3 {{ font-size: 15px; margin: 20px 0 6px; }} p {{ margin: 4px 0; }}
+.dim {{ color: var(--dim); }} .gain {{ font-size: 18px; margin: 14px 0; }}
+.warning {{ background: var(--warn); border-left: 4px solid #c27c0e; padding: 6px 12px;
+  margin: 6px 0; }}
+.charts {{ display: grid; gap: 14px;
+  grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr)); }}
+figure {{ background: var(--card); border: 1px solid var(--line); border-radius: 6px; margin: 0;
+  padding: 12px; min-width: 0; }}
+figure > svg {{ display: block; overflow: visible; }}
+figcaption {{ font-weight: 600; margin-bottom: 8px; }}
+.legend {{ list-style: none; display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 8px 0 0;
+  padding: 0; font-size: 13px; }} .legend svg {{ vertical-align: -2px; }}
+.table {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; background: var(--card); font-size: 14px; }}
+th, td {{ padding: 4px 10px; border: 1px solid var(--line); text-align: right;
+  white-space: nowrap; }}
+th {{ background: var(--head); }} .text {{ text-align: left; }}
+.facts td {{ white-space: normal; }}
+@media print {{ body {{ background: none; }} main {{ max-width: none; padding: 0; }}
+  figure, tr {{ break-inside: avoid; }} .table {{ overflow: visible; }}
+  th, td {{ white-space: normal; }} }}
+{charts.STYLE}"""
 
 
 def write(document: Document, path: Path) -> Path:
     """Write the page, whole or not at all.
 
     Raises:
-        UnavailableError: matplotlib is not installed, or the file cannot be written.
+        UnavailableError: the file cannot be written.
     """
     text = page(document)
     try:
@@ -49,7 +87,7 @@ def page(document: Document) -> str:
     """The whole page as HTML."""
     results = document["results"]
     name = str(results["model"].get("name", "model"))
-    rows = figures.finished(document)
+    rows = finished(document)
     parts = [
         f"<h1>{_text(name)}: what patching gains</h1>",
         f'<p class="dim">{_text(label(document["environment"]))}</p>',
@@ -59,18 +97,16 @@ def page(document: Document) -> str:
     parts += [f'<p class="warning">{_text(line)}</p>' for line in warning_lines(rows)]
     if rows:
         parts.append("<h2>Against what one would otherwise run</h2>")
-        charts = (_figure(title, svg) for title, svg in figures.metric_charts(document))
-        parts += ['<div class="charts">', *charts, "</div>"]
+        drawn = (_figure(title, chart) for title, chart in charts.metric_charts(rows))
+        parts += ['<div class="charts">', *drawn, "</div>"]
     parts += [_points(results["points"])]
     with_sites = [row for row in rows if len(row["profile"]["sites"]) > 1]
     if with_sites:
         parts.append("<h2>Where the time goes</h2>")
     for row in with_sites:
-        parts += [
-            f"<h3>{_text(point_name(row))}</h3>",
-            '<div class="charts">', _figure("attention sites", figures.site_chart(row)), "</div>",
-            _sites(row["profile"]["sites"]),
-        ]  # fmt: skip
+        sites = row["profile"]["sites"]
+        chart = _figure("time of each site in one call", charts.site_chart(sites))
+        parts += [f"<h3>{_text(point_name(row))}</h3>", chart, _sites(sites)]
     parts.append(_environment(document))
     body = "\n".join(part for part in parts if part)
     return (
@@ -81,88 +117,33 @@ def page(document: Document) -> str:
     )
 
 
-def warning_lines(rows: Sequence[Document]) -> list[str]:
-    """Warnings and notes of measured points, one line for each point that has any."""
-    found = [(row, [*row["profile"]["warnings"], *row["profile"]["notes"]]) for row in rows]
-    several = len(rows) > 1
-    return [
-        (f"{point_name(row)}: " if several else "") + "; ".join(lines)
-        for row, lines in found
-        if lines
-    ]
-
-
-def point_name(row: Document) -> str:
-    """A point in words: `384 px, batch 8, fp32, strict`."""
-    found, asked = row["profile"], row["configuration"]
-    size = found["image_size"] if found else asked["image_size"]
-    pixels = [f"{side(size)} px"] if size else []
-    return ", ".join([*pixels, f"batch {asked['batch']}", asked["dtype"], asked["precision"]])
-
-
-def ratio_text(ratio: Document | None) -> str:
-    """`1.23x (1.20 to 1.26)`, with "no difference" said where the interval holds 1."""
-    if ratio is None:
-        return ""
-    text = f"{ratio['value']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    return text if ratio["verdict"] in ("faster", "slower") else f"{text}, {ratio['verdict']}"
-
-
-def gain_text(found: Document) -> str:
-    """The headline of a point: the fastest patched run against the fastest baseline."""
-    gain, own, best = found["gain"], found["best_patched"], found["best_baseline"]
-    span = f"{gain['low']:.2f} to {gain['high']:.2f}"
-    if gain["verdict"] == "no difference":
-        return f"no difference between {own} and {best}, the fastest baseline ({span})"
-    if gain["verdict"] == "unsure":
-        return (
-            f"{own} took {1 / gain['value']:.2f} times as long as {best}, the fastest baseline, "
-            f"but {gain['rounds']} rounds prove nothing"
-        )
-    if gain["verdict"] == "slower":
-        return f"{own} is slower than {best}, the fastest baseline: {gain['value']:.2f}x ({span})"
-    return f"{own} is {gain['value']:.2f}x ({span}) as fast as {best}, the fastest baseline"
-
-
-def bound_text(found: Document) -> str:
-    """Words for runs whose time is the host's, empty where there are none."""
-    bound = [run for run in found["runs"] if run["bound"] == "host"]
-    if not bound:
-        return ""
-    one = bound[0]
-    named = ", ".join(run["name"] for run in bound)
-    return (
-        f"launch-bound: {named}; {one['name']} computes for {one['device_seconds'] * 1e3:.2f} of "
-        f"{one['seconds'] * 1e3:.2f} ms, the GPU waits for the host otherwise"
-    )
-
-
 def _gain(row: Document) -> str:
     found = row["profile"]
     bound = bound_text(found)
-    lines = [f'<p class="gain"><b>{_text(point_name(row))}</b>: {_text(gain_text(found))}</p>']
+    lines = [f'<p class="gain"><b>{_text(point_name(row))}</b>: {_text(verdict_text(found))}</p>']
     return "".join(lines + ([f"<p>{_text(bound)}</p>"] if bound else []))
 
 
-def _figure(title: str, svg: str) -> str:
-    return f'<figure role="img" aria-label="{_text(title)}">{svg}</figure>'
+def _figure(title: str, chart: str) -> str:
+    caption = f"<figcaption>{_text(title)}</figcaption>"
+    return f'<figure role="group" aria-label="{_text(title)}">{caption}{chart}</figure>'
 
 
 def _points(rows: Sequence[Document]) -> str:
-    columns = (".point", ".run", "ms", "10 to 90%", "images/s", "memory, MB", ".against eager",
-               ".against the fastest baseline")  # fmt: skip
+    columns = (".configuration", ".run", "time of a call", "10th to 90th percentile",
+               "images per second", "memory of a call", ".times as fast as eager",
+               ".times as fast as the fastest baseline")  # fmt: skip
     lines = []
     for row in rows:
         if row["status"] != DONE:
             lines.append([point_name(row), f"{row['status']}: {row['reason']}", *[""] * 6])
             continue
         for i, run in enumerate(row["profile"]["runs"]):
-            memory = "" if run["memory_bytes"] is None else f"{run['memory_bytes'] / 1e6:.1f}"
             lines.append([
-                point_name(row) if i == 0 else "", run["name"], f"{run['seconds'] * 1e3:.4g}",
-                f"{run['seconds_p10'] * 1e3:.3g} to {run['seconds_p90'] * 1e3:.3g}",
-                f"{run['images_per_second']:.4g}", memory, ratio_text(run["ratio"]),
-                ratio_text(run["ratio_to_best"]),
+                point_name(row) if i == 0 else "", run["name"], duration(run["seconds"]),
+                f"{duration(run['seconds_p10'])} to {duration(run['seconds_p90'])}",
+                three(run["images_per_second"]), megabytes(run["memory_bytes"]),
+                ratio_text(run["ratio"]), ratio_text(run["ratio_to_best"]),
             ])  # fmt: skip
         lines += [["", name, f"left out: {why}", *[""] * 5]
                   for name, why in row["profile"]["left_out"].items()]  # fmt: skip
@@ -170,12 +151,13 @@ def _points(rows: Sequence[Document]) -> str:
 
 
 def _sites(sites: Sequence[Document]) -> str:
-    columns = (".site", ".kind", "tokens", "heads", "before, ms", "after, ms", "share",
-               ".change", "error", ".backend", ".schedule", ".precision")  # fmt: skip
+    columns = (".site", ".kind of attention", "tokens", "heads x channels", "time before",
+               "time after", "share of the model before", ".times as fast",
+               "relative error against float64", ".backend", ".schedule", ".precision")  # fmt: skip
     lines = [
         [
             site["path"] or "the model", site["kind"], tokens_text(site), heads_text(site),
-            f"{site['seconds_before'] * 1e3:.3g}", f"{site['seconds_after'] * 1e3:.3g}",
+            duration(site["seconds_before"]), duration(site["seconds_after"]),
             f"{site['share']:.1%}", ratio_text(site["ratio"]),
             "" if site["error"] is None else f"{site['error']:.1e}", site["backend"],
             site["schedule"], site["precision"],
@@ -185,23 +167,7 @@ def _sites(sites: Sequence[Document]) -> str:
     return _table(columns, lines)
 
 
-def tokens_text(site: Document) -> str:
-    """Tokens of a site: one number, or queries:keys."""
-    queries, keys = site["query_tokens"], site["key_tokens"]
-    if queries is None:
-        return ""
-    return f"{queries}" if queries == keys else f"{queries}:{keys}"
-
-
-def heads_text(site: Document) -> str:
-    """Heads of a site and their size: `12x64`."""
-    if site["num_heads"] is None:
-        return ""
-    dim = "" if site["head_dim"] is None else f"x{site['head_dim']}"
-    return f"{site['num_heads']}{dim}"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
     kinds = [' class="text"' if title.startswith(".") else "" for title in columns]
     head = "".join(
         f"<th{kind}>{_text(title.lstrip('.'))}</th>"
@@ -213,20 +179,47 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     )  # fmt: skip
     inner = f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>"
-    return f'<div class="table"><table>{inner}</table></div>'
+    return f'<div class="table {name}"><table>{inner}</table></div>'
+
+
+_WORDS: Final = {
+    "given": "model as typed", "name": "model", "source": "where the model comes from",
+    "alias": "short name", "pretrained": "published weights", "seed": "seed of the weights",
+    "arch": "architecture given", "architecture": "architecture", "weights": "weights",
+    "weights_sha256": "SHA-256 of the weights", "baselines": "measured against",
+    "backend": "kernels asked for", "include": "sites included", "exclude": "sites excluded",
+    "rounds": "rounds at least", "budget_seconds": "budget, seconds", "sites": "sites timed",
+    "errors": "errors checked", "device": "device", "date": "measured on (UTC)",
+    "python": "Python", "platform": "system", "machine": "architecture of the processor",
+    "cpu": "processor", "cpu_count": "logical processors", "isa": "PyTorch's CPU instruction set",
+    "kernels": "elsa's CPU instruction set", "threads": "threads", "gpu": "GPU",
+    "compute_capability": "GPU compute capability", "multiprocessors": "GPU multiprocessors",
+    "memory_bytes": "GPU memory, bytes", "cuda": "CUDA", "driver": "GPU driver",
+}  # fmt: skip
 
 
 def _environment(document: Document) -> str:
-    flat: list[list[str]] = [["elsa", str(document.get("elsa_version", ""))]]
-    for part in (document["results"]["model"], document["results"]["settings"],
-                 document["environment"]):  # fmt: skip
-        for key, value in part.items():
-            if isinstance(value, dict):
-                flat += [[f"{key} {name}", str(inner)] for name, inner in value.items() if inner]
-            elif value not in (None, "", [], ()):
-                text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-                flat.append([str(key), text])
-    return "<h2>Environment</h2>" + _table((".what", ".value"), flat)
+    facts = [("elsa", str(document.get("elsa_version", "")))]
+    results = document["results"]
+    for part in (results["model"], results["settings"], document["environment"]):
+        facts += _facts(part)
+    unique = dict(facts)  # the device is both asked for and described
+    return "<h2>Environment</h2>" + _table((".what", ".value"), unique.items(), "facts")
+
+
+def _facts(part: Document) -> Iterable[tuple[str, str]]:
+    """Keys in words and values as text; what is not known or not set is left out."""
+    for key, value in part.items():
+        if isinstance(value, dict):
+            yield from _facts(value)
+        elif value not in (None, "", [], ()):
+            yield _WORDS.get(str(key), str(key).replace("_", " ")), _value(value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _text(text: object) -> str:

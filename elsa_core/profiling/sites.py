@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elsa_core import operators, routing
 from elsa_core.attention import explain
-from elsa_core.bench.results import digits
 from elsa_core.errors import ElsaError
+from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
+from elsa_core.measuring.rounds import Sample
 from elsa_core.patching.sites import AttentionSite
-from elsa_core.profiling.measure import Ratio, Sample, ratio
+from elsa_core.profiling.boundaries import around
 
 REST: Final = "rest of the model"
-_ATTENTION: Final = frozenset({"elsa::attention", "elsa::attention_eager"})
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,10 @@ class SiteProfile:
     Attributes:
         path: its name in the model; `REST` for the rest, of which only times are known.
         seconds_before, seconds_after: a forward's time in it, mean over the middle half of the
-            rounds, or of a CUDA graph's replays. A site is the whole module: its projections too.
-        share: of the forward before patching.
-        ratio: how many times as fast it became.
+            rounds, or of a CUDA graph's replays: attention with its projections, without the MLP
+            and the norms of a block (`elsa_core.profiling.boundaries`).
+        share: of the forward before patching; those of all rows add up to 1.
+        ratio: how many times as fast it became: the quotient of the two.
         error, original_error: relative error of its output against float64, patched and before;
             None where it was not checked.
         backend, schedule, precision: what serves it; empty where it was not patched.
@@ -63,7 +66,7 @@ class SiteProfile:
 
 
 class SiteClock:
-    """Sums the time that a model's forwards spend in the modules at some paths.
+    """Sums the time that a model's forwards spend in the attention of the sites at some paths.
 
     On CUDA the times are those between two events on the current stream, so that watching waits
     for nothing.
@@ -75,9 +78,7 @@ class SiteClock:
         self._events: list[tuple[str, Any, Any]] = []
         self._open: list[Any] = []
         for path in paths:
-            module = model.get_submodule(path)
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leaver(path))
+            around(model.get_submodule(path), self._enter, self._leaver(path))
 
     def reset(self) -> None:
         """Forget what was seen."""
@@ -91,11 +92,11 @@ class SiteClock:
             found[path] += float(begin.elapsed_time(end)) / 1e3
         return found
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self) -> None:
         self._open.append(self._mark())
 
-    def _leaver(self, path: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def _leaver(self, path: str) -> Callable[[], None]:
+        def leave() -> None:
             begin, end = self._open.pop(), self._mark()
             if self._cuda:
                 self._events.append((path, begin, end))
@@ -176,20 +177,22 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         schema = func._schema
-        attends = schema.name.startswith("elsa::") and schema.name != "elsa::linear"
-        if self._site is not None and attends:
+        record = operators.of(schema.name)
+        if self._site is not None and record is not None and record.kind != "linear":
             path, module = self._site
             if path not in self.found:
                 names = [argument.name for argument in schema.arguments]
                 given = dict(zip(names, args, strict=False)) | (kwargs or {})
-                self.found[path] = _route(schema.name, given, module)
+                self.found[path] = _route(record, schema.name, given, module)
         return func(*args, **(kwargs or {}))
 
 
-def _route(operator: str, given: Mapping[str, Any], module: nn.Module) -> Served:
+def _route(
+    record: operators.Operator, operator: str, given: Mapping[str, Any], module: nn.Module
+) -> Served:
     asked = str(vars(module).get("elsa_backend", "auto"))
     precision = str(given.get("precision", "strict"))
-    if operator in _ATTENTION:
+    if record.kind == "attention":
         query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
         causal = bool(given["is_causal"]) and mask is None
         try:
@@ -202,9 +205,10 @@ def _route(operator: str, given: Mapping[str, Any], module: nn.Module) -> Served
         else:
             return Served(route.backend, route.schedule, precision)
     tensor = next(value for value in given.values() if isinstance(value, Tensor))
-    own = {"cpu": "native", "cuda": "triton"}.get(tensor.device.type, "eager")
-    backend = "eager" if operator.endswith("_eager") else own
-    return Served(backend, operator.removeprefix("elsa::"), precision)
+    backend = routing.PLAIN
+    if operator != str(record.eager._schema.name):
+        backend = routing.kernels_of(record.name, tensor.device.type)
+    return Served(backend, record.name, precision)
 
 
 def profiles(
@@ -224,19 +228,21 @@ def profiles(
         errors: (patched, original) by path.
         seed: of the bootstrap.
     """
-    old_middle, new_middle = _middle(before), _middle(after)
-    whole = _mean(old_middle, _whole)
+    wholes = [[_whole(sample) for sample in samples] for samples in (before, after)]
+    order = [math.log(old * new) for old, new in zip(*wholes, strict=True)]
+    (whole,) = middle_means(order, wholes[:1])
 
     def row(site: AttentionSite, pick: Callable[[Sample], float]) -> SiteProfile:
         route = routes.get(site.path, Served("", "", ""))
         error = errors.get(site.path, (None, None))
-        seconds = _mean(old_middle, pick)
+        old, new = ([pick(sample) for sample in samples] for samples in (before, after))
+        shown = middle_means(order, (old, new))
         return SiteProfile(
             **{name: getattr(site, name) for name in _SHARED},
-            seconds_before=digits(seconds),
-            seconds_after=digits(_mean(new_middle, pick)),
-            share=digits(seconds / whole),
-            ratio=ratio([pick(sample) for sample in before], [pick(s) for s in after], seed),
+            seconds_before=digits(shown[0]),
+            seconds_after=digits(shown[1]),
+            share=digits(shown[0] / whole),
+            ratio=ratio(old, new, seed, (shown[0], shown[1])),
             error=error[0],
             original_error=error[1],
             backend=route.backend,
@@ -248,20 +254,6 @@ def profiles(
     rows = [row(site, lambda sample, path=site.path: max(sample.sites[path], 1e-9)) for site in ran]  # type: ignore[misc]
     rows.sort(key=lambda each: -each.seconds_before)
     return (*rows, row(_REST_SITE, _rest))
-
-
-def _middle(samples: Sequence[Sample]) -> list[Sample]:
-    """The middle half of the rounds by their whole time.
-
-    Means over them add up, which medians of parts do not, and outliers do not enter.
-    """
-    ordered = sorted(samples, key=_whole)
-    quarter = len(ordered) // 4
-    return ordered[quarter : len(ordered) - quarter]
-
-
-def _mean(samples: Sequence[Sample], pick: Callable[[Sample], float]) -> float:
-    return sum(map(pick, samples)) / len(samples)
 
 
 def _rest(sample: Sample) -> float:

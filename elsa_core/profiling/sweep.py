@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from elsa_core.bench import environment as place
-from elsa_core.bench.cases import DTYPES
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting.manifest import hashed
 from elsa_core.loading.fromfile import weights_in
@@ -29,7 +27,12 @@ from elsa_core.loading.load import Loaded
 from elsa_core.loading.plan import PLAN_NAME
 from elsa_core.loading.shards import is_index
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec
-from elsa_core.precision import validate
+from elsa_core.measuring import environment as place
+from elsa_core.measuring.documents import side
+from elsa_core.measuring.memory_limit import is_out_of_memory, limited
+from elsa_core.messages import first_line
+from elsa_core.model_runs.variants import forget_compiled
+from elsa_core.precision import DTYPES, validate
 from elsa_core.profiling.document import (
     COMMAND,
     DONE,
@@ -38,11 +41,8 @@ from elsa_core.profiling.document import (
     SCHEMA_VERSION,
     Document,
     read,
-    side,
 )
 from elsa_core.profiling.profile import profile
-from elsa_core.profiling.room import limited
-from elsa_core.profiling.variants import first_line, forget_compiled, is_out_of_memory
 from elsa_core.version import __version__
 
 Progress = Callable[[str, int, int], None]

@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from elsa_core.profiling import variants
+from elsa_core.model_runs import variants
+from elsa_core.profiling.boundaries import around
 
 SESSIONS: Final = 12  # of the profiler, for each graph
 LEAST_SESSIONS: Final = 3
@@ -54,13 +55,12 @@ class Marked:
         self.order: list[tuple[str, bool]] = []
         self.paths = tuple(paths)
         for path in paths:
-            module = model.get_submodule(path)
-            module.register_forward_pre_hook(self._marker(path, True))
-            module.register_forward_hook(self._marker(path, False))
+            enter, leave = (self._marker(path, entering) for entering in (True, False))
+            around(model.get_submodule(path), enter, leave)
         self.replay, _ = variants.graphed(lambda: model(*inputs))
 
-    def _marker(self, path: str, entering: bool) -> Callable[..., None]:
-        def mark(*_: Any) -> None:
+    def _marker(self, path: str, entering: bool) -> Callable[[], None]:
+        def mark() -> None:
             if torch.cuda.is_current_stream_capturing():
                 self.order.append((path, entering))
             torch.cuda._sleep(1)  # type: ignore[no-untyped-call]

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core import calls, reference
+from elsa_core import calls, operators, reference
 from elsa_core.backends import eager_window
 from elsa_core.proof.cases import jittered
 from elsa_core.proof.compare import TURBO_EPS
 from elsa_core.reference import Drift
-
-_OPERATORS = frozenset({"elsa::attention", "elsa::attention_eager"})
-_WINDOW_OPERATORS = frozenset({"elsa::window_attention", "elsa::window_attention_eager"})
 
 # Entries of P that are rebuilt for one call: 2**18 are 2 MiB in float64, about 40 ms of one core.
 _SAMPLE = 1 << 18
@@ -94,11 +91,11 @@ class OperatorCapture(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if name in _OPERATORS or name in _WINDOW_OPERATORS:
+        record = operators.of(func._schema.name)
+        if record is not None and record.kind in ("attention", "window"):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            if name in _WINDOW_OPERATORS:
+            if record.kind == "window":
                 if given["qkv"].numel():
                     self.calls.append(_measure_windows(func, given, result, self.factor))
             elif given["query"].numel() and given["key"].numel():

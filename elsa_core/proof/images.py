@@ -14,8 +14,12 @@ from torch import Tensor
 
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.files import located
+from elsa_core.loading.reading import open_regular
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
+
+# What is decoded, whatever the name: Pillow would run Ghostscript for an EPS.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 # Pillow warns from 89 million pixels and refuses at twice that; here the warning is the limit.
 MAX_PIXELS = 89_478_485
@@ -93,7 +97,10 @@ def read_folder(
     files = found if limit is None else found[:limit]
     transform = _transform((channels, height, width), mean, std, crop_pct, crop_mode, interpolation)
     mode = "L" if channels == 1 else "RGB"
-    images = torch.stack([_read(file, mode, transform) for file in files])
+    # timm's other crop modes scale both sides to the input.
+    shrunk = (height / (crop_pct or 1.0), width / (crop_pct or 1.0))
+    target = shrunk if crop_mode in (None, "center") else None
+    images = torch.stack([_read(file, mode, transform, target) for file in files])
     return ImageBatch(images, tuple(files), ignored, len(found) - len(files))
 
 
@@ -116,7 +123,7 @@ def _scan(directory: Path) -> tuple[list[Path], int]:
         raise ModelError(f"{directory}: not a folder; give a folder that holds images")
     found: list[Path] = []
     ignored = 0
-    for file in _walk(directory, set()):
+    for file in _walk(directory):
         # A leading dot marks files that systems leave behind, such as "._photo.jpg".
         if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
             found.append(file)
@@ -125,21 +132,30 @@ def _scan(directory: Path) -> tuple[list[Path], int]:
     return sorted(found), ignored
 
 
-def _walk(directory: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
-    try:
-        status = directory.stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in seen:
-            return
-        seen.add(identity)
-        entries = sorted(directory.iterdir())
-    except OSError as error:
-        raise ModelError(f"{directory}: cannot read this folder ({error.strerror})") from error
-    for entry in entries:
-        if entry.is_dir():
-            yield from _walk(entry, seen)
-        else:
-            yield entry
+def _walk(top: Path) -> Iterator[Path]:
+    """Every file below a folder. A stack, not recursion: folders may be nested by the thousand."""
+    seen: set[tuple[int, int]] = set()
+    folders = [top]
+    while folders:
+        directory = folders.pop()
+        try:
+            status = directory.stat()
+            identity = (status.st_dev, status.st_ino)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            entries = sorted(directory.iterdir())
+        except OSError as error:
+            where = str(directory)
+            raise ModelError(
+                f"{where[:200]}{'...' if len(where) > 200 else ''}: cannot read this folder"
+                f" ({error.strerror})"
+            ) from error
+        for entry in entries:
+            if entry.is_dir():
+                folders.append(entry)
+            else:
+                yield entry
 
 
 def _transform(
@@ -163,18 +179,18 @@ def _transform(
     )
 
 
-def _read(file: Path, mode: str, transform: Any) -> Tensor:
+def _read(file: Path, mode: str, transform: Any, target: tuple[float, float] | None) -> Tensor:
+    """One image as a tensor; `target` is the height and width that its shorter side is fitted to,
+    None where both sides are."""
     from PIL import Image
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), open_regular(file) as opened:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(file) as image:
-                if image.width * image.height > MAX_PIXELS:
-                    raise ModelError(
-                        f"{file}: {image.width} x {image.height} pixels are more than the "
-                        f"{MAX_PIXELS} that are read; make the image smaller"
-                    )
+            Image.init()
+            known = [name for name in FORMATS if name in Image.OPEN]
+            with Image.open(opened, formats=known) as image:
+                _check_pixels(file, image.width, image.height, target)
                 pixels = image.convert(mode)
     except ModelError:
         raise
@@ -182,7 +198,32 @@ def _read(file: Path, mode: str, transform: Any) -> Tensor:
     # struct.error, DecompressionBombError and others, so only the file can be blamed here.
     except Exception as error:
         raise ModelError(
-            f"{file}: cannot read this image ({error}); repair or remove it"
+            f"{file}: cannot read this image ({_reason(error)}); repair or remove it"
         ) from error
     tensor: Tensor = transform(pixels)
     return tensor
+
+
+def _check_pixels(file: Path, width: int, height: int, target: tuple[float, float] | None) -> None:
+    """Refuse an image of too many pixels, as it is or after resizing."""
+    if width * height > MAX_PIXELS:
+        raise ModelError(
+            f"{file}: {width} x {height} pixels are more than the {MAX_PIXELS} that are read; make"
+            " the image smaller"
+        )
+    if target is None or not width or not height:
+        return
+    scale = max(target[0] / height, target[1] / width)
+    if scale * scale * width * height > MAX_PIXELS:
+        raise ModelError(
+            f"{file}: {width} x {height} pixels would be {width * scale:.0f} x"
+            f" {height * scale:.0f} after resizing, more than the {MAX_PIXELS} that are read; crop"
+            " the image"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """Pillow names the open file by its address; which one it is has been said."""
+    if type(error).__name__ == "UnidentifiedImageError":
+        return f"none of {', '.join(FORMATS)}"
+    return str(error) or type(error).__name__

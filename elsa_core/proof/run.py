@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError, ModelError
+from elsa_core.messages import first_line
 from elsa_core.patching import adapters
 from elsa_core.patching.patch import original
 from elsa_core.proof.capture import OperatorCapture
@@ -184,7 +185,7 @@ class CheckRun:
             except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:
                 raise ModelError(
                     f"inputs[{name!r}]: the original model does not run on them "
-                    f"({_first_line(error)})"
+                    f"({first_line(error)})"
                 ) from error
         with self._fault_on(self.model, ""):
             two = _run_patched(self.model, _own(batch), {})
@@ -346,7 +347,7 @@ class CheckRun:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{what} does not run in float64, which the oracle needs ({_first_line(error)})"
+                f"{what} does not run in float64, which the oracle needs ({first_line(error)})"
             ) from error
 
     def _compare(
@@ -387,13 +388,9 @@ def _run_patched(
         raise
     except Exception as error:
         raise _PatchedError(
-            f"the patched code raises {type(error).__name__}: {_first_line(error)}"
+            f"the patched code raises {type(error).__name__}: {first_line(error)}"
         ) from error
 
 
 def _same_shape(one: Any, two: Any) -> bool:
     return isinstance(two, Tensor) and one.shape == two.shape
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,7 +19,9 @@ from test_native_window import Terms, bias_of, image, reference, window_attentio
 from torch import Tensor
 
 import elsa_core
-from elsa_core.backends import native, native_backward
+from elsa_core import operators
+from elsa_core.backends import native, native_backward, sdpa
+from elsa_core.backends.support import Request
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -32,9 +34,13 @@ def library() -> None:
 
 @pytest.fixture
 def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The formula in plain PyTorch must not serve."""
-    monkeypatch.setattr(native_backward, "attention_support", lambda *_: "")
-    monkeypatch.setattr(native_backward, "window_support", lambda *_: "")
+    """Neither the formula in plain PyTorch nor PyTorch's kernel may serve."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the native kernel did not serve")
+
+    monkeypatch.setattr(operators.Operator, "recomputed", refuse)
+    monkeypatch.setattr(sdpa, "backward", refuse)
 
 
 def gradients(
@@ -267,9 +273,10 @@ def test_bits_depend_neither_on_threads_nor_on_the_run(length: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes_go_to_the_formula(dtype: torch.dtype) -> None:
     tensors = tuple(t.to(dtype) for t in operands(1, 2, 2, 20, 20, 16, 16))
-    answer = native_backward.attention_support(tensors, [True, True, True, False])
-    assert answer == f"takes float32, not {str(dtype).removeprefix('torch.')}"
-    assert "no gradient of a mask" in native_backward.attention_support((), [True] * 4)
+    asked = Request("cpu", dtype, 16, 16, "strict", "attention", gradient=("query",))
+    assert "are float32" in native_backward.support(asked).reason
+    masked = asked._replace(dtype=torch.float32, gradient=("query", "attn_mask"))
+    assert "no gradient of a mask" in native_backward.support(masked).reason
     slope = make(1, 2, 20, 16, seed=5).to(dtype)
     backend = "eager" if dtype == torch.float64 else "native"
 
@@ -447,6 +454,6 @@ def test_what_a_window_gives_back_only_where_it_is_needed() -> None:
 
 
 def test_larger_windows_go_to_the_formula() -> None:
-    assert "up to 640 tokens" in native_backward.window_support((), 641)
     t = Terms(num_heads=1, window=(1, 27, 25))
+    assert math.prod(t.window) > native_backward.WINDOW_TOKENS_MAX
     check_window(image(1, (27, 25), 1, 8), replace(t, bias=bias_of(t)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elsa_core import routing
 from elsa_core.backends import triton as backend
 from elsa_core.backends.support import Request
 from elsa_core.backends.triton.attention import tiling as tiles
@@ -118,7 +118,7 @@ def test_a_triton_too_new_for_sm_90_says_so(version, said, monkeypatch):
     answer = backend._environment.__wrapped__()
     assert answer.ok and (version in answer.reason) is said
     monkeypatch.setattr(backend, "_environment", lambda: answer)
-    name, reasons = importlib.import_module("elsa_core.attention")._select(request(), "auto")
+    name, reasons = routing.select(request(), "auto")
     assert name == "triton" and any("sm_90" in reason for reason in reasons) is said
 
 

@@ -60,3 +60,43 @@ def test_a_hook_hears_of_every_launch(monkeypatch) -> None:
     launch(torch.zeros(2), torch.zeros(3))
     (arguments,) = seen
     assert arguments[7] is print and arguments[3] == STREAM
+
+
+class Jit:
+    """A kernel as Triton's JIT shows it: called with everything, it returns what it compiled."""
+
+    def __init__(self, compiled: CompiledKernel):
+        names = ("Q", "Out", "n", "BLOCK")
+        self.params = [SimpleNamespace(name=name) for name in names]
+        self.compiled = compiled
+        self.calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*pointers: torch.Tensor, **given: Any) -> CompiledKernel:
+            self.calls.append((grid, given))
+            return self.compiled
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("version", "direct"),
+    [("3.4.0", True), ("3.6.0", True), ("3.9.1", True), ("3.3.1", False), ("3.10.0", False),
+     ("4.0.0", False)],
+)  # fmt: skip
+def test_an_unknown_triton_is_launched_by_its_own_jit(version, direct, monkeypatch) -> None:
+    """Only the versions whose compiled kernels are known take the short way."""
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    _, compiled, seen = launched()
+    kernel = Jit(compiled)
+    launch = Launch(kernel, (3, 2), {"n": 5, "BLOCK": 64}, {"num_warps": 4})
+    assert not launch.loaded
+    for _ in range(3):
+        launch(torch.zeros(1), torch.zeros(1))
+    assert launch.loaded
+    assert (len(kernel.calls), len(seen)) == ((1, 2) if direct else (3, 0))
+    assert kernel.calls[0] == (
+        (3, 2, 1), {"n": 5, "BLOCK": 64, "num_warps": 4, "enable_fp_fusion": True}
+    )  # fmt: skip

@@ -184,7 +184,7 @@ def test_models(name, options, projections, launches, monkeypatch):
 
     import elsa_core as elsa
 
-    monkeypatch.setattr("elsa_core.linear.LEAST_WORK", 0)
+    monkeypatch.setattr("elsa_core.backends.triton.linear.gate.LEAST_WORK", 0)
     torch.manual_seed(0)
     model = timm.create_model(name, **options).eval().cuda()
     size = model.pretrained_cfg["input_size"][-1] if not options else options["img_size"]
@@ -209,7 +209,7 @@ def test_pytorchs_own_setting_is_kept(launches, monkeypatch):
 
     import elsa_core as elsa
 
-    monkeypatch.setattr("elsa_core.linear.LEAST_WORK", 0)
+    monkeypatch.setattr("elsa_core.backends.triton.linear.gate.LEAST_WORK", 0)
     model = timm.create_model("vit_tiny_patch16_224").eval().cuda()
     image = torch.randn(8, 3, 224, 224, device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -247,7 +247,7 @@ def test_a_patched_block_trains(launches, monkeypatch):
 
     import elsa_core as elsa
 
-    monkeypatch.setattr("elsa_core.linear.LEAST_WORK", 0)
+    monkeypatch.setattr("elsa_core.backends.triton.linear.gate.LEAST_WORK", 0)
     torch.manual_seed(0)
     model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5).cuda()
     wide = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5).double().cuda()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
-from window_cases import (
+from elsa_core.bench.tune.window_cases import (
     GEOMETRY,
     ROUNDING,
     cases,
@@ -59,7 +56,7 @@ def swin(batch, height, width, window, shift, dtype, precision="strict", heads=3
 
 @pytest.mark.parametrize(("name", "dtype", "precision"), cases())
 def test_geometry(name, dtype, precision):
-    """`python tests/gpu/tune_window.py OUT.json check` compiles these kernels in parallel."""
+    """`python -m elsa_core.bench.tune.window OUT.json check` compiles these kernels in parallel."""
     agree(make(*GEOMETRY[name], dtype, precision))
 
 

@@ -15,7 +15,8 @@ from elsa_core.backends.triton.shared.launch import Launch
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 POINTERS = {
-    "W": "fp16", "LSE": "fp32", "PO": "fp32", "PL": "fp32", "Index": "i64", "Logit": "fp32",
+    "W": "fp16", "Tiles": "i32", "LSE": "fp32", "PO": "fp32", "PL": "fp32", "Index": "i64",
+    "Logit": "fp32",
 }  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def compile_launch(
     signature, constants, attributes = {}, {}, {}
     for position, parameter in enumerate(launch.kernel.params):
         name = parameter.name
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or (name in launch.tail and launch.tail[name] is None):
             signature[name] = "constexpr"
             constants[(position,)] = launch.tail[name]
         elif parameter.annotation_type:

@@ -93,7 +93,7 @@ def arguments(shape, dtype, precision, options) -> Given:
     kind = options.get("bias", "dense")
     if kind == "table":
         bias = torch.randn(40, heads, generator=g).to(dtype)
-        index = torch.randint(-40, 40, (tokens, tokens), generator=g)
+        index = torch.randint(40, (tokens, tokens), generator=g)
     elif kind:
         bias = torch.randn(heads, tokens, tokens, generator=g).to(dtype)
         bias = bias.mT if kind == "mT" else bias

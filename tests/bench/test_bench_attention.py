@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from elsa_core import reference
-from elsa_core.bench import attention, environment, peers, results, timing
+from elsa_core.bench import attention, peers, results
 from elsa_core.bench.cases import Case, inputs
 from elsa_core.bench.results import Measurement, Report, Settings
-from elsa_core.bench.timing import Contender
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import busy, environment, timing
+from elsa_core.measuring.timing import Contender
 
 CASE = Case("vit", 1, 2, 33, 33, 16, goal=1e-6)
 MASKED = Case("sweep", 1, 2, 21, 21, 16, mask="additive")
@@ -96,7 +97,7 @@ def test_a_case_that_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_score_matrices_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr(peers, "available_bytes", lambda _: 1000)
     field = peers.field_of(CASE, peers.Inputs(*inputs(CASE, "cpu")))
     assert {"sdpa-math", "eager"} <= set(field.left_out)
     assert "GiB are there" in field.left_out["eager"]
@@ -219,13 +220,13 @@ def test_nothing_half_written_stays(
 
 
 def test_busy_counts_other_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.time, "sleep", lambda _: None)
+    monkeypatch.setattr(busy.time, "sleep", lambda _: None)
     ticks = iter([(100.0, 1000.0), (150.0, 1100.0), (100.0, 1000.0), (105.0, 1100.0)])
-    monkeypatch.setattr(environment, "processor_times", lambda: next(ticks))
-    assert "use 50% of the processors" in environment.busy("cpu")
-    assert environment.busy("cpu") == ""
-    monkeypatch.setattr(environment, "processor_times", lambda: None)
-    assert environment.busy("cpu") == ""
+    monkeypatch.setattr(busy, "processor_times", lambda: next(ticks))
+    assert "use 50% of the processors" in busy.reason("cpu")
+    assert busy.reason("cpu") == ""
+    monkeypatch.setattr(busy, "processor_times", lambda: None)
+    assert busy.reason("cpu") == ""
 
 
 def test_a_machine_is_described_in_one_line(report: Report) -> None:

@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 
 from elsa_cli.main import run
-from elsa_core.bench import cases, environment, peers
+from elsa_core.bench import cases, peers
 from elsa_core.bench.cases import Case
+from elsa_core.measuring import busy
 
 TINY = {"cpu": {"vit": (Case("vit", 1, 2, 17, 17, 16, goal=1e9), Case("vit", 1, 2, 33, 33, 16))}}
 SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.1")
@@ -21,7 +22,7 @@ SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.1")
 @pytest.fixture(autouse=True)
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(environment, "busy", lambda _: "")
+    monkeypatch.setattr(busy, "reason", lambda _: "")
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_wrong_arguments_end_before_anything_is_measured(
 def test_a_busy_machine_publishes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "busy", lambda _: "other programs use 90% of the processors")
+    monkeypatch.setattr(busy, "reason", lambda _: "other programs use 90% of the processors")
     assert run(["bench", "attention", *SHORT, "-o", "r.json"]) == 3
     out, err = capsys.readouterr()
     assert out == "" and "use --allow-busy" in err and list(tmp_path.iterdir()) == []

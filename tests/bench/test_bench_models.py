@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from elsa_cli.main import run
-from elsa_core.bench import compare, environment, models, tables
+from elsa_core.bench import compare, models, tables
 from elsa_core.bench.models import ModelCase
 from elsa_core.errors import ArgumentError
 from elsa_core.loading.imagesize import with_image_size
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
+from elsa_core.measuring import busy
 
 CPU = torch.device("cpu")
 TINY = {
@@ -34,7 +35,7 @@ SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.3")
 @pytest.fixture(autouse=True)
 def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(environment, "busy", lambda _: "")
+    monkeypatch.setattr(busy, "reason", lambda _: "")
     monkeypatch.setattr(models, "TABLES", TINY)
 
 

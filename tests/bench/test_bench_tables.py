@@ -1,4 +1,4 @@
-"""From a result document to Markdown and plots; README's tables are those of its documents."""
+"""From a result document to Markdown and plots; the published tables are those of its documents."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from elsa_cli.commands import bench, profile
 from elsa_core.bench import plots, tables
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import plots as drawing
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,7 +171,8 @@ def test_a_command_has_the_settings_of_its_document(path: Path) -> None:
     assert list(given["baselines"] or ()) == settings.get("baselines", [])
     assert given["device"] == found["environment"]["device"]
     if name == "profile":
-        assert given["no_sites"] is not settings["sites"]
+        # Without a flag a GPU times them.
+        assert (given["sites"] is not False) is settings["sites"]
         held = {(c["batch"], c["dtype"]) for c in points_of(found)}
         assert {batch for batch, _ in held} == set(given["batch_size"])
         assert {dtype for _, dtype in held} == set(given["dtype"])
@@ -248,7 +250,7 @@ def test_the_longest_family_is_drawn(document: dict[str, Any]) -> None:
         plots.family(document)
 
 
-@pytest.mark.parametrize("suffix", plots.FORMATS)
+@pytest.mark.parametrize("suffix", drawing.FORMATS)
 def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = plots.plot(document, tmp_path / f"plot{suffix}")
@@ -261,7 +263,7 @@ def test_plots_are_written_whole(document: dict[str, Any], tmp_path: Path, suffi
 
 def test_plots_say_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"\.png or \.svg"):
-        plots.check(tmp_path / "plot.pdf")
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
+        drawing.check(tmp_path / "plot.pdf")
+    monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UnavailableError, match=r"elsa-attention\[plot\]"):
-        plots.check(tmp_path / "plot.png")
+        drawing.check(tmp_path / "plot.png")

@@ -17,10 +17,11 @@ from elsa_cli.main import run
 from elsa_core.backends.triton.attention import planner, tiling
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
 from elsa_core.backends.triton.shared import device, usertable
-from elsa_core.bench import environment, timing, tune
 from elsa_core.bench.cases import Case
-from elsa_core.bench.tune import Timed
+from elsa_core.bench.tune import search as tune
+from elsa_core.bench.tune.search import Timed
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import busy, environment, timing
 
 CASE = Case("t", 8, 12, 197, 197, 64)
 TABLE = tiling.load_table("h200")
@@ -340,7 +341,7 @@ def test_the_command_writes_the_users_table(
     found = tune.conclude(CASE, "strict", "split", [shipped, best], [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(environment, "busy", lambda _: "")
+    monkeypatch.setattr(busy, "reason", lambda _: "")
     monkeypatch.setattr(environment, "describe", lambda _: described)
     monkeypatch.setattr(tune, "run", lambda *_, **__: (found,))
     arguments = ["bench", "attention", "--tune", "--device", "cuda", "--shape", "8,12,197,64"]
@@ -357,5 +358,5 @@ def test_the_command_writes_the_users_table(
     monkeypatch.setattr(tune, "run", lambda *_, **__: (again,))
     assert run(arguments) == 0 and usertable.read(path) == ()
     capsys.readouterr()
-    monkeypatch.setattr(environment, "busy", lambda _: "the GPU is 50% busy")
+    monkeypatch.setattr(busy, "reason", lambda _: "the GPU is 50% busy")
     assert run(arguments) == 3 and "--allow-busy" in capsys.readouterr().err

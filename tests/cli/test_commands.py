@@ -80,7 +80,7 @@ def test_patch_check(elsa: Elsa) -> None:
     assert answer.code == 0
     verdict = next(line for line in answer.out.splitlines() if " sites patched" in line)
     assert verdict.startswith("12 of 12 sites patched · outputs agree (error ")
-    assert verdict.count(" ms") == 2
+    assert " ms" not in verdict  # of a few runs no time can be told: `profile` measures
 
 
 def test_quiet_says_the_verdict_alone(elsa: Elsa) -> None:

@@ -123,7 +123,7 @@ def test_lines_are_cut_in_their_middle(size: int) -> None:
 
 def test_a_directory_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    shell = 'cd gone && rmdir "$PWD" && exec "$0" -m elsa_cli inspect test_vit'
+    shell = 'cd gone && rmdir "$PWD" && exec "$0" -m elsa_cli doctor'
     done = subprocess.run(
         ["sh", "-c", shell, sys.executable], capture_output=True, text=True, timeout=60,
         check=False, cwd=tmp_path, env=environment(),

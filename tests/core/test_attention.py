@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core import attention as elsa_attention
-from elsa_core import calls
+from elsa_core import calls, routing
 from elsa_core.backends import eager, native
+from elsa_core.backends import support as backends_support
 from elsa_core.errors import ArgumentError, UnavailableError
 
 BACKENDS = ["eager", "native"]
@@ -553,7 +553,9 @@ def test_a_gpu_kernel_is_called_past_the_dispatcher(monkeypatch, needs_grad: boo
         return eager.attention(*arguments)
 
     monkeypatch.setattr(triton, "attention_forward", kernel)
-    monkeypatch.setattr(sys.modules["elsa_core.attention"], "_cached_name", lambda *_: "triton")
+    kernel_of_triton = routing.implementation("attention", "triton")
+    chosen = routing.Chosen("triton", kernel_of_triton.run, kernel_of_triton.direct, ())
+    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
     native.load()
     q = make(1, 2, 5, 8).requires_grad_(needs_grad)
     out = elsa.attention(q, q, q)
@@ -685,7 +687,7 @@ def test_second_derivatives(key_block: int, far: bool, monkeypatch: pytest.Monke
     """They were right, with a warning that they may not be."""
     monkeypatch.setattr(eager, "_KEY_BLOCK", key_block)
     if far:
-        monkeypatch.setattr(eager, "_WEIGHT_ERROR", 0.0)
+        monkeypatch.setattr(backends_support, "WEIGHT_ERROR", 0.0)
     query, key, value = (make(1, 2, n, 4, dtype=torch.float64, seed=n) for n in (3, 5, 5))
     leaves = [t.requires_grad_() for t in (query, key, value, make(3, 5, dtype=torch.float64))]
 

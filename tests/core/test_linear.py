@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from elsa_core import linear as module
+from elsa_core import routing
+from elsa_core.backends import onednn as onednn_backend
+from elsa_core.backends.triton.linear import gate as module
 from elsa_core.linear import linear
 
 OPERATOR = torch.ops.elsa.linear.default
@@ -88,9 +90,10 @@ def test_whom_the_kernel_serves(monkeypatch, dtype, precision, backend, tf32, se
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         device = torch.device("cuda")
-        assert module._serves(device, dtype, precision, backend) is served
+        asked = bool(routing.SERVING.get(("linear", "cuda", backend)))
+        assert (asked and module._serves(device, dtype, precision)) is served
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-        assert not module._serves(device, dtype, precision, backend)
+        assert not module._serves(device, dtype, precision)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -221,13 +224,13 @@ def onednn(monkeypatch):
     """A processor for which MKL lags, where PyTorch has oneDNN."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch has no oneDNN here")
-    monkeypatch.setattr(module, "_mkl_lags", lambda: True)
+    monkeypatch.setattr(onednn_backend, "_mkl_lags", lambda: True)
 
 
 def large(**options):
     torch.manual_seed(0)
     x, w, b = torch.randn(2, 128, 192), torch.randn(192, 192, **options), torch.randn(192)
-    assert x.numel() * w.shape[0] >= module.LEAST_ONEDNN
+    assert x.numel() * w.shape[0] >= onednn_backend.LEAST_ONEDNN
     return x, w, b
 
 
@@ -237,7 +240,7 @@ def test_onednn_computes_the_same(onednn, bias, depth):
     torch.manual_seed(0)
     x, w, b = torch.randn(2, 128, depth), torch.randn(256, depth), torch.randn(256)
     b = b if bias else None
-    assert module._suits_onednn(x, w, b)
+    assert onednn_backend._suits_onednn(x, w, b)
     exact = functional.linear(x.double(), w.double(), None if b is None else b.double())
     ours, theirs = ((f(x, w, b) - exact).norm() for f in (linear, functional.linear))
     assert ours <= 1.1 * theirs
@@ -252,7 +255,7 @@ def test_onednn_computes_the_same(onednn, bias, depth):
 
 def test_whom_onednn_serves(onednn):
     x, w, b = large()
-    suits = module._suits_onednn
+    suits = onednn_backend._suits_onednn
     assert not suits(x[:, :10], w, b)  # small, and not dense
     assert not suits(x.double(), w.double(), b.double())
     assert not suits(x, w.double(), b)
@@ -308,13 +311,13 @@ def test_a_gradient_and_a_recorded_program_are_not_onednns(onednn):
 def test_where_mkl_lags(monkeypatch, tmp_path, vendor, capability, lags):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    monkeypatch.setattr(module, "CPUINFO", file)
+    monkeypatch.setattr(onednn_backend, "CPUINFO", file)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert module._mkl_lags.__wrapped__() is lags
+    assert onednn_backend._mkl_lags.__wrapped__() is lags
     file.unlink()
-    assert not module._mkl_lags.__wrapped__()
+    assert not onednn_backend._mkl_lags.__wrapped__()
 
 
 def test_a_proof_judges_what_users_run(onednn):
@@ -324,7 +327,7 @@ def test_a_proof_judges_what_users_run(onednn):
     x, w, b = large()
     plain = linear(x, w, b)
     with OperatorCapture():
-        assert module._suits_onednn(x, w, b)
+        assert onednn_backend._suits_onednn(x, w, b)
         assert torch.equal(linear(x, w, b), plain)
         with FlopCounterMode(display=False) as counter:  # another mode: it sees PyTorch's own
             linear(x, w, b)

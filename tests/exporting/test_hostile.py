@@ -138,7 +138,7 @@ def test_a_reference_that_is_none(
     (copy / "reference.npz").write_bytes(content)
     entry = hashed(copy / "reference.npz")
     rewrite(copy, lambda m: m["files"]["reference.npz"].update(vars(entry)))
-    assert run(["verify", str(copy)]) == 4
+    assert run(["verify", str(copy), "--trust", "--quiet"]) == 4
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "does not hold the reference" in err
 
@@ -165,7 +165,7 @@ def test_what_this_machine_cannot_run_is_skipped_by_name(
     report = verify(copy)
     assert report.ok and set(report.skipped) == {"torchscript", "onnx", "pt2"}
     assert all("is for linux-riscv64" in each.reason for each in report.artefacts)
-    assert run(["verify", str(copy)]) == 0
+    assert run(["verify", str(copy), "--trust"]) == 0
     streams = capsys.readouterr()
     assert "nothing was run" in streams.out and streams.err.count("was skipped") == 3
     if not torch.cuda.is_available():
@@ -295,9 +295,8 @@ def test_a_zip_that_is_damaged_cut_or_has_more(copy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "place"),
-    [(zipfile.ZIP_DEFLATED, 0), (zipfile.ZIP_BZIP2, 0), (zipfile.ZIP_LZMA, 0),
-     (zipfile.ZIP_LZMA, 9)],
-)  # fmt: skip
+    [(zipfile.ZIP_DEFLATED, 0), (zipfile.ZIP_DEFLATED, 9)],
+)
 def test_a_zip_whose_compressed_bytes_are_damaged(copy: Path, method: int, place: int) -> None:
     path, name = copy.with_suffix(".zip"), "model.safetensors"
     with zipfile.ZipFile(path, "w") as file:

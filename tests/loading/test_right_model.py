@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ def test_a_stored_index_and_mask_tell_window_and_size(tmp_path: Path) -> None:
     path = write(model.state_dict() | buffers, tmp_path / "model.safetensors")
     loaded = load_model(path, arch="swinv2_tiny_window8_256")
     assert loaded.input_size == (3, 192, 192) and agree(loaded, model)
+    larger = load_model(path, arch="swinv2_tiny_window8_256", image_size=384)
+    assert larger.input_size == (3, 384, 384)  # its buffers are others, its weights are not
+    held = larger.model.state_dict()
+    assert all(torch.equal(held[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_clip_of_other_depths(tmp_path: Path) -> None:
@@ -192,8 +197,38 @@ def test_the_mask_token_of_pretraining_is_not_missed(tmp_path: Path) -> None:
     model = made("vit_small_patch14_dinov2", depth=1, img_size=28)
     state = model.state_dict() | {"mask_token": torch.zeros(1, 384)}
     path = write(state, tmp_path / "model.safetensors")
-    kwargs = {"depth": 1, "img_size": 28}
-    assert agree(load_model(path, arch="vit_small_patch14_dinov2", model_kwargs=kwargs), model)
+    assert agree(load_model(path), model)
+    assert load_model(path, image_size=42).notes[-1] == "resampled as asked: pos_embed"
+
+
+def test_files_that_timm_renames(tmp_path: Path) -> None:
+    """Names of Swin's authors: downsampling ends a stage, and the classifier is `head`."""
+    model = made(SWIN, **SHALLOW)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        stage = re.match(r"layers\.(\d)\.downsample\.", name)
+        moved = f"layers.{int(stage.group(1)) - 1}.{name[9:]}" if stage else name
+        state[moved.replace("head.fc.", "head.")] = tensor
+    kwargs = {key: list(value) if key == "depths" else value for key, value in SHALLOW.items()}
+    path = write(state, tmp_path / "model.safetensors")
+    assert agree(load_model(path, arch=SWIN, model_kwargs=kwargs), model)
+
+
+def test_files_that_timm_adds_up(tmp_path: Path) -> None:
+    """DINOv2's own files with registers: the class token has a position of its own."""
+    name = "vit_small_patch14_reg4_dinov2"
+    model = made(name, depth=1, img_size=28)
+    state = model.state_dict()
+    place = torch.full((1, 1, 384), 0.25)
+    state["register_tokens"] = state.pop("reg_token")
+    state["pos_embed"] = torch.cat([place, state["pos_embed"]], dim=1)
+    state["cls_token"] = state["cls_token"] - place
+    state["mask_token"] = torch.zeros(1, 384)
+    path = write(state, tmp_path / "model.safetensors")
+    loaded = load_model(path, arch=name, model_kwargs={"depth": 1, "img_size": 28})
+    with torch.no_grad():
+        outputs = [each(*loaded.example_inputs(2)) for each in (loaded.model, model)]
+    torch.testing.assert_close(*outputs)
 
 
 def test_accounts() -> None:

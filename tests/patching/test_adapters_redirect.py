@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import NothingPatchedError
+from elsa_core.patching import sites
 from elsa_core.patching.adapters import redirect
 from elsa_core.patching.patch import patch, unpatch
 
@@ -308,3 +310,27 @@ def test_open_clip_attention() -> None:
     cosine = open_clip.transformer.Attention(32, num_heads=4, scaled_cosine=True)
     with pytest.raises(NothingPatchedError, match="scaled cosine"):
         patch(cosine)
+
+
+def test_a_class_that_no_module_has_is_gone() -> None:
+    """Classes made in a loop do not pile up."""
+
+    def made() -> nn.Module:
+        class Passing(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return F.scaled_dot_product_attention(x, x, x)
+
+        return Passing()
+
+    redirect._calls_sdpa.cache_clear()
+    gc.collect()
+    before = len(redirect._CLASSES)
+    modules = [made() for _ in range(5)]
+    for module in modules:
+        patch(module)
+    assert len(redirect._CLASSES) == before + 5
+    del module, modules
+    redirect._calls_sdpa.cache_clear()
+    sites._kind_by_code.cache_clear()
+    gc.collect()
+    assert len(redirect._CLASSES) == before

@@ -86,3 +86,39 @@ def test_models_run_on_it() -> None:
             expected, own, found = (x[padding.bool()] for x in (expected, own, found))
         band = 4 * torch.finfo(torch.float32).eps * expected.norm()
         assert (found - expected).norm() <= 2 * (own - expected).norm() + band
+
+
+def test_gradients_of_dinov2() -> None:
+    """No parameter's gradient errs more than twice as much as transformers' own default path.
+
+    A key's bias adds the same number to all scores of a row: its gradient is zero, and what is left
+    is rounding, here judged beside the gradient of the keys' weights.
+    """
+    transformers = pytest.importorskip("transformers")
+    register()
+    config = transformers.Dinov2Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=70, patch_size=14
+    )
+    x = torch.randn(2, 3, 70, 70, generator=torch.Generator().manual_seed(0))
+    wanted = torch.randn(2, 26, 64, generator=torch.Generator().manual_seed(1))
+
+    def gradients(model, kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(model).to(dtype)
+        model.set_attn_implementation(kind)
+        (model(x.to(dtype)).last_hidden_state * wanted.to(dtype)).sum().backward()
+        return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+    squares: dict[str, list[float]] = {}
+    for seed in range(4):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = transformers.Dinov2Model(config).eval()
+        exact = gradients(model, "eager", torch.float64)
+        own, found = (gradients(model, kind, torch.float32) for kind in ("sdpa", "elsa"))
+        for name, gradient in exact.items():
+            scale = exact[name.replace("k_proj.bias", "k_proj.weight")].norm()
+            sums = squares.setdefault(name, [0.0, 0.0])
+            for i, other in enumerate((own, found)):
+                sums[i] += float((other[name] - gradient).norm() / scale) ** 2
+    for name, (own_square, square) in squares.items():
+        assert square**0.5 <= 2 * own_square**0.5 + 4 * torch.finfo(torch.float32).eps, name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -196,11 +197,12 @@ def test_what_ends_a_freeze(kind: str, thaw: str) -> None:
             for module in model.modules():
                 module.training = training
             if training:
-                model(x)
+                with torch.no_grad():
+                    model(x)
     elif thaw == "gradients":
         model(x)
     elif thaw == "load":
-        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        model.load_state_dict({}, strict=False)
     elif thaw == "refresh":
         elsa.refresh(model)
     elif thaw == "unfreeze":
@@ -359,6 +361,31 @@ def _counting(base: type, calls: list[int]) -> type:
             return out
 
     return Counting
+
+
+@torch.no_grad()
+def test_threads_share_a_model() -> None:
+    """One thread keeps a value while others read it: nothing fails, and all results are right."""
+    model, x = make("swin-v2"), images("swin-v2")
+    patch(model)
+    expected = model(x)
+    failures: list[str] = []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                elsa.refresh(model)
+                if not torch.allclose(model(x), expected, rtol=1e-4, atol=1e-5):
+                    failures.append("another result")
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
 
 
 def test_weights_that_are_not_a_number_are_not_kept() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from elsa_core.profiling import sweep
-from elsa_core.profiling.profile import profile
-from elsa_core.profiling.report import ProfileReport
+from elsa_core.profiling.profile import ProfileReport, profile
 
 
 def small_vit(depth: int = 2) -> nn.Module:
@@ -26,7 +25,9 @@ def report() -> ProfileReport:
     """A model of two blocks against itself and against its patched self."""
     model = small_vit()
     images = torch.randn(1, 3, 96, 96)
-    return profile(model, images, baselines=["eager", "control", "sdpa"], budget_seconds=8)
+    return profile(
+        model, images, baselines=["eager", "control", "sdpa"], budget_seconds=12, sites=True
+    )
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from typing import Any
 
@@ -10,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from elsa_core.bench.timing import Contender
+from elsa_core.measuring.rounds import Sample
+from elsa_core.measuring.timing import Contender
+from elsa_core.model_runs import variants
+from elsa_core.model_runs.runs import Prepared
+from elsa_core.patching.patch import PatchReport
 from elsa_core.patching.sites import AttentionSite
-from elsa_core.profiling import timeline, variants
-from elsa_core.profiling.measure import Sample
+from elsa_core.profiling import locate, timeline
 from elsa_core.profiling.sites import profiles
 from elsa_core.profiling.timeline import Kernel, Marked, cut, timelines
 
-profile_module = importlib.import_module("elsa_core.profiling.profile")
 SITE = AttentionSite(
     path="0", module_class="Attention", kind="global", num_heads=1, head_dim=8, query_tokens=4,
     key_tokens=4, extra=(), flops=None, flops_share=None, patchable=True, reason="",
@@ -167,7 +168,7 @@ def test_rows_of_a_graph_keep_the_scatter_of_its_waits() -> None:
     noise = random.Random(0)
     line = (timeline.Cut(1.0, {"0": 0.1}),) * 12
     runs = [[Sample(noise.gauss(1.2, 0.06)) for _ in range(40)] for _ in range(2)]
-    before, after = (profile_module._of_graph(samples, line, 0.0) for samples in runs)
+    before, after = (locate._of_graph(samples, line, 0.0) for samples in runs)
     assert len(before) == len(after) == 12
     assert all(sample.sites == {"0": 0.1} for sample in before)
     row, rest = profiles([SITE], before, after, {}, {}, seed=0)
@@ -187,36 +188,35 @@ def test_equal_sites_are_seldom_told_apart() -> None:
             wholes = [noise.gauss(1.0, 0.014) for _ in range(timeline.SESSIONS)]
             cuts = [timeline.Cut(w, {"0": 0.1 * w * noise.gauss(1.0, 0.004)}) for w in wholes]
             lines.append(cuts)
-        before, after = (profile_module._of_graph(waits, line, 1.0) for line in lines)
+        before, after = (locate._of_graph(waits, line, 1.0) for line in lines)
         told += profiles([SITE], before, after, {}, {}, seed=0)[0].ratio.verdict != "no difference"
     assert told <= 9  # 5% are 3
 
 
 def test_what_the_profiler_adds_is_told_and_taken_out() -> None:
     line = (timeline.Cut(1.2, {"0": 0.12}),) * 6
-    cover = profile_module._profiled(line, 1.0, 0)
+    cover = locate._profiled(line, 1.0, 0)
     assert cover.value == pytest.approx(1.2)
-    (warning,) = profile_module._disturbed({"eager+graph": cover})
+    (warning,) = locate._disturbed({"eager+graph": cover})
     assert warning.startswith("the profiler slowed eager+graph by 20%")
-    assert profile_module._disturbed({"eager+graph": profile_module._profiled(line, 1.15, 0)}) == ()
+    assert locate._disturbed({"eager+graph": locate._profiled(line, 1.15, 0)}) == ()
     waits = [Sample(1.5)] * 12
-    own = profile_module._of_graph(waits, line, 1.0)
+    own = locate._of_graph(waits, line, 1.0)
     assert [each.sites["0"] for each in own] == pytest.approx([0.1] * 6)
-    assert profile_module._of_graph(waits, line, 0.0)[0].sites["0"] == 0.12
+    assert locate._of_graph(waits, line, 0.0)[0].sites["0"] == 0.12
 
 
 def test_what_no_graph_can_show_is_watched_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Contender("eager+graph", lambda: None)
-    built = variants.Built((call, Contender("patched+graph", lambda: None)), {}, {})
+    built = variants.Built((call, Contender("patched+graph", lambda: None)), {}, {}, {})
     monkeypatch.setattr(
         variants, "graphed", lambda _: (_ for _ in ()).throw(RuntimeError("no capture\nhere"))
     )
-    site, model = (SITE,), nn.Sequential(nn.Identity())
-    graphs = profile_module._graphs(built)
+    model, image = nn.Sequential(nn.Identity()), torch.zeros(1)
+    ready = Prepared(model, model, (image,), image, PatchReport((), (), "strict", "auto"), built)
+    graphs = locate._graphs(built)
     assert graphs == ("eager+graph", "patched+graph")
-    lines, notes = profile_module._timelines(
-        model, model, (torch.zeros(1),), site, graphs, 1.0, lambda *_: None
-    )
+    lines, notes = locate._timelines(ready, (SITE,), graphs, 1.0, lambda *_: None)
     assert lines == {}
     assert notes == ("sites were timed eagerly: no capture",)
-    assert profile_module._graphs(variants.Built((call,), {}, {})) == ()
+    assert locate._graphs(variants.Built((call,), {}, {}, {})) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,53 @@ def test_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(ModelError, match=r"big\.png.*bomb"):
         load_images(tmp_path, (3, 16, 16), MEAN, STD)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\n0 0 20 20 rectfill\n"
+
+
+def test_a_name_starts_no_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow looks at the content: an EPS that is called .png was given to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    def started(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("Ghostscript would have been started")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", started)
+    (tmp_path / "a.png").write_bytes(EPS)
+    with pytest.raises(ModelError, match=r"a\.png: cannot read this image \(none of JPEG, PNG"):
+        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+
+
+def test_a_fifo_and_a_device_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ModelError, match=r"a\.png cannot be read: it is a FIFO"):
+        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+    (tmp_path / "a.png").unlink()
+    (tmp_path / "b.png").symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match=r"b\.png cannot be read: it is a device"):
+        load_images(tmp_path, (3, 16, 16), MEAN, STD)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 60_000), (60_000, 1)])
+def test_pixels_after_resizing_are_bounded(tmp_path: Path, width: int, height: int) -> None:
+    """The shorter side is resized to the input's: 60 000 pixels became 3.7 thousand million."""
+    Image.new("L", (width, height)).save(tmp_path / "thin.png")
+    with pytest.raises(ModelError, match=r"thin\.png: .* after resizing, more than") as caught:
+        load_images(tmp_path, (3, 224, 224), MEAN, STD, crop_pct=0.9)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_nested_beyond_the_recursion_limit(tmp_path: Path) -> None:
+    folders = [tmp_path]
+    for _ in range(1100):
+        folders.append(folders[-1] / "d")
+        folders[-1].mkdir()
+    file = write(folders[-1] / "a.png")
+    assert read_folder(tmp_path, (3, 16, 16), MEAN, STD).files == (file,)
+    file.unlink()
+    for folder in reversed(folders[1:]):  # pytest removes folders by recursion
+        folder.rmdir()
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,10 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ORDER = ("pt2", "torchscript", "onnx", "aoti")
 MISSING_RUNTIME = 77
+# Raster formats alone: Pillow would run Ghostscript for an EPS, whatever its name is.
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# Pillow warns from so many; a long thin image has more of them after resizing.
+MAX_PIXELS = 89_478_485
 Model = Callable[..., "list[np.ndarray[Any, Any]]"]
 
 
@@ -180,19 +185,26 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     given = manifest(bundle)["preprocess"]
     if given is None:
         raise ValueError("this model takes no images: see the inputs in manifest.json")
-    picture = image if isinstance(image, Image.Image) else Image.open(image)
+    picture = image if isinstance(image, Image.Image) else _opened(image)
     channels, height, width = given["input_size"]
-    picture = picture.convert("RGB" if channels == 3 else "L")
     # The shorter side is resized to floor(size / crop_pct), the longer one follows.
     rows, columns = int(height / given["crop_pct"]), int(width / given["crop_pct"])
     if rows * picture.width >= columns * picture.height:
         size = (max(width, rows * picture.width // picture.height), rows)
     else:
         size = (columns, max(height, columns * picture.height // picture.width))
+    if max(picture.width * picture.height, size[0] * size[1]) > MAX_PIXELS:
+        raise ValueError(
+            f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing, are"
+            f" more than the {MAX_PIXELS} that are read: crop the image first"
+        )
+    picture = picture.convert("RGB" if channels == 3 else "L")
     methods = {
         "nearest": Image.Resampling.NEAREST,
         "bilinear": Image.Resampling.BILINEAR,
         "lanczos": Image.Resampling.LANCZOS,
+        "box": Image.Resampling.BOX,
+        "hamming": Image.Resampling.HAMMING,
     }
     picture = picture.resize(size, methods.get(given["interpolation"], Image.Resampling.BICUBIC))
     left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
@@ -201,6 +213,24 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     normalised = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
     result: np.ndarray[Any, Any] = normalised.transpose(2, 0, 1)[None].astype(np.float32)
     return result
+
+
+def _opened(image: Any) -> Any:
+    """The image of a regular file: a FIFO would block, /dev/zero never ends."""
+    from PIL import Image
+
+    if isinstance(image, (str, os.PathLike)) and not stat.S_ISREG(Path(image).stat().st_mode):
+        raise ValueError(f"{os.fspath(image)} is not a regular file")
+    Image.init()
+    return Image.open(image, formats=[name for name in IMAGE_FORMATS if name in Image.OPEN])
+
+
+def _assumed(facts: dict[str, Any]) -> str:
+    """One line about the preprocessing that the weights' source did not say; "" for none."""
+    given = facts["preprocess"] or {}
+    keys = given.get("assumed", ())
+    values = ", ".join(f"{key} {given[key]}" for key in keys)
+    return f"the weights did not say their preprocessing: {values} assumed" if keys else ""
 
 
 def run_reference(format: str, bundle: Path, output: Path, *, library: bool = True) -> None:
@@ -241,6 +271,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--format", choices=ORDER, help="default: the first whose runtime is here")
     given = parser.parse_args(arguments)
     try:
+        if line := _assumed(manifest()):
+            print(f"warning: {line}", file=sys.stderr)
         for array in load(given.format)(preprocess(given.image)):
             if array.ndim == 2 and array.shape[0] == 1:
                 for index in array[0].argsort()[::-1][:5]:

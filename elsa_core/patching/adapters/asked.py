@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elsa_core.attention import BACKENDS, _ask
+from elsa_core import routing
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import ArgumentError
 from elsa_core.precision import PRECISIONS
@@ -18,7 +18,7 @@ def check_names(precision: str, backend: str) -> None:
     Raises:
         ArgumentError: precision or backend is unknown.
     """
-    asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, BACKENDS)}
+    asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, routing.names())}
     for name, (value, choices) in asked.items():
         if value not in choices:
             raise ArgumentError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
@@ -35,4 +35,4 @@ def served(
     if backend == "auto" or device.type == "meta":
         return Support(True)
     dim = head_dim or _HEAD_DIM
-    return _ask(Request(device.type, dtype, dim, dim, precision), backend)
+    return routing.support(Request(device.type, dtype, dim, dim, precision), backend)

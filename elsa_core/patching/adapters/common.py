@@ -34,7 +34,7 @@ def join_heads(out: Tensor) -> Tensor:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches the module's own forward or backward, or has put in another."""
+    """Whether the module has hooks, or a forward replaced on the instance."""
     return "forward" in vars(module) or bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -44,8 +44,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
-    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain one that
-    nobody watches. On a CPU a recorded program names the layer.
+    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain linear
+    layer without hooks. On a CPU a recorded program calls the layer.
     """
     shown = has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
     if type(layer) is nn.Linear and not shown and (x.is_cuda or not calls.recorded()):
@@ -55,12 +55,12 @@ def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias as the patched site asks for it: [..., K] -> [..., N]."""
+    """x @ weight.T + bias with the patched site's precision and backend: [..., K] -> [..., N]."""
     return linear(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
 
 
-def shows_weights(module: Any) -> bool:
-    """Whether somebody waits for the attention weights, which do not exist here.
+def weights_are_hooked(module: Any) -> bool:
+    """Whether a hook reads the attention weights, which the operator does not return.
 
     They pass through modules of the eager branch: its softmax and its dropout.
     """
@@ -74,7 +74,7 @@ def drop_p(module: Any) -> float:
     """The probability with which the original would drop an attention weight now.
 
     Its eager branch calls `attn_drop`, which has a mode of its own (Monte Carlo dropout keeps it in
-    training) and may have been replaced by an identity; its fused one goes by the module's mode.
+    training) and may have been replaced by an identity; its fused branch uses the module's mode.
     """
     drop = module.attn_drop
     dropping = module.training if getattr(module, "fused_attn", False) else drop.training
@@ -93,7 +93,7 @@ def attend(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> Tensor:
-    """The operator as the patched module asks for it: [B, H, N, D] -> [B, H, N, Dv].
+    """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
 
     `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`.
     """

@@ -82,7 +82,7 @@ def attention_forward(
     unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
     if unknown:
         raise ArgumentError(
-            f"{type(module).__name__} asks for {', '.join(unknown)}, which elsa's attention does "
+            f"{type(module).__name__} needs {', '.join(unknown)}, which elsa's attention does "
             "not have: use attn_implementation='eager'"
         )
     if attention_mask is not None:

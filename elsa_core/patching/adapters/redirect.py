@@ -37,7 +37,7 @@ from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_gl
 FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
 _PREFIX = "Redirected"
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
-# A class lives as long as a module has it: pickle looks for the very class that its name leads to.
+# Bound: the classes that modules have. Pickle wants the very class that a name leads to.
 _CLASSES: weakref.WeakValueDictionary[tuple[Any, ...], type[nn.Module]]
 _CLASSES = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
@@ -168,7 +168,7 @@ def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
 def _always_on(switch: str) -> property:
     """A data descriptor: it wins over the instance's own value, which stays as it is.
 
-    But where somebody waits for the weights of the eager branch.
+    Off where a hook reads the weights of the eager branch and the instance's own value is off.
     """
 
     def read(self: nn.Module) -> bool:

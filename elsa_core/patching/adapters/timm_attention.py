@@ -22,9 +22,9 @@ from elsa_core.patching.adapters.common import (
     drop_p,
     join_heads,
     project,
-    shows_weights,
     split_heads,
     split_packed,
+    weights_are_hooked,
 )
 
 
@@ -38,7 +38,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        if shows_weights(self):
+        if weights_are_hooked(self):
             shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
             return shown
         gate = gate_of(self, x)
@@ -61,7 +61,7 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        if shows_weights(self):
+        if weights_are_hooked(self):
             shown: Tensor = super().forward(x, rope, attn_mask, **_causal(is_causal))
             return shown
         gate = gate_of(self, x)

@@ -19,6 +19,7 @@ from elsa_core.patching.adapters.windows import (
     as_table,
     attend_windows,
     must_call,
+    trains_original,
     why_not,
 )
 
@@ -50,7 +51,9 @@ class ElsaPartitionAttentionCl(Derives, PartitionAttentionCl):  # type: ignore[m
         attn = self.attn
         rows, columns = self.partition_size
         # Sizes that do not divide are an error here, which the original words.
-        if must_call(attn, AttentionCl) or x.shape[1] % rows or x.shape[2] % columns:
+        uneven = x.shape[1] % rows or x.shape[2] % columns
+        left = must_call(attn, AttentionCl) or trains_original(self, x, attn.qkv.weight)
+        if left or uneven:
             out: Tensor = super()._partition_attn(x)
             return out
         derivation = self.elsa_derivation()

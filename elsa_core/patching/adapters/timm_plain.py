@@ -1,5 +1,5 @@
-"""timm's plain softmax attentions that run in eager PyTorch, or hand over operands that must be
-copied first: one projection, one softmax, at most a bias; on `elsa_core.attention`.
+"""timm's plain softmax attentions in eager PyTorch, or with operands that must be copied
+first: one projection, one softmax, at most a bias; on `elsa_core.attention`.
 
 Read against timm 1.0.20, 1.0.29 and 1.0.31.
 """

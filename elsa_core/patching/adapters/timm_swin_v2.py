@@ -25,6 +25,7 @@ from elsa_core.patching.adapters.windows import (
     must_call,
     of_padding,
     read_bias,
+    trains_original,
     why_not,
 )
 
@@ -55,7 +56,7 @@ class ElsaSwinTransformerV2Block(Derives, SwinTransformerV2Block):  # type: igno
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn, WindowAttention):
+        if must_call(attn, WindowAttention) or trains_original(self, x, attn.qkv.weight):
             out: Tensor = super()._attn(x)
             return out
         terms: _Terms = derived(self.elsa_derivation())
@@ -130,7 +131,8 @@ class ElsaSwinTransformerV2CrBlock(Derives, SwinTransformerV2CrBlock):  # type: 
     def _shifted_window_attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn, WindowMultiHeadAttention):
+        called = must_call(attn, WindowMultiHeadAttention)
+        if called or trains_original(self, x, attn.qkv.weight):
             out: Tensor = super()._shifted_window_attn(x)
             return out
         bias, scale = derived(self.elsa_derivation())

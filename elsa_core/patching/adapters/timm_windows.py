@@ -20,11 +20,12 @@ from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
     attend_windows,
+    has_hooked_parts,
+    is_hooked,
     is_small,
-    is_watched,
     of_padding,
     read_bias,
-    shows_parts,
+    trains_original,
     why_not,
 )
 
@@ -38,7 +39,8 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
-        if drop_p(self) > 0.0 or shows_parts(self):
+        left = has_hooked_parts(self) or trains_original(self, x, self.qkv.weight)
+        if drop_p(self) > 0.0 or left:
             out: Tensor = super().forward(x, size)
             return out
         out = attend_windows(
@@ -69,7 +71,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
-        if is_watched(attn, WindowAttention):
+        if is_hooked(attn, WindowAttention) or trains_original(self, x, attn.qkv.weight):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -120,7 +122,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
 
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
-        if is_watched(attn, TinyVitAttention):
+        if is_hooked(attn, TinyVitAttention) or trains_original(self, x, attn.qkv.weight):
             out: Tensor = super().forward(x)
             return out
         pad = None

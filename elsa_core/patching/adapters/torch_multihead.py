@@ -3,7 +3,7 @@
 Read against torch 2.10 to 2.15. In eval mode PyTorch sends the module, and the whole of a
 `TransformerEncoderLayer`, through one C++ operator each, which no export format knows. The adapter
 replaces the first by its forward, and turns the second off through `_qkv_same_embed_dim`, which
-PyTorch asks for before it takes that path.
+PyTorch reads before it takes that path.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
     attend_windows,
+    is_hooked,
     is_small,
-    is_watched,
     read_bias,
+    trains_original,
     why_not,
 )
 
@@ -48,8 +49,9 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
     def forward(self, x: Tensor) -> Tensor:
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)
-        watched = is_watched(attn, RelativePositionalMultiHeadAttention)
-        if watched or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
+        hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
+        hooked = hooked or trains_original(self, x, attn.to_qkv.weight)
+        if hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)

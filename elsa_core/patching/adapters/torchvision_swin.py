@@ -23,6 +23,7 @@ from elsa_core.patching.adapters.windows import (
     cosine_scale,
     is_small,
     read_bias,
+    trains_original,
 )
 
 
@@ -34,7 +35,8 @@ class ElsaShiftedWindowAttention(Derives, ShiftedWindowAttention):  # type: igno
     elsa_backend: str
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.attention_dropout > 0.0:
+        dropped = self.training and self.attention_dropout > 0.0
+        if dropped or trains_original(self, x, self.qkv.weight):
             out: Tensor = super().forward(x)
             return out
         terms = _Terms(derived(self.elsa_derivation()), None, self.qkv.bias)
@@ -55,7 +57,8 @@ class ElsaShiftedWindowAttentionV2(Derives, ShiftedWindowAttentionV2):  # type: 
     elsa_backend: str
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.attention_dropout > 0.0:
+        dropped = self.training and self.attention_dropout > 0.0
+        if dropped or trains_original(self, x, self.qkv.weight):
             out: Tensor = super().forward(x)
             return out
         return _attended(self, x, derived(self.elsa_derivation()))

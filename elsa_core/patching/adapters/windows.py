@@ -1,8 +1,8 @@
 """What adapters of windowed blocks share: when a block computes its attention itself, and the call.
 
-A block's adapter takes over the way from the image to the image: roll, padding, windows and mask
-are index arithmetic inside `elsa_core.window.window_attention`. The attention module within the
-block keeps its class, its parameters and its place in the state dict; its forward is not called.
+A block's adapter computes from image to image: roll, padding, windows and mask are index arithmetic
+inside `elsa_core.window.window_attention`. The attention module within the block keeps
+its class, its parameters and its place in the state dict; its forward is not called.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from elsa_core import calls, routing
 from elsa_core.patching.adapters.common import drop_p, has_hooks
 from elsa_core.window import window_attention
 
@@ -23,22 +24,20 @@ DENSE_BYTES = 1 << 20
 _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3.3
 
 
-def shows_parts(module: nn.Module) -> bool:
-    """Whether somebody watches a part of an attention: in the original it sees padded windows."""
+def has_hooked_parts(module: nn.Module) -> bool:
+    """Whether a part of an attention has hooks: in the original they see padded windows."""
     return any(part is not None and has_hooks(part) for part in module._modules.values())
 
 
-def is_watched(attention: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether the attention module within a block has to run itself, for those who wait for it.
-
-    Or another module took its place.
-    """
-    return type(attention) is not expected or has_hooks(attention) or shows_parts(attention)
+def is_hooked(attention: nn.Module, expected: type[nn.Module]) -> bool:
+    """Whether the attention module within a block must run: it or a part of it has hooks, or its
+    class is not the library's own."""
+    return type(attention) is not expected or has_hooks(attention) or has_hooked_parts(attention)
 
 
 def must_call(attention: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether the attention module within a block has to run itself: watched, or dropping."""
-    return is_watched(attention, expected) or drop_p(attention) > 0.0
+    """Whether the attention module within a block must run: as `is_hooked`, or it drops weights."""
+    return is_hooked(attention, expected) or drop_p(attention) > 0.0
 
 
 def why_not(attention: object, expected: type[nn.Module]) -> str:
@@ -57,13 +56,27 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
         return projection.bias
     if not any(n % w for n, w in zip(x.shape[1:3], window, strict=True)):
         return None
-    # Something else took its place: a quantised layer, one with a low-rank addition.
+    # Not the library's own layer: a quantised one, or one with a low-rank addition.
     padding: Tensor = projection(x.new_zeros(1, x.shape[-1])).squeeze(0)
     return padding
 
 
+def trains_original(site: Any, x: Tensor, weight: Tensor) -> bool:
+    """Whether a call that wants gradients keeps the original forward.
+
+    That is so where the shipped table says that the operator's forward and gradients together are
+    slower than the original's, and no backend was asked for by name.
+
+    Args:
+        site: the patched module. x: its input. weight: of its first projection.
+    """
+    if site.elsa_backend != "auto" or not calls.wanted(x=x, weight=weight):
+        return False
+    return routing.trains_original("window_attention", x.device.type)
+
+
 def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
-    """The operator as the patched site asks for it: [B, H, W, 3 * C] -> [B, H, W, C]."""
+    """The operator with the site's precision and backend: [B, H, W, 3 * C] -> [B, H, W, C]."""
     return window_attention(
         qkv, bias, precision=site.elsa_precision, backend=site.elsa_backend, **terms
     )

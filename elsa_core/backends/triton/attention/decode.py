@@ -7,10 +7,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from elsa_core.backends.triton.shared.helpers import (
-    FLOAT_MAX,
     LN2,
     LOG2E,
     exponent,
+    finite_score,
+    load_tile,
     power,
     times_power,
     wide,
@@ -19,12 +20,8 @@ from elsa_core.backends.triton.shared.helpers import (
 
 @triton.jit
 def load_keys(p, o_n, o_d, columns, DIM: tl.constexpr, PADDED: tl.constexpr, BOUNDED: tl.constexpr):
-    if BOUNDED:
-        m = (o_n < columns)[:, None] & (o_d < DIM)[None, :]
-        return tl.load(p, mask=m, other=0.0).to(tl.float32)
-    if DIM < PADDED:
-        return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0).to(tl.float32)
-    return tl.load(p).to(tl.float32)
+    x = load_tile(p, o_n < columns, o_d < DIM, BOUNDED, BOUNDED or DIM < PADDED)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -45,11 +42,7 @@ def fold_keys(
     p = p_v + row * stride_v + o_n[:, None] * stride_v
     p = p + (o_v[None, :] if UNIT_D else o_v[None, :] * v_d)
     v = load_keys(p, o_n, o_v, columns, DV, VP, BOUNDED)  # [BN, VP]
-    raw = tl.sum(k * q[None, :], 1)  # [BN]
-    s = times_power(raw, e_s)
-    s = tl.where(s > FLOAT_MAX, FLOAT_MAX, tl.where(s < -FLOAT_MAX, -FLOAT_MAX, s))
-    # an infinite product came with the input and stays
-    s = tl.where(tl.abs(raw) == float("inf"), raw, s)
+    s = finite_score(tl.sum(k * q[None, :], 1), e_s)  # [BN]
     if MASK:
         p = p_mask + (n0 + o_n) * mask_k
         if MASK == 1:

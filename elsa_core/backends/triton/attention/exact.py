@@ -7,28 +7,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.attention.fold import advance
+from elsa_core.backends.triton.attention.fold import advance, key_of
 from elsa_core.backends.triton.shared.helpers import (
-    FLOAT_MAX,
     add_scaled,
     apply_mask,
     exponent,
+    finite_score,
     load_part,
     power,
-    times_power,
     wide,
 )
 
 
 @triton.jit
 def fold_exact(
-    p_q, p_k, p_v, p_mask, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
-    scale, scale_exp, weight,
+    p_q, p_k, p_v, p_mask, p_tiles, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k,
+    row0, rows, scale, scale_exp, weight,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BX: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, UNIT_D: tl.constexpr,
+    BN: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Every key in [lo, hi) with float32 FMA; no finite input overflows.
+    """Every key in [lo, hi), as `fold.key_of` numbers them, with float32 FMA; no finite input
+    overflows.
 
     Queries are scaled per row and keys per tile by powers of two, a score beyond float32 is
     clamped, and weights carry 2**-shift <= 1 / n_k, so that no sum of values overflows: z returns
@@ -49,7 +50,8 @@ def fold_exact(
     z = tl.zeros([BM, 8], tl.float32)
     acc0 = tl.zeros([BM, V0], tl.float32)
     acc1 = tl.zeros([BM, V1 if V1 else 1], tl.float32)
-    for n0 in tl.range(lo, hi, BX, num_stages=1):
+    for n in tl.range(lo, hi, BX, num_stages=1):
+        n0 = key_of(n, p_tiles, BN, LISTED)
         n0_wide = wide(n0)
         columns = n_k - n0
         k0 = load_part(p_k + n0_wide * k_n, o_x, columns, k_n, k_d, 0, D0, D, UNIT_D, True)
@@ -64,11 +66,8 @@ def fold_exact(
         if D1:
             k1 = k1 * power(e_k)
             s = tl.dot(q1, k1.T, s, input_precision="ieee")
-        infinite = tl.abs(s) == float("inf")
-        # scaled products are finite: an infinity here came with the input and stays
-        x = times_power(s, tl.minimum(tl.maximum(scale_exp - e_q - e_k, -252), 254)[:, None])
-        x = tl.where(x > FLOAT_MAX, FLOAT_MAX, tl.where(x < -FLOAT_MAX, -FLOAT_MAX, x))
-        s = tl.where(infinite, s, x)
+        # scaled products are finite
+        s = finite_score(s, tl.minimum(tl.maximum(scale_exp - e_q - e_k, -252), 254)[:, None])
         s = apply_mask(
             s, p_mask + n0_wide * mask_k, o_m, o_x, rows, columns, mask_q, mask_k, row0, n0,
             MASK, CAUSAL, True,

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from elsa_core.backends.triton.attention.exact import fold_exact
-from elsa_core.backends.triton.attention.fold import fold_range, merged, split_tile
+from elsa_core.backends.triton.attention.fold import fold_range, key_tiles, merged, split_tile
 from elsa_core.backends.triton.shared.helpers import (
     FACTOR_LIMIT,
     LN2,
@@ -23,6 +23,7 @@ from elsa_core.backends.triton.shared.helpers import (
     load_part,
     power,
     row_before,
+    store_tile,
 )
 
 RUNTIME_INTEGERS = [
@@ -48,18 +49,16 @@ def store_rows(
     tl.store(LSE + lse_row + o_m, lse, mask=inside)
     o_v = tl.arange(0, V0)
     p = Out + o_row + o_m[:, None] * o_step + o_v[None, :]
-    x = (acc0 * inverse[:, None]).to(Out.dtype.element_ty)
-    tl.store(p, x, mask=inside[:, None] & (o_v < DV)[None, :])
+    store_tile(p, acc0 * inverse[:, None], inside, o_v < DV, True)
     if V1:
         o_v1 = V0 + tl.arange(0, V1)
         p1 = Out + o_row + o_m[:, None] * o_step + o_v1[None, :]
-        x1 = (acc1 * inverse[:, None]).to(Out.dtype.element_ty)
-        tl.store(p1, x1, mask=inside[:, None] & (o_v1 < DV)[None, :])
+        store_tile(p1, acc1 * inverse[:, None], inside, o_v1 < DV, True)
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def forward(
-    Q, K, V, Mask, W, Out, LSE,
+    Q, K, V, Mask, W, Out, LSE, Tiles,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,
     tiles: tl.int32, shift: tl.int32, scale_exp: tl.int32, scale: tl.float32, flip: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
@@ -70,7 +69,7 @@ def forward(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
     OVERLAP: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr, UNIT_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
-    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
 ):  # fmt: skip
@@ -81,6 +80,9 @@ def forward(
     `scale_exp`: |scale| * log2(e) = scale * 2**scale_exp with scale in [1, 2) (MODE 0: scale
     alone). FLIP: queries are multiplied by `flip` (-1 for a negative scale, 0 for scale 0). CHAIN:
     a multiple of BN, after which keys are folded into a fresh state, merged later; 0: one state.
+    LISTED: 0, every tile of keys is folded and Tiles is None; else int32 Tiles [batch x heads x
+    query tiles, 1 + LISTED] says how many tiles of BN keys each program folds, and then which (not
+    with PRE, CHAIN or several partitions).
     """
     q_tiles = tl.cdiv(n_q, BM)
     if PARTIAL and OVERLAP:
@@ -110,12 +112,11 @@ def forward(
         p_mask = Mask + i_b * mask_b + i_h * mask_h + row0 * mask_q
 
     # keys this program folds: whole tiles seen by every row in [lo, full), the others in [full, hi)
-    lo = i_part * chunk
-    hi = tl.minimum(n_k, lo + chunk)
-    full = lo + (hi - lo) // BN * BN
-    if CAUSAL:
-        hi = tl.minimum(hi, row0 + BM)
-        full = tl.minimum(full, lo + tl.maximum(row0 + 1 - lo, 0) // BN * BN)
+    p_tiles = Q
+    if LISTED:
+        tl.static_assert(not (PRE or CHAIN or PARTIAL))
+        p_tiles = Tiles + (i_bh * q_tiles + i_m).to(tl.int64) * (LISTED + 1)
+    lo, full, hi = key_tiles(p_tiles, i_part * chunk, chunk, n_k, row0, BM, BN, CAUSAL, LISTED)
     LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
 
     m = tl.full([BM], -float("inf"), tl.float32)
@@ -170,7 +171,7 @@ def forward(
             WV = W + exponent_elements(key_rows) + LOW * region_k + row * BN * (V0 + V1)
             p_e = E + 2 * row
             p_guard = E + 2 * key_rows + row
-            # asked for early, looked at after the loop
+            # loaded early, used after the loop
             o_t = tl.arange(0, 256)
             guards = tl.load(p_guard + o_t, mask=o_t < tiles, other=2048)
             of_values = tl.load(p_guard + key_rows + o_t, mask=o_t < tiles, other=0)
@@ -179,10 +180,10 @@ def forward(
         if MODE == 0:
             m, z, acc0, acc1, bad = fold_range(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-                p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
+                p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles, lo, full, hi, n_k,
                 k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
                 MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
+                UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
             )  # fmt: skip
         elif CHAIN:
             for c0 in tl.range(lo, hi, CHAIN, num_stages=1):
@@ -193,11 +194,11 @@ def forward(
                 m1, z1, x1, y1, bad = fold_range(
                     qh0, ql0, qh1, ql1, f, e_q, tl.full([BM], -float("inf"), tl.float32),
                     tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
-                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v,
+                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles,
                     c0, tl.maximum(c0, tl.minimum(full, end)), end, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
                 )  # fmt: skip
                 m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
         else:
@@ -206,10 +207,10 @@ def forward(
             for _ in tl.range(0, tl.minimum(heads, 1), num_stages=1):
                 m, z, acc0, acc1, bad = fold_range(
                     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
-                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, lo, full, hi, n_k,
+                    p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles, lo, full, hi, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
-                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
                 )  # fmt: skip
                 qh0 = tl.zeros_like(qh0)
                 ql0 = tl.zeros_like(ql0)
@@ -230,13 +231,14 @@ def forward(
     offset = tl.full([], 0.0, tl.float32)
     if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad != 0:
-            hi = tl.minimum(n_k, lo + chunk)
-            if CAUSAL:
-                hi = tl.minimum(hi, row0 + BM)
+            if not LISTED:
+                hi = tl.minimum(n_k, lo + chunk)
+                if CAUSAL:
+                    hi = tl.minimum(hi, row0 + BM)
             m, z, acc0, acc1 = fold_exact(
-                p_q, p_k, p_v, p_mask, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d, mask_q, mask_k,
-                row0, rows, scale * flip, scale_exp, power(-shift),
-                MASK, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D,
+                p_q, p_k, p_v, p_mask, p_tiles, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d,
+                mask_q, mask_k, row0, rows, scale * flip, scale_exp, power(-shift),
+                MASK, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, LISTED,
             )  # fmt: skip
             offset = shift.to(tl.float32)
 

@@ -1,8 +1,8 @@
 """The fold of float32 split ahead on sm_90, warp-specialised, in Gluon: one warpgroup copies tiles
 of keys and values, one or two others fold them, each for 64 queries of its own.
 
-`forward.forward` copies, waits and multiplies in step: all its warps meet at a barrier for every
-tile, and a product is waited for where the loop hands it on. Here a tile is handed over through
+`forward.forward` copies, waits and multiplies in step: all its warps pass a barrier for every tile,
+and it waits for a product before the loop goes on. Here a tile is handed over through
 barriers in shared memory, keys are copied once for 128 queries, and within a warpgroup Q K^T of the
 next tile and P V of this one are in flight during the softmax between them (the schedule of
 FlashAttention-3, arXiv 2407.08608, section 3).

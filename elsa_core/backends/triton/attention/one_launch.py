@@ -55,7 +55,7 @@ else:
 
 @gluon.jit
 def take_turn(x):
-    """x, once the warpgroup before this one has given its turn. The first one waits for nobody."""
+    """x, once the warpgroup before this one has given its turn. The first does not wait."""
     return gl.inline_asm_elementwise(
         """{
         .reg .u32 w;
@@ -73,7 +73,7 @@ def take_turn(x):
 
 @gluon.jit
 def give_turn(x):
-    """The warpgroup after this one, if there is one, goes on."""
+    """Let the warpgroup after this one, if there is one, go on."""
     return gl.inline_asm_elementwise(
         """{
         .reg .u32 w, n;
@@ -133,8 +133,9 @@ def forward(
     the sign.
 
     KEYS: a power of two, BN or more, that holds all keys. TOGETHER: queries, keys and values fit
-    in registers at once, so all are asked for before any is split. TURNS: several warpgroups
-    begin one after another; never with a compiler that lets all of them meet behind a product.
+    in registers at once, so all loads are issued before anything is split. TURNS: several
+    warpgroups begin one after another; never with a compiler that puts a barrier of all of them
+    behind a product.
     """
     WARPS: gl.constexpr = gl.num_warps()
     S_: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])

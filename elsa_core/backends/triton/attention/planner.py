@@ -36,7 +36,7 @@ def plan_call(
     """
     shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     if causal and shape.queries == 1 and shape.keys:
-        # one query sees the first key alone
+        # one causal query sees the first key only
         shape, causal = shape._replace(keys=1), False
     mode = device.mode_of(q.dtype, precision)
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)

@@ -123,7 +123,7 @@ def forward(
         kch, kcl = halves_in(THIRD, D0, SHARED)
         vbh, vbl = halves_in(SECOND, V0, SHARED)
         vch, vcl = halves_in(THIRD, V0, SHARED)
-    # all is asked for before any is split
+    # all loads are issued before anything is split
     ka = load_rows(p_k, k_n, 0, n_k, False, FIRST, D, D0, False)
     if MORE:
         kb = load_rows(p_k, k_n, FIRST, n_k, False, SECOND, D, D0, False)

@@ -62,7 +62,7 @@ def nearest_tf32(x):
 
 
 @triton.jit
-def load_rows(p, o_r, rows, o_k, depth, row, UNIT: tl.constexpr, EVEN: tl.constexpr):
+def load_block(p, o_r, rows, o_k, depth, row, UNIT: tl.constexpr, EVEN: tl.constexpr):
     """Rows `o_r` of a matrix with `row` units of UNIT elements to a row; zeros beyond it."""
     mask = (o_r < rows)[:, None]
     if not EVEN:
@@ -71,7 +71,7 @@ def load_rows(p, o_r, rows, o_k, depth, row, UNIT: tl.constexpr, EVEN: tl.conste
 
 
 @triton.jit
-def store_rows(p, y, Bias, o_m, rows, o_n, columns, row, UNIT: tl.constexpr, BIAS: tl.constexpr):
+def store_result(p, y, Bias, o_m, rows, o_n, columns, row, UNIT: tl.constexpr, BIAS: tl.constexpr):
     """Sums plus bias, to their rows."""
     if BIAS:
         b = tl.load(Bias + o_n, mask=o_n < columns, other=0.0)
@@ -103,10 +103,10 @@ def exact_tile(
         y = tl.zeros([XM, o_n.shape[0]], tl.float32)
         for k0 in tl.range(0, depth, XK, num_stages=1):
             o_k = k0 + tl.arange(0, XK)
-            x = load_rows(p_x, o_m, rows, o_k, depth, x_row, UNIT, False)
-            w = load_rows(p_w, o_n, columns, o_k, depth, w_row, UNIT, False)
+            x = load_block(p_x, o_m, rows, o_k, depth, x_row, UNIT, False)
+            w = load_block(p_w, o_n, columns, o_k, depth, w_row, UNIT, False)
             y = tl.dot(x, w.T, y, input_precision="ieee")
-        store_rows(p_y, y, Bias, o_m, rows, o_n, columns, y_row, UNIT, BIAS)
+        store_result(p_y, y, Bias, o_m, rows, o_n, columns, y_row, UNIT, BIAS)
 
 
 @triton.jit(do_not_specialize=["rows", "depth", "x_row", "w_row", "y_row"])
@@ -139,8 +139,8 @@ def linear_tile(
     y = tl.zeros([BM, BN], tl.float32)
     for k0 in tl.range(0, depth, BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
-        x = load_rows(p_x, o_m, left, o_k, depth, x_row, UNIT, EVEN)
-        w = load_rows(Weight, o_n, columns, o_k, depth, w_row, UNIT, EVEN)
+        x = load_block(p_x, o_m, left, o_k, depth, x_row, UNIT, EVEN)
+        w = load_block(Weight, o_n, columns, o_k, depth, w_row, UNIT, EVEN)
         if SPLIT:
             xh = nearest_tf32(x)
             xl = nearest_tf32(x - xh)
@@ -157,7 +157,7 @@ def linear_tile(
     if SPLIT:
         bad = fails_guard(y)
         kept = tl.where(bad, 0, left)
-    store_rows(p_y, y, Bias, o_m, kept, o_n, columns, y_row, UNIT, BIAS)
+    store_result(p_y, y, Bias, o_m, kept, o_n, columns, y_row, UNIT, BIAS)
     if SPLIT:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad:
             exact_tile(

@@ -121,6 +121,40 @@ def add_scaled(acc, a, o):
 
 
 @triton.jit
+def load_tile(p, m_r, m_c, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What lies at p, [R, C]; zeros in the rows that m_r [R] leaves out (if ROWS) and in the
+    columns that m_c [C] leaves out (if COLUMNS).
+    """
+    if ROWS:
+        m = m_r[:, None]
+        if COLUMNS:
+            m = m & m_c[None, :]
+        return tl.load(p, mask=m, other=0.0)
+    if COLUMNS:
+        return tl.load(p, mask=m_c[None, :], other=0.0)
+    return tl.load(p)
+
+
+@triton.jit
+def store_tile(p, x, m_r, m_c, COLUMNS: tl.constexpr):
+    """x to p, [R, C], in the dtype of p; not the rows and (if COLUMNS) columns left out."""
+    x = x.to(p.dtype.element_ty)
+    m = m_r[:, None]
+    if COLUMNS:
+        m = m & m_c[None, :]
+    tl.store(p, x, mask=m)
+
+
+@triton.jit
+def finite_score(s, e):
+    """s * 2**e for e in [-252, 254], within float32; an infinity came with the input and stays."""
+    infinite = tl.abs(s) == float("inf")
+    x = times_power(s, e)
+    x = tl.where(x > FLOAT_MAX, FLOAT_MAX, tl.where(x < -FLOAT_MAX, -FLOAT_MAX, x))
+    return tl.where(infinite, s, x)
+
+
+@triton.jit
 def load_part(
     p_tile,
     o_rows,
@@ -139,14 +173,7 @@ def load_part(
         p = p_tile + o_rows[:, None] * stride_n + o_d[None, :]
     else:
         p = p_tile + o_rows[:, None] * stride_n + o_d[None, :] * stride_d
-    if BOUNDED:
-        m = (o_rows < rows)[:, None]
-        if START + WIDTH > DIM:
-            m = m & (o_d < DIM)[None, :]
-        return tl.load(p, mask=m, other=0.0)  # [R, WIDTH]
-    if START + WIDTH > DIM:
-        return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
-    return tl.load(p)
+    return load_tile(p, o_rows < rows, o_d < DIM, BOUNDED, START + WIDTH > DIM)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """A user's own tiles, measured on the user's GPU by `elsa bench attention --tune`.
 
 One JSON file for each GPU model, in `<cache>/tuning/`. Its rows stand before those of the shipped
-table and serve only calls like the one that was measured. Whatever is wrong with the file, the
-shipped table serves and one warning says why. A tile decides speed alone: results stay exact with
-any of them.
+table and serve only calls like the one that was measured, in the direction that it was measured in
+(forward where a file does not say). Whatever is wrong with the file, the shipped table serves and
+one warning says why. A tile decides speed alone: results stay exact with any of them.
 
 Environment variables:
     ELSA_TUNING: "0" leaves the user's tables aside.

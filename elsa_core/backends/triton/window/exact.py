@@ -7,20 +7,19 @@ import triton.language as tl
 
 from elsa_core.backends.triton.attention.fold import advance
 from elsa_core.backends.triton.shared.helpers import (
-    FLOAT_MAX,
     LOG2E,
     add_scaled,
     exponent,
+    finite_score,
     power,
-    times_power,
 )
 from elsa_core.backends.triton.window.helpers import (
     add_terms,
     bias_tile,
     inverse_norms,
-    load_rows,
+    load_tokens,
     locate_tokens,
-    store_rows,
+    store_tokens,
     token_code,
     window_edge,
 )
@@ -54,7 +53,7 @@ def exact_rows(
             q_d, q_h, q_w, WD, WH, WW, GRID, VOLUME, UNIT,
         )  # fmt: skip
         c_m = token_code(o_m, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
-        q = load_rows(p_image + start, Pad + start, o_m, offset, inside, T, D, DP, PADDED, True)
+        q = load_tokens(p_image + start, Pad + start, o_m, offset, inside, T, D, DP, PADDED, True)
         e_q = exponent(tl.max(tl.abs(q), 1))
         q = q * power(e_q)[:, None]
         if COSINE:
@@ -71,7 +70,7 @@ def exact_rows(
                 o_n, w_z, w_y, w_x, n_d, n_h, n_w, depth, height, width, shift_d, shift_h, shift_w,
                 q_d, q_h, q_w, WD, WH, WW, GRID, VOLUME, UNIT,
             )  # fmt: skip
-            k = load_rows(
+            k = load_tokens(
                 p_image + start + step, Pad + start + step, o_n, offset_n, inside_n, T, D, DP,
                 PADDED, True,
             )  # fmt: skip
@@ -82,12 +81,9 @@ def exact_rows(
                 s = tl.dot(q, k.T, input_precision="ieee") * logit
             else:
                 s = tl.dot(q, k.T, input_precision="ieee")
-                infinite = tl.abs(s) == float("inf")
-                # scaled products are finite: an infinity here came with the input and stays
+                # scaled products are finite
                 e = scale_exp - e_q[:, None] - e_k[None, :]
-                x = times_power(s, tl.minimum(tl.maximum(e, -252), 254))
-                x = tl.where(x > FLOAT_MAX, FLOAT_MAX, tl.where(x < -FLOAT_MAX, -FLOAT_MAX, x))
-                s = tl.where(infinite, s, x)
+                s = finite_score(s, tl.minimum(tl.maximum(e, -252), 254))
             bias = bias_tile(
                 Bias, i_h, o_m, o_n, bias_h, bias_q, bias_k,
                 BIAS, DENSE, T, True,
@@ -95,10 +91,10 @@ def exact_rows(
             c_n = token_code(o_n, shift_d, shift_h, shift_w, WD, WH, WW, VOLUME)
             s = add_terms(s, bias, edge, c_m, c_n, mask_value, True, SHIFTED)
             m, z, a, p = advance(s, 1.0, m, z, 0.0, True)
-            v = load_rows(
+            v = load_tokens(
                 p_image + start + 2 * step, Pad + start + 2 * step, o_n, offset_n, inside_n, T, D,
                 DP, PADDED, True,
             )  # fmt: skip
             acc = add_scaled(acc, a, tl.dot(p * WEIGHT, v, input_precision="ieee"))
         out = acc / (tl.sum(z, 1) * WEIGHT)[:, None]
-        store_rows(out, Out, p_out, heads * D, o_m < T, pixel, inside, D, DP)
+        store_tokens(out, p_out, heads * D, o_m < T, pixel, inside, D, DP)

@@ -15,14 +15,14 @@ from elsa_core.backends.triton.window.helpers import (
     add_terms,
     bias_tile,
     inverse_norms,
-    load_rows,
+    load_tokens,
     locate_tokens,
     locate_window,
     logit_factor,
     score_factor,
     split_factor,
     split_unit,
-    store_rows,
+    store_tokens,
     token_code,
     window_edge,
 )
@@ -49,9 +49,9 @@ def fold_keys(
         q_d, q_h, q_w, WD, WH, WW, GRID, VOLUME, UNIT,
     )  # fmt: skip
     p = p_image + start + step
-    k = load_rows(p, Pad + start + step, o_n, offset, inside, T, D, DP, PADDED, KEYS_BOUNDED)
+    k = load_tokens(p, Pad + start + step, o_n, offset, inside, T, D, DP, PADDED, KEYS_BOUNDED)
     p += step
-    v = load_rows(p, Pad + start + 2 * step, o_n, offset, inside, T, D, DP, PADDED, KEYS_BOUNDED)
+    v = load_tokens(p, Pad + start + 2 * step, o_n, offset, inside, T, D, DP, PADDED, KEYS_BOUNDED)
     f_v = 1.0
     if MODE == 0:
         s = tl.dot(qh, k.T)
@@ -133,7 +133,7 @@ def window_fold(
             w_z, w_y, w_x, n_d, n_h, n_w, depth, height, width, shift_d, shift_h, shift_w,
             q_d, q_h, q_w, WD, WH, WW, GRID, VOLUME, UNIT,
         )  # fmt: skip
-        q = load_rows(
+        q = load_tokens(
             p_image + start, Pad + start, o_m, offset, inside, T, D, DP, PADDED, T % BM != 0
         )
         qh = q
@@ -179,7 +179,7 @@ def window_fold(
         if MODE != 0:
             kept = o_m < tl.where(bad == 0, T, 0)
         x = acc * (1.0 / tl.sum(z, 1))[:, None]
-        store_rows(x, Out, p_out, heads * D, kept, pixel, inside, D, DP)
+        store_tokens(x, p_out, heads * D, kept, pixel, inside, D, DP)
     if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if bad != 0:
             exact_rows(

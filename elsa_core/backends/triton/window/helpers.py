@@ -12,7 +12,7 @@ BIAS: whether there is one, [heads, T, T]; DENSE: without gaps.
 PADDED: 0 no token is padded, 1 padded tokens are zeros, 2 padded tokens are `Pad` [3 * C].
 COSINE: rows of queries and keys are normalised and scores multiplied with `Logit` [heads].
 Tokens of a window are numbered row by row; `edge` has a bit for each axis on which the window is
-the last one, and `code` the bits of the axes on which a token came round by the roll.
+the last one, and `code` the bits of the axes on which the roll moved a token across the border.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from elsa_core.backends.triton.shared.helpers import (
     clamped_power,
     exponent,
     halves,
+    load_tile,
     power,
+    store_tile,
 )
 
 RUNTIME_INTEGERS = [
@@ -92,7 +94,7 @@ def token_code(
     o, shift_d, shift_h, shift_w, WD: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr,
     VOLUME: tl.constexpr,
 ):  # fmt: skip
-    """In a last window, tokens from W - shift on came round: their region is another."""
+    """In a last window, the roll moved tokens from W - shift on across the border."""
     x = (o % WW >= WW - shift_w).to(tl.int32)
     if VOLUME:
         y = ((o // WW) % WH >= WH - shift_h).to(tl.int32)
@@ -111,7 +113,7 @@ def window_edge(w_z, w_y, w_x, n_d, n_h, n_w):
 
 
 @triton.jit
-def load_rows(
+def load_tokens(
     p_base, p_pad, o, offset, inside, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PADDED: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -120,16 +122,10 @@ def load_rows(
     p = p_base + offset[:, None] + o_d[None, :]
     if PADDED == 2:
         p = tl.where(inside[:, None], p, p_pad + o_d[None, :])
-    if not BOUNDED and D == DP and PADDED != 1:
-        return tl.load(p)
-    m = (o >= 0)[:, None]
-    if BOUNDED:
-        m = (o < T)[:, None]
+    m_r = o < T
     if PADDED == 1:
-        m = m & inside[:, None]
-    if D < DP:
-        m = m & (o_d < D)[None, :]
-    return tl.load(p, mask=m, other=0.0)
+        m_r = m_r & inside if BOUNDED else inside
+    return load_tile(p, m_r, o_d < D, BOUNDED or PADDED == 1, D < DP)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -235,11 +231,8 @@ def score_factor(scale, scale_exp, e_q, e_k):
 
 
 @triton.jit
-def store_rows(x, Out, p_out, row, kept, pixel, inside, D: tl.constexpr, DP: tl.constexpr):
+def store_tokens(x, p_out, row, kept, pixel, inside, D: tl.constexpr, DP: tl.constexpr):
     """Rows to their pixels; padded tokens have none. row: elements of a pixel."""
     o_d = tl.arange(0, DP)
     p = p_out + (pixel.to(tl.int64) * row)[:, None] + o_d[None, :]
-    m = (kept & inside)[:, None]
-    if D < DP:
-        m = m & (o_d < D)[None, :]
-    tl.store(p, x.to(Out.dtype.element_ty), mask=m)
+    store_tile(p, x, kept & inside, o_d < D, D < DP)

@@ -21,7 +21,7 @@ GATHER_BLOCK = 512
 
 
 class Given(NamedTuple):
-    """The operator's arguments, as `elsa_core.ops` lists them."""
+    """The operator's arguments, as `elsa_core.operators.window` lists them."""
 
     qkv: Tensor
     bias: Tensor | None

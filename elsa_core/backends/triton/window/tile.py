@@ -15,14 +15,14 @@ from elsa_core.backends.triton.window.helpers import (
     add_terms,
     bias_tile,
     inverse_norms,
-    load_rows,
+    load_tokens,
     locate_tokens,
     locate_window,
     logit_factor,
     score_factor,
     split_factor,
     split_unit,
-    store_rows,
+    store_tokens,
     token_code,
     window_edge,
 )
@@ -137,11 +137,11 @@ def window_tile(
                 q_d, q_h, q_w, WD, WH, WW, GRID, VOLUME, UNIT,
             )  # fmt: skip
             p = QKV + i_b.to(tl.int64) * (q_b * UNIT) + start
-            q = load_rows(p, Pad + start, o, offset, inside, T, D, DP, PADDED, BOUNDED)
+            q = load_tokens(p, Pad + start, o, offset, inside, T, D, DP, PADDED, BOUNDED)
             p += step
-            k = load_rows(p, Pad + start + step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
+            k = load_tokens(p, Pad + start + step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
             p += step
-            v = load_rows(p, Pad + start + 2 * step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
+            v = load_tokens(p, Pad + start + 2 * step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
             edge = window_edge(w_z, w_y, w_x, n_d, n_h, n_w)
             x, bad = attend(
                 q, k, v, bias, edge, code, code, mask_value, scale, scale_exp,
@@ -152,7 +152,7 @@ def window_tile(
             if MODE != 0:
                 kept = o < tl.where(bad == 0, T, 0)
                 verdicts = verdicts | (bad << (i_window - first))
-            store_rows(x, Out, p_out, heads * D, kept, pixel, inside, D, DP)
+            store_tokens(x, p_out, heads * D, kept, pixel, inside, D, DP)
             # the next window: its number's digits, carried by hand instead of divided
             w_x += 1
             carry = w_x == n_w
@@ -172,11 +172,11 @@ def window_tile(
             q_d, q_h, q_w, WD, WH, WW, GRID, VOLUME, UNIT,
         )  # fmt: skip
         p = QKV + i_b.to(tl.int64) * (q_b * UNIT) + start
-        q = load_rows(p, Pad + start, o, offset, inside, T, D, DP, PADDED, BOUNDED)
+        q = load_tokens(p, Pad + start, o, offset, inside, T, D, DP, PADDED, BOUNDED)
         p += step
-        k = load_rows(p, Pad + start + step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
+        k = load_tokens(p, Pad + start + step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
         p += step
-        v = load_rows(p, Pad + start + 2 * step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
+        v = load_tokens(p, Pad + start + 2 * step, o, offset, inside, T, D, DP, PADDED, BOUNDED)
         # after the rows, so that all loads are under way together
         bias = bias_tile(
             Bias, i_h, o, o, bias_h, bias_q, bias_k,
@@ -191,7 +191,7 @@ def window_tile(
         kept = o < T
         if MODE != 0:
             kept = o < tl.where(verdicts == 0, T, 0)
-        store_rows(x, Out, p_out, heads * D, kept, pixel, inside, D, DP)
+        store_tokens(x, p_out, heads * D, kept, pixel, inside, D, DP)
     if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
         if verdicts != 0:
             for i_window in range(first, last):

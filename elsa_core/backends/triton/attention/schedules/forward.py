@@ -41,6 +41,7 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
     if mode == "half" or t.ahead:
         tail_stages = t.stages if t.one_loop else 2
     return {
+        "Tiles": None, "LISTED": 0,
         "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
         "n_k": shape.keys, "chunk": p.chunk, "tiles": -(-shape.keys // t.block_n),
         "shift": (shape.keys - 1).bit_length(), "scale_exp": factors["scale_exp"],

@@ -3,6 +3,10 @@
 A schedule is a record of four functions. `serves` and `plan` see layouts alone, never data, so a
 plan is made once for each layout; `run` allocates and launches; `words` is what `explain` says.
 `schedules.SCHEDULES` holds them in order: the first that serves a call plans and runs it.
+
+A sparse pattern needs a record and no kernel of its own: `forward.forward` folds a list of key
+tiles for each program where it is planned with LISTED and launched with the list behind its other
+pointers (`fold.key_tiles` and `fold.key_of`; `tests/backends/sparse_interpreted.py` has one).
 """
 
 from __future__ import annotations

@@ -1,0 +1,115 @@
+"""A misspelt MODEL answered from the libraries' files: importing torch and timm takes seconds.
+
+Only what is certainly wrong is refused here; everything else is for the loader to decide.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from elsa_cli import completion
+from elsa_cli.errors import MODEL, CommandError
+
+_LIBRARIES = ("timm", "open_clip", "torchvision")
+_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+# What papers and torch.hub call models, in timm's words.
+_SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge",
+          "g": "giant"}  # fmt: skip
+_SHORT = re.compile(r"vit[-_]?(ti|t|s|b|l|h|g)[-_/]?(\d+)")
+_ASKED_FOR = {"clip": "open_clip:ViT-B-32", "openclip": "open_clip:ViT-B-32"}
+_SHOWN = 4
+
+
+class ModelNameError(CommandError):
+    """No file and no installed library has this name."""
+
+    exit_code = MODEL
+
+
+def check(text: str) -> None:
+    """Refuse a MODEL that is no file and no name of an installed library.
+
+    Raises: ModelNameError with close names.
+    """
+    given = text.strip()
+    if not given or "\0" in given:
+        return
+    library, colon, rest = given.partition(":")
+    if colon:
+        if library in _LIBRARIES and rest and not rest.startswith("hf-hub:"):
+            _check_name(library, rest, given)
+        return
+    if given.startswith((".", "/", "~")) or given.lower().endswith(_SUFFIXES):
+        _check_path(given)
+    elif "/" not in given and "\\" not in given and not _exists(given):
+        _check_name("timm", given, given)
+
+
+def _check_path(given: str) -> None:
+    if not _exists(given):
+        raise ModelNameError(f"no such file or directory: {given}")
+
+
+def _exists(given: str) -> bool:
+    """Whether there is such a path; a path that cannot be looked up is for the loader."""
+    try:
+        path = Path(given).expanduser()
+        return path.is_symlink() or path.exists()
+    except (OSError, RuntimeError, ValueError):
+        return True
+
+
+def _check_name(library: str, name: str, given: str) -> None:
+    names = completion.known(library)
+    if not names or name.replace("/", "-") in names:
+        return  # not installed, or right
+    bare = name.rpartition("/")[0] if library == "open_clip" and "/" in name else name
+    bare = bare.replace("/", "-") if library == "open_clip" else bare.split(".", maxsplit=1)[0]
+    if bare in names:
+        return
+    if completion.mentions(library, bare):
+        return
+    if library == "timm" and any(each.startswith(f"{bare.rstrip('_')}_") for each in names):
+        return  # an alias
+    what = "no file and no timm" if given == name else f"no {library}"
+    close = ", ".join(close_names(bare, library if given != name else None))
+    hint = (
+        f"close names: {close}" if close else f"`elsa inspect --all '{library}:*'` tries them all"
+    )
+    raise ModelNameError(f"{what} model is named {given[:80]!r}; {hint}")
+
+
+def close_names(name: str, library: str | None = None) -> list[str]:
+    """Names that a user may have meant, the likeliest first, as they are typed for MODEL."""
+    shown = {
+        each if source == "timm" else f"{source}:{each}": each
+        for source in ([library] if library else _LIBRARIES)
+        for each in completion.known(source)
+    }
+    plain = _squashed(name)
+    found = [_ASKED_FOR[plain]] if _ASKED_FOR.get(plain) in shown else []
+    words = _words(name)
+    found += _ranked(s for s, each in shown.items() if _squashed(each) == plain)
+    found += _ranked(s for s, each in shown.items() if _squashed(each).startswith(plain))
+    found += _ranked(s for s, each in shown.items() if all(w in each.lower() for w in words))
+    by_name = {each: typed for typed, each in reversed(shown.items())}
+    near = difflib.get_close_matches(name, list(by_name), n=_SHOWN, cutoff=0.6)
+    found += [by_name[each] for each in near]
+    return list(dict.fromkeys(found))[:_SHOWN]
+
+
+def _ranked(names: Iterable[str]) -> list[str]:
+    """The shortest first: variants have longer names."""
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def _squashed(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _words(name: str) -> list[str]:
+    spelt = _SHORT.sub(lambda m: f"vit_{_SIZES[m.group(1)]}_patch{m.group(2)}", name.lower())
+    return [word for word in re.split(r"[^a-z0-9]+", spelt) if word]

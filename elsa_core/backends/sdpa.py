@@ -1,0 +1,270 @@
+"""PyTorch's own exact attention kernels: whole calls, and the gradients of calls of ours.
+
+`attention` is `torch.nn.functional.scaled_dot_product_attention` with the meaning of
+`elsa_core.attention`. `backward` hands our (out, lse) to the backward kernels of PyTorch's
+memory-efficient (CUDA) and flash (CPU) attention, which need nothing else of a forward.
+Preconditions: ATen/native/transformers/cuda/attention_backward.cu and
+ATen/native/cpu/FlashAttentionKernel.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa_core.backends.support import Request, Support, loses_digits
+
+_WIDTH = 16  # bytes that the CUDA kernels load at once
+_LSE_ROWS = 32  # the rows of lse are padded to a multiple of this
+_BIAS_KEYS = 16  # and those of a bias
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def support(request: Request) -> Support:
+    """Whether `scaled_dot_product_attention` means what `elsa_core.attention` does."""
+    if request.dtype not in (*_DTYPES, torch.float64):
+        return Support(False, f"takes floating dtypes, not {request.dtype}")
+    if request.precision not in ("strict", "ieee"):
+        return Support(False, f"PyTorch's kernels have no precision {request.precision!r}")
+    if request.precision == "ieee" and request.device_type == "cuda":
+        return Support(False, "PyTorch's kernels take tensor cores: no precision 'ieee'")
+    if min(request.head_dim, request.value_dim) < 1:
+        return Support(False, "takes head_dim from 1, not 0")
+    return Support(True)
+
+
+def schedule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    precision: str,
+) -> str:
+    """Name what is called."""
+    return "scaled_dot_product_attention: the kernel that PyTorch chooses"
+
+
+def takes(query: Tensor, key: Tensor, attn_mask: Tensor | None) -> bool:
+    """Whether PyTorch's kernels take a call without a loss; only shapes and dtypes are read."""
+    if 0 in query.shape or key.shape[2] == 0:
+        return False
+    # A float32 mask beside half precision would be rounded, or served without a fused kernel.
+    return attn_mask is None or attn_mask.dtype in (torch.bool, query.dtype)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str = "strict",
+) -> Tensor:
+    """`elsa_core.attention` of 4-D operands by PyTorch's own operator; differentiable; no lse.
+
+    A row that sees no key gives zeros and no gradient on every one of PyTorch's kernels: it is let
+    see all keys, and its output is taken out.
+    """
+    dead: Tensor | None = None
+    if attn_mask is not None:
+        if attn_mask.shape[-1] != key.shape[2]:  # a kernel wants the keys side by side
+            attn_mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2]).contiguous()
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask.detach() == -math.inf
+        dead = hidden.all(-1, keepdim=True)
+        if attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask | dead
+        else:
+            attn_mask = attn_mask.masked_fill(dead, 0.0)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask, 0.0, is_causal,
+        scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out if dead is None else out.masked_fill(dead, 0.0)
+
+
+def measured_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> Tensor | None:
+    """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve."""
+    if attn_mask is not None or is_causal:
+        return None
+    cuda = torch.backends.cuda
+    params = cuda.SDPAParams(query, key, value, None, 0.0, is_causal, False)
+    if not (cuda.cudnn_sdp_enabled() and cuda.can_use_cudnn_attention(params)):
+        return None
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    out: Tensor = cudnn(query, key, value, None, False, 0.0, is_causal, scale=scale)[0]
+    return out
+
+
+def gradient(request: Request) -> Support:
+    """Whether `backward` takes gradients of calls like this one, as far as shapes do not decide."""
+    reason = ""
+    if request.dtype not in _DTYPES:
+        reason = f"has no gradients of {request.dtype}"
+    elif request.device_type not in ("cpu", "cuda"):
+        reason = f"has no gradients on {request.device_type}"
+    elif min(request.head_dim, request.value_dim) < 1:
+        reason = "takes head_dim from 1, not 0"
+    elif request.device_type == "cuda":
+        reason = _why_not_cuda(request)
+    elif request.head_dim != request.value_dim:
+        reason = "wants values as wide as keys"
+    elif "attn_mask" in request.gradient:
+        reason = "has no gradient of the mask on the CPU"
+    return Support(not reason, reason)
+
+
+def _why_not_cuda(request: Request) -> str:
+    if torch.version.hip is not None:
+        return "keeps lse in another form on AMD's GPUs"
+    if request.precision == "ieee":
+        return "takes tensor cores: not for precision 'ieee'"
+    step = _step(request.dtype)
+    if request.head_dim % step or request.value_dim % step:
+        return f"wants multiples of {step} channels"
+    return ""
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The gradients of `elsa::attention` by PyTorch's kernels; None where they do not serve.
+
+    They read delta = rowsum(grad_out * out), so that a gradient of lse is not for them, and
+    P = exp(score - lse): on the CPU a call whose lse has lost digits is left to the formulas in
+    plain PyTorch; a GPU is not waited for, and its error is that of PyTorch's own training. There
+    lse has to be padded with infinity, and operands aligned to 16 bytes.
+    """
+    inputs = (query, key, value)
+    if 0 in query.shape or key.shape[2] == 0 or not any(needs):
+        return None
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+        return None
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    lse_of_rows = lse.masked_fill(lse.isneginf(), torch.inf)  # exp(-inf - inf) = 0
+    terms = (grad_out, query, key, value, attn_mask, out, lse_of_rows, is_causal, scale)
+    if query.is_cuda:
+        if grad_lse.numel():  # whether it is zero is not known without waiting for the GPU
+            return None
+        found = _on_cuda(*terms, bias_needed=bool(needs[3]))
+    else:
+        if bool(grad_lse.any()) or loses_digits(lse):
+            return None
+        found = _on_cpu(*terms)
+    grad_query, grad_key, grad_value = (
+        _as(grad, t) if needed and grad is not None else query.new_empty(0)
+        for grad, t, needed in zip(found[:3], inputs, needs, strict=False)
+    )
+    grad_mask = query.new_empty(0)
+    if attn_mask is not None and needs[3] and found[3] is not None:
+        grad_mask = found[3].sum_to_size(attn_mask.shape).contiguous()
+    return grad_query, grad_key, grad_value, grad_mask
+
+
+def _on_cpu(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor | None, ...]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    bias = None if attn_mask is None else _bias(attn_mask, query.dtype)
+    grads = flash(
+        grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    return *grads, None
+
+
+def _on_cuda(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    bias_needed: bool,
+) -> tuple[Tensor | None, ...]:
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    query, key, value = (_aligned(t) for t in (query, key, value))
+    bias = None
+    if attn_mask is not None:
+        bias = _padded_bias(_bias(attn_mask, query.dtype), key.shape[2])
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=torch.inf)
+    no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
+    grads: tuple[Tensor | None, ...] = efficient(
+        grad_out, query, key, value, bias, out.transpose(1, 2).contiguous().transpose(1, 2), lse,
+        no_seed, no_seed, 0.0, [True, True, True, bias_needed], is_causal, scale=scale,
+    )  # fmt: skip
+    return grads
+
+
+def _bias(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if attn_mask.dtype != torch.bool:
+        return attn_mask.detach()
+    return torch.zeros_like(attn_mask, dtype=dtype).masked_fill_(~attn_mask, -math.inf)
+
+
+def _padded_bias(bias: Tensor, keys: int) -> Tensor:
+    """Rows [..., keys] that start at multiples of _BIAS_KEYS."""
+    bias = bias.expand(*bias.shape[:-1], keys)
+    if keys % _BIAS_KEYS:
+        return F.pad(bias, (0, -keys % _BIAS_KEYS))[..., :keys]
+    return _aligned(bias)
+
+
+def _step(dtype: torch.dtype) -> int:
+    return _WIDTH // dtype.itemsize
+
+
+def _starts_aligned(t: Tensor) -> bool:
+    """Whether each row along the last dim starts at a multiple of 16 bytes."""
+    step = _step(t.dtype)
+    return bool(t.storage_offset() % step == 0 and all(n % step == 0 for n in t.stride()[:-1]))
+
+
+def _aligned(t: Tensor) -> Tensor:
+    ready = t.stride(-1) == 1 and _starts_aligned(t)
+    return t if ready else t.clone(memory_format=torch.contiguous_format)
+
+
+def _as(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the shape and layout of query, key or value; heads of a group are summed."""
+    if grad.shape[1] != like.shape[1]:
+        grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+    wanted = torch.empty_like(like)
+    return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)

@@ -1,0 +1,316 @@
+"""Gradients of `elsa::attention` on a GPU: plans cached by layout, few launches, no float atomics.
+
+Half precision: terms of the rows, those of rows whose lse is large, dQ (which refines delta), dK
+with dV. float32: terms of the rows and split operands, dQ with dK and dV, then with three TF32
+products the heads that a split does not hold. The gradient of an additive mask is one launch more.
+Nothing is saved beyond out and lse; the workspace is linear in the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.triton.attention.backward_tiling import Tile, tile_for, tiles_name
+from elsa_core.backends.triton.attention.schedules.forward import FRESH_KEYS
+from elsa_core.backends.triton.shared import layout
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
+
+# rows of a tile of `backward_prepare`
+UNIT = 128
+# programs that share out the heads that a split does not hold
+FALLBACK_PROGRAMS = 264
+PREPARE_WARPS = 4
+MODES = {"half": 0, "split": 1, "tf32": 2, "exact": 3}
+PRECISIONS = {"strict": "split", "turbo": "split", "lean": "tf32", "ieee": "exact"}
+# heads and terms that a launch takes (`backward_kernels.one_program`)
+PLAIN, GUARDED, SAFE = 0, 1, 2
+Needs = tuple[bool, bool, bool, bool]
+
+
+@dataclass
+class Call:
+    """A planned call: its launches and the sizes of its workspace, in elements."""
+
+    prepare: Launch
+    normalise: Launch
+    rows: int
+    guards: int
+    factors: int
+    # of the halves of query, grad_out, key and value; empty unless split
+    halves: tuple[int, ...] = ()
+    sides: list[Launch] = field(default_factory=list)
+    fallback: Launch | None = None
+    mask: Launch | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan depends on beside the tensors' layouts."""
+
+    is_causal: bool
+    scale: float
+    mode: str
+    needs: Needs
+    refine: bool
+    tiles: str
+
+
+def _padded(dim: int, least: int) -> int:
+    return max(least, 1 << (dim - 1).bit_length())
+
+
+def _scales(scale: float, split: bool) -> dict[str, float]:
+    """Factors of scores (base 2) and sums. split: queries carry the significand, as forward's."""
+    if not split:
+        return {"scale": scale * layout.LOG2E, "scale_q": scale, "scale_k": scale}
+    parts = layout.score_scale(scale, "split")
+    power = 2.0 ** parts["scale_exp"]
+    return {
+        "significand": parts["scale"] * parts["flip"], "scale": power, "scale_q": scale,
+        "scale_k": power / layout.LOG2E,
+    }  # fmt: skip
+
+
+def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> dict[str, Any]:
+    """The arguments that all launches share, by name."""
+    q, k, v = operands["q"], operands["k"], operands["v"]
+    step, unit_d = layout.row_unit(tuple(operands[name] for name in ("q", "k", "v", "g", "o")))
+    tail: dict[str, Any] = {
+        "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "n_q": q.shape[2],
+        "n_k": k.shape[2], "batch": q.shape[0], **_scales(options.scale, False),
+        **layout.mask_strides(mask),
+        "MODE": MODES[options.mode], "SPLIT": options.mode == "split",
+        "MASK": layout.mask_kind(mask), "CAUSAL": options.is_causal,
+        "FRESH": options.mode != "half" or max(q.shape[2], k.shape[2]) > FRESH_KEYS,
+        "STEP": step, "UNIT_D": unit_d,
+        "UNIT_OUT": all(operands[name].stride(3) == 1 for name in ("dq", "dk", "dv")),
+        "UNIT_K": mask is not None and mask.stride(3) == 1 and mask.shape[3] != 1,
+    }  # fmt: skip
+    for name in ("q", "k", "v", "g", "o"):
+        tail |= layout.strides(name, operands[name], step)
+    for name in ("dq", "dk", "dv"):
+        tail |= layout.strides(name, operands[name], 1)
+    b, h, n = operands["l"].stride()
+    tail |= {"l_b": b, "l_h": h, "l_n": n}
+    least = 16 if options.mode == "half" else 32
+    tail |= {"D": q.shape[3], "D0": _padded(q.shape[3], least)}
+    tail |= {"DV": v.shape[3], "V0": _padded(v.shape[3], least)}
+    return tail
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int, stages: int = 1
+) -> Launch:
+    known = {name: tail[name] for name in kernel.arg_names if name in tail}
+    return Launch(kernel, grid, known, {"num_warps": warps, "num_stages": stages})
+
+
+def _side_launch(
+    tail: dict[str, Any], tile: Tile, wants: tuple[bool, bool, bool], where: int, refine: bool,
+    loop: bool = False,
+) -> Launch:  # fmt: skip
+    """One launch of `gradients`. wants: query, key, value."""
+    from elsa_core.backends.triton.attention.backward_kernels import gradients
+
+    blocks = (tile.block_m, tile.block_n)
+    of_queries = (tile.query_m, tile.query_n) if tile.query_m else blocks
+    key_programs = query_programs = 0
+    if wants[1] or wants[2]:
+        heads = tail["heads"] // tail["group"]
+        key_programs = tail["batch"] * heads * -(-tail["n_k"] // blocks[1])
+    if wants[0]:
+        query_programs = tail["batch"] * tail["heads"] * -(-tail["n_q"] // of_queries[0])
+    programs = key_programs + query_programs
+    own = tail | {
+        "key_programs": key_programs, "programs": programs, "WHERE": where, "LOOP": loop,
+        "REFINE": refine, "WANT_Q": wants[0], "WANT_K": wants[1], "WANT_V": wants[2],
+        "KEY_M": blocks[0], "KEY_N": blocks[1], "QUERY_M": of_queries[0],
+        "QUERY_N": of_queries[1], "STAGES": tile.stages,
+    }  # fmt: skip
+    grid = (min(programs, FALLBACK_PROGRAMS) if loop else programs,)
+    return _launch(gradients, grid, own, tile.warps, tile.stages)
+
+
+def _sides(tail: dict[str, Any], options: Options, dim: int) -> list[Launch]:
+    """dQ, dK and dV: one launch where the table has blocks for both, else two."""
+    where = PLAIN if options.mode == "split" else SAFE
+    wants = (options.needs[0] or options.refine, *options.needs[1:3])
+    key = tile_for(options.tiles, options.mode, "key", dim, tail["n_k"])
+    query = tile_for(options.tiles, options.mode, "query", dim, tail["n_k"])
+    if key.query_m and not options.refine:
+        return [_side_launch(tail, key, wants, where, False)] if any(wants) else []
+    launches = []
+    # the queries' side first: where it refines delta, the keys' side reads it
+    if wants[0]:
+        only = (True, False, False)
+        launches.append(_side_launch(tail, query, only, where, options.refine))
+    if wants[1] or wants[2]:
+        launches.append(_side_launch(tail, key, (False, *wants[1:]), where, False))
+    return launches
+
+
+def _mask_launch(tail: dict[str, Any], mask: Tensor, options: Options, dim: int) -> Launch:
+    from elsa_core.backends.triton.attention.backward_kernels import mask_gradient
+
+    mode = "tf32" if options.mode == "split" else options.mode
+    tile = tile_for(options.tiles, mode, "mask", dim, tail["n_k"])
+    m_b, m_h, m_q, m_k = mask.shape
+    own = tail | {
+        "MODE": MODES[mode], "m_b": m_b, "m_h": m_h,
+        "q_blocks": -(-tail["n_q"] // tile.block_m), "k_blocks": -(-tail["n_k"] // tile.block_n),
+        "ALL_Q": m_q == 1 and tail["n_q"] > 1, "ALL_K": m_k == 1 and tail["n_k"] > 1,
+        "BM": tile.block_m, "BN": tile.block_n, "STAGES": tile.stages,
+    }  # fmt: skip
+    programs = m_b * m_h
+    programs *= 1 if own["ALL_Q"] else own["q_blocks"]
+    programs *= 1 if own["ALL_K"] else own["k_blocks"]
+    return _launch(mask_gradient, (programs,), own, tile.warps, tile.stages)
+
+
+def plan_call(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> Call:
+    """The launches of a call; everything here depends on layouts, never on data.
+
+    operands: q, k, v, g (grad_out), o (out), l (grad_lse), dq, dk, dv, lse.
+    """
+    from elsa_core.backends.triton.attention.backward_prepare import normalise, prepare
+
+    tail = _tail(operands, mask, options)
+    b, h, n_q, _ = operands["q"].shape
+    h_kv, n_k = operands["k"].shape[1:3]
+    q_tiles, k_tiles = b * h * -(-n_q // UNIT), b * h_kv * -(-n_k // UNIT)
+    split = options.mode == "split"
+    raw_mode = "tf32" if split else options.mode
+    dim = max(tail["D0"], tail["V0"])
+    scaled = tail | (_scales(options.scale, True) if split else {"significand": 1.0})
+    # scores of rows that need their sum again, and of the heads that a split does not hold
+    raw = tail | {"MODE": MODES["tf32"] if split else tail["MODE"]}
+    tile = tile_for(options.tiles, raw_mode, "normalise", dim, n_k)
+    again = raw | {"BM": tile.block_m, "BX": tile.block_n}
+    grid = (max(q_tiles, k_tiles), 4) if split else (q_tiles, 1)
+    call = Call(
+        prepare=_launch(prepare, grid, scaled, PREPARE_WARPS),
+        normalise=_launch(normalise, (min(q_tiles, FALLBACK_PROGRAMS),), again, tile.warps),
+        rows=3 * q_tiles * UNIT, guards=2 * (q_tiles + k_tiles), factors=2 * (q_tiles + k_tiles),
+        sides=_sides(scaled, options, dim),
+    )  # fmt: skip
+    if split:
+        d0, v0 = 2 * UNIT * tail["D0"], 2 * UNIT * tail["V0"]
+        call.halves = (q_tiles * d0, q_tiles * v0, k_tiles * d0, k_tiles * v0)
+        if any(options.needs[:3]):
+            key = tile_for(options.tiles, "tf32", "key", dim, n_k)
+            call.fallback = _side_launch(raw, key, options.needs[:3], GUARDED, False, loop=True)
+    if options.needs[3] and mask is not None:
+        call.mask = _mask_launch(tail, mask, options, dim)
+    return call
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.data_ptr() % 16
+
+
+def planned(operands: dict[str, Tensor], mask: Tensor | None, options: Options) -> Call:
+    """The plan of a call, cached by layout."""
+    query = operands["q"]
+    extra = None if mask is None else (mask.dtype, _layout(mask))
+    key = (
+        "backward", query.dtype, query.get_device(), options, extra,
+        *(_layout(t) for t in operands.values()),
+    )  # fmt: skip
+    return PLANS.get(key, plan_call, operands, mask, options)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of softmax attention, weights computed again from lse (FlashAttention, 2205.14135).
+
+    Args:
+        grad_out: [B, Hq, Nq, Dv] in the query's dtype, any strides.
+        grad_lse: [B, Hq, Nq] float32, any strides.
+        query, key, value: [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv]; float32, float16 or
+            bfloat16, D and Dv up to 256, any strides.
+        attn_mask: boolean or additive, 4-D with dims full or 1.
+        out, lse: what the forward returned for them.
+        precision: strict and turbo take three float16 products for float32, lean three TF32
+            products without split operands in the workspace, ieee FMA.
+        needs: which of query, key, value and mask get a gradient.
+
+    Returns:
+        Gradients of query, key, value (strides as `empty_like` gives them) and mask (contiguous);
+        empty where not needed. Equal bits for equal arguments.
+    """
+    # nothing else than an additive mask has a gradient
+    needs = (*needs[:3], needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool)
+    mode = "half" if query.dtype != torch.float32 else PRECISIONS[precision]
+    # a row of nearly one weight cancels in dP - delta: delta from a rounded out is not enough
+    refine = mode == "half" and any(needs)
+    grads = [
+        torch.empty_like(t) if needed else t.new_empty(0)
+        for t, needed in zip((query, key, value), needs[:3], strict=True)
+    ]
+    grad_mask = query.new_empty(0)
+    if needs[3]:
+        assert attn_mask is not None
+        grad_mask = torch.empty_like(attn_mask, memory_format=torch.contiguous_format)
+    if not (query.numel() and key.numel() and value.numel()):
+        return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), grad_mask.zero_()
+    options = Options(is_causal, scale, mode, needs, refine, tiles_name(query.device))
+    written = [g if g.dim() == 4 else t for g, t in zip(grads, (query, key, value), strict=True)]
+    if refine and not needs[0]:
+        written[0] = torch.empty_like(query)
+    operands = dict(
+        zip("qkvgol", (query, key, value, grad_out, out, grad_lse), strict=True),
+        dq=written[0], dk=written[1], dv=written[2], lse=lse.contiguous(),
+    )  # fmt: skip
+    call = planned(operands, attn_mask, options)
+    if query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):
+            execute(call, operands, attn_mask, grad_mask)
+    else:
+        execute(call, operands, attn_mask, grad_mask)
+    return grads[0], grads[1], grads[2], grad_mask
+
+
+def execute(
+    call: Call, operands: dict[str, Tensor], mask: Tensor | None, grad_mask: Tensor
+) -> None:
+    """Allocate the workspace and launch."""
+    q, k, v, g = (operands[name] for name in "qkvg")
+    m = q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    rows = q.new_empty(call.rows, dtype=torch.float32)
+    guards = q.new_empty(call.guards, dtype=torch.int32)
+    factors = q.new_empty(call.factors, dtype=torch.float32)
+    halves = q.new_empty(sum(call.halves), dtype=torch.float16) if call.halves else q
+    grads = operands["dq"], operands["dk"], operands["dv"]
+    grad_lse = operands["l"]
+    outputs = operands["o"], operands["lse"], grad_lse
+    call.prepare(q, k, v, g, *outputs, rows, guards, factors, halves)
+    of_q, of_k, of_v, of_g = q, k, v, g
+    if call.halves:
+        of_q, of_g, of_k, of_v = halves.split(call.halves)
+    again = q, k, m, operands["lse"], rows, guards
+    if call.fallback is None:
+        call.normalise(*again)
+    for side in call.sides:
+        side(of_q, of_k, of_v, of_g, m, grad_lse, rows, guards, factors, *grads)
+    if call.fallback is not None:
+        call.normalise(*again)
+        call.fallback(q, k, v, g, m, grad_lse, rows, guards, factors, *grads)
+    if call.mask is not None:
+        call.mask(q, k, v, g, m, rows, grad_mask)

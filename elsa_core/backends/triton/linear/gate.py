@@ -1,0 +1,147 @@
+"""Which projections the GPU kernel of this package computes: those that it computes faster."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core import calls
+from elsa_core.backends.support import Request, Support
+from elsa_core.operators.linear import plain
+
+# Of a call outside CUDA graphs and compilers: with fewer multiply-adds eager calls are host-bound,
+# and this kernel takes some microseconds more of the host.
+LEAST_WORK = 1 << 28
+# Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
+# within these bounds.
+HALF_DEPTH = 96
+HALF_ROWS = (2048, 65536)
+MOST_KINDS = 4096
+
+
+def support(request: Request) -> Support:
+    """Whether there are projections of this kind that the kernel computes faster."""
+    if request.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return Support(False, f"takes float32, float16 and bfloat16, not {request.dtype}")
+    if request.dtype == torch.float32 and request.precision == "ieee":
+        return Support(False, "takes tensor cores: not with precision 'ieee'")
+    if not _has_kernel(torch.device(request.device_type)):
+        return Support(False, "is measured on sm_90 alone")
+    return Support(True)
+
+
+def kernel(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The CUDA kernel of `elsa::linear`."""
+    from elsa_core.backends.triton.linear import gemm
+
+    out = gemm.linear(input, weight, bias)
+    return plain(input, weight, bias) if out is None else out
+
+
+def serve(input: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor | None:
+    """By the kernel of this package; None where PyTorch's own is to serve.
+
+    Questions are in the order of their cost: eager calls are host-bound.
+    """
+    if not _suits(input, weight):
+        return None
+    small = _is_small(input, weight)
+    if (
+        (small and _seen(input, weight))
+        or not _fits(input, weight, bias)
+        or not _serves(input.device, input.dtype, precision)
+    ):
+        return None
+    plain = _plain(input, weight)
+    through = calls.recorded() or calls.differentiates(input, weight, bias)
+    if not small and (through or not plain):
+        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
+        return out
+    from elsa_core.backends.triton.linear import gemm
+
+    if not small:
+        return gemm.linear(input, weight, bias)
+    if plain:
+        gemm.warm(input, weight, bias)
+    return None
+
+
+def _plain(input: Tensor, weight: Tensor) -> bool:
+    return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
+
+
+def _suits(input: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel of this package takes less of the GPU's time than PyTorch's."""
+    if input.dtype == torch.float32:
+        return True
+    depth = weight.shape[-1]
+    if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
+        return False
+    return HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
+
+
+def _is_small(input: Tensor, weight: Tensor) -> bool:
+    """Whether the host would be waited for: not where a CUDA graph or a program is recorded."""
+    if calls.recorded() or input.numel() * weight.shape[0] >= LEAST_WORK:
+        return False
+    return not torch.cuda.is_current_stream_capturing()
+
+
+_SEEN: set[Any] = set()
+
+
+def _seen(input: Tensor, weight: Tensor) -> bool:
+    """Whether such a small call was here before.
+
+    Nothing can be loaded while a CUDA graph is recorded. So the first small call of its kind, in
+    the run that warms up, has the kernel loaded that serves its like in the graph.
+    """
+    kind = (input.shape, weight.shape, input.dtype, input.device)
+    if kind in _SEEN:
+        return True
+    if len(_SEEN) >= MOST_KINDS:
+        _SEEN.clear()
+    _SEEN.add(kind)
+    return False
+
+
+def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are plain tensors of one dtype, which an operator may take."""
+    return (
+        input.dtype == weight.dtype
+        and (bias is None or bias.dtype == input.dtype)
+        and not hasattr(weight, "__tensor_flatten__")  # a wrapper: quantised, or distributed
+        and not hasattr(input, "__tensor_flatten__")
+        and not calls.differentiates_otherwise()
+    )
+
+
+def _serves(device: torch.device, dtype: torch.dtype, precision: str) -> bool:
+    """Whether there is a kernel for such calls, and PyTorch's settings want what it computes."""
+    if torch.is_autocast_enabled("cuda"):
+        return False
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not _has_kernel(device):
+        return False
+    if dtype != torch.float32:
+        return True
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return precision != "ieee" and not tf32
+
+
+# A constant for the compiler, which guards its graphs on autocast and on TF32.
+_serves._dynamo_marked_constant = True
+
+
+@lru_cache(maxsize=64)
+def _has_kernel(device: torch.device) -> bool:
+    """Whether the kernel is known to be faster there: on sm_90, with Triton."""
+    if torch.version.hip or not torch.cuda.is_available():  # a fake tensor needs no GPU
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)

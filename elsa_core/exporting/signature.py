@@ -1,0 +1,110 @@
+"""Signatures of bundles: Ed25519 over the bytes of manifest.json, which names every file's SHA-256.
+
+`openssl pkeyutl -verify -pubin -inkey PUB -rawin -in manifest.json -sigfile manifest.sig` agrees.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elsa_core.errors import ArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+SIGNATURE_NAME = "manifest.sig"
+SIGNATURE_BYTES = 64
+_KEY_BYTES = 1 << 16
+
+
+def read_private_key(path: Path) -> Ed25519PrivateKey:
+    """The key of `openssl genpkey -algorithm ed25519` or `ssh-keygen -t ed25519`, without a phrase.
+
+    Raises:
+        ArgumentError: the file cannot be read or holds no such key.
+        UnavailableError: the package cryptography is missing.
+    """
+    _require_library()
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    content = _read(path, "--sign")
+    ssh = b"OPENSSH" in content[:100]
+    load = serialization.load_ssh_private_key if ssh else serialization.load_pem_private_key
+    key = _loaded(path, "--sign", lambda: load(content, password=None))
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ArgumentError(f"{path} (--sign) holds no Ed25519 private key")
+    return key
+
+
+def read_public_key(path: Path) -> Ed25519PublicKey:
+    """The public half: a PEM file, or a line that begins with `ssh-ed25519`.
+
+    Raises:
+        ArgumentError: the file cannot be read or holds no such key.
+        UnavailableError: the package cryptography is missing.
+    """
+    _require_library()
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    content = _read(path, "--key")
+    ssh = content.startswith(b"ssh-")
+    load = serialization.load_ssh_public_key if ssh else serialization.load_pem_public_key
+    key = _loaded(path, "--key", lambda: load(content))
+    if not isinstance(key, Ed25519PublicKey):
+        raise ArgumentError(f"{path} (--key) holds no Ed25519 public key")
+    return key
+
+
+def sign(manifest: bytes, key: Ed25519PrivateKey) -> bytes:
+    """The 64 bytes of manifest.sig."""
+    return key.sign(manifest)
+
+
+def matches(manifest: bytes, signature: bytes, key: Ed25519PublicKey) -> bool:
+    """Whether the owner of `key` signed exactly these bytes."""
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        key.verify(signature, manifest)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _read(path: Path, flag: str) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:  # noqa: PTH123  # of a descriptor
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ArgumentError(f"{path} ({flag}) is not a plain file")
+            return file.read(_KEY_BYTES)
+    except OSError as error:
+        raise ArgumentError(f"{path} ({flag}) cannot be read: {error.strerror or error}") from None
+
+
+def _loaded(path: Path, flag: str, load: Callable[[], Any]) -> Any:
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        return load()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise ArgumentError(f"{path} ({flag}) holds no key that can be used: {line}") from None
+
+
+def _require_library() -> None:
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise UnavailableError(
+            "signatures need the package cryptography: pip install 'elsa-attention[sign]'"
+        ) from None

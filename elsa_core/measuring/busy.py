@@ -1,0 +1,162 @@
+"""Whether the machine was free for a measurement, before and while it ran. Nothing here fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from elsa_core.measuring import environment
+
+BUSY_CPU: Final = 0.15
+"""Share of the processors in use by others above which nothing is published."""
+BUSY_GPU: Final = 8
+"""Utilisation in percent above which a GPU counts as busy."""
+WIDE: Final = 0.10
+"""Spread (10th to 90th percentile over the median) above which a contender is named."""
+_THERMAL: Final = "/sys/devices/system/cpu"
+
+
+def reason(device: torch.device | str) -> str:
+    """Why this machine is too busy to publish from it; empty where it is free.
+
+    Looks at other programs only: their share of the processors in a moment of idling, and for a
+    GPU its other processes and its utilisation.
+    """
+    device = torch.device(device)
+    share = _others_share()
+    if share > BUSY_CPU:
+        return f"other programs use {share:.0%} of the processors (limit {BUSY_CPU:.0%})"
+    return gpu_busy(device) if device.type == "cuda" else ""
+
+
+class Watch:
+    """Looks at the machine over the length of a measurement; `warnings` tells what was wrong."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ticks = processor_times()
+        self._throttles = throttle_count()
+
+    def warnings(self, spreads: Mapping[str, float]) -> tuple[str, ...]:
+        """One line for each reason to doubt.
+
+        Args:
+            spreads: relative spread of each contender's samples.
+        """
+        found = []
+        share = others_share_between(self._ticks, processor_times())
+        if share > BUSY_CPU:
+            found.append(f"other programs used {share:.0%} of the processors meanwhile")
+        if self._device.type == "cuda":
+            found += filter(None, [gpu_others(self._device)])
+            found += gpu_throttling(environment.nvidia_smi, self._device)
+        more = throttle_count() - self._throttles
+        if more > 0:
+            found.append(f"the processor was throttled for heat {more} times meanwhile")
+        wide = {name: spread for name, spread in spreads.items() if spread > WIDE}
+        if wide:
+            worst = max(wide, key=lambda name: wide[name])
+            others = f", and of {len(wide) - 1} more" if len(wide) > 1 else ""
+            found.append(f"times of {worst} spread over {wide[worst]:.0%} of their median{others}")
+        return tuple(found)
+
+
+def throttle_count(root: str = _THERMAL) -> int:
+    """How often the kernel has slowed a core for heat since it booted; 0 where it does not tell."""
+    total = 0
+    for path in Path(root).glob("cpu[0-9]*/thermal_throttle/core_throttle_count"):
+        with contextlib.suppress(OSError, ValueError):
+            total += int(path.read_text(encoding="ascii"))
+    return total
+
+
+def gpu_throttling(query: Any, device: torch.device) -> list[str]:
+    """What slows the GPU's clocks right after the measurement, in words.
+
+    Args:
+        query: `environment.nvidia_smi`, or what stands for it.
+        device: a CUDA device.
+    """
+    reasons = {
+        "hw_thermal_slowdown": "heat (hardware)",
+        "sw_thermal_slowdown": "heat (driver)",
+        "hw_power_brake_slowdown": "its power supply",
+        "sw_power_cap": "its power limit",
+    }
+    fields = ",".join(f"clocks_throttle_reasons.{name}" for name in reasons)
+    lines = query(f"--query-gpu={fields}", gpu_query(device))
+    if not lines:
+        return []
+    states = [state.strip() for state in lines[0].split(",")]
+    active = [
+        word
+        for word, state in zip(reasons.values(), states, strict=False)
+        if state.lower() == "active"
+    ]
+    return [f"the GPU's clocks were held down by {', '.join(active)}"] if active else []
+
+
+def _others_share(interval: float = 0.3) -> float:
+    """Share of all processors that other processes used during `interval` seconds."""
+    before = processor_times()
+    time.sleep(interval)
+    return others_share_between(before, processor_times())
+
+
+def others_share_between(
+    before: tuple[float, float] | None, after: tuple[float, float] | None
+) -> float:
+    """Share of all processors that other processes used between two `processor_times`."""
+    if before is None or after is None or after[1] <= before[1]:
+        return 0.0
+    return max(0.0, (after[0] - before[0]) / (after[1] - before[1]))
+
+
+def processor_times() -> tuple[float, float] | None:
+    """(busy time of everyone but this process, total time) in ticks, or None where unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+        ticks = [int(number) for number in line.split()[1:9]]
+        own = os.times()
+        own_ticks = (own.user + own.system) * os.sysconf("SC_CLK_TCK")
+        idle = ticks[3] + ticks[4]
+        return sum(ticks) - idle - own_ticks, float(sum(ticks))
+    return None
+
+
+def gpu_query(device: torch.device) -> str:
+    """What makes nvidia-smi look at this GPU alone."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    # CUDA_VISIBLE_DEVICES renumbers devices; the UUID names the same card for both.
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return f"--id=GPU-{uuid}" if uuid else f"--id={index}"
+
+
+def gpu_busy(device: torch.device) -> str:
+    """Who else uses the GPU, in words; empty where nobody does.
+
+    Not right after work of one's own: the driver's utilisation looks back for up to a second.
+    """
+    others = gpu_others(device)
+    if others:
+        return others
+    lines = environment.nvidia_smi("--query-gpu=utilization.gpu", gpu_query(device))
+    used = [int(line) for line in lines if line.isdigit()]
+    if used and used[0] > BUSY_GPU:
+        return f"the GPU is {used[0]}% in use (limit {BUSY_GPU}%)"
+    return ""
+
+
+def gpu_others(device: torch.device) -> str:
+    """Other processes on the GPU, in words; empty where there are none."""
+    lines = environment.nvidia_smi("--query-compute-apps=pid", gpu_query(device))
+    others = [line for line in lines if line.isdigit() and int(line) != os.getpid()]
+    if not others:
+        return ""
+    return f"{len(others)} other process(es) use the GPU: {', '.join(others)}"

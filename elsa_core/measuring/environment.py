@@ -1,0 +1,144 @@
+"""Where a measurement was made: hardware and versions. Nothing here fails."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_PACKAGES: Final = (
+    "torch",
+    "timm",
+    "open_clip_torch",
+    "torchvision",
+    "onnxruntime",
+    "triton",
+    "numpy",
+)
+_ALIKE: Final[dict[str, tuple[str, ...]]] = {
+    "": ("cpu", "threads", "gpu", "isa", "kernels"),
+    "gpu_details": ("multiprocessors", "cuda", "driver"),
+    "packages": ("torch", "triton", "timm", "open_clip_torch", "torchvision"),
+}
+"""What models that are timed side by side have in common, by part of the environment."""
+
+
+def describe(device: torch.device | str) -> dict[str, Any]:
+    """Hardware, versions and date, as plain data. What cannot be found out is None.
+
+    The fields of every document of `elsa` (python, platform, machine, cpu, isa, threads, gpu,
+    packages), and: date (UTC), device, cpu_count, kernels (the native library's instruction set)
+    and gpu_details.
+    """
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device.type,
+        "python": platform.python_version(),
+        "platform": "-".join((platform.system(), platform.machine(), *platform.libc_ver())),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "kernels": None if cuda else _native_isa(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if cuda else None,
+        "gpu_details": _gpu(device) if cuda else None,
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def difference(there: dict[str, Any], now: dict[str, Any]) -> str:
+    """What keeps the figures of two documents from standing side by side, in words; else empty.
+
+    Args:
+        there: a document read from a file, whose environment may hold anything.
+        now: one of this machine.
+    """
+    before, after = _compared(there), _compared(now)
+    name = next((name for name in after if before[name] != after[name]), None)
+    if name is None:
+        return ""
+    return f"{name} was {str(before[name])[:60]}, now it is {str(after[name])[:60]}"
+
+
+def _compared(document: dict[str, Any]) -> dict[str, Any]:
+    environment = document["environment"]
+    found = {}
+    for part, names in _ALIKE.items():
+        held = environment.get(part) if part else environment
+        found.update({name: held.get(name) if isinstance(held, dict) else None for name in names})
+    return {**found, "elsa": document.get("elsa_version")}
+
+
+def label(environment: dict[str, Any]) -> str:
+    """One line for a table's heading: hardware, threads, versions and date."""
+    packages = environment.get("packages", {})
+    if environment.get("gpu"):
+        where = f"{environment['gpu']}, CUDA {(environment.get('gpu_details') or {}).get('cuda')}"
+        names = ("torch", "triton")
+    else:
+        kernels = environment.get("kernels") or environment.get("isa")
+        where = f"{environment.get('cpu')}, {environment.get('threads')} threads, {kernels}"
+        names = ("torch", "onnxruntime")
+    named = [f"{name} {packages[name]}" for name in names if packages.get(name)]
+    return ", ".join([where, *named, str(environment.get("date", ""))[:10]])
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _native_isa() -> str | None:
+    native: Any = importlib.import_module("elsa_core.backends.native")
+    try:
+        return str(native.isa()) if native.load().ok else None
+    except Exception:  # a description of the machine must not end a measurement
+        return None
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    driver = nvidia_smi("--query-gpu=driver_version")
+    return {
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "driver": driver[0] if driver else None,
+    }
+
+
+def nvidia_smi(*query: str) -> list[str]:
+    """The lines that nvidia-smi answers, without heading and units; none where it cannot."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [program, *query, "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+        return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return []

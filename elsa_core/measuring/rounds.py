@@ -1,0 +1,226 @@
+"""Contenders timed side by side, round by round, until the difference is known or time is over.
+
+All of them take turns (`elsa_core.measuring.timing.interleaved`), so that what else happens on the
+machine meets all alike; `elsa_core.measuring.intervals` says what a difference is worth.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import torch
+
+from elsa_core.measuring import timing
+from elsa_core.measuring.intervals import ratio
+from elsa_core.measuring.timing import Contender
+
+_FEWEST: Final = 3
+_MOST_ROUNDS: Final = 2000
+_SECONDS: Final = 2.0  # that the rounds take at least
+_WARM_UP: Final = 0.2  # of the budget, at most
+_SLOW: Final = 0.02  # of the budget, that a call which needs no warming up takes at least
+_ROUNDS_END: Final = 0.9  # of the budget; memory and energy come after the rounds
+_BUSY_BATCHES: Final = 5
+_BUSY_REPLAYS: Final = 5  # of a graph, between two events
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of one contender, in seconds.
+
+    `seconds` is what the caller waits, with the GPU's end awaited. On CUDA `host` is the time until
+    the call returns and `device` the time between two events around it. `sites` holds the
+    seconds spent in each watched module.
+    """
+
+    seconds: float
+    host: float | None = None
+    device: float | None = None
+    sites: dict[str, float] = field(default_factory=dict)
+
+
+class Clock(Protocol):
+    """Watches parts of a contender's calls; see `elsa_core.profiling.sites`."""
+
+    def reset(self) -> None:
+        """Forget the calls so far."""
+
+    def read(self) -> dict[str, float]:
+        """Seconds in each part of the call since `reset`; the GPU has come to its end."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        rounds: samples of each contender at least; fewer where they exceed the budget.
+        budget_seconds: time that warming up and the rounds of one configuration may take.
+        seed: of inputs and of the bootstrap.
+        decide: end as soon as every interval decides (`Ratio.decided`). Otherwise there are more
+            rounds until every interval is within 1% on either side (`Ratio.narrow`).
+    """
+
+    rounds: int = 20
+    budget_seconds: float = 60.0
+    seed: int = 0
+    decide: bool = False
+
+
+Samples = dict[str, list[Sample]]
+
+
+def take_samples(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    settings: Settings,
+    clocks: Mapping[str, Clock] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    first: Mapping[str, float] | None = None,
+) -> Samples:
+    """Call all contenders in turns, once a round; the others are related to the first one.
+
+    A round is as short as can be: on a machine that others use too, two calls in a row meet the
+    same conditions, two batches of calls do not.
+
+    Args:
+        contenders: whole models, called without arguments.
+        device: where they run.
+        settings: rounds and budget.
+        clocks: by contender's name, what watches parts of its calls.
+        progress: called with (rounds done, rounds expected).
+        first: seconds of calls that were made before, by name. A call that takes 2% of the budget
+            is not made again to warm up.
+
+    Returns:
+        Samples by contender, as many of each; never under 3.
+    """
+    clocks = clocks or {}
+    end = time.perf_counter() + _ROUNDS_END * settings.budget_seconds
+    cost = _round_seconds(contenders, device, settings.budget_seconds, first or {})
+    start = time.perf_counter()
+    room = max(_FEWEST, min(_MOST_ROUNDS, int((end - start) / cost)))  # if the cost is right
+    # Noise has a rhythm of its own: rounds that are over in a moment would all meet one beat.
+    checkpoint = max(min(settings.rounds, room), min(room, int(_SECONDS / cost)))
+
+    def sample(contender: Contender) -> Sample:
+        return _once(contender.call, device, clocks.get(contender.name))
+
+    def enough(samples: Samples) -> bool:
+        nonlocal checkpoint
+        done = len(samples[contenders[0].name])
+        if progress is not None:
+            progress(done, max(done, checkpoint))
+        now = time.perf_counter()
+        if done >= _FEWEST and now + (now - start) / done > end:
+            return True  # the next round would not end in time
+        if done < checkpoint:
+            return False
+        checkpoint = math.ceil(1.5 * done)
+        return _known(samples, contenders[0].name, decide=settings.decide)
+
+    # Whoever follows its equal finds the caches warm: in a circle that is always the same one, and
+    # a model measured 2 to 5% faster than itself.
+    order = random.Random(settings.seed)  # noqa: S311
+    return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, order)
+
+
+def _round_seconds(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    budget: float,
+    first: Mapping[str, float],
+) -> float:
+    """Warm the contenders up; seconds that one call of each takes."""
+    cost = 0.0
+    for contender in contenders:
+        known = first.get(contender.name, 0.0)
+        if known > _SLOW * budget:
+            cost += known
+            continue
+        single = timing.warmed_up(contender, _WARM_UP * budget / len(contenders))
+        if device.type == "cuda":  # the host alone was seen so far
+            single = min(_once(contender.call, device, None).seconds for _ in range(3))
+        cost += single
+    return max(cost, 1e-9)
+
+
+def _once(call: Callable[[], object], device: torch.device, clock: Clock | None) -> Sample:
+    """One call, awaited, and what its clock saw of it."""
+    if clock is not None:
+        clock.reset()
+    found = _once_cuda(call, device) if device.type == "cuda" else Sample(timing.timed(call, 1))
+    return found if clock is None else replace(found, sites=clock.read())
+
+
+def _once_cuda(call: Callable[[], object], device: torch.device) -> Sample:
+    torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = time.perf_counter()
+    begin.record()
+    call()
+    end.record()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    waited = time.perf_counter() - start
+    return Sample(waited, host, float(begin.elapsed_time(end)) / 1e3)
+
+
+def _known(samples: Samples, reference: str, *, decide: bool) -> bool:
+    """Whether more rounds would add nothing to any ratio."""
+    base = [s.seconds for s in samples[reference]]
+    found = (ratio(base, [s.seconds for s in own]) for n, own in samples.items() if n != reference)
+    return all(each.narrow or (decide and each.decided) for each in found)
+
+
+def memory_bytes(contender: Contender, device: torch.device) -> int | None:
+    """Growth of memory at the peak of one call, its output included; weights are there before.
+
+    CUDA: PyTorch's allocator. CPU: the process's resident set, every allocator counted; None where
+    the system has no resettable peak.
+    """
+    if device.type == "cuda":
+        return timing.workspace_cuda(contender, 0)
+    return timing.workspace_cpu(contender, 0)
+
+
+def busy_seconds(contender: Contender, *, is_graph: bool) -> float | None:
+    """Seconds of the GPU for one call that follows another: of its CUDA graph (CUDA).
+
+    None where no graph holds the call. The profiler, which would sum its kernels, stays out of
+    this: from its first use on CUPTI slows down every launch of the process.
+    """
+    with contender.context(), torch.inference_mode():
+        try:
+            replay = contender.call if is_graph else timing.captured(contender.call)
+        except RuntimeError:
+            return None
+        return statistics.median(_replayed(replay) for _ in range(_BUSY_BATCHES))
+
+
+def _replayed(replay: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()  # the host is ahead of the GPU from here on
+    begin.record()
+    for _ in range(_BUSY_REPLAYS):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _BUSY_REPLAYS
+
+
+def bound_by(latency: float, host: float | None, busy: float | None) -> str:
+    """ "host" where the GPU idles for want of launches, "device" where it does not, "" unknown.
+
+    The host binds where it spends most of a call launching, and the kernels themselves take clearly
+    less than the caller waits.
+    """
+    if host is None or busy is None:
+        return ""
+    return "host" if busy < 0.8 * latency and host > 0.6 * latency else "device"

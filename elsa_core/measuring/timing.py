@@ -1,0 +1,327 @@
+"""Timing of several contenders side by side: rounds interleaved, so that drift meets all alike."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from elsa_core.messages import first_line
+
+SETTLE_SECONDS: Final = 0.02
+"""Pause between two contenders. Worker threads of OpenMP and ONNX Runtime spin after their work and
+take the processor from whoever comes next: 3 ms after ONNX Runtime's attention over 49 tokens,
+PyTorch's own took 113 us, 20 ms after it 65 us, as it does alone."""
+_WARM_UPS: Final = 10
+_FLUSH_BYTES: Final = 256 * 2**20  # larger than any GPU's last-level cache
+
+Sample = TypeVar("Sample")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to time.
+
+    Attributes:
+        name: unique within a case.
+        call: computes the output once, with inputs that it holds.
+        context: entered around calls, outside what is timed (it selects a backend of PyTorch).
+        precision: elsa's precision, None for a peer.
+        read: brings what `call` returns to an output [batch, heads, queries, head_dim].
+        pools: it keeps memory between calls, so that a call's own workspace cannot be seen.
+        notes: what a reader of the result should know (which backend and schedule served it).
+    """
+
+    name: str
+    call: Callable[[], object]
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    precision: str | None = None
+    read: Callable[[object], Tensor] | None = None
+    pools: bool = False
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def output(self) -> Tensor:
+        """One call, as a tensor [batch, heads, queries, head_dim]."""
+        with self.context(), torch.inference_mode():
+            returned = self.call()
+        if self.read is not None:
+            return self.read(returned)
+        assert isinstance(returned, Tensor)
+        return returned
+
+
+def rotated(contenders: Sequence[Contender], start: int) -> list[Contender]:
+    """The contenders in a circle, another one first in each round."""
+    start %= len(contenders)
+    return [*contenders[start:], *contenders[:start]]
+
+
+def interleaved(
+    contenders: Sequence[Contender],
+    rounds: int,
+    sample: Callable[[Contender], Sample],
+    enough: Callable[[dict[str, list[Sample]]], bool] | None = None,
+    shuffle: random.Random | None = None,
+) -> dict[str, list[Sample]]:
+    """One sample of each contender in each round, so that drift meets all alike.
+
+    In a circle everybody follows the same one in every round. Where what a call leaves in the
+    caches matters to the next, `shuffle` makes each round's order a random one. Ends after
+    `rounds`, or as soon as `enough` says so of the samples so far.
+    """
+    samples: dict[str, list[Sample]] = {c.name: [] for c in contenders}
+    with _no_garbage_collection():
+        for i in range(rounds):
+            order = rotated(contenders, i)
+            if shuffle is not None:
+                shuffle.shuffle(order)
+            for contender in order:
+                with contender.context(), torch.inference_mode():
+                    samples[contender.name].append(sample(contender))
+            if enough is not None and enough(samples):
+                break
+    return samples
+
+
+def warmed_up(contender: Contender, budget_seconds: float = 5.0) -> float:
+    """Call until the time of a call is stable; seconds of the fastest call after the first.
+
+    Stable: two calls in a row that are not more than 5% faster than the fastest before them. There
+    are at most `_WARM_UPS` calls, and none begins after the budget, but always two.
+    """
+    end, best, quiet = time.perf_counter() + budget_seconds, math.inf, 0
+    with contender.context(), torch.inference_mode():
+        contender.call()
+        for i in range(_WARM_UPS):
+            taken = timed(contender.call, 1)
+            quiet = 0 if taken < 0.95 * best else quiet + 1
+            best = min(best, taken)
+            if (i and quiet == 2) or time.perf_counter() > end:
+                break
+    return best
+
+
+def time_cpu(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    batch_seconds: float = 0.02,
+    budget_seconds: float = 20.0,
+) -> dict[str, list[float]]:
+    """Seconds a call, one sample for each contender and round.
+
+    A sample is the mean over as many calls as fill `batch_seconds`, or this contender's share of a
+    small budget. Where all rounds would take longer than `budget_seconds`, there are fewer, but
+    never under 3.
+    """
+    calls, cost = {}, 0.0
+    batch_seconds = min(batch_seconds, budget_seconds / (rounds * len(contenders)))
+    for contender in contenders:
+        single = warmed_up(contender, 0.1 * budget_seconds / len(contenders))
+        calls[contender.name] = max(1, min(2000, round(batch_seconds / max(single, 1e-7))))
+        cost += single * (calls[contender.name] + 1) + SETTLE_SECONDS
+    rounds = max(3, min(rounds, int(budget_seconds / cost)))
+
+    def sample(contender: Contender) -> float:
+        time.sleep(SETTLE_SECONDS)
+        contender.call()
+        return timed(contender.call, calls[contender.name])
+
+    return interleaved(contenders, rounds, sample, shuffle=random.Random(0))  # noqa: S311
+
+
+def time_cuda(
+    contenders: Sequence[Contender], *, rounds: int, budget_seconds: float = 10.0
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of GPU time a call under CUDA graph; the median of some replays in each round.
+
+    The last-level cache is overwritten before each replay, as `triton.testing.do_bench` does.
+
+    Returns:
+        (samples by contender, why a contender was timed without a graph, where it could not be
+        captured).
+    """
+    replays: dict[str, Callable[[], object]] = {}
+    notes: dict[str, str] = {}
+    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    cost = 0.0
+    for contender in contenders:
+        with contender.context(), torch.inference_mode():
+            try:
+                replays[contender.name] = captured(contender.call)
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                notes[contender.name] = f"timed without a graph: {first_line(error)}"
+                replays[contender.name] = contender.call
+            cost += _gpu_seconds(replays[contender.name], flush, 2) + 1e-4
+    rounds = max(3, min(rounds, int(budget_seconds / cost)))
+    inner = max(1, min(10, int(budget_seconds / (cost * rounds))))
+
+    def sample(contender: Contender) -> float:
+        return _gpu_seconds(replays[contender.name], flush, inner)
+
+    samples = interleaved(contenders, rounds, sample)
+    replays.clear()
+    torch.cuda.synchronize()
+    return samples, notes
+
+
+def host_seconds(contender: Contender, gpu_seconds: float, limit: float = 0.3) -> float:
+    """Host time of one eager call that only has to be enqueued (CUDA).
+
+    So few calls go into a batch that the launch queue never fills; a call that the GPU works on for
+    long is timed once.
+    """
+    calls = max(1, min(100, int(limit / max(gpu_seconds, 1e-6))))
+    with contender.context(), torch.inference_mode():
+        batches = []
+        for _ in range(5 if calls > 1 else 1):
+            torch.cuda.synchronize()
+            batches.append(timed(contender.call, calls))
+        torch.cuda.synchronize()
+    return statistics.median(batches)
+
+
+def workspace_cuda(contender: Contender, output_bytes: int) -> int:
+    """Bytes that a call allocates at its peak beyond its output."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with contender.context(), torch.inference_mode():
+        kept = contender.call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    del kept
+    return max(0, peak - before - output_bytes)
+
+
+def workspace_cpu(contender: Contender, output_bytes: int) -> int | None:
+    """Growth of the process's resident memory at a call's peak, beyond its output.
+
+    Counts every allocator, not PyTorch's alone. None where the system has no resettable peak
+    (Linux has one). Accurate to some hundred KiB.
+    """
+    _trim()
+    before = _resident("VmRSS")
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return None
+    with contender.context(), torch.inference_mode():
+        kept = contender.call()
+    peak = _resident("VmHWM")
+    del kept
+    if before is None or peak is None:
+        return None
+    return max(0, peak - before - output_bytes)
+
+
+def timed(call: Callable[[], object], calls: int) -> float:
+    """Mean seconds of some calls in a row, as the host sees them."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+@lru_cache(maxsize=64)
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One stream of each GPU for all captures: cuBLAS makes a workspace for every new one."""
+    return torch.cuda.Stream(device)
+
+
+def captured(
+    call: Callable[[], object], ready: Callable[[], object] | None = None
+) -> Callable[[], object]:
+    """The replay of a CUDA graph of one call; `ready` is called right before the capture.
+
+    Raises:
+        RuntimeError: the call does something that a graph cannot hold.
+    """
+    own = _capture_stream(torch.cuda.current_device())
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        call()  # what is made once for each stream must not be made during the capture
+    torch.cuda.current_stream().wait_stream(own)
+    if ready is not None:
+        ready()
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    stream, offset = torch.cuda.current_stream(), generator.get_offset()
+    try:
+        with torch.cuda.graph(graph, stream=own):
+            call()
+    except BaseException:
+        torch.cuda.set_stream(stream)  # older PyTorch leaves the capture's own
+        _release(generator, offset)
+        raise
+    return graph.replay
+
+
+def _release(generator: torch.Generator, offset: int) -> None:
+    """Give the GPU's random numbers a state of their own again, where they were.
+
+    A capture that failed leaves them as if it went on, and the next draw anywhere in the process
+    raises "Offset increment outside graph capture".
+    """
+    fresh = torch.Generator(generator.device)
+    fresh.manual_seed(generator.initial_seed())
+    fresh.set_offset(offset)
+    with contextlib.suppress(RuntimeError):
+        generator.graphsafe_set_state(fresh)
+
+
+def _gpu_seconds(call: Callable[[], object], flush: Tensor, calls: int) -> float:
+    """Median GPU time of a call between two events, each behind a write that fills the cache."""
+    pairs = []
+    for _ in range(calls):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(float(start.elapsed_time(end)) for start, end in pairs) / 1e3
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _trim() -> None:
+    """Hand freed memory back to the system, so that a call cannot hide behind it (glibc)."""
+    gc.collect()
+    if os.name == "posix":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident(field_name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{field_name}:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,30 @@
+"""What other libraries say: kept off the terminal, or cut to one line."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+_LONGEST_LINE: Final = 240
+
+
+@contextmanager
+def quiet(level: int = logging.WARNING) -> Iterator[None]:
+    """While it lasts, libraries' warnings and their log lines up to `level` show nowhere."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, level))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text that says something; its class where none does."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)[:_LONGEST_LINE]

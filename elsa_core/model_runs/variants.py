@@ -1,0 +1,255 @@
+"""The ways to run one model that are compared: as loaded, fused, compiled, graphed, patched.
+
+All of them share the model's weights; only the modules around the weights are copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
+from elsa_core.measuring import timing
+from elsa_core.measuring.memory_limit import is_out_of_memory
+from elsa_core.measuring.timing import Contender
+from elsa_core.messages import first_line
+from elsa_core.patching.adapters.redirect import FUSED_SWITCHES
+from elsa_core.patching.patch import unpatch
+
+GRAPH: Final = "+graph"
+CONTROL: Final = "control"
+BASELINES: Final = {
+    "eager": "the model as it was loaded",
+    CONTROL: "the same once more: shows which differences this machine can tell",
+    "sdpa": "with PyTorch's fused attention forced wherever the model has a switch for it",
+    "compile": "torch.compile of the model as it was loaded",
+    "eager+graph": "eager, replayed as a CUDA graph",
+    "sdpa+graph": "sdpa, replayed as a CUDA graph",
+    "compile+graph": "compile, replayed as a CUDA graph",
+}
+DEFAULTS: Final = {
+    "cpu": ("eager",),
+    "cuda": ("eager", "sdpa", "compile", "eager+graph", "compile+graph"),
+}
+# What patching is measured as beside each baseline.
+_OURS: Final = {
+    "compile": "patched+compile",
+    "eager+graph": "patched+graph",
+    "sdpa+graph": "patched+graph",
+    "compile+graph": "patched+compile+graph",
+}
+
+
+def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    """The baselines to measure, "eager" always first.
+
+    Args:
+        names: as the user gave them; None for the device's defaults, "all" for every one that the
+            device has.
+        device: where the model runs.
+
+    Raises:
+        ArgumentError: an unknown name, or a device whose calls cannot be timed.
+        UnavailableError: a CUDA graph without a GPU.
+    """
+    cuda = device.type == "cuda"
+    if device.type not in DEFAULTS:
+        raise ArgumentError(f"device: cpu and cuda can be profiled, not {device.type}")
+    if names is None:
+        names = DEFAULTS[device.type]
+    elif "all" in names:
+        names = [name for name in BASELINES if cuda or not name.endswith(GRAPH)]
+    for name in names:
+        if name not in BASELINES:
+            known = ", ".join((*BASELINES, "all"))
+            raise ArgumentError(f"baselines: {name!r} is unknown; choose from {known}")
+        if name.endswith(GRAPH) and not cuda:
+            raise UnavailableError(
+                f"baselines: {name} needs a CUDA GPU, and this profile runs on {device.type}"
+            )
+    return tuple(dict.fromkeys(("eager", *names)))
+
+
+def ours(baselines: Sequence[str]) -> tuple[str, ...]:
+    """The patched ways that stand beside these baselines: "patched" always."""
+    return tuple(dict.fromkeys(("patched", *(_OURS[n] for n in baselines if n in _OURS))))
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model's modules over the very same parameters and buffers.
+
+    Raises:
+        ArgumentError: the model cannot be copied.
+    """
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"profile: this model cannot be copied, so nothing can stand beside it ({error})"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Built:
+    """The contenders in order, why others were left out, and what building them has shown.
+
+    `graph_bytes` is the memory of each CUDA graph, `first_seconds` the time of each first call on a
+    CPU.
+    """
+
+    contenders: tuple[Contender, ...]
+    left_out: dict[str, str]
+    graph_bytes: dict[str, int]
+    first_seconds: dict[str, float]
+
+
+def build(
+    model: nn.Module,
+    patched: nn.Module,
+    inputs: tuple[Any, ...],
+    names: Sequence[str],
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Built:
+    """Make and warm up the contenders `names`; one that fails is left out with its reason.
+
+    Args:
+        model: as it was loaded, unpatched.
+        patched: a `shared_copy` of it, patched.
+        inputs: the model's arguments, on its device.
+        names: of `BASELINES` and `ours`.
+        progress: called with (name, index, number).
+
+    Raises:
+        ModelError: "eager" or "patched" do not run on the inputs.
+        RuntimeError, MemoryError: memory ran out in one of those two (`is_out_of_memory`).
+    """
+    found: list[Contender] = []
+    left_out: dict[str, str] = {}
+    graph_bytes: dict[str, int] = {}
+    first_seconds: dict[str, float] = {}
+    eager_parts: dict[str, Callable[[], object]] = {}
+    for i, name in enumerate(names):
+        if progress is not None:
+            progress(name, i, len(names))
+        try:
+            call = _part(name.removesuffix(GRAPH), model, patched, inputs, eager_parts)
+            if name.endswith(GRAPH):
+                call, graph_bytes[name] = graphed(call)
+            contender = Contender(name, call)
+            with torch.inference_mode():
+                taken = timing.timed(call, 1)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # an asynchronous failure must show here
+        except _NotDifferentError as reason:
+            left_out[name] = str(reason)
+        except Exception as error:
+            # Compilers fail in many ways, and a baseline that fails ends nothing.
+            if name in ("eager", "patched") or isinstance(error, ElsaError):
+                raise _explained(name, error) from error
+            left_out[name] = first_line(error)
+        else:
+            found.append(contender)
+            if not torch.cuda.is_initialized():
+                first_seconds[name] = taken
+    return Built(tuple(found), left_out, graph_bytes, first_seconds)
+
+
+def _explained(name: str, error: Exception) -> Exception:
+    """What the failure of a run that cannot be left out is raised as."""
+    if isinstance(error, ElsaError) or is_out_of_memory(error):
+        return error
+    return ModelError(f"profile: {name} does not run on these inputs: {first_line(error)}")
+
+
+class _NotDifferentError(Exception):
+    """A way to run the model that is the same as another one; the message says which."""
+
+
+def _part(
+    name: str,
+    model: nn.Module,
+    patched: nn.Module,
+    inputs: tuple[Any, ...],
+    made: dict[str, Callable[[], object]],
+) -> Callable[[], object]:
+    """The call for a name without its graph, made once."""
+    if name not in made:
+        module = _module(name, model, patched)
+        made[name] = lambda: module(*inputs)
+    return made[name]
+
+
+def _module(name: str, model: nn.Module, patched: nn.Module) -> Callable[..., object]:
+    if name == "eager":
+        return model
+    if name == CONTROL:
+        return shared_copy(model)
+    if name == "patched":
+        return patched
+    if name == "sdpa":
+        return with_sdpa(model)
+    source = patched if name.startswith("patched") else model
+    compiled: Callable[..., object] = torch.compile(shared_copy(source), dynamic=False)
+    return compiled
+
+
+def with_sdpa(model: nn.Module) -> nn.Module:
+    """A copy of the model with every switch of its library for fused attention turned on.
+
+    timm sets these switches from TIMM_FUSED_ATTN when it builds a model, and leaves some classes
+    eager unless that is 2.
+    """
+    fused = shared_copy(model)
+    switches = [
+        (module, switch)
+        for module in fused.modules()
+        for switch in FUSED_SWITCHES
+        if isinstance(module.__dict__.get(switch), bool)
+    ]
+    if not switches:
+        raise _NotDifferentError("the model has no switch for fused attention")
+    if all(module.__dict__[switch] for module, switch in switches):
+        raise _NotDifferentError("fused attention is on already: the same as eager")
+    for module, switch in switches:
+        setattr(module, switch, True)
+    return fused
+
+
+def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
+    """The replay of a call, and the memory that its graph holds at its peak."""
+    before = 0
+
+    def ready() -> None:  # the workspaces of the libraries are made, and are nobody's in particular
+        nonlocal before
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    with torch.inference_mode():
+        for _ in range(3):  # compiled code is tuned
+            call()
+        replay = timing.captured(call, ready)
+        torch.cuda.synchronize()
+    return replay, max(0, torch.cuda.max_memory_allocated() - before)
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile made so far: its limit of recompilations would end a long sweep in
+    plain eager, without a word."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
+def unpatched_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with its own classes, over the same weights, in eval mode."""
+    plain = shared_copy(model)
+    unpatch(plain)
+    return plain.eval()

@@ -1,0 +1,21 @@
+"""The operators of elsa, one record each; importing this package defines them."""
+
+from __future__ import annotations
+
+from elsa_core.operators.attention import ATTENTION
+from elsa_core.operators.linear import LINEAR
+from elsa_core.operators.record import Backward, Gradients, Operator, of, record, records, register
+from elsa_core.operators.window import WINDOW_ATTENTION
+
+__all__ = [
+    "ATTENTION",
+    "LINEAR",
+    "WINDOW_ATTENTION",
+    "Backward",
+    "Gradients",
+    "Operator",
+    "of",
+    "record",
+    "records",
+    "register",
+]

@@ -1,0 +1,180 @@
+"""One record per operator, and what PyTorch is told of it.
+
+A record needs a name, a schema and a reference in plain PyTorch. With these alone `elsa::<name>`
+exists on every device and is made of the reference's own operations: autograd, fake tensors,
+compilers and `torch.func` see through it. An operator that has kernels of its own also has a fake
+and the formulas of its gradients, and then `elsa::<name>_eager` too: the reference on every device
+and in every dtype, opaque, beside the kernels that `elsa_core.routing` and the native library add
+to `elsa::<name>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grads = tuple[Tensor | None, ...]
+_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+_RECORDS: dict[str, Operator] = {}
+_BY_SCHEMA: dict[str, Operator] = {}
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The operator `elsa::<name>_backward` that computes an operator's gradients.
+
+    Attributes:
+        schema: its arguments and results.
+        fake: what it returns, on fake tensors.
+        reference: its formulas in plain PyTorch.
+        formula: of the second derivatives, or what raises.
+        setup_context: of that formula.
+    """
+
+    schema: str
+    fake: Callable[..., Any]
+    reference: Callable[..., Any]
+    formula: Callable[..., Any]
+    setup_context: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How an operator is differentiated.
+
+    Attributes:
+        setup_context, formula: as `torch.library.register_autograd` takes them. With `backward` the
+            formula's first argument is the overload of that operator.
+        backward: the operator that the formula calls; without one it calls PyTorch's.
+    """
+
+    setup_context: Callable[..., None]
+    formula: Callable[..., Grads]
+    backward: Backward | None = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of one operator.
+
+    Attributes:
+        name: `elsa::<name>`.
+        schema: its arguments and results, as `torch.library.define` takes them.
+        reference: the same in plain PyTorch.
+        fake: what it returns, on fake tensors; without one the reference is traced through.
+        gradients: the operators of its gradients; without them autograd records the reference.
+        kind: "attention", "window" or "linear": what proofs, profiles and exporters may ask of its
+            arguments; any other word makes them leave it alone.
+        terms: the tensor arguments that a gradient may be wanted of, in the order of `needs`.
+        twin: whether `elsa::<name>_eager` stands beside it.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any] | None = None
+    gradients: Gradients | None = None
+    kind: str = ""
+    terms: tuple[str, ...] = ()
+    twin: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The full names that serve the same call."""
+        return (f"elsa::{self.name}", *((f"elsa::{self.name}_eager",) if self.twin else ()))
+
+    def recomputed(self, *arguments: Any) -> Any:
+        """The gradients in plain PyTorch, for the arguments of `elsa::<name>_backward`."""
+        assert self.gradients is not None and self.gradients.backward is not None
+        return self.gradients.backward.reference(*arguments)
+
+    @property
+    def overload(self) -> Any:
+        """`torch.ops.elsa.<name>.default`."""
+        return getattr(torch.ops.elsa, self.name).default
+
+    @property
+    def eager(self) -> Any:
+        """The overload that runs the reference."""
+        return getattr(torch.ops.elsa, f"{self.name}_eager").default if self.twin else self.overload
+
+
+def register(record: Operator) -> Operator:
+    """Define an operator; `elsa_core.routing` then knows that its reference serves it.
+
+    Raises:
+        ValueError: an operator of that name is registered.
+    """
+    if record.name in _RECORDS:
+        raise ValueError(f"the operator {record.name!r} is registered already")
+    for name in record.names:
+        _define(name.removeprefix("elsa::"), record)
+    _RECORDS[record.name] = record
+    _BY_SCHEMA.update(dict.fromkeys(record.names, record))
+    return record
+
+
+def records() -> tuple[Operator, ...]:
+    """All records, in the order of their registration."""
+    return tuple(_RECORDS.values())
+
+
+def record(name: str) -> Operator:
+    """The record of an operator by its name, "attention" say.
+
+    Raises:
+        KeyError: no operator of that name is registered.
+    """
+    return _RECORDS[name]
+
+
+def of(schema_name: str) -> Operator | None:
+    """The record that a schema's name ("elsa::attention_eager") belongs to; None of any other."""
+    return _BY_SCHEMA.get(schema_name)
+
+
+def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Give `elsa::<name>` a kernel of one dispatch key ("CUDA", "CompositeExplicitAutograd")."""
+    _LIBRARY.impl(name, kernel, key)
+
+
+def needed(grads: Iterable[Tensor], needs: Iterable[bool]) -> Grads:
+    """The gradients that were wanted; None for the others."""
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
+
+
+def _define(name: str, record: Operator) -> None:
+    if not hasattr(torch.ops.elsa, name):  # a native library that was loaded first has defined it
+        _LIBRARY.define(name + record.schema)
+    if record.fake is None:
+        _LIBRARY.impl(name, record.reference, "CompositeImplicitAutograd")
+        return
+    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
+    if name.endswith("_eager") or not record.twin:
+        _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
+    if record.gradients is not None:
+        _differentiate(name, record.gradients)
+
+
+def _differentiate(name: str, gradients: Gradients) -> None:
+    """Register the formulas of `name`, and the operator that they call if there is one."""
+    formula, backward = gradients.formula, gradients.backward
+    if backward is not None:
+        full = f"{name}_backward"
+        if not hasattr(torch.ops.elsa, full):
+            _LIBRARY.define(full + backward.schema)
+        if name.endswith("_eager"):
+            _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
+        torch.library.register_autograd(
+            f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
+        )
+        formula = partial(formula, getattr(torch.ops.elsa, full).default)
+    torch.library.register_autograd(
+        f"elsa::{name}", formula, setup_context=gradients.setup_context, lib=_LIBRARY
+    )

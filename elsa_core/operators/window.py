@@ -1,0 +1,99 @@
+"""The operator `elsa::window_attention` and its gradients `elsa::window_attention_backward`.
+
+Layouts: qkv [B, D, H, W, 3 * C], last dim dense; the terms as in `elsa_core.window`. The result is
+[B, D, H, W, C], dense. Nothing is saved for the gradients: the scores of a window are computed
+again in one tile. `needs` says which gradients are wanted, of qkv, bias, pad_qkv and logit_scale:
+the others are not computed and come back as an empty tensor [0]. Gradients are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from elsa_core.backends import eager_window
+from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
+
+_TERMS = (
+    "Tensor? bias, Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, "
+    "int[] window_size, int[] shift_size, float scale, float mask_value, str layout, bool grid, "
+    "str precision"
+)
+_SCHEMA = f"(Tensor qkv, {_TERMS}) -> Tensor"
+_BACKWARD_SCHEMA = (
+    f"(Tensor grad_out, Tensor qkv, {_TERMS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _fake(
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
+
+
+def _backward_fake(
+    grad_out: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    needs: Sequence[bool] = rest[-1]
+    grad_qkv, grad_bias, grad_pad, grad_scale = (
+        qkv.new_empty(0) if t is None or not needed else t.new_empty(t.shape)
+        for t, needed in zip((qkv, bias, pad_qkv, logit_scale), needs, strict=True)
+    )
+    return grad_qkv, grad_bias, grad_pad, grad_scale
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.terms = inputs[5:]
+
+
+def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
+    """The gradients of `elsa::window_attention`: only those that somebody needs are computed."""
+    wanted = ctx.needs_input_grad
+    needs = [wanted[0], wanted[1], wanted[3], wanted[4]]
+    grads = operator(grad_out, *ctx.saved_tensors, *ctx.terms, needs)
+    grad_qkv, grad_bias, grad_pad, grad_scale = needed(grads, needs)
+    return grad_qkv, grad_bias, None, grad_pad, grad_scale, *(None,) * 8
+
+
+def _twice(ctx: Any, *grads: Tensor) -> Grads:
+    raise RuntimeError(
+        "elsa.window_attention is differentiable once by torch.autograd; second derivatives come "
+        "from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
+    )
+
+
+WINDOW_ATTENTION = register(
+    Operator(
+        name="window_attention",
+        schema=_SCHEMA,
+        reference=eager_window.attention,
+        fake=_fake,
+        gradients=Gradients(
+            setup_context=_setup_context,
+            formula=_backward,
+            backward=Backward(
+                schema=_BACKWARD_SCHEMA,
+                fake=_backward_fake,
+                reference=eager_window.backward,
+                formula=_twice,
+            ),
+        ),
+        kind="window",
+        terms=("qkv", "bias", "pad_qkv", "logit_scale"),
+        twin=True,
+    )
+)

@@ -1,0 +1,281 @@
+"""Where the time goes: the sites of a prepared model, timed beside one another or in its graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from elsa_core.errors import ElsaError
+from elsa_core.measuring import rounds
+from elsa_core.measuring.intervals import FEWEST_ROUNDS, Ratio, ratio
+from elsa_core.measuring.rounds import Sample, Samples, Settings
+from elsa_core.measuring.timing import Contender
+from elsa_core.messages import first_line
+from elsa_core.model_runs import variants
+from elsa_core.model_runs.runs import ModelRuns, Prepared, Progress
+from elsa_core.patching.patch import PatchReport, patched_sites
+from elsa_core.patching.sites import AttentionSite, find_sites, inspect
+from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
+from elsa_core.profiling.timeline import Cut, Marked, timelines
+from elsa_core.proof.cases import chunks
+from elsa_core.proof.check import check
+
+# The watched models take part in the rounds under names that no baseline has.
+_WATCHED: Final = ("eager, watched", "patched, watched")
+_PAIR: Final = ("eager", "patched")
+_SHARE: Final = 0.25  # of the budget, for the sites
+_SHARE_ASKED: Final = 0.5  # where they were asked for
+_LEAST_ROUNDS: Final = FEWEST_ROUNDS + 2  # that the sites' budget has to have room for
+_CHECK_CALLS: Final = 12  # forwards of one image that take as long as a check of errors, roughly
+_COVERED: Final = 0.05  # by which the rows' sum may differ from the whole
+_DISTURBED: Final = 0.1  # by which the profiler may slow a graph whose sites it tells apart
+
+
+@dataclass(frozen=True)
+class Located:
+    """What is known of the sites; see `ProfileReport`."""
+
+    rows: tuple[SiteProfile, ...] = ()
+    cover: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted of the sites.
+
+    Attributes:
+        sites: whether to time them; None: on a CPU only if the budget has room left for it.
+        errors: with sites, also check each one's error on one image against float64.
+        settings: rounds, budget and seed of the whole profile.
+        end: when the budget is over, by `time.perf_counter`.
+    """
+
+    sites: bool | None
+    errors: bool
+    settings: Settings
+    end: float
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.end - time.perf_counter()
+
+
+def locate(
+    ready: Prepared, found: ModelRuns, samples: Samples, asked: Asked, tell: Progress
+) -> Located:
+    """Time the sites of a model whose runs have been measured, and check their errors.
+
+    Args:
+        ready, found, samples: the model, its runs, and the samples these were made of.
+        asked: what is wanted.
+        tell: progress.
+    """
+    device = ready.first.device
+    always = asked.sites is True or (asked.sites is None and device.type == "cuda")
+    both = sum(found.run(name).seconds for name in _PAIR)
+    least = 2 * _LEAST_ROUNDS * both
+    if asked.sites is False:
+        return Located()
+    if not always and asked.left < least:
+        note = "the budget ended with the verdict: --sites times the attention sites all the same"
+        return Located(notes=(note,))
+    share = _SHARE_ASKED if asked.sites else _SHARE
+    budget = max(share * asked.settings.budget_seconds, least)
+    how = replace(
+        asked.settings, budget_seconds=budget if always else min(budget, asked.left), decide=True
+    )
+    tell("sites", 0, 0)
+    places = _sites_of(ready.plain, ready.report, ready.first)
+    graphs = _graphs(ready.built)
+    lines: dict[str, tuple[Cut, ...]] = {}
+    notes: tuple[str, ...] = ()
+    if graphs:
+        # last: from the profiler's first use on, launches of this process are slower
+        lines, notes = _timelines(
+            ready, places, graphs, how.budget_seconds,
+            lambda done, total: tell("sites", done, total),
+        )  # fmt: skip
+    if lines:
+        timed = _from_graphs(samples, lines, found, how.seed)
+    else:
+        timed = _from_hooks(ready, places, how, tell)
+    more: tuple[str, ...] = ()
+    judged: dict[str, tuple[float, float]] = {}
+    if asked.errors and not always and asked.left < _CHECK_CALLS * both / found.batch:
+        more = ("the budget ended before the sites' errors were checked: --sites checks them",)
+    elif asked.errors:
+        tell("errors", 0, 0)
+        judged, more = _errors(ready.patched, ready.arguments)
+    routes = served(ready.patched, ready.arguments, list(patched_sites(ready.patched)))
+    rows = profiles(places, timed.before, timed.after, routes, judged, how.seed)
+    cover = {name: each.value for name, each in timed.covers.items()}
+    return Located(rows, cover, timed.warnings, (*notes, *more))
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Samples with the time of each site, in pairs, and how far they add up to the run's own."""
+
+    before: Sequence[Sample]
+    after: Sequence[Sample]
+    covers: Mapping[str, Ratio]
+    warnings: tuple[str, ...]
+
+
+def _from_graphs(
+    samples: Samples, lines: Mapping[str, Sequence[Cut]], found: ModelRuns, seed: int
+) -> _Timed:
+    busy = {name: found.run(name).device_seconds or 0.0 for name in lines}
+    before, after = (_of_graph(samples[name], line, busy[name]) for name, line in lines.items())
+    covers = {name: _profiled(line, busy[name], seed) for name, line in lines.items()}
+    return _Timed(before, after, covers, _disturbed(covers))
+
+
+def _from_hooks(
+    ready: Prepared, places: Sequence[AttentionSite], how: Settings, tell: Progress
+) -> _Timed:
+    watched, clocks = _watched(ready, places)
+    pair = (each for each in ready.built.contenders if each.name in _PAIR)
+    samples = rounds.take_samples(
+        (*pair, *watched), ready.first.device, how, clocks,
+        lambda done, total: tell("sites", done, total),
+    )  # fmt: skip
+    covers = _cover(samples)
+    before, after = (samples[name] for name in _WATCHED)
+    return _Timed(before, after, covers, _uncovered(covers))
+
+
+def _watched(
+    ready: Prepared, places: Sequence[AttentionSite]
+) -> tuple[list[Contender], dict[str, SiteClock]]:
+    """Further copies whose sites are timed in the rounds."""
+    contenders: list[Contender] = []
+    clocks: dict[str, SiteClock] = {}
+    for name, source in zip(_WATCHED, (ready.plain, ready.patched), strict=True):
+        copied = variants.shared_copy(source)
+        clocks[name] = SiteClock(copied, [site.path for site in places], ready.first.device)
+        contenders.append(Contender(name, _caller(copied, ready.arguments)))
+    return contenders, clocks
+
+
+def _uncovered(covers: Mapping[str, Ratio]) -> tuple[str, ...]:
+    return tuple(
+        f"the sites of {name} add up to {each.value:.0%} of its time"
+        for name, each in covers.items()
+        if each.rounds >= FEWEST_ROUNDS
+        and not (each.low < 1 + _COVERED and each.high > 1 - _COVERED)
+    )
+
+
+def _disturbed(covers: Mapping[str, Ratio]) -> tuple[str, ...]:
+    return tuple(
+        f"the profiler slowed {name} by {each.value - 1:.0%}; its sites are scaled to its own time"
+        for name, each in covers.items()
+        if each.rounds >= FEWEST_ROUNDS and each.low > 1 + _DISTURBED
+    )
+
+
+def _cover(samples: Samples) -> dict[str, Ratio]:
+    """By run, the time of the watched forwards, whose parts the sites are, over the others'."""
+    seconds = {name: [sample.seconds for sample in own] for name, own in samples.items()}
+    return {
+        name: ratio(seconds[watched], seconds[name])
+        for name, watched in zip(_PAIR, _WATCHED, strict=True)
+    }
+
+
+def _graphs(built: variants.Built) -> tuple[str, ...]:
+    """The runs of the original and of the patched model as CUDA graphs, or none of them."""
+    names = ("eager" + variants.GRAPH, "patched" + variants.GRAPH)
+    return names if {c.name for c in built.contenders}.issuperset(names) else ()
+
+
+def _timelines(
+    ready: Prepared,
+    places: Sequence[AttentionSite],
+    graphs: Sequence[str],
+    budget_seconds: float,
+    progress: Callable[[int, int], None],
+) -> tuple[dict[str, tuple[Cut, ...]], tuple[str, ...]]:
+    """By graph run, its replays cut at the sites, the original's first; and what to note of it.
+
+    The host, which binds small models, does not enter there. None where the profiler cannot say.
+    """
+    paths = [site.path for site in places]
+    try:
+        marked = [
+            Marked(variants.shared_copy(model), ready.arguments, paths)
+            for model in (ready.plain, ready.patched)
+        ]
+        lines = timelines(marked, budget_seconds, progress)
+    except Exception as error:
+        # profilers fail in many ways, and rows by hooks are better than no report
+        return {}, (f"sites were timed eagerly: {first_line(error)}",)
+    note = "sites were timed in CUDA graphs; the rest of the model includes launching the graph"
+    return dict(zip(graphs, lines, strict=True)), (note,)
+
+
+def _of_graph(samples: Sequence[Sample], cuts: Sequence[Cut], busy_seconds: float) -> list[Sample]:
+    """The cuts as samples of the graph's run: what a caller waits, and the sites' part of it.
+
+    Each session's cut stands beside the median wait of its share of the rounds, the same rounds
+    for every run. The profiler lengthens kernels, short ones most (a graph of 140 kernels by 4 to
+    15% on an H200): sites keep their share of the replay, and take it of an undisturbed one,
+    `busy_seconds` (0: not known).
+    """
+    count = min(len(cuts), len(samples))
+    found = []
+    for i, each in enumerate(cuts[:count]):
+        share = samples[i * len(samples) // count : (i + 1) * len(samples) // count]
+        wait = statistics.median(sample.seconds for sample in share)
+        scale = busy_seconds / each.whole if busy_seconds else 1.0
+        own = {path: seconds * scale for path, seconds in each.sites.items()}
+        found.append(Sample(wait, sites=own))
+    return found
+
+
+def _profiled(cuts: Sequence[Cut], busy_seconds: float, seed: int) -> Ratio:
+    """Seconds of marked replays, without their markers and as profiled, over an undisturbed one."""
+    whole = [each.whole for each in cuts]
+    return ratio(whole, [busy_seconds] * len(whole), seed)
+
+
+def _sites_of(plain: nn.Module, report: PatchReport, first: Tensor) -> tuple[AttentionSite, ...]:
+    """The sites whose times add up, with tokens where they can be found out, and whether elsa
+    serves them."""
+    everything: tuple[AttentionSite, ...] = find_sites(plain)
+    if first.dim() == 4:
+        with contextlib.suppress(ElsaError):  # only the tokens are missing then
+            everything = inspect(plain, tuple(first.shape[1:])).sites
+    known = {site.path: site for site in (*report.patched, *report.kept)}
+    return tuple(_marked(site, known) for site in outermost(everything))
+
+
+def _marked(site: AttentionSite, known: Mapping[str, AttentionSite]) -> AttentionSite:
+    other = known.get(site.path, site)
+    return replace(site, patched=other.patched, reason=other.reason)
+
+
+def _errors(
+    patched: nn.Module, arguments: tuple[Any, ...]
+) -> tuple[dict[str, tuple[float, float]], tuple[str, ...]]:
+    """(patched, original) error of each patched site on one image, and what went wrong."""
+    try:
+        outcome = check(patched, next(chunks(arguments, 1)), stress=False, batch_size=1)
+    except (ElsaError, RuntimeError, MemoryError) as error:
+        return {}, (f"errors were not checked: {first_line(error)}",)
+    found = {site.path: (site.patched_error, site.original_error) for site in outcome.sites}
+    return found, tuple(f"the check failed: {line}" for line in outcome.failures)
+
+
+def _caller(module: nn.Module, arguments: tuple[Any, ...]) -> Callable[[], object]:
+    return lambda: module(*arguments)

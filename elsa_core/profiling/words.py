@@ -1,0 +1,126 @@
+"""What a profile found, in words and in numbers as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elsa_core.measuring.documents import side
+from elsa_core.measuring.intervals import FEWEST_ROUNDS
+from elsa_core.profiling.document import Document
+
+
+def point_name(row: Document) -> str:
+    """A point in words: `384 px, batch 8, fp32, strict`."""
+    found, asked = row["profile"], row["configuration"]
+    size = found["image_size"] if found else asked["image_size"]
+    pixels = [f"{side(size)} px"] if size else []
+    return ", ".join([*pixels, f"batch {asked['batch']}", asked["dtype"], asked["precision"]])
+
+
+def duration(seconds: float) -> str:
+    """Seconds with their unit and three digits: `2.54 s`, `257 ms`, `0.82 ms`, `41 us`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= (1.0 if unit == "s" else 0.1):
+            return f"{three(seconds * factor)} {unit}"
+    return f"{three(seconds * 1e6)} us"
+
+
+def three(number: float) -> str:
+    """A number of three digits at least, never in powers of ten: `2536`, `25.4`, `0.082`."""
+    if number >= 99.95:
+        return f"{number:,.0f}"
+    text = f"{number:.3g}"
+    return f"{number:.6f}".rstrip("0").rstrip(".") if "e" in text else text
+
+
+def megabytes(size: int | None) -> str:
+    """Bytes in MB (10^6), empty where they are not known."""
+    return "" if size is None else f"{three(size / 1e6)} MB"
+
+
+def ratio_text(ratio: Document | None) -> str:
+    """How many times as fast, with the interval; why there is none where rounds decide nothing."""
+    if ratio is None:
+        return ""
+    if ratio["verdict"] == "no difference":
+        return f"no difference, within {_within(ratio)}"
+    if ratio["verdict"] == "unsure":
+        return f"{ratio['value']:.2f}x in {ratio['rounds']} rounds, too few to decide"
+    return f"{ratio['value']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def ratio_short(ratio: Document) -> str:
+    """The same in one cell of a narrow table: `1.24`, `same ±3%`, `3 rounds`."""
+    if ratio["verdict"] == "unsure":
+        return f"{ratio['rounds']} rounds"
+    if ratio["verdict"] == "no difference":
+        return f"same ±{_within(ratio)}"
+    return f"{ratio['value']:.2f}"
+
+
+def verdict_text(found: Document) -> str:
+    """The headline of a point: the fastest patched run against the fastest baseline."""
+    gain, own, best = found["gain"], found["best_patched"], found["best_baseline"]
+    usual = (own, best) == ("patched", "eager")
+    if gain["verdict"] == "no difference":
+        against = "" if usual else f" between {own} and {best}"
+        return f"no difference found{against}: within {_within(gain)}"
+    if gain["verdict"] == "unsure":
+        return (
+            f"undecided: {gain['rounds']} rounds fitted into the budget, {FEWEST_ROUNDS} are "
+            "needed; a longer --budget gives them"
+        )
+    pair = "" if usual else f"{own} is "
+    against = "" if usual else f" than {best}"
+    if gain["verdict"] == "slower":
+        value, low, high = (1 / gain[key] for key in ("value", "high", "low"))
+    else:
+        value, low, high = (gain[key] for key in ("value", "low", "high"))
+    return f"{pair}{value:.2f}x {gain['verdict']}{against}, {low:.2f} to {high:.2f}"
+
+
+def _within(ratio: Document) -> str:
+    """How far from 1 the interval reaches."""
+    reach = max(ratio["high"], 1 / ratio["low"]) - 1
+    return f"{reach:.0%}" if reach >= 0.01 else f"{reach:.1%}"
+
+
+def bound_text(found: Document) -> str:
+    """Words for runs whose time is the host's, empty where there are none."""
+    bound = [run for run in found["runs"] if run["bound"] == "host"]
+    if not bound:
+        return ""
+    one = bound[0]
+    named = ", ".join(run["name"] for run in bound)
+    return (
+        f"bound by launches: {named}; {one['name']} computes for "
+        f"{duration(one['device_seconds'])} of {duration(one['seconds'])}, "
+        "the GPU waits for the host otherwise"
+    )
+
+
+def warning_lines(rows: Sequence[Document]) -> list[str]:
+    """Warnings and notes of measured points, one line for each point that has any."""
+    found = [(row, [*row["profile"]["warnings"], *row["profile"]["notes"]]) for row in rows]
+    several = len(rows) > 1
+    return [
+        (f"{point_name(row)}: " if several else "") + "; ".join(lines)
+        for row, lines in found
+        if lines
+    ]
+
+
+def tokens_text(site: Document) -> str:
+    """Tokens of a site: one number, or queries:keys."""
+    queries, keys = site["query_tokens"], site["key_tokens"]
+    if queries is None:
+        return ""
+    return f"{queries}" if queries == keys else f"{queries}:{keys}"
+
+
+def heads_text(site: Document) -> str:
+    """Heads of a site and their size: `12x64`."""
+    if site["num_heads"] is None:
+        return ""
+    dim = "" if site["head_dim"] is None else f"x{site['head_dim']}"
+    return f"{site['num_heads']}{dim}"

@@ -1,0 +1,59 @@
+"""Who serves a call, and why.
+
+`table.BACKENDS` is ordered: `auto` takes the first backend of the call's device that can serve it.
+The shipped table `measured.json` then says where PyTorch's own kernels are the faster exact ones
+(inference of some shapes on the GPU that was measured, training), and who is asked for gradients in
+which order; a row is data, with its date and hardware.
+
+A backend of another package joins by `register(Backend(...))`: one function and not an entry point
+of packaging, because a backend that is imported is one that its user wants.
+"""
+
+from __future__ import annotations
+
+from elsa_core.routing.choose import (
+    RUNS,
+    SERVING,
+    Chosen,
+    Route,
+    chosen,
+    gradient_name,
+    implementation,
+    kernels_of,
+    mask_kind,
+    name_of,
+    names,
+    plain_alone,
+    register,
+    route,
+    select,
+    support,
+    training_name,
+    trains_original,
+    unregister,
+)
+from elsa_core.routing.table import BACKENDS, PLAIN
+
+__all__ = [
+    "BACKENDS",
+    "PLAIN",
+    "RUNS",
+    "SERVING",
+    "Chosen",
+    "Route",
+    "chosen",
+    "gradient_name",
+    "implementation",
+    "kernels_of",
+    "mask_kind",
+    "name_of",
+    "names",
+    "plain_alone",
+    "register",
+    "route",
+    "select",
+    "support",
+    "training_name",
+    "trains_original",
+    "unregister",
+]

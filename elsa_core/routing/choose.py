@@ -1,0 +1,376 @@
+"""The choice of a backend for a call, its reasons, and the order of those asked for gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls, operators
+from elsa_core import precision as precisions
+from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.operators.record import implement
+from elsa_core.routing import measured
+from elsa_core.routing.measured import Row
+from elsa_core.routing.table import BACKENDS, PLAIN, reference
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a call would be served, and why.
+
+    Attributes:
+        backend: one of `names()` but "auto".
+        schedule: how keys and queries are cut, in words.
+        precision: the precision asked for.
+        arithmetic: what that precision means on this backend.
+        reasons: one line for each backend that was asked first and could not serve the call, and
+            for anything the caller should know (a measured table, a gradient path, dropout).
+    """
+
+    backend: str
+    schedule: str
+    precision: str
+    arithmetic: str
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"reasons": list(self.reasons)}
+
+
+class Chosen(NamedTuple):
+    """What serves calls of one kind: a name, what to call, and the rows that may overrule it."""
+
+    name: str
+    run: Callable[..., Any]
+    direct: Callable[..., Any] | None
+    rows: tuple[tuple[Row, Callable[..., Any]], ...]
+
+
+# What compilers and every call read. RUNS: what to call, by operator and backend. SERVING: what
+# may compute a projection faster than PyTorch (or gives None), by operator, type of device and
+# what `backend=` asks for: "auto", or a backend of that device; of any other there is nothing.
+RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
+SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
+
+
+def register(backend: Backend, *, ahead_of: str = PLAIN) -> None:
+    """Let a backend of another package serve calls: `auto` asks it before the one named.
+
+    Raises:
+        ArgumentError: a backend of its name is there, or none of the name `ahead_of`.
+    """
+    known = [each.name for each in BACKENDS]
+    if backend.name in ("auto", *known):
+        raise ArgumentError(f"a backend {backend.name!r} is registered already")
+    if ahead_of not in known:
+        raise ArgumentError(f"ahead_of={ahead_of!r} is unknown: choose one of {', '.join(known)}")
+    BACKENDS.insert(known.index(ahead_of), backend)
+    _forget()
+
+
+def unregister(name: str) -> None:
+    """Take a backend out again."""
+    BACKENDS[:] = [each for each in BACKENDS if each.name != name]
+    _forget()
+
+
+def names(operator: str = "attention") -> tuple[str, ...]:
+    """What `backend=` takes for an operator: "auto" and the backends that have it."""
+    return ("auto", *(each.name for each in BACKENDS if operator in each.operators))
+
+
+def implementation(operator: str, name: str) -> Implementation:
+    """What a backend has of an operator; plain PyTorch has every one that is registered.
+
+    Raises:
+        ArgumentError: no such backend.
+        UnavailableError: it has no such operator.
+    """
+    for backend in BACKENDS:
+        if backend.name == name and operator in backend.operators:
+            return backend.operators[operator]
+    if name == PLAIN:
+        return reference(operators.record(operator))
+    choices = ", ".join(names(operator))
+    if any(backend.name == name for backend in BACKENDS):
+        raise UnavailableError(f"backend={name!r} has no {operator}: choose one of {choices}")
+    raise ArgumentError(f"backend={name!r} is unknown: choose one of {choices}")
+
+
+def support(request: Request, name: str) -> Support:
+    """Ask one backend by name whether it can serve a request, and why not."""
+    home = next((each.device for each in BACKENDS if each.name == name), None)
+    if home is not None and request.device_type != home:
+        return Support(False, f"serves {home} tensors, these are on {request.device_type}")
+    return implementation(request.operator, name).support(request)
+
+
+def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...]]:
+    """The backend that serves `request`, with the reasons why those asked before it cannot, and
+    what it has to say itself.
+
+    Raises:
+        ArgumentError: no such backend.
+        UnavailableError: the backend asked for by name cannot serve the request.
+    """
+    precisions.validate(request.precision, request.dtype)
+    if backend != "auto":
+        implementation(request.operator, backend)
+        answer = support(request, backend)
+        if not answer.ok:
+            raise UnavailableError(f"backend={backend!r} cannot serve this call: {answer.reason}")
+        return backend, (f"{backend}: {answer.reason}",) if answer.reason else ()
+    reasons: list[str] = []
+    for each in BACKENDS:
+        offered = each.operators.get(request.operator)
+        if each.device not in (None, request.device_type) or offered is None or offered.whole:
+            continue
+        answer = offered.support(request)
+        if answer.reason:
+            reasons.append(f"{each.name}: {answer.reason}")
+        if answer.ok:
+            return each.name, tuple(reasons)
+    if not any(request.operator in each.operators for each in BACKENDS):
+        return PLAIN, ()  # a record with a reference alone
+    raise UnavailableError("no backend can serve this call: " + "; ".join(reasons))
+
+
+@functools.lru_cache(maxsize=1024)
+def chosen(
+    operator: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    backend: str,
+) -> Chosen:
+    """Who serves calls of one kind, whatever their lengths.
+
+    Raises:
+        ArgumentError, UnavailableError: as `select`.
+    """
+    request = Request(device.type, dtype, head_dim, value_dim, precision, operator)
+    name = select(request, backend)[0]
+    found = implementation(operator, name)
+    rows: tuple[tuple[Row, Callable[..., Any]], ...] = ()
+    if backend == "auto" and precision == "strict":
+        rows = tuple(
+            (row, offered)
+            for row in measured.rows(operator, device, dtype)
+            if (offered := implementation(operator, row.backend).direct) is not None
+        )
+    return Chosen(name, found.run, None if found.whole else found.direct, rows)
+
+
+def name_of(
+    operator: str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    backend: str,
+) -> str:
+    """The name of `chosen`: a constant for the compiler, since asking a backend may build or load
+    a library, which cannot be traced."""
+    device = torch.device(device_type)
+    return chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
+
+
+def training_name(
+    operator: str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    gradient: tuple[str, ...],
+) -> str:
+    """The backend that takes whole calls of which a gradient is wanted; empty where `chosen` does.
+
+    A constant for the compiler, as `name_of`.
+    """
+    request = Request(
+        device_type, dtype, head_dim, value_dim, precision, operator, gradient=gradient
+    )
+    if gradient == ("attn_mask",):
+        return ""  # PyTorch's memory-efficient kernel then keeps no lse, and its backward fails
+    row = measured.training(operator, device_type, dtype)
+    name = row.whole if row else ""
+    if row and not name and row.otherwise and gradient_name(request)[0] == PLAIN:
+        name = row.otherwise
+    return name if name and support(request, name).ok else ""
+
+
+def trains_original(operator: str, device_type: str) -> bool:
+    """Whether a patched site leaves calls that want gradients to the module it came from.
+
+    A constant for the compiler, as `name_of`.
+    """
+    return device_type in measured.originals(operator)
+
+
+# The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
+name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+training_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+trains_original._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def kernels_of(operator: str, device_type: str) -> str:
+    """The backend whose kernels `elsa::<operator>` has on a device."""
+    for backend in BACKENDS:
+        if backend.device == device_type and operator in backend.operators:
+            return backend.name
+    return PLAIN
+
+
+def plain_alone(backend: str, dropout_p: float = 0.0) -> str:
+    """What of a call plain PyTorch alone can do, in words; empty where an operator serves.
+
+    Raises:
+        ArgumentError: dropout_p is no probability below 1.
+        UnavailableError: another backend was asked for by name.
+    """
+    if not 0.0 <= dropout_p < 1.0:
+        raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1)")
+    what = "dropout" if dropout_p > 0.0 else ""
+    if not what and calls.differentiates_otherwise():
+        what = "forward-mode AD or torch.func derivatives"
+    if what and backend not in ("auto", PLAIN):
+        raise UnavailableError(
+            f"backend={backend!r} has no {what}: use backend='auto' or {PLAIN!r}"
+        )
+    return what
+
+
+def gradient_name(request: Request) -> tuple[str, tuple[str, ...]]:
+    """Who computes the gradients of calls like this, and why not those asked before."""
+    reasons: list[str] = []
+    row = measured.training(request.operator, request.device_type, request.dtype)
+    for name in row.backward if row else (PLAIN,):
+        asked = implementation(request.operator, name).gradient
+        answer = asked(request) if asked else Support(False, "has no kernel of the gradients")
+        if answer.ok:
+            return name, tuple(reasons)
+        reasons.append(f"gradients: {name}: {answer.reason}")
+    return PLAIN, tuple(reasons)
+
+
+def attention_backward(*arguments: Any) -> Any:
+    """`elsa::attention_backward` on every device: the first backend of the table that serves it."""
+    query, value, attn_mask = arguments[2], arguments[4], arguments[5]
+    is_causal, _, precision, needs = arguments[8:]
+    wanted = zip(operators.ATTENTION.terms, needs, strict=True)
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
+        mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    grads = _by_the_table(request, arguments)
+    return operators.ATTENTION.recomputed(*arguments) if grads is None else grads
+
+
+def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
+    """The gradients by the first backend of the table that serves the call, or None."""
+    row = measured.training(request.operator, request.device_type, request.dtype)
+    for name in row.backward if row else ():
+        offered = implementation(request.operator, name)
+        if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
+            continue
+        with torch.autocast(request.device_type, enabled=False):
+            grads = offered.backward(*arguments)
+        if grads is not None:
+            return grads
+    return None
+
+
+def window_attention_backward(*arguments: Any) -> Any:
+    """`elsa::window_attention_backward` on every device: as `attention_backward`."""
+    qkv, num_heads, precision, needs = arguments[1], arguments[6], arguments[13], arguments[14]
+    head_dim = qkv.shape[-1] // (3 * num_heads)
+    wanted = zip(operators.WINDOW_ATTENTION.terms, needs, strict=True)
+    request = Request(
+        qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
+        gradient=tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    grads = _by_the_table(request, arguments)
+    return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
+
+
+def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
+    """The word of `Request.mask`."""
+    if attn_mask is None:
+        return "causal" if is_causal else "none"
+    return "bool" if attn_mask.dtype == torch.bool else "additive"
+
+
+def route(
+    request: Request, backend: str = "auto", *, schedule: tuple[Any, ...] = (), because: str = ""
+) -> Route:
+    """How calls like `request` are served, gradients included; lengths are not looked at.
+
+    Args:
+        request: what the call is.
+        backend: as the caller asks for it.
+        schedule: what the backends' `schedule` takes, to have it in words.
+        because: why the backend that `auto` takes for such calls does not serve this one.
+
+    Raises:
+        ArgumentError, UnavailableError: as `select`.
+    """
+    name, reasons = select(request, backend)
+    found = implementation(request.operator, name)
+    if because:
+        first, reasons = select(request)
+        reasons = (*reasons, f"{first}: {because}") if first != name else reasons
+    if request.gradient:
+        reasons = (*reasons, *_of_gradients(request, found))
+    return Route(
+        backend=name,
+        schedule=found.schedule(*schedule) if schedule else "",
+        precision=request.precision,
+        arithmetic=found.arithmetic(request),
+        reasons=reasons,
+    )
+
+
+def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
+    """Who computes the gradients of what `found` serves, and why not others."""
+    if found.whole:
+        return ("gradients: PyTorch's own kernels, forward and backward",)
+    if found.run is operators.ATTENTION.overload:
+        name, reasons = gradient_name(request)
+        if name != PLAIN:
+            return (*reasons, f"gradients: by {name} from our output and lse")
+        return (*reasons, "gradients: recomputed block by block in plain PyTorch from the lse")
+    return ("gradients: recomputed in plain PyTorch",)
+
+
+def _forget() -> None:
+    """Build what compilers read, and drop what was chosen."""
+    chosen.cache_clear()
+    RUNS.clear()
+    SERVING.clear()
+    for record in operators.records():
+        RUNS[record.name, PLAIN] = record.eager
+    homes = {each.name: each.device for each in BACKENDS}
+    for each in BACKENDS:
+        for operator, offered in each.operators.items():
+            RUNS[operator, each.name] = offered.run
+            if operator != "linear" or offered.direct is None or each.device is None:
+                continue
+            for name in ("auto", *(n for n, home in homes.items() if home == each.device)):
+                key = (operator, each.device, name)
+                SERVING[key] = (*SERVING.get(key, ()), offered.direct)
+
+
+implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
+implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
+_forget()

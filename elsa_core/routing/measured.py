@@ -1,0 +1,92 @@
+"""The shipped table of measurements that route calls: data, with its date and hardware."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TABLE = Path(__file__).with_name("measured.json")
+
+
+class Row(NamedTuple):
+    """Shapes for which another backend was measured to be faster in inference.
+
+    `ratio` is the least and the largest speed of this package's kernels over that backend's.
+    """
+
+    backend: str
+    head_dim: int
+    batch_heads: tuple[int, int]
+    tokens: tuple[int, int]
+    multiple: int
+    ratio: tuple[float, float]
+
+    def holds(self, query: Sequence[int], key: Sequence[int]) -> bool:
+        """Whether [B, H, Nq, D] and [B, H, Nk, D] lie in the ranges."""
+        batch, heads, queries, head_dim = query
+        return (
+            queries == key[2]
+            and self.tokens[0] <= queries <= self.tokens[1]
+            and queries % self.multiple == 0
+            and head_dim == self.head_dim
+            and self.batch_heads[0] <= batch * heads <= self.batch_heads[1]
+        )
+
+
+class Training(NamedTuple):
+    """Who serves calls of which a gradient is wanted.
+
+    Attributes:
+        whole: the backend that takes forward and backward; empty where the chosen one does.
+        otherwise: the one that takes both where nobody in `backward` has a kernel for the call.
+        backward: who is asked for the gradients of this package's forward, in order.
+    """
+
+    whole: str
+    otherwise: str
+    backward: tuple[str, ...]
+
+
+def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
+    """The rows for a device: none but for the GPU that they were measured on."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ()
+    gpu = torch.cuda.get_device_name(device)
+    return tuple(
+        Row(
+            row["backend"], row["head_dim"], tuple(row["batch_heads"]), tuple(row["tokens"]),
+            row["multiple"], tuple(row["ratio"]),
+        )
+        for row in _table()["inference"]
+        if row["operator"] == operator and row["gpu"] in gpu and _short(dtype) in row["dtypes"]
+    )  # fmt: skip
+
+
+def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | None:
+    """The row for calls of which a gradient is wanted; None where plain PyTorch recomputes."""
+    for row in _table()["training"]:
+        alike = row["operator"] == operator and row["device"] == device_type
+        if alike and _short(dtype) in row["dtypes"]:
+            return Training(row["whole"], row["otherwise"], tuple(row["backward"]))
+    return None
+
+
+def originals(operator: str) -> tuple[str, ...]:
+    """The devices on which a patched site trains by its original module's forward."""
+    found: list[str] = _table()["training_by_original"].get(operator, [])
+    return tuple(found)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table

@@ -1,0 +1,221 @@
+"""The backends and what each has of each operator: the only module that knows their names."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import operators
+from elsa_core import precision as precisions
+from elsa_core.backends import onednn, sdpa
+from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.operators.record import implement
+
+PLAIN = "eager"  # plain PyTorch, which serves every operator that has a record
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is first called."""
+
+    full = f"elsa_core.backends.{module}"
+
+    def call(*arguments: Any) -> Any:
+        return getattr(sys.modules.get(full) or import_module(full), name)(*arguments)
+
+    return call
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _half(request: Request) -> str:
+    """The arithmetic of half precision, the same on every backend; empty for wider dtypes."""
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return ""
+    return f"{_kind(request.dtype)} products, float32 state and accumulation"
+
+
+def _of_pytorch(request: Request) -> str:
+    return _half(request) or f"PyTorch's {_kind(request.dtype)} matrix products"
+
+
+def reference(record: operators.Operator) -> Implementation:
+    """Plain PyTorch, which serves every operator that has a record."""
+    gradients = record.gradients and record.gradients.backward
+    return Implementation(
+        support=_late("eager", "support"),
+        run=record.eager,
+        schedule=_late("eager", "schedule") if record.kind == "attention" else _as_written,
+        arithmetic=_of_pytorch,
+        gradient=_late("eager", "support") if gradients else None,
+        backward=gradients.reference if gradients else None,
+    )
+
+
+def _as_written(*arguments: Any) -> str:
+    return "plain PyTorch"
+
+
+def _whole_windows(*arguments: Any) -> str:
+    return "one window at a time, read from the projection's output as it lies"
+
+
+def _linear_schedule(*arguments: Any) -> str:
+    return "large products; smaller ones, and those that it would not gain, are PyTorch's"
+
+
+def _split(request: Request) -> str:
+    return _half(request) or precisions.PRECISIONS[request.precision].met_by
+
+
+def _fma(request: Request) -> str:
+    return _half(request) or "float32 FMA"
+
+
+@functools.cache
+def _triton_backward() -> Callable[..., Any] | None:
+    """The Triton kernels of the gradients, where this package holds them."""
+    name = "elsa_core.backends.triton.attention.backward"
+    kernel = getattr(import_module(name), "attention_backward", None) if find_spec(name) else None
+    return kernel if callable(kernel) else None
+
+
+def _triton_gradient(request: Request) -> Support:
+    if _triton_backward() is None:
+        return Support(False, "has no kernel of the gradients")
+    from elsa_core.backends.triton.attention.backward_tiling import measured_faster
+
+    # the same kernels serve both; the other precisions' were not measured
+    named = request.precision in ("strict", "turbo")
+    dims = (request.head_dim, request.value_dim)
+    if not named or not measured_faster(request.dtype, dims, request.device_type):
+        return Support(False, "was not measured to be faster than PyTorch for such gradients")
+    answer: Support = _late("triton", "support")(request)
+    return answer
+
+
+def _is_faster(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any
+) -> bool:
+    """Whether the Triton kernels were measured to give these gradients sooner than PyTorch's."""
+    from elsa_core.backends.triton.attention.backward_tiling import mask_kind, serves
+    from elsa_core.backends.triton.attention.tiling import Shape
+
+    is_causal = rest[2]
+    batch, heads, queries, head_dim = query.shape
+    shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
+    return serves(shape, query.dtype, mask_kind(attn_mask, is_causal), query.device)
+
+
+def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
+    kernel, lse = _triton_backward(), rest[5]
+    if kernel is None or not _is_faster(*rest):
+        return None
+    if not grad_lse.numel():
+        grad_lse = lse.new_zeros(()).expand(lse.shape)
+    return kernel(grad_out, grad_lse, *rest)
+
+
+def _whole(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which has no lse to give."""
+    return sdpa.attention(*arguments), None
+
+
+def _linear_by_triton(*arguments: Any) -> Tensor | None:
+    # Compilers read this, and an import that they know: no `_late`.
+    from elsa_core.backends.triton.linear import gate
+
+    found: Tensor | None = gate.serve(*arguments)
+    return found
+
+
+def _native_gradient(request: Request) -> Support:
+    answer: Support = _late("native_backward", "support")(request)
+    # its own answer is quick; the library may have to be built
+    return _late("native", "support")(request) if answer.ok else answer
+
+
+_NATIVE = {
+    record.name: Implementation(
+        support=_late("native", "support"),
+        run=record.overload,
+        schedule=_late("native", "schedule") if record.kind == "attention" else _whole_windows,
+        arithmetic=_fma,
+        gradient=_native_gradient,
+        backward=_late("native_backward", f"{record.name}_backward"),
+    )
+    for record in (operators.ATTENTION, operators.WINDOW_ATTENTION)
+}
+_TRITON = {
+    "attention": Implementation(
+        support=_late("triton", "support"),
+        run=operators.ATTENTION.overload,
+        schedule=_late("triton", "schedule"),
+        arithmetic=_split,
+        direct=_late("triton", "attention_forward"),
+        gradient=_triton_gradient,
+        backward=_by_triton_backward,
+    ),
+    "window_attention": Implementation(
+        support=_late("triton", "support"),
+        run=operators.WINDOW_ATTENTION.overload,
+        schedule=_whole_windows,
+        arithmetic=_split,
+    ),
+    "linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=operators.LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_linear_by_triton,
+    ),
+}
+_ONEDNN = {
+    "linear": Implementation(
+        support=onednn.support,
+        run=operators.LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_fma,
+        direct=onednn.serve,
+    ),
+}
+_SDPA = {
+    "attention": Implementation(
+        support=sdpa.support,
+        run=_whole,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        gradient=sdpa.gradient,
+        backward=sdpa.backward,
+        direct=sdpa.measured_attention,
+        takes=sdpa.takes,
+        whole=True,
+    ),
+}
+_EAGER = {record.name: reference(record) for record in operators.records()}
+
+BACKENDS: list[Backend] = [
+    Backend("native", "cpu", _NATIVE, built_on_demand=True),
+    Backend("triton", "cuda", _TRITON),
+    Backend("onednn", "cpu", _ONEDNN),
+    Backend("sdpa", None, _SDPA),
+    Backend(PLAIN, None, _EAGER),
+]
+
+
+def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
+    """The CUDA kernel of an operator: its module is imported at the first call, not before."""
+    implement(operator, _late(module, function), "CUDA")
+
+
+_kernel_on_cuda("attention", "triton", "attention_forward")
+_kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
+_kernel_on_cuda("linear", "triton.linear.gate", "kernel")

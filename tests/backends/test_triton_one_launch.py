@@ -1,0 +1,199 @@
+"""The one-launch kernels for few keys: who is given them, and what the compiler makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from triton_compile import compile_launch
+
+from elsa_core.backends.triton.attention import planner, schedules, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call, Problem
+from elsa_core.backends.triton.shared import device, usertable
+
+TABLE = tiling.load_table("h200")
+known = pytest.mark.skipif(not device.gluon_known(), reason="a Triton whose Gluon is not known")
+
+
+def tile(block_m: int, warps: int = 0, **more: Any) -> tiling.Tile:
+    plain = tiling.Tile(
+        "split", 64, None, None, block_m, 64, warps or block_m // 16, 1, False, 256, 0, True, True
+    )
+    return dataclasses.replace(plain, **more)
+
+
+def planned(
+    queries: int, keys: int, dim: int, value_dim: int, block_m: int, causal: bool = False,
+    warps: int = 0,
+) -> Call:  # fmt: skip
+    """A call on one tile, whatever the table says."""
+    q = torch.empty(2, 4, queries, dim, device="meta")
+    k = torch.empty(2, 2, keys, dim, device="meta")
+    v = torch.empty(2, 2, keys, value_dim, device="meta")
+    plan = tiling.Plan(tile(block_m, warps), 1, 256)
+    return planner.plan_call(q, k, v, None, causal, 0.1, "strict", tiles=plan)
+
+
+def scheduled(shape: tiling.Shape, plan: tiling.Plan) -> tuple[str, str]:
+    """The schedule of a call of such tiles, and its words."""
+    q = torch.empty(shape.batch, shape.heads, shape.queries, shape.head_dim, device="meta")
+    k = torch.empty(shape.batch, shape.key_heads, shape.keys, shape.head_dim, device="meta")
+    problem = Problem(q, k, k, None, False, 0.125, "strict", "split", shape, plan)
+    schedule = schedules.schedule_of(problem)
+    return schedule.name, schedule.words(problem)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_m", "warps"),
+    [
+        ((1, 12, 12, 197, 197, 64, 64), 64, 8),  # multiprocessors to spare: two warpgroups a tile
+        ((1, 12, 12, 81, 81, 64, 64), 64, 8),
+        ((1, 12, 12, 77, 77, 64, 64), 64, 4),
+        ((1, 12, 12, 197, 197, 32, 32), 64, 4),
+        ((8, 6, 6, 197, 197, 64, 64), 128, 8),
+        ((8, 12, 12, 197, 197, 64, 64), 256, 16),  # keys split once a head
+        ((8, 12, 12, 197, 197, 32, 32), 256, 16),
+        ((8, 12, 12, 50, 50, 64, 64), 64, 4),
+        ((8, 12, 12, 128, 128, 64, 64), 128, 8),
+        ((64, 12, 12, 10, 200, 64, 64), 64, 4),  # most of 256 rows would be empty
+        ((64, 12, 12, 100, 200, 64, 64), 128, 8),
+    ],
+)
+def test_calls_of_few_keys(shape: tuple[int, ...], block_m: int, warps: int) -> None:
+    plan = tiling.plan(
+        tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132, specialized=True
+    )
+    assert plan.tile.one_launch and plan.partitions == 1
+    assert (plan.tile.block_m, plan.tile.warps) == (block_m, warps)
+    name, words = scheduled(tiling.Shape(*shape), plan)
+    assert "all keys on chip" in words
+    assert name == ("two_warpgroups" if plan.tile.two_warpgroups else "one_launch")
+    two = (block_m, warps) == (64, 8)
+    assert plan.tile.two_warpgroups is ("two warpgroups" in words) is two
+    lean = tiling.plan(
+        tiling.Shape(*shape), "split", TABLE, workspace=False, multiprocessors=132,
+        specialized=True,
+    )  # fmt: skip
+    assert lean == plan  # it has no workspace
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (8, 12, 12, 257, 257, 64, 64), (8, 12, 12, 197, 197, 16, 16), (8, 12, 12, 197, 197, 80, 80),
+        (8, 12, 12, 197, 197, 64, 128),
+    ],
+)  # fmt: skip
+def test_calls_that_it_does_not_take(shape: tuple[int, ...]) -> None:
+    for there in (True, False):
+        plan = tiling.plan(
+            tiling.Shape(*shape), "split", TABLE, workspace=True, multiprocessors=132,
+            specialized=there,
+        )  # fmt: skip
+        assert not plan.tile.one_launch
+    for warps in (4, 8):
+        assert not tile(64, warps, dim=256).serves("split", 64, tiling.Shape(*shape))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 9, 209, 64, 64), (1, 2, 2, 9, 99, 64, 32)])
+def test_calls_that_two_warpgroups_do_not_share(shape: tuple[int, ...]) -> None:
+    assert tile(64, 4).serves("split", 64, tiling.Shape(*shape))
+    assert not tile(64, 8).serves("split", 64, tiling.Shape(*shape))
+
+
+def test_turbo_of_few_keys_is_strict_in_one_launch() -> None:
+    """Three products in one launch beat one product in two; `explain` says so."""
+    for keys, dim, fits in (
+        (50, 64, True), (197, 64, True), (208, 60, True), (209, 64, False), (577, 64, False),
+        (197, 32, False),
+    ):  # fmt: skip
+        shape = tiling.Shape(8, 12, 12, keys, keys, dim, dim)
+        for there in (True, False):
+            plan = tiling.plan(
+                shape, "single", TABLE, workspace=True, multiprocessors=132, specialized=there
+            )
+            assert plan.tile.one_launch is (fits and there)
+            assert plan.tile.mode == ("split" if fits and there else "single")
+    q = torch.empty(8, 12, 197, 64, device="meta")
+    call = planner.plan_call(q, q, q, None, False, 0.125, "turbo", specialized=True)
+    assert call.schedule is schedules.ONE_LAUNCH and "strict's products" in call.words
+    call = planner.plan_call(q, q, q, None, False, 0.125, "strict", specialized=True)
+    assert call.schedule is schedules.ONE_LAUNCH and "strict's products" not in call.words
+
+
+def test_a_small_grid_of_the_most_keys_stays_with_two_launches() -> None:
+    """Four whole tiles of keys for each of few programs: split ahead, all multiprocessors help."""
+    for keys, fits in ((208, True), (209, False)):
+        shape = tiling.Shape(1, 8, 8, keys, keys, 64, 64)
+        plan = tiling.plan(
+            shape, "split", TABLE, workspace=True, multiprocessors=132, specialized=True
+        )
+        assert plan.tile.one_launch is fits
+
+
+def test_one_launch_without_workspace() -> None:
+    call = planned(197, 197, 64, 64, 256)
+    assert list(call.every_launch()) == ["fold"] and call.workspace == 0
+    assert call.fold.tail["KEYS"] == 256 and call.fold.tail["TOGETHER"]
+    assert planned(50, 50, 64, 64, 64).fold.tail["KEYS"] == 64
+    # a lane holds eight channels at least, so 16 warps take 128 rows of 32
+    assert planned(50, 50, 32, 32, 256).fold.tail["KEYS"] == 128
+    for keys, held in ((65, 128), (128, 128), (129, 208), (208, 208)):
+        fold = planned(197, keys, 64, 64, 64, warps=8).fold
+        assert fold.tail["KEYS"] == held and fold.options["num_warps"] == 8
+
+
+@known
+@pytest.mark.parametrize(
+    "form",
+    [
+        (197, 197, 64, 64, 256), (197, 197, 64, 64, 128), (197, 197, 64, 64, 64),
+        (197, 197, 60, 60, 256, True), (128, 128, 64, 64, 128, True), (50, 50, 64, 64, 64),
+        (300, 200, 64, 32, 64), (197, 197, 32, 64, 128), (50, 50, 32, 32, 256),
+        (197, 197, 64, 64, 64, False, 8), (197, 197, 60, 60, 64, True, 8),
+        (77, 77, 64, 64, 64, True, 8), (300, 128, 60, 60, 64, False, 8),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_form_compiles(form: tuple[Any, ...]) -> None:
+    call = planned(*form)
+    compiled = compile_launch(call.fold, torch.float32, "cuda", 90)
+    assert compiled.metadata.shared <= TABLE.shared_memory
+    code = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in code
+    # several warpgroups take turns at the first tile. A barrier of all of them in between would
+    # never be passed: those that wait for their turn do not come to it
+    turns = re.findall(r"bar\.sync\s+w, 256;(.*?)bar\.arrive", code, re.DOTALL)
+    assert len(turns) == (form[4] > 64 and device.takes_turns())
+    assert not any(re.search(r"\bbar(rier)?\.(cta\.)?(sync|red)", between) for between in turns)
+    assert len(re.findall(r"bar\.arrive", code)) == len(turns)
+
+
+def test_no_turns_where_the_compiler_lets_all_warps_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    for version, turns in (("3.6.0", True), ("3.8.0", True), ("3.9.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        for block_m in (64, 128, 256):
+            fold = planned(197, 197, 64, 64, block_m).fold
+            assert fold.tail["TURNS"] == (turns and block_m > 64)
+
+
+def test_a_user_may_have_measured_it() -> None:
+    shape = tiling.Shape(8, 12, 12, 197, 197, 64, 64)
+    row = usertable.measured_for(tile(128), shape)
+    usertable._check(row)
+    assert row.serves("split", 64, shape)
+    usertable._check(usertable.measured_for(tile(64, 8), shape))
+    # keys that its block does not hold are left to others, whatever the row says
+    assert not row.serves("split", 64, shape._replace(keys=270, queries=150))
+    for wrong in ({"warps": 4}, {"block_n": 128}, {"block_m": 32, "warps": 2}, {"mode": "half"}):
+        with pytest.raises(ValueError, match="specialized tile"):
+            usertable._check(dataclasses.replace(row, **wrong))

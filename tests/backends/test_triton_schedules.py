@@ -1,0 +1,289 @@
+"""Schedules as records, the tables' directions, and the plan cache: nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from elsa_core.backends.triton.attention import planner, schedules, tiling
+from elsa_core.backends.triton.attention.schedules.record import Call
+from elsa_core.backends.triton.attention.tiling import Shape, Tile
+from elsa_core.backends.triton.shared import usertable
+from elsa_core.backends.triton.shared.plans import PlanCache
+from elsa_core.backends.triton.window import tiling as window_tiling
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+TABLE = tiling.load_table("h200")
+
+
+def planned(
+    shape: Shape, precision: str = "strict", *, causal: bool = False, specialized: bool = False
+) -> Call:
+    pytest.importorskip("triton")
+    b, h, hk, n, m, d, dv = shape
+    q = torch.empty(b, h, n, d, device="meta")
+    k, v = torch.empty(b, hk, m, d, device="meta"), torch.empty(b, hk, m, dv, device="meta")
+    return planner.plan_call(q, k, v, None, causal, 0.125, precision, specialized=specialized)
+
+
+CALLS = [
+    # shape, precision, specialized: the schedule, its launches
+    ((1, 2, 2, 0, 9, 64, 64), "strict", False, "empty", []),
+    ((1, 2, 2, 1, 100, 64, 64), "strict", False, "decode", ["fold"]),
+    ((1, 2, 2, 1, 9000, 64, 64), "strict", True, "decode", ["fold", "merge"]),
+    ((1, 12, 12, 197, 197, 64, 64), "strict", True, "two_warpgroups", ["fold"]),
+    ((8, 12, 12, 197, 197, 64, 64), "strict", True, "one_launch", ["fold"]),
+    ((8, 12, 12, 197, 197, 64, 64), "turbo", True, "one_launch", ["fold"]),
+    ((8, 12, 12, 577, 577, 64, 64), "strict", True, "hopper", ["ahead", "fold", "fma_fallback"]),
+    (
+        (1, 2, 2, 300, 9000, 64, 64), "strict", True, "hopper",
+        ["ahead", "fold", "fma_fallback", "merge"],
+    ),
+    ((8, 12, 12, 577, 577, 64, 64), "strict", False, "split_ahead", ["ahead", "fold"]),
+    ((1, 2, 2, 100, 4000, 64, 64), "strict", False, "split_ahead", ["ahead", "fold", "merge"]),
+    ((8, 12, 12, 577, 577, 64, 64), "lean", True, "forward", ["fold"]),
+    ((1, 1, 1, 20, 9000, 32, 32), "ieee", True, "forward", ["fold", "merge"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "precision", "specialized", "name", "launches"), CALLS, ids=str)
+def test_the_schedule_of_a_call(shape, precision, specialized, name, launches):
+    call = planned(Shape(*shape), precision, specialized=specialized)
+    assert call.schedule.name == name and list(call.every_launch()) == launches
+    b, h, _, n, _, _, dv = shape
+    assert call.out_shape == (b, h, n, dv) and call.lse_shape == (b, h, n)
+    assert bool(call.workspace) == ("ahead" in launches)
+    assert (call.merge is not None) == ("split keys" in call.words or launches[1:] == ["merge"])
+
+
+def test_every_schedule_serves_some_call():
+    names = [schedule.name for schedule in schedules.SCHEDULES]
+    assert set(names) == {name for *_, name, _ in CALLS} and len(set(names)) == len(names)
+
+
+def test_no_key_gives_zeros():
+    q, k = torch.full((1, 2, 3, 8), 7.0), torch.empty(1, 2, 0, 8)
+    call = planner.plan_call(q, k, k, None, True, 1.0, "strict")
+    out, lse = planner.execute(call, q, k, k, None)
+    assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == q.shape
+    assert call.schedule is schedules.EMPTY
+
+
+def test_a_schedule_from_outside_comes_first(monkeypatch):
+    """A record is enough: no other place knows the names of schedules."""
+
+    def ones(call, q, k, v, mask):
+        out, lse = call.results(q)
+        return out.fill_(1.0), lse.zero_()
+
+    own = schedules.Schedule(
+        "ones", lambda problem: problem.causal, lambda problem: schedules.Parts(), ones,
+        lambda problem: "ones",
+    )  # fmt: skip
+    monkeypatch.setattr(schedules, "SCHEDULES", (own, *schedules.SCHEDULES))
+    q = torch.zeros(1, 2, 3, 8)
+    call = planner.plan_call(q, q, q, None, True, 1.0, "strict")
+    assert call.words == "ones"
+    out, _ = planner.execute(call, q, q, q, None)
+    assert (out == 1.0).all() and out.transpose(1, 2).is_contiguous()
+
+
+def test_a_plan_holds_no_tensor():
+    """Plans outlive calls: what they referred to would never be freed."""
+    import gc
+    import weakref
+
+    q = torch.empty(1, 2, 0, 8)
+    watched = weakref.ref(q)
+    call = planner.plan_call(q, q, q, None, False, 1.0, "strict")
+    del q
+    gc.collect()
+    assert watched() is None and call.schedule is schedules.EMPTY
+
+
+# a list of key tiles instead of all of them
+
+
+@pytest.fixture(scope="module")
+def sparse() -> dict[str, dict]:
+    """Every case of sparse_interpreted.py, run once in a process of its own."""
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("sparse_interpreted.py")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {row["name"]: row for row in rows}
+
+
+def test_listed_tiles_are_folded_and_no_others(sparse):
+    from sparse_interpreted import CASES
+
+    assert list(sparse) == list(CASES)
+    for name, (_, dtype, _, options) in CASES.items():
+        row = sparse[name]
+        assert row["error"] < (6e-4 if dtype == torch.float16 else 6e-7), name
+        assert row["lse"] < 1e-6 and row["hidden"], name
+        if options.get("none"):
+            assert row["hidden_rows"] == 64
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", "strict"), ("float32", "lean")])
+def test_listed_tiles_compile(dtype, precision):
+    pytest.importorskip("triton")
+    from sparse_interpreted import sparse as schedule
+    from triton_compile import compile_launch
+
+    kind = getattr(torch, dtype)
+    q = torch.empty(1, 2, 300, 64, dtype=kind, device="meta")
+    mode = "half" if kind == torch.float16 else "split"
+    tile = Tile(mode, 256, None, None, 64, 64, 4, 2, False)
+    shape = Shape(1, 2, 2, 300, 300, 64, 64)
+    problem = schedules.record.Problem(
+        q, q, q, None, True, 0.125, precision, mode, shape, tiling.Plan(tile, 1, 320)
+    )
+    call = planner.planned_by(schedule(torch.zeros(10, 6, dtype=torch.int32)), problem)
+    assert "cubin" in compile_launch(call.fold, kind, "cuda", 90).asm
+
+
+# directions of tile tables
+
+
+def with_backward() -> tiling.Table:
+    """A table of which the first row is of the backward."""
+    row = {"mode": "split", "dim": 256, "keys": None, "programs": None, "block_m": 32,
+           "block_n": 32, "warps": 4, "stages": 1, "ahead": False}  # fmt: skip
+    path = tiling.TABLES / "h200.json"
+    data = json.loads(path.read_text())
+    data["tiles"] = [{**row, "direction": "backward"}, *data["tiles"]]
+    return tiling.table_from(data)
+
+
+def test_rows_without_a_direction_are_of_the_forward():
+    for path in tiling.TABLES.glob("*.json"):
+        forward = [t for t in tiling.load_table(path.stem).tiles if t.direction == "forward"]
+        written = json.loads(path.read_text())["tiles"]
+        assert len(forward) == sum(row.get("direction") != "backward" for row in written) > 0
+
+
+@pytest.mark.parametrize("specialized", [False, True])
+def test_a_row_of_the_backward_never_serves_the_forward(specialized):
+    shape = Shape(8, 12, 12, 577, 577, 64, 64)
+    given = {"workspace": True, "multiprocessors": 132, "specialized": specialized}
+    table = with_backward()
+    assert tiling.plan(shape, "split", table, **given) == tiling.plan(
+        shape, "split", TABLE, **given
+    )
+    assert table.tiles[0].serves("split", 64, shape, "backward")
+    assert not any(tile.serves("split", 64, shape, "backward") for tile in TABLE.tiles)
+
+
+def test_an_unknown_direction_is_refused():
+    data = json.loads((tiling.TABLES / "h200.json").read_text())
+    data["tiles"][0]["direction"] = "sideways"
+    with pytest.raises(ValueError, match="direction 'sideways' is none of forward, backward"):
+        tiling.table_from(data)
+    windows = json.loads((tiling.TABLES / "windows" / "h200.json").read_text())
+    windows["tiles"][0]["direction"] = "sideways"
+    with pytest.raises(ValueError, match="direction 'sideways'"):
+        window_tiling.table_from(windows)
+
+
+def test_a_window_row_of_the_backward_never_serves_the_forward():
+    data = json.loads((tiling.TABLES / "windows" / "h200.json").read_text())
+    shape = window_tiling.WindowShape(512, 3, 49, 32)
+    before = window_tiling.plan(shape, "split", window_tiling.table_from(data), 132)
+    row = {"mode": "split", "dim": 256, "tokens": None, "block_m": 16, "block_n": 16, "warps": 1,
+           "stages": 1, "direction": "backward"}  # fmt: skip
+    data["tiles"].insert(0, row)
+    table = window_tiling.table_from(data)
+    assert window_tiling.plan(shape, "split", table, 132) == before
+    assert table.tiles[0].serves("split", 32, 49, "backward")
+
+
+def test_a_users_table_keeps_both_directions(tmp_path):
+    shape = Shape(8, 12, 12, 197, 197, 64, 64)
+    forward = usertable.measured_for(Tile("split", 256, None, None, 128, 64, 8, 3, True), shape)
+    backward = dataclasses.replace(forward, block_m=64, ahead=False, direction="backward")
+    file = usertable.write(tmp_path / "gpu.json", (forward, backward), {})
+    assert usertable.read(file) == (forward, backward)
+    table = dataclasses.replace(TABLE, tiles=(*usertable.read(file), *TABLE.tiles))
+    plan = tiling.plan(shape, "split", table, workspace=True, multiprocessors=132)
+    assert plan.tile == forward
+    assert backward.serves("split", 64, shape, "backward")
+    assert not backward.serves("split", 64, shape)
+    data = json.loads(file.read_text())
+    data["tiles"][0]["direction"] = "up"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="direction 'up'"):
+        usertable.read(file)
+
+
+def test_a_users_table_of_an_older_schema_is_of_the_forward(tmp_path):
+    """Files that were written before rows had a direction stay valid."""
+    row = usertable.measured_for(
+        Tile("split", 256, None, None, 128, 64, 8, 3, True), Shape(8, 12, 12, 197, 197, 64, 64)
+    )
+    file = usertable.write(tmp_path / "gpu.json", (row,), {})
+    data = json.loads(file.read_text())
+    del data["tiles"][0]["direction"]
+    file.write_text(json.dumps(data))
+    assert usertable.read(file) == (row,)
+
+
+# the plan cache
+
+
+def test_a_plan_is_made_once_even_where_it_is_none():
+    cache, made = PlanCache(10), []
+
+    def plan(x):
+        made.append(x)
+
+    for _ in range(3):
+        assert cache.get("a", plan, 1) is None
+    assert made == [1] and len(cache) == 1
+    cache.clear()
+    assert cache.get("a", plan, 2) is None and made == [1, 2]
+
+
+def test_the_bound_holds_for_all_operators_together():
+    cache = PlanCache(4)
+    for i in range(50):
+        for operator in ("attention", "window", "linear"):
+            assert cache.get((operator, i), lambda *given: given, operator, i) == (operator, i)
+            assert len(cache) <= 4
+
+
+def test_threads_share_one_plan():
+    cache, barrier, found = PlanCache(8), threading.Barrier(8), []
+
+    def work():
+        barrier.wait()
+        found.append(cache.get("key", object))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(map(id, found))) == 1
+
+
+def test_the_operators_share_one_cache():
+    pytest.importorskip("triton")
+    from elsa_core.backends.triton.linear import gemm
+    from elsa_core.backends.triton.window import planner as windows
+
+    assert planner.PLANS is gemm.PLANS is windows.PLANS

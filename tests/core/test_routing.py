@@ -1,0 +1,439 @@
+"""Who serves a call and why: the shipped table, PyTorch's own kernels, and guests of other
+packages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core import operators, routing
+from elsa_core.backends import eager, sdpa
+from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.routing import choose, measured
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def relative(x: Tensor, reference: Tensor) -> float:
+    return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+
+
+# Whole calls that PyTorch's kernels train
+
+
+HALF_ON_A_GPU = measured.Training("sdpa", "", ("sdpa", "eager"))
+
+
+@pytest.fixture
+def trains_whole(monkeypatch):
+    """The CPU's row as that of half precision on a GPU."""
+    real = measured.training
+
+    def row(operator, device_type, dtype):
+        stands_in = device_type == "cpu" and dtype != torch.float64
+        return HALF_ON_A_GPU if stands_in else real(operator, device_type, dtype)
+
+    monkeypatch.setattr(measured, "training", row)
+
+
+def called(monkeypatch) -> list[str]:
+    """The names of the backends that calls are made of, as they come."""
+    taken = []
+    run = sdpa.attention
+
+    def noted(*arguments):
+        taken.append("sdpa")
+        return run(*arguments)
+
+    monkeypatch.setattr(sdpa, "attention", noted)
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "additive", "key"])
+def test_training_takes_pytorchs_kernels(kind: str, trains_whole, monkeypatch) -> None:
+    taken = called(monkeypatch)
+    leaves = [make(2, 4, n, 16, seed=n).requires_grad_() for n in (9, 12, 12)]
+    mask = {
+        "bool": make(2, 1, 9, 12) > 0, "additive": make(1, 4, 9, 12), "key": make(2, 1, 1, 12) > 0,
+    }.get(kind)  # fmt: skip
+    if kind == "bool":
+        mask[0, 0, 3] = False
+    if kind == "additive":
+        mask[0, 2, 5] = -math.inf
+    causal = kind == "causal"
+    weight = make(2, 4, 9, 16, seed=5)
+
+    def gradients(call, dtype=torch.float32):
+        given = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        m = mask.to(dtype) if kind == "additive" else mask
+        out = call(*given, m, is_causal=causal)
+        return out.detach(), *torch.autograd.grad(out, given, weight.to(dtype))
+
+    ours = gradients(elsa.attention)
+    assert taken == ["sdpa"]
+    exact = gradients(elsa.attention, torch.float64)  # no row of the table is for float64
+    for mine, reference in zip(ours, exact, strict=True):
+        assert relative(mine, reference) < 2e-6
+    if kind == "bool":
+        assert not ours[0][0, :, 3].any() and not ours[1][0, :, 3].any()
+    with torch.no_grad():
+        elsa.attention(*leaves, mask, is_causal=causal)
+    assert taken == ["sdpa"]  # inference is ours
+    elsa.attention(*leaves, mask, is_causal=causal, return_lse=True)
+    elsa.attention(*leaves, mask, is_causal=causal, backend="eager")
+    assert taken == ["sdpa"]
+
+
+def test_explain_says_that_training_is_pytorchs(trains_whole) -> None:
+    q = make(1, 2, 5, 16).requires_grad_()
+    route = elsa.explain(q, q, q)
+    assert route.backend == "sdpa"
+    assert any("trains slower" in reason for reason in route.reasons)
+    assert elsa.explain(q.detach(), q.detach(), q.detach()).backend == "native"
+
+
+def test_a_float32_mask_beside_half_precision_stays_ours(trains_whole, monkeypatch) -> None:
+    taken = called(monkeypatch)
+    q = make(1, 2, 5, 16, dtype=torch.bfloat16).requires_grad_()
+    elsa.attention(q, q, q, make(5, 5)).sum().backward()
+    assert not taken and torch.isfinite(q.grad).all()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_training_compiles_whole_and_exports_keep_the_operator(trains_whole) -> None:
+    class Site(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = torch.nn.Linear(32, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            return elsa.attention(q, k, v).transpose(1, 2).flatten(2)
+
+    torch._dynamo.reset()
+    site, x = Site(), make(2, 7, 32)
+    plain = torch.autograd.grad(site(x).square().sum(), site.qkv.weight)[0]
+    compiled = torch.compile(site, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x).square().sum(), site.qkv.weight)[0]
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    program = torch.export.export(site, (x,))
+    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert "elsa.attention.default" in targets
+    assert not any("scaled_dot_product" in target for target in targets)
+
+
+# Gradients of our forward by PyTorch's kernels
+
+
+GRADIENTS = {
+    "plain": ((2, 4, 70, 16), (2, 4, 90, 16), None, False),
+    "causal": ((2, 4, 70, 16), (2, 4, 90, 16), None, True),
+    "grouped": ((2, 4, 70, 16), (2, 2, 90, 16), None, False),
+    "bool mask": ((2, 4, 70, 16), (2, 4, 90, 16), (2, 1, 70, 90), False),
+    "key mask": ((2, 4, 70, 16), (2, 4, 90, 16), (2, 1, 1, 90), False),
+    "bias": ((2, 4, 70, 16), (2, 4, 90, 16), (1, 4, 70, 90), False),
+    "bias of a query": ((2, 4, 70, 16), (2, 4, 90, 16), (1, 4, 70, 1), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_pytorchs_backward_takes_our_forward(case: str, dtype: torch.dtype) -> None:
+    query_shape, key_shape, mask_shape, is_causal = GRADIENTS[case]
+    q, k, v = (
+        make(*s, dtype=dtype, seed=i) for i, s in enumerate((query_shape, key_shape, key_shape))
+    )
+    mask = None
+    if mask_shape:
+        mask = make(*mask_shape, dtype=dtype, seed=7)
+        if "mask" in case:
+            mask = mask > 0
+        if case == "bool mask":
+            mask[1, 0, 3] = False
+    grad_out = make(*query_shape, dtype=dtype, seed=8)
+    out, lse = eager.attention(q, k, v, mask, is_causal, 0.25)
+    terms = (mask, out, lse, is_causal, 0.25, "strict", [True, True, True, False])
+    found = sdpa.backward(grad_out, torch.zeros_like(lse), q, k, v, *terms)
+    assert found is not None
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    reference, _ = eager.attention(*wide, wide_mask, is_causal, 0.25)
+    exact = torch.autograd.grad(reference, wide, grad_out.double())
+    band = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}[dtype]
+    for grad, wanted, t in zip(found, exact, (q, k, v), strict=False):
+        assert grad.stride() == torch.empty_like(t).stride() and grad.shape == t.shape
+        assert relative(grad, wanted) < band
+    assert found[3].shape == (0,)
+
+
+def test_what_pytorchs_backward_leaves_to_the_formulas() -> None:
+    q = make(1, 2, 5, 16)
+    out, lse = eager.attention(q, q, q, None, False, 0.25)
+    grad = torch.ones_like(out)
+    end = (False, 0.25, "strict", [True] * 3 + [False])
+    assert sdpa.backward(grad, lse * 0, q, q, q, None, out, lse, *end) is not None
+    assert sdpa.backward(grad, lse, q, q, q, None, out, lse, *end) is None  # a gradient of lse
+    assert sdpa.backward(grad, lse * 0, q, q, q, None, out, lse + 1e6, *end) is None  # its digits
+    wide = torch.zeros(5, 5, dtype=torch.float64)[None, None]
+    assert sdpa.backward(grad, lse * 0, q, q, q, wide, out, lse, *end) is None
+
+
+def request(**changes) -> Request:
+    given = {
+        "device_type": "cpu", "dtype": torch.float32, "head_dim": 64, "value_dim": 64,
+        "precision": "strict", "gradient": ("query",),
+    }  # fmt: skip
+    return Request(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "native"),
+        ({"dtype": torch.float16}, "sdpa"),
+        ({"gradient": ("query", "attn_mask")}, "eager"),
+        ({"value_dim": 32}, "native"),
+        ({"dtype": torch.float64}, "eager"),
+        ({"device_type": "cuda"}, "sdpa"),
+        ({"device_type": "cuda", "gradient": ("attn_mask",)}, "sdpa"),
+        ({"device_type": "cuda", "value_dim": 32}, "sdpa"),
+        ({"device_type": "cuda", "head_dim": 10, "value_dim": 10}, "eager"),
+        ({"device_type": "cuda", "precision": "ieee"}, "eager"),
+        ({"device_type": "mps"}, "eager"),
+    ],
+)
+def test_who_computes_gradients(changes, name, monkeypatch) -> None:
+    table = importlib.import_module("elsa_core.routing.table")
+    monkeypatch.setattr(table, "_triton_backward", lambda: None)
+    assert choose.gradient_name(request(**changes))[0] == name
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims", "precision", "name"),
+    [
+        ("cuda", torch.float16, (64, 64), "strict", "sdpa"),
+        ("cuda", torch.bfloat16, (80, 64), "strict", "sdpa"),
+        ("cuda", torch.float32, (64, 64), "strict", ""),
+        ("cuda", torch.float32, (10, 10), "strict", "sdpa"),  # our gradients would be plain PyTorch
+        ("cuda", torch.float32, (10, 10), "ieee", ""),
+        ("cuda", torch.float64, (64, 64), "strict", ""),
+        ("cpu", torch.float32, (64, 64), "strict", ""),
+        ("cpu", torch.bfloat16, (64, 64), "strict", ""),
+    ],
+)
+def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypatch) -> None:
+    table = importlib.import_module("elsa_core.routing.table")
+    monkeypatch.setattr(table, "_triton_backward", lambda: None)
+    routing_name = routing.training_name("attention", device, dtype, *dims, precision, ("query",))
+    assert routing_name == name
+
+
+def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:
+    """PyTorch's memory-efficient backward fails then: "LSE is not correctly aligned"."""
+    taken = called(monkeypatch)
+    q, mask = make(1, 2, 5, 16), make(1, 2, 5, 5).requires_grad_()
+    (found,) = torch.autograd.grad(elsa.attention(q, q, q, mask).square().sum(), mask)
+    (wanted,) = torch.autograd.grad(
+        F.scaled_dot_product_attention(q, q, q, mask).square().sum(), mask
+    )
+    assert not taken
+    torch.testing.assert_close(found, wanted)
+
+
+# Inference on the GPU that was measured
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "held"),
+    [
+        ((1, 8, 16384, 64), torch.float16, True),
+        ((1, 8, 4096, 64), torch.bfloat16, True),
+        ((1, 4, 65536, 64), torch.float16, True),
+        ((4, 16, 1024, 80), torch.float16, True),
+        ((1, 8, 4096, 128), torch.float16, True),
+        ((1, 8, 16384, 64), torch.float32, False),
+        ((1, 12, 4097, 64), torch.float16, False),  # no multiple of 128: ours is faster
+        ((8, 12, 1025, 64), torch.float16, False),
+        ((8, 16, 577, 64), torch.float16, False),
+    ],
+)
+def test_long_rows_of_half_precision(shape, dtype, held, h200) -> None:
+    rows = measured.rows("attention", torch.device("cuda", 0), dtype)
+    assert any(row.holds(shape, shape) for row in rows) is held
+    assert not any(row.holds(shape, (*shape[:2], 1, shape[3])) for row in rows)
+
+
+def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    assert not measured.rows("attention", torch.device("cuda", 0), torch.float16)
+
+
+def test_a_row_is_called_where_it_holds(monkeypatch) -> None:
+    """On the CPU: a row of small shapes, and what it calls replaced."""
+    row = measured.Row("sdpa", 16, (1, 8), (8, 8), 8, (0.9, 0.9))
+    served = []
+
+    def serve(q, k, v, mask, is_causal, scale, precision):
+        if mask is not None or is_causal:
+            return None
+        served.append(q.shape)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    chosen = routing.Chosen("native", operators.ATTENTION.eager, None, ((row, serve),))
+    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
+    q = make(1, 2, 8, 16)
+    torch.testing.assert_close(elsa.attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+    assert len(served) == 1
+    elsa.attention(q, q, q, is_causal=True)
+    elsa.attention(q, q, q, return_lse=True)
+    elsa.attention(make(1, 2, 7, 16), q, q)
+    assert len(served) == 1
+
+
+def test_the_table_is_data_with_its_origin() -> None:
+    table = json.loads(measured.TABLE.read_text(encoding="utf-8"))
+    for kind in ("inference", "training"):
+        assert (
+            table[kind] and "2026" in table[f"{kind}_source"] and "H200" in table[f"{kind}_source"]
+        )
+        for row in table[kind]:
+            assert operators.record(row["operator"])
+            given = row.get("backward") or [row["backend"]]
+            assert set(given) <= set(routing.names(row["operator"]))
+
+
+# By name, and guests
+
+
+def test_sdpa_by_name() -> None:
+    q = make(1, 2, 5, 16)
+    torch.testing.assert_close(elsa.attention(q, q, q, backend="sdpa"), elsa.attention(q, q, q))
+    with pytest.raises(UnavailableError, match="lse"):
+        elsa.attention(q, q, q, backend="sdpa", return_lse=True)
+    with pytest.raises(UnavailableError, match="has no window_attention"):
+        elsa.window_attention(make(1, 4, 4, 24), num_heads=1, window_size=(2, 2), backend="sdpa")
+    with pytest.raises(ArgumentError, match="is unknown"):
+        elsa.attention(q, q, q, backend="none")
+
+
+def test_the_command_line_names_the_same_backends() -> None:
+    assert routing.names() == importlib.import_module("elsa_cli.options").BACKENDS
+
+
+@pytest.fixture
+def guest():
+    """A backend of another package: a softmax written out, for head_dim 24 alone."""
+
+    def support(request: Request) -> Support:
+        fits = request.head_dim == 24
+        return Support(fits, "" if fits else "takes head_dim 24 alone")
+
+    def run(query, key, value, attn_mask, is_causal, scale, precision):
+        scores = query @ key.mT * scale
+        scores = scores if attn_mask is None else scores + attn_mask
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    offered = Implementation(support, run, lambda *_: "all at once", lambda _: "as it is")
+    routing.register(Backend("guest", "cpu", {"attention": offered}), ahead_of="native")
+    yield
+    routing.unregister("guest")
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_backend_of_another_package(guest) -> None:
+    q = make(1, 2, 5, 24).requires_grad_()
+    route = elsa.explain(q, q, q)
+    assert (route.backend, route.schedule) == ("guest", "all at once")
+    wanted = F.scaled_dot_product_attention(q, q, q)
+    compiled = torch.compile(lambda x: elsa.attention(x, x, x), fullgraph=True, backend="aot_eager")
+    for call in (elsa.attention, lambda q, *_: compiled(q)):
+        out = call(q, q, q)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(o.sum(), q, retain_graph=True)[0] for o in (out, wanted))
+        )
+    other = make(1, 2, 5, 16)
+    assert elsa.explain(other, other, other).reasons[0] == "guest: takes head_dim 24 alone"
+    with pytest.raises(UnavailableError, match="24 alone"):
+        elsa.attention(other, other, other, backend="guest")
+    with pytest.raises(ArgumentError, match="already"):
+        routing.register(Backend("guest", None, {}))
+
+
+def test_a_guest_that_left_is_gone() -> None:
+    q = make(1, 2, 5, 24)
+    assert elsa.explain(q, q, q).backend == "native"
+    assert "guest" not in routing.names()
+
+
+def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).square()
+    return weights / weights.sum(-1, keepdim=True) @ value
+
+
+SQUARED = operators.register(
+    operators.Operator(
+        name="test_squared_attention",
+        schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
+        reference=_squared,
+    )
+)
+
+
+def test_a_variant_with_a_reference_alone() -> None:
+    """It is called, compiled, differentiated, explained, and left alone by proofs."""
+    q = make(1, 2, 5, 8, dtype=torch.float64).requires_grad_()
+    operator = torch.ops.elsa.test_squared_attention
+    torch.testing.assert_close(operator(q, q, q), _squared(q, q, q))
+    compiled = torch.compile(lambda x: operator(x, x, x), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), _squared(q, q, q))
+    assert torch.autograd.gradcheck(operator.default, (q, q, q))
+    torch.library.opcheck(operator.default, (q, q, q))
+    of_it = Request("cpu", torch.float32, 8, 8, "strict", SQUARED.name, gradient=("query",))
+    route = routing.route(of_it)
+    assert route.backend == "eager" and "gradients" in route.reasons[-1]
+    assert operators.of("elsa::test_squared_attention") is SQUARED and not SQUARED.kind
+    with pytest.raises(ValueError, match="registered already"):
+        operators.register(SQUARED)
+
+
+def test_explain_of_windows() -> None:
+    qkv = make(1, 8, 8, 3 * 32)
+    call = {"num_heads": 2, "window_size": (4, 4)}
+    assert elsa.explain_window_attention(qkv, **call).backend == "native"
+    route = elsa.explain_window_attention(qkv.requires_grad_(), **call)
+    assert route.reasons[-1].startswith("gradients")
+    assert elsa.explain_window_attention(qkv.double(), **call).backend == "eager"
+    assert elsa.explain_window_attention(qkv, **call, backend="eager").backend == "eager"
+    with pytest.raises(ArgumentError, match="num_heads"):
+        elsa.explain_window_attention(qkv, num_heads=5, window_size=(4, 4))
+
+
+def test_explain_of_projections(monkeypatch) -> None:
+    from elsa_core.backends import onednn
+
+    x, w = make(300, 192), make(192, 192)
+    monkeypatch.setattr(onednn, "_mkl_lags", lambda: True)
+    for backend in ("auto", "native"):
+        assert elsa.explain_linear(x, w, backend=backend).backend == "onednn"
+    assert elsa.explain_linear(x, w, backend="eager").backend == "eager"
+    assert elsa.explain_linear(x, w, precision="ieee").backend == "eager"
+    monkeypatch.setattr(onednn, "_mkl_lags", lambda: False)
+    route = elsa.explain_linear(x, w)
+    assert route.backend == "eager" and "MKL is no slower" in route.reasons[0]

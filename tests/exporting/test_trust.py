@@ -1,0 +1,425 @@
+"""Whose bundle it is: signatures, the question before its library runs, and what is only read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from elsa_cli.main import run
+from elsa_core import files
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.exporting import archive, signature
+from elsa_core.exporting import verify as verifying
+from elsa_core.exporting.bundle import Bundle, _check_target, _sign
+from elsa_core.exporting.manifest import files_in
+from elsa_core.exporting.verify import ArtefactReport, verify
+
+PEM = serialization.Encoding.PEM
+SSH = serialization.Encoding.OpenSSH
+
+
+@pytest.fixture
+def copy(bundle: Bundle, tmp_path: Path) -> Path:
+    """A bundle that the test may change."""
+    return Path(shutil.copytree(bundle.path, tmp_path / "vit"))
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The artefacts that would have run."""
+    names: list[str] = []
+
+    def pretend(_directory: Path, name: str, *_: Any) -> ArtefactReport:
+        names.append(name)
+        return ArtefactReport(name, "ok", "", {1: (0.0, 1.0)})
+
+    monkeypatch.setattr(verifying, "run_artefact", pretend)
+    return names
+
+
+def keys(folder: Path, ssh: bool = False) -> tuple[Path, Path]:
+    """A new key: the files of its private and its public half."""
+    key = Ed25519PrivateKey.generate()
+    private, public = folder / "key", folder / "key.pub"
+    form = serialization.PrivateFormat
+    private.write_bytes(
+        key.private_bytes(PEM, form.OpenSSH if ssh else form.PKCS8, serialization.NoEncryption())
+    )
+    public_form = serialization.PublicFormat
+    public.write_bytes(
+        key.public_key().public_bytes(
+            SSH if ssh else PEM,
+            public_form.OpenSSH if ssh else public_form.SubjectPublicKeyInfo,
+        )
+    )
+    return private, public
+
+
+# --- before anything of the bundle runs ----------------------------------------------------------
+
+
+def test_nothing_runs_without_trust(
+    copy: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", str(copy)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "needs --trust or a signature" in lines[0] and ran == []
+    assert run(["verify", str(copy), "--trust"]) == 0
+    assert len(ran) == 3 and "about to run the library of" in capsys.readouterr().err
+
+
+def test_trust_is_no_setting(
+    copy: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ELSA_TRUST", "1")
+    (tmp_path / "elsa.toml").write_text("trust = true\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(["verify", str(copy)]) == 2 and ran == []
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 2)])
+def test_a_terminal_is_asked(copy: Path, answer: str, code: int) -> None:
+    """A process of its own with a terminal; the artefacts are made for elsewhere: none runs."""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    for library in manifest["libraries"].values():
+        library["platform"] = "linux-riscv64"
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    leader, follower = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "verify", str(copy)], stdin=follower, stderr=follower,
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"TERM": "xterm"},
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    while b"[y/N]" not in shown:
+        shown += os.read(leader, 4096)
+    os.write(leader, answer.encode() + b"\n")
+    out, _ = child.communicate(timeout=60)
+    os.close(leader)
+    assert child.returncode == code
+    assert b"which can do anything that you can" in shown
+    assert ("files match" in out) is (code == 0)
+
+
+# --- signatures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ssh", [False, True], ids=["pem", "openssh"])
+def test_a_signature_stands_for_trust(
+    copy: Path, ran: list[str], tmp_path: Path, ssh: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public = keys(tmp_path, ssh)
+    _sign(copy, signature.read_private_key(private))
+    zipped = tmp_path / "vit.zip"
+    archive.write_zip(copy, zipped)
+    for path in (copy, zipped):
+        ran.clear()
+        assert run(["verify", str(path), "--key", str(public)]) == 0
+        assert "files and the signature match" in capsys.readouterr().out and len(ran) == 3
+    ran.clear()
+    assert run(["verify", str(copy)]) == 2 and ran == []
+
+
+@pytest.mark.parametrize("change", ["manifest", "signature", "none", "other key", "long", "file"])
+def test_a_signature_that_does_not_match(
+    copy: Path, ran: list[str], tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public = keys(tmp_path)
+    _sign(copy, signature.read_private_key(private))
+    name, words, code = copy / "manifest.sig", "does not match the key", 1
+    if change == "manifest":
+        manifest = copy / "manifest.json"
+        manifest.write_text(manifest.read_text() + " ")
+    elif change == "signature":
+        name.write_bytes(name.read_bytes()[::-1])
+    elif change == "none":
+        name.unlink()
+        words = "it is not signed"
+    elif change == "long":
+        name.write_bytes(bytes(100))
+        words, code = "larger than 64 bytes", 4
+    elif change == "file":
+        (copy / "load.py").write_text("print('mine')")
+        words = "load.py has"
+    else:
+        _, public = keys(tmp_path)
+    for trust in ((), ("--trust",)):
+        assert run(["verify", str(copy), "--key", str(public), *trust]) == code
+        err = capsys.readouterr().err
+        assert words in err and len(err.splitlines()) == 1 and ran == []
+
+
+def test_openssl_agrees(copy: Path, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    private, public = keys(tmp_path)
+    _sign(copy, signature.read_private_key(private))
+    command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin", "-in",
+               "manifest.json", "-sigfile", "manifest.sig"]  # fmt: skip
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert "Success" in done.stdout, done
+
+
+def test_export_signs(vit: Any, tmp_path: Path) -> None:
+    """From the command line, in TorchScript alone."""
+    private, public = keys(tmp_path)
+    line = ["export", "test_vit", "--img", "32", "--formats", "torchscript", "-q", "-o"]
+    out = str(tmp_path / "out")
+    assert run([*line, out, "--sign", str(private)]) == 0
+    assert run([*line, out, "--sign", str(private), "--force"]) == 0
+    assert verify(out, run=False, key=signature.read_public_key(public)).signed
+    assert run([*line, str(tmp_path / "other"), "--sign", str(public)]) == 2
+    assert not (tmp_path / "other").exists()
+
+
+def test_keys_that_are_none(tmp_path: Path) -> None:
+    private, public = keys(tmp_path)
+    other = tmp_path / "other"
+    other.write_bytes(
+        ec.generate_private_key(ec.SECP256R1()).private_bytes(
+            PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    locked = tmp_path / "locked"
+    locked.write_bytes(
+        Ed25519PrivateKey.generate().private_bytes(
+            PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
+        )
+    )
+    junk = tmp_path / "junk"
+    junk.write_bytes(b"\xff" * 100)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (other, locked, junk, public, tmp_path / "none", tmp_path, fifo, Path("/dev/zero")):
+        with pytest.raises(ArgumentError, match=r"\(--sign\)"):
+            signature.read_private_key(path)
+    for path in (other, junk, private, tmp_path / "none", tmp_path, fifo, Path("/dev/zero")):
+        with pytest.raises(ArgumentError, match=r"\(--key\)"):
+            signature.read_public_key(path)
+
+
+# --- reading alone -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("name", ["manifest.json", "model.ts"])
+def test_a_zip_of_another_method_is_not_read(tmp_path: Path, method: int, name: str) -> None:
+    """A bzip2 member of 4.6 kB took 12.9 GB: its reader hands out whole blocks of any size."""
+    path = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(
+            "manifest.json", "{}", zipfile.ZIP_STORED if name != "manifest.json" else method
+        )
+        if name != "manifest.json":
+            file.writestr(name, bytes(1 << 24), method)
+    with pytest.raises(ModelError, match="neither stored nor deflated"):
+        verify(path, run=False)
+
+
+def test_reading_is_bounded(copy: Path) -> None:
+    """A sparse file of 64 TB under a small name of the manifest, and a manifest of 1 TB."""
+    with (copy / "load.py").open("r+b") as file:
+        file.truncate(1 << 40)
+    report = verify(copy, run=False)
+    assert report.failures[0].startswith("load.py has more than")
+    with (copy / "manifest.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ModelError, match="larger than"):
+        verify(copy, run=False)
+
+
+def test_verify_files_only_needs_little_memory(copy: Path, tmp_path: Path) -> None:
+    """Of a zip whose members are 64 MB of zeros each: the reading process stays small."""
+    path = tmp_path / "large.zip"
+    archive.write_zip(copy, path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("more.bin", bytes(64 << 20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert verify(path, run=False).failures == ("more.bin is not in the manifest",)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_never_ends_is_refused_at_once(copy: Path, kind: str) -> None:
+    (copy / "load.py").unlink()
+    if kind == "fifo":
+        os.mkfifo(copy / "load.py")
+    else:
+        (copy / "load.py").symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match="is a link or a device"):
+        verify(copy, run=False)
+
+
+def test_a_link_in_the_place_of_a_file_that_was_looked_at(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is judged is what was opened, not what had the name before."""
+    target = copy / "load.py"
+
+    def swapped(path: Path) -> list[Path]:
+        found = files_in(path)
+        target.rename(copy.parent / "load.py")
+        target.symlink_to(copy.parent / "load.py")
+        monkeypatch.setattr(Path, "is_symlink", lambda path: False)
+        return found
+
+    monkeypatch.setattr(verifying, "files_in", swapped)
+    with pytest.raises((ModelError, OSError)) as caught:
+        report = verify(copy, run=False)
+        raise OSError(errno.ELOOP, str(report.failures))
+    assert "load.py" in str(caught.value)
+
+
+def test_folders_in_folders(copy: Path) -> None:
+    """1 100 of them were a RecursionError."""
+    here = copy
+    for _ in range(40):
+        here = here / "d"
+        here.mkdir()
+    with pytest.raises(ModelError, match="nested folders"):
+        verify(copy, run=False)
+
+
+# --- targets -------------------------------------------------------------------------------------
+
+
+def test_a_zip_onto_a_directory_is_refused_before_the_work(
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --force it ended in an error after minutes."""
+    target = copy.rename(copy.with_suffix(".zip"))
+    line = ["export", "no-such-model", "--zip", "-o", str(target)]
+    for force in ((), ("--force",)):
+        assert run([*line, *force]) == 2
+        assert "is a directory; with --zip, -o names a file" in capsys.readouterr().err
+    with pytest.raises(ArgumentError, match="is a directory"):
+        _check_target(target, target, zip=True, force=True)
+
+
+def test_a_name_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a directory was written, and could not be loaded again."""
+    for command in ("patch", "export"):
+        assert run([command, "test_vit", "-o", str(tmp_path / "a\udcff")]) == 2
+        assert "is no UTF-8 text" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_and_die(target: Path, how: str) -> None:
+    if how == "scratch":
+        with files.scratch("elsa-verify-", folder=target.parent) as folder:
+            (folder / "half").write_text("x")
+            die()
+    if how == "file":
+        with files.staged_file(target) as staging:
+            staging.write_text("half")
+            die()
+    with files.staged(target) as staging:
+        (staging / "new").write_text("new")
+        if how == "writing":
+            die()
+        if how == "exchanged":
+            files.shutil.rmtree = die  # type: ignore[assignment]
+        else:
+            files._exchanged = lambda *_: False
+            rename = Path.rename
+            Path.rename = (  # type: ignore[method-assign]
+                lambda path, other: die() if other == target else rename(path, other)  # type: ignore[assignment,return-value]
+            )
+
+
+def killed(target: Path, how: str) -> None:
+    """A copy of this process writes `target` and is killed while it does."""
+    child = os.fork()
+    if child == 0:
+        try:
+            write_and_die(target, how)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("how", "left", "holds"),
+    [("writing", ".tmp", "old"), ("exchanged", ".tmp", "new"), ("aside", ".old", "old")],
+)
+def test_a_killed_run_is_cleaned_up_by_the_next(
+    tmp_path: Path, how: str, left: str, holds: str
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").write_text("old")
+    killed(target, how)
+    assert any(path.suffix == left for path in tmp_path.iterdir())
+    assert target.exists() is (how != "aside")
+    files.recover(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in target.iterdir()] == [holds]
+
+
+def test_other_leftovers_of_a_killed_run(tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    killed(target, "file")
+    killed(target, "scratch")
+    (tmp_path / ".report.json.notes.tmp").touch()
+    files.write_text("whole", target)
+    with files.scratch("elsa-verify-", folder=tmp_path):
+        pass
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".report.json.notes.tmp", "report.json"]
+
+
+def test_what_is_in_use_or_anothers_is_left(
+    tmp_path: Path, give_away: Callable[[Path], None]
+) -> None:
+    foreign = tmp_path / ".out.abcdefgh.tmp"
+    foreign.mkdir()
+    (foreign / "x").touch()
+    give_away(foreign)
+    link = tmp_path / ".out.bcdefghi.tmp"
+    link.symlink_to(tmp_path)
+    with files.staged(tmp_path / "out") as staging:
+        (staging / "x").touch()
+        files.recover(tmp_path / "out")
+        assert staging.exists() and foreign.exists() and link.is_symlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_a_target_is_never_missing_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    (first / "a").touch()
+    if not files._exchanged(first, second):
+        pytest.skip("this file system exchanges no names")
+    assert [path.name for path in second.iterdir()] == ["a"]
+
+    def no(*_: Any) -> None:
+        raise AssertionError("two steps")
+
+    monkeypatch.setattr(Path, "rename", no)
+    with files.staged(second) as staging:
+        (staging / "b").touch()
+    assert [path.name for path in second.iterdir()] == ["b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]

@@ -1,0 +1,89 @@
+"""Preprocessing that a file does not say is assumed, said, and can be given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+from safetensors.torch import save_file
+
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading.load import load_model
+from elsa_core.loading.preprocessing import Given
+from elsa_core.loading.recipe import CLIP_MEAN, from_config, from_open_clip_config
+
+DEIT = "deit_tiny_patch16_224"
+IMAGENET = Given((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 0.9, "bicubic")
+
+
+@pytest.fixture(scope="module")
+def deit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deit") / "model.safetensors"
+    save_file(timm.create_model(DEIT, depth=1).state_dict(), path)
+    return path
+
+
+def test_a_deit_is_not_silently_a_vit(deit: Path) -> None:
+    """Both have the same tensors; a ViT is normalised with 0.5, a DeiT with ImageNet's mean."""
+    loaded = load_model(deit)
+    assert {"mean", "std"} <= set(loaded.recipe.preprocess.assumed)
+    (line,) = loaded.warnings
+    assert "does not say its preprocessing" in line and "--mean" in line and "\n" not in line
+    assert loaded.recipe.to_config()["elsa"]["assumed"] == list(loaded.recipe.preprocess.assumed)
+    again = from_config(loaded.recipe.to_config(), "config").preprocess
+    assert again == loaded.recipe.preprocess
+
+
+def test_what_is_given_is_not_assumed(deit: Path) -> None:
+    loaded = load_model(deit, preprocess=IMAGENET)
+    assert loaded.warnings == () and loaded.recipe.preprocess.assumed == ()
+    assert (loaded.mean, loaded.std, loaded.crop_pct) == IMAGENET_VALUES
+    some = load_model(deit, preprocess=Given(mean=[0.5], std=[0.5]))
+    assert some.mean == (0.5, 0.5, 0.5) and not {"mean", "std"} & set(
+        some.recipe.preprocess.assumed
+    )
+
+
+IMAGENET_VALUES = (IMAGENET.mean, IMAGENET.std, IMAGENET.crop_pct)
+
+
+def test_a_tag_says_the_preprocessing(deit: Path) -> None:
+    loaded = load_model(deit, arch=f"{DEIT}.fb_in1k")
+    assert loaded.recipe.preprocess.assumed == () and loaded.warnings == ()
+    assert loaded.mean == IMAGENET.mean
+
+
+def test_a_name_has_its_own(deit: Path) -> None:
+    assert load_model("test_vit").recipe.preprocess.assumed == ()
+    given = load_model("test_vit", preprocess=Given(crop_pct=1.0, interpolation="bilinear"))
+    assert (given.crop_pct, given.interpolation) == (1.0, "bilinear")
+    assert given.recipe.preprocess.crop_pct == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (Given(mean=(0.5, 0.5)), "--mean"),
+        (Given(std=(0.0,)), "--std"),
+        (Given(std=(float("nan"),)), "--std"),
+        (Given(crop_pct=9.0), "--crop-pct"),
+        (Given(interpolation="best"), "--interpolation"),
+    ],
+)
+def test_values_that_cannot_be(given: Given, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        load_model("test_vit", preprocess=given)
+
+
+def test_configurations_that_say_a_part() -> None:
+    cfg: dict[str, Any] = {"mean": [0.1, 0.2, 0.3], "crop_pct": 0.9}
+    read = from_config({"architecture": "test_vit", "pretrained_cfg": cfg}, "config").preprocess
+    assert read.assumed == ("std", "interpolation")
+    towers: dict[str, Any] = {"vision_cfg": {"image_size": 32}, "text_cfg": {}}
+    clip = from_open_clip_config({"model_cfg": towers}, "config").preprocess
+    assert clip.mean == CLIP_MEAN and clip.assumed == ("mean", "std", "interpolation")
+    for noted in (["size"], "mean", [1], [["mean"]]):
+        with pytest.raises(ModelError, match="assumed must list"):
+            from_config({"architecture": "x", "elsa": {"assumed": noted}}, "config")

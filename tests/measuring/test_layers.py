@@ -1,0 +1,105 @@
+"""`measuring` knows nobody above it, and `bench` and `profiling` not each other; wheels."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elsa_core
+
+PACKAGE = Path(elsa_core.__file__).parent
+ROOT = PACKAGE.parent
+# Above `measuring` in the house: it may know none of them, not even inside a function.
+ABOVE = (
+    "attention", "bench", "exporting", "linear", "loading", "model_runs", "patching", "profiling",
+    "proof", "window",
+)  # fmt: skip
+
+
+def imported(room: str) -> Iterator[tuple[Path, str]]:
+    """Every module of elsa's that the modules of a room import, wherever the import stands."""
+    for path in (PACKAGE / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            yield from ((path, name) for name in names if name.startswith("elsa_"))
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [
+        ("measuring", ABOVE),
+        ("model_runs", ("bench", "profiling", "exporting")),
+        ("bench", ("profiling",)),
+        ("profiling", ("bench",)),
+    ],
+)
+def test_imports_go_one_way(room: str, forbidden: tuple[str, ...]) -> None:
+    found = list(imported(room))
+    assert found
+    for path, name in found:
+        assert not name.startswith("elsa_cli"), path
+        assert name.split(".")[1] not in forbidden, f"{path.name} imports {name}"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built as pip builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT, check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_a_wheel_holds_the_code_and_no_results(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert not [name for name in names if "/results/" in name]
+    assert {
+        "elsa_core/measuring/losses.json",
+        "elsa_core/measuring/timing.py",
+        "elsa_core/bench/tables.py",
+        "elsa_core/bench/tune/search.py",
+        "elsa_core/csrc/elsa/attention.cpp",
+        "elsa_cli/main.py",
+    } <= names
+    assert any(name.startswith("elsa_core/backends/triton/tuning/") for name in names)
+
+
+INSTALLED = """
+import sys, torch
+import elsa_core as elsa
+assert "site" in elsa.__file__, elsa.__file__
+query = torch.empty(1, 8, 1024, 64)
+print(elsa.explain(query, query, query).backend)
+sys.argv = ["elsa", "bench", "attention", "--compare", "attention_cpu", "--quick"]
+from elsa_cli.main import main
+main()
+"""
+
+
+def test_an_installed_wheel_says_where_the_results_are(wheel: Path, tmp_path: Path) -> None:
+    """`explain` works from a wheel; what needs the results ends with one line and exit code 2."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALLED], cwd=tmp_path, capture_output=True, text=True,
+        timeout=300, check=False, env={**os.environ, "PYTHONPATH": str(site)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.strip() in ("native", "eager")
+    assert "from a checkout" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
