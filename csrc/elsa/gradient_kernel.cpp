@@ -2,7 +2,7 @@
 // ELSA_KERNEL naming the table it defines.
 #include "gradient_kernel.h"
 
-#include "gradient_tiles.h"
+#include "gradient_head.h"
 #include "pack.h"
 #include "window_tokens.h"
 

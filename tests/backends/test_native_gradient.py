@@ -411,7 +411,8 @@ def test_a_grid() -> None:
 
 @pytest.mark.usefixtures("no_formula")
 def test_cosine_attention() -> None:
-    for dim in (20, 32):
+    """A row of several panels was normalised panel by panel: head_dim above a panel's columns."""
+    for dim in (4, 20, 32, 40, 72):
         qkv = image(2, (8, 13), 2, dim)
         t = Terms(window=(1, 8, 8), shift=(0, 4, 4), logit_scale=torch.tensor([10.0, 3.0]))
         check_window(qkv, replace(t, bias=bias_of(t)))
