@@ -119,7 +119,10 @@ def _trains_whole(
     if backend != "auto" or return_lse:
         return ""
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
-    name = routing.training_name("attention", *kind, gradient) if gradient else ""
+    if not gradient:
+        return ""
+    work = None if calls.watched() else query.numel() * key.shape[2]
+    name = routing.training_name("attention", *kind, gradient, work)
     if not name:
         return ""
     takes = routing.implementation("attention", name).takes

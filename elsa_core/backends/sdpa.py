@@ -72,6 +72,9 @@ def attention(
     see all keys, and its output is taken out.
     """
     dead: Tensor | None = None
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        # cuDNN gives wrong results for rows that do not start at 16 bytes (seen in torch 2.11)
+        query, key, value = (_aligned(t) for t in (query, key, value))
     if attn_mask is not None:
         if attn_mask.shape[-1] != key.shape[2]:  # a kernel wants the keys side by side
             attn_mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2]).contiguous()
@@ -99,6 +102,8 @@ def measured_attention(
 ) -> Tensor | None:
     """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve."""
     if attn_mask is not None or is_causal:
+        return None
+    if not all(t.stride(-1) == 1 and _starts_aligned(t) for t in (query, key, value)):
         return None
     cuda = torch.backends.cuda
     params = cuda.SDPAParams(query, key, value, None, 0.0, is_causal, False)

@@ -193,8 +193,12 @@ def training_name(
     value_dim: int,
     precision: str,
     gradient: tuple[str, ...],
+    work: int | None = None,
 ) -> str:
     """The backend that takes whole calls of which a gradient is wanted; empty where `chosen` does.
+
+    `work`: multiply-adds of query key^T in an eager call, whose time may be the host's; None where
+    a compiler or a graph saves the host's time.
 
     A constant for the compiler, as `name_of`.
     """
@@ -205,6 +209,8 @@ def training_name(
         return ""  # PyTorch's memory-efficient kernel then keeps no lse, and its backward fails
     row = measured.training(operator, device_type, dtype)
     name = row.whole if row else ""
+    if row and not name and work is not None and work < row.small_below:
+        name = row.small
     if row and not name and row.otherwise and gradient_name(request)[0] == PLAIN:
         name = row.otherwise
     return name if name and support(request, name).ok else ""

@@ -45,11 +45,15 @@ class Training(NamedTuple):
         whole: the backend that takes forward and backward; empty where the chosen one does.
         otherwise: the one that takes both where nobody in `backward` has a kernel for the call.
         backward: who is asked for the gradients of this package's forward, in order.
+        small, small_below: the backend that takes both in eager calls of fewer multiply-adds of
+            query key^T than that: it takes the host less time, which such calls wait for.
     """
 
     whole: str
     otherwise: str
     backward: tuple[str, ...]
+    small: str = ""
+    small_below: int = 0
 
 
 def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
@@ -72,7 +76,10 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
     for row in _table()["training"]:
         alike = row["operator"] == operator and row["device"] == device_type
         if alike and _short(dtype) in row["dtypes"]:
-            return Training(row["whole"], row["otherwise"], tuple(row["backward"]))
+            return Training(
+                row["whole"], row["otherwise"], tuple(row["backward"]), row.get("small", ""),
+                row.get("small_below", 0),
+            )  # fmt: skip
     return None
 
 
