@@ -51,7 +51,8 @@ def interpreted() -> dict[str, dict]:
 def test_interpreted_error(interpreted, name):
     """Against float64 autograd, within twice float32 autograd's own error; twice the same bits."""
     row = interpreted[name]
-    band = 6e-4 if CASES[name][1] == F16 else 5e-7
+    # turbo's forward holds 11 bits of the lse from which the weights come
+    band = 1e-3 if CASES[name][2] == "turbo" else 6e-4 if CASES[name][1] == F16 else 5e-7
     assert row["finite"] and row["same"] and row["errors"]
     for operand, error in row["errors"].items():
         assert error < 2 * row["peer"][operand] + band, (operand, error, row["peer"][operand])
