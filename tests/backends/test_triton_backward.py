@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,8 @@ def interpreted() -> dict[str, dict]:
 def test_interpreted_error(interpreted, name):
     """Against float64 autograd, within twice float32 autograd's own error; twice the same bits."""
     row = interpreted[name]
-    band = 6e-4 if CASES[name][1] == F16 else 5e-7
+    # turbo's forward holds 11 bits of the lse from which the weights come
+    band = 1e-3 if CASES[name][2] == "turbo" else 6e-4 if CASES[name][1] == F16 else 5e-7
     assert row["finite"] and row["same"] and row["errors"]
     for operand, error in row["errors"].items():
         assert error < 2 * row["peer"][operand] + band, (operand, error, row["peer"][operand])
@@ -116,7 +118,7 @@ def test_no_atomics(monkeypatch):
     for dtype in (torch.float16, torch.float32):
         for launch in launches(planned(dtype)):
             ptx = compiled(monkeypatch, launch, dtype, 90)["ptx"]
-            assert "atom." not in ptx and "red.global" not in ptx
+            assert not re.search(r"(?<![\w.])(atom|red)\.", ptx)
 
 
 @pytest.mark.parametrize("name", ["h200", "default"])
@@ -147,7 +149,7 @@ def test_workspace_is_linear_in_the_rows():
 
 
 def test_routing_follows_measurements(monkeypatch):
-    """float32 from 192 keys on, on sm_90 alone; PyTorch's kernels serve what was not measured."""
+    """float32 from about 100 keys on, on sm_90 alone; PyTorch serves what was not measured."""
     device = torch.device("cuda", 0)
     shape = Shape(8, 12, 12, 197, 197, 64, 64)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -159,7 +161,7 @@ def test_routing_follows_measurements(monkeypatch):
     assert serves(shape._replace(keys=1025, queries=1025), torch.float32, "bias", device)
     assert not serves(shape, torch.float32, "causal bias", device)
     assert not serves(shape, torch.float64, "none", device)
-    assert not serves(shape._replace(keys=100), torch.float32, "none", device)
+    assert not serves(shape._replace(keys=49), torch.float32, "none", device)
     assert not serves(shape._replace(head_dim=256), torch.float32, "none", device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert not serves(shape, torch.float32, "none", device)

@@ -38,7 +38,7 @@ def compile_launch(
             signature[name] = parameter.annotation_type
         else:
             kind = "fp32" if name == "Out" and launch.tail.get("PARTIAL") else NAMES[dtype]
-            if name == "Mask" and not launch.tail["MASK"] and dtype == torch.float32:
+            if name == "Mask" and not launch.tail.get("MASK", True) and dtype == torch.float32:
                 kind = "i32"  # flags, or not read
             signature[name] = "*" + POINTERS.get(name, kind)
             attributes[(position,)] = [["tt.divisibility", 16]]
