@@ -107,11 +107,10 @@ def test_compiles_with_a_bias_and_causal(monkeypatch, dtype):
 def test_products_are_what_the_precision_says(monkeypatch):
     strict = compiled(monkeypatch, planned(torch.float32).sides[0], torch.float32, 90)["ptx"]
     assert "wgmma" in strict and "f32.f16.f16" in strict
-    ieee = planned(torch.float32, "ieee")
-    assert ieee.fallback is None
-    for side in ieee.sides:
-        ptx = compiled(monkeypatch, side, torch.float32, 90)["ptx"]
-        assert "mma" not in ptx and "fma.rn.f32" in ptx
+    lean = planned(torch.float32, "lean")
+    assert lean.fallback is None
+    for side in lean.sides:
+        assert "tf32" in compiled(monkeypatch, side, torch.float32, 90)["ptx"]
 
 
 def test_no_atomics(monkeypatch):

@@ -95,7 +95,7 @@ def test_causal_and_masks(dtype):
         agree(q, k, v, g, torch.randn(size, device="cuda", generator=draw).to(dtype))
 
 
-@pytest.mark.parametrize("precision", ["strict", "lean", "ieee"])
+@pytest.mark.parametrize("precision", ["strict", "lean"])
 @pytest.mark.parametrize("scale", [0.125, 1.0, -0.5])
 def test_precisions_and_scales(precision, scale):
     terms = tensors((2, 2, 2, 300, 300, 64, 64), torch.float32)

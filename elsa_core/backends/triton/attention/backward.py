@@ -25,8 +25,8 @@ UNIT = 128
 # programs that share out the heads that a split does not hold
 FALLBACK_PROGRAMS = 264
 PREPARE_WARPS = 4
-MODES = {"half": 0, "split": 1, "tf32": 2, "exact": 3}
-PRECISIONS = {"strict": "split", "turbo": "split", "lean": "tf32", "ieee": "exact"}
+MODES = {"half": 0, "split": 1, "tf32": 2}
+PRECISIONS = {"strict": "split", "turbo": "split", "lean": "tf32"}
 # heads and terms that a launch takes (`backward_kernels.one_program`)
 PLAIN, GUARDED, SAFE = 0, 1, 2
 Needs = tuple[bool, bool, bool, bool]
@@ -248,7 +248,7 @@ def attention_backward(
         attn_mask: boolean or additive, 4-D with dims full or 1.
         out, lse: what the forward returned for them.
         precision: strict and turbo take three float16 products for float32, lean three TF32
-            products without split operands in the workspace, ieee FMA.
+            products without split operands in the workspace; ieee is not served.
         needs: which of query, key, value and mask get a gradient.
 
     Returns:

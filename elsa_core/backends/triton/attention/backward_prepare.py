@@ -68,8 +68,6 @@ def product(ah, al, bh, bl, MODE: tl.constexpr, B_FIRST: tl.constexpr):
         t = tl.dot(ah, bh, t)
     elif MODE == 2:
         t = tl.dot(ah, bh, input_precision="tf32x3")
-    elif MODE == 3:
-        t = tl.dot(ah, bh, input_precision="ieee")
     else:
         t = tl.dot(ah, bh)
     return t

@@ -5,7 +5,7 @@ Weights are computed again in every program, each sum is one program's, in one o
 
 MODE: 0 half (operands as they are; dS and P are rounded to their dtype), always SAFE, 1 split
 (three float16 products of hi + lo; each row of P and dS gets a power of two of its own, so that
-weights of 1 / N keep their low halves), 2 three TF32 products, 3 FMA. All but half sum tiles with
+weights of 1 / N keep their low halves), 2 three TF32 products. All but half sum tiles with
 float32 adds.
 """
 
