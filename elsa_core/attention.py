@@ -121,7 +121,8 @@ def _trains_whole(
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     if not gradient:
         return ""
-    work = None if calls.watched() else query.numel() * key.shape[2]
+    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    work = None if captured or calls.watched() else query.numel() * key.shape[2]
     name = routing.training_name("attention", *kind, gradient, work)
     if not name:
         return ""

@@ -72,8 +72,9 @@ def attention(
     see all keys, and its output is taken out.
     """
     dead: Tensor | None = None
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        # cuDNN gives wrong results for rows that do not start at 16 bytes (seen in torch 2.11)
+    if query.is_cuda:
+        # of rows that do not start at 16 bytes cuDNN gives wrong results and the memory-efficient
+        # kernel raises (seen in torch 2.11)
         query, key, value = (_aligned(t) for t in (query, key, value))
     if attn_mask is not None:
         if attn_mask.shape[-1] != key.shape[2]:  # a kernel wants the keys side by side

@@ -71,6 +71,7 @@ def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, 
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=64)
 def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | None:
     """The row for calls of which a gradient is wanted; None where plain PyTorch recomputes."""
     for row in _table()["training"]:

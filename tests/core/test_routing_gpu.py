@@ -104,7 +104,7 @@ def test_a_gradient_of_lse(dtype: torch.dtype) -> None:
 def test_who_trains() -> None:
     q = make(1, 2, 40, 64, dtype=torch.float16, seed=0).requires_grad_()
     assert elsa.explain(q, q, q).backend == "sdpa"
-    wide = q.detach().float().requires_grad_()
+    wide = make(8, 12, 300, 64, dtype=torch.float32, seed=0).requires_grad_()
     route = elsa.explain(wide, wide, wide)
     assert route.backend == "triton"
     assert any(reason.startswith("gradients: by") for reason in route.reasons)

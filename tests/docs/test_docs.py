@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from elsa_core.bench import training
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -55,6 +58,18 @@ def test_every_block_of_a_page_is_a_step() -> None:
 def test_the_chart_is_drawn_from_the_results() -> None:
     drawn = runpy.run_path(str(DOCS / "chart.py"))["drawn"]()
     assert (DOCS / "speed.svg").read_text(encoding="utf-8") == drawn, "run: python docs/chart.py"
+
+
+@pytest.mark.parametrize("name", ["training", "gradients"])
+def test_the_tables_of_training_are_those_of_the_results(name: str) -> None:
+    tuning = ROOT / "elsa_core" / "backends" / "triton" / "tuning"
+    render, path = {
+        "training": (training.table, DOCS / "training_h200.json"),
+        "gradients": (training.gradients_table, tuning / "backward" / "measured_h200.json"),
+    }[name]
+    table = render(json.loads(path.read_text(encoding="utf-8")))
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"<!-- begin:{name} -->\n{table}<!-- end:{name} -->" in page
 
 
 def test_readme_is_short_and_its_links_lead_somewhere() -> None:

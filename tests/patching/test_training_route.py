@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers.attention import Attention
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 
 from elsa_core.patching.adapters import windows
+from elsa_core.patching.adapters.common import trains_by_pytorch
 from elsa_core.patching.patch import patch, unpatch
 from elsa_core.routing import measured
 
@@ -40,3 +42,27 @@ def test_windows_train_by_the_original(monkeypatch: pytest.MonkeyPatch, wanted: 
 def test_the_table_names_devices() -> None:
     assert measured.originals("window_attention") == ("cuda",)
     assert measured.originals("attention") == ()
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("tokens", "left"), [(10, True), (4000, False)])
+def test_small_attention_trains_by_the_original(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, left: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    site = Attention(64, 4)
+    site.elsa_backend, site.elsa_precision = "auto", "strict"
+    x = torch.randn(1, tokens, 64).as_subclass(OnCuda)
+    weight = site.qkv.weight
+    assert trains_by_pytorch(site, x, weight) is left
+    assert trains_by_pytorch(site, x.half(), weight)  # half precision is PyTorch's at any size
+    assert not trains_by_pytorch(site, torch.randn(1, tokens, 64), weight)
+    with torch.no_grad():
+        assert not trains_by_pytorch(site, x, weight)
+    site.elsa_backend = "triton"
+    assert not trains_by_pytorch(site, x, weight)

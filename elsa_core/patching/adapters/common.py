@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls
+from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.linear import linear
 
@@ -57,6 +57,24 @@ def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
 def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias with the patched site's precision and backend: [..., K] -> [..., N]."""
     return linear(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
+
+
+def trains_by_pytorch(site: Any, x: Tensor, weight: Tensor) -> bool:
+    """Whether an eager call keeps the original forward, which calls PyTorch's own kernel.
+
+    That is so where gradients are wanted and the shipped table gives forward and gradients to that
+    kernel: the operator would call it too, and take the host more time.
+
+    Args:
+        site: a patched module that attends within x [B, N, C]. weight: of its first projection.
+    """
+    fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
+    if not fused or calls.watched() or not calls.wanted(x=x, weight=weight):
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
+    work = None if torch.cuda.is_current_stream_capturing() else x.numel() * x.shape[1]
+    return bool(routing.training_name("attention", *kind, ("query",), work))
 
 
 def weights_are_hooked(module: Any) -> bool:
