@@ -121,8 +121,9 @@ def _trains_whole(
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     if not gradient:
         return ""
-    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
-    work = None if captured or calls.watched() else query.numel() * key.shape[2]
+    work = None
+    if not calls.watched() and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        work = query.numel() * key.shape[2]
     name = routing.training_name("attention", *kind, gradient, work)
     if not name:
         return ""
