@@ -170,17 +170,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
-  // In Python the schema belongs to elsa_core/ops.py; alone (C++, TorchScript) the library brings
-  // its own.
+  // In Python the schema belongs to elsa_core/operators; alone (C++, TorchScript) the library
+  // brings its own. The operators of gradients are for Python alone, which defines them.
   if (getenv("ELSA_SCHEMA_DEFINED_BY_PYTHON") == nullptr) {
     m.def(
         "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
         "float scale, str precision) -> (Tensor, Tensor)");
-  } else {
-    m.def(
-        "attention_backward_native(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
-        "Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
-        "bool needs_query, bool needs_key, bool needs_value) -> (Tensor, Tensor, Tensor)");
   }
 }
 

@@ -214,13 +214,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
         "window_attention(Tensor qkv, Tensor? bias, Tensor? bias_index, Tensor? pad_qkv, "
         "Tensor? logit_scale, int num_heads, int[] window_size, int[] shift_size, float scale, "
         "float mask_value, str layout, bool grid, str precision) -> Tensor");
-  } else {
-    m.def(
-        "window_attention_backward_native(Tensor grad_out, Tensor qkv, Tensor? bias, "
-        "Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, "
-        "int[] window_size, int[] shift_size, float scale, float mask_value, str layout, "
-        "bool grid, bool needs_qkv, bool needs_bias, bool needs_pad, bool needs_scale) "
-        "-> (Tensor, Tensor, Tensor, Tensor)");
   }
 }
 

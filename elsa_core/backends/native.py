@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core.backends import compiler
+from elsa_core.backends import compiler, native_backward
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
@@ -110,6 +110,7 @@ def load() -> Support:
     if os.environ.get("ELSA_NATIVE", "1") == "0":
         return Support(False, "switched off by ELSA_NATIVE=0")
     try:
+        native_backward.define()
         library = _opened(build())
         _isa_of(library)
         _LIBRARY.append(library)
@@ -186,7 +187,7 @@ def _recipe() -> compiler.Recipe:
 
 @contextmanager
 def _schema_owned_by_python() -> Iterator[None]:
-    """Tell the library's static initialiser that `elsa_core.ops` has defined the schema."""
+    """Tell the library's static initialiser that `elsa_core.operators` has defined the schema."""
     os.environ[_SCHEMA_OWNER] = "1"
     try:
         yield

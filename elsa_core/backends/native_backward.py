@@ -5,6 +5,7 @@ They take float32 and no gradient of an attention mask; each function gives None
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -14,7 +15,27 @@ from torch import Tensor
 from elsa_core.backends.support import Request, Support
 from elsa_core.limits import LARGEST_HEAD_DIM
 
+_SCHEMAS = {
+    "attention_backward_native": "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
+    "Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
+    "bool needs_query, bool needs_key, bool needs_value) -> (Tensor, Tensor, Tensor)",
+    "window_attention_backward_native": "(Tensor grad_out, Tensor qkv, Tensor? bias, "
+    "Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, int[] window_size, "
+    "int[] shift_size, float scale, float mask_value, str layout, bool grid, bool needs_qkv, "
+    "bool needs_bias, bool needs_pad, bool needs_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+}
+_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 WINDOW_TOKENS_MAX = 640  # kMaxGradientTokens in csrc/elsa/gradient.h
+
+
+@functools.cache
+def define() -> None:
+    """Define the operators that the native library has kernels of.
+
+    Here and not in the library: a bundle's copy of it may be loaded in the same process.
+    """
+    for name, schema in _SCHEMAS.items():
+        _LIBRARY.define(name + schema)
 
 
 def support(request: Request) -> Support:

@@ -58,11 +58,10 @@ def test_small_attention_trains_by_the_original(
     site = Attention(64, 4)
     site.elsa_backend, site.elsa_precision = "auto", "strict"
     x = torch.randn(1, tokens, 64).as_subclass(OnCuda)
-    weight = site.qkv.weight
-    assert trains_by_pytorch(site, x, weight) is left
-    assert trains_by_pytorch(site, x.half(), weight)  # half precision is PyTorch's at any size
-    assert not trains_by_pytorch(site, torch.randn(1, tokens, 64), weight)
+    assert trains_by_pytorch(site, x, site.qkv) is left
+    assert trains_by_pytorch(site, x.half(), site.qkv)  # half precision is PyTorch's at any size
+    assert not trains_by_pytorch(site, torch.randn(1, tokens, 64), site.qkv)
     with torch.no_grad():
-        assert not trains_by_pytorch(site, x, weight)
+        assert not trains_by_pytorch(site, x, site.qkv)
     site.elsa_backend = "triton"
-    assert not trains_by_pytorch(site, x, weight)
+    assert not trains_by_pytorch(site, x, site.qkv)

@@ -59,16 +59,17 @@ def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return linear(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
 
 
-def trains_by_pytorch(site: Any, x: Tensor, weight: Tensor) -> bool:
+def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     """Whether an eager call keeps the original forward, which calls PyTorch's own kernel.
 
     That is so where gradients are wanted and the shipped table gives forward and gradients to that
     kernel: the operator would call it too, and take the host more time.
 
     Args:
-        site: a patched module that attends within x [B, N, C]. weight: of its first projection.
+        site: a patched module that attends within x [B, N, C]. projection: its first one.
     """
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
+    weight = getattr(projection, "weight", None)
     if not fused or calls.watched() or not calls.wanted(x=x, weight=weight):
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype

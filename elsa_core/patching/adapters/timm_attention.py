@@ -39,7 +39,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        if weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv.weight):
+        if weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv):
             shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
             return shown
         gate = gate_of(self, x)

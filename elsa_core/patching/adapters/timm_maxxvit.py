@@ -52,7 +52,7 @@ class ElsaPartitionAttentionCl(Derives, PartitionAttentionCl):  # type: ignore[m
         rows, columns = self.partition_size
         # Sizes that do not divide are an error here, which the original words.
         uneven = x.shape[1] % rows or x.shape[2] % columns
-        left = must_call(attn, AttentionCl) or trains_original(self, x, attn.qkv.weight)
+        left = must_call(attn, AttentionCl) or trains_original(self, x, attn.qkv)
         if left or uneven:
             out: Tensor = super()._partition_attn(x)
             return out

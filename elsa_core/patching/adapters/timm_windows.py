@@ -39,7 +39,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
-        left = has_hooked_parts(self) or trains_original(self, x, self.qkv.weight)
+        left = has_hooked_parts(self) or trains_original(self, x, self.qkv)
         if drop_p(self) > 0.0 or left:
             out: Tensor = super().forward(x, size)
             return out
@@ -71,7 +71,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
-        if is_hooked(attn, WindowAttention) or trains_original(self, x, attn.qkv.weight):
+        if is_hooked(attn, WindowAttention) or trains_original(self, x, attn.qkv):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -122,7 +122,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
 
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
-        if is_hooked(attn, TinyVitAttention) or trains_original(self, x, attn.qkv.weight):
+        if is_hooked(attn, TinyVitAttention) or trains_original(self, x, attn.qkv):
             out: Tensor = super().forward(x)
             return out
         pad = None

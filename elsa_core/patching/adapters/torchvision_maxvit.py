@@ -50,7 +50,7 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)
         hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
-        hooked = hooked or trains_original(self, x, attn.to_qkv.weight)
+        hooked = hooked or trains_original(self, x, attn.to_qkv)
         if hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
             out: Tensor = super().forward(x)
             return out

@@ -61,15 +61,16 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
     return padding
 
 
-def trains_original(site: Any, x: Tensor, weight: Tensor) -> bool:
+def trains_original(site: Any, x: Tensor, projection: nn.Module) -> bool:
     """Whether a call that wants gradients keeps the original forward.
 
     That is so where the shipped table says that the operator's forward and gradients together are
     slower than the original's, and no backend was asked for by name.
 
     Args:
-        site: the patched module. x: its input. weight: of its first projection.
+        site: the patched module. x: its input. projection: its first one.
     """
+    weight = getattr(projection, "weight", None)
     if site.elsa_backend != "auto" or not calls.wanted(x=x, weight=weight):
         return False
     return routing.trains_original("window_attention", x.device.type)
