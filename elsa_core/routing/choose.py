@@ -17,7 +17,7 @@ from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.operators.record import implement
 from elsa_core.routing import measured
 from elsa_core.routing.measured import Row
-from elsa_core.routing.table import BACKENDS, PLAIN, reference
+from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED, reference
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,10 @@ def training_name(
         name = row.small
     if row and not name and row.otherwise and gradient_name(request)[0] == PLAIN:
         name = row.otherwise
-    return name if name and support(request, name).ok else ""
+    if not name or not support(request, name).ok:
+        return ""
+    kind = (device_type, dtype, head_dim, value_dim, precision)
+    return name if name_of(operator, *kind, "auto") in SHIPPED else ""
 
 
 def trains_original(operator: str, device_type: str) -> bool:

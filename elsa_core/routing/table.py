@@ -210,6 +210,8 @@ BACKENDS: list[Backend] = [
     Backend(PLAIN, None, _EAGER),
 ]
 
+SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table was measured with
+
 
 def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
     """The CUDA kernel of an operator: its module is imported at the first call, not before."""
