@@ -60,11 +60,12 @@ def test_the_chart_is_drawn_from_the_results() -> None:
     assert (DOCS / "speed.svg").read_text(encoding="utf-8") == drawn, "run: python docs/chart.py"
 
 
-@pytest.mark.parametrize("name", ["training", "gradients"])
+@pytest.mark.parametrize("name", ["training", "training_cpu", "gradients"])
 def test_the_tables_of_training_are_those_of_the_results(name: str) -> None:
     tuning = ROOT / "elsa_core" / "backends" / "triton" / "tuning"
     render, path = {
         "training": (training.table, DOCS / "training_h200.json"),
+        "training_cpu": (training.table, DOCS / "training_cpu.json"),
         "gradients": (training.gradients_table, tuning / "backward" / "measured_h200.json"),
     }[name]
     table = render(json.loads(path.read_text(encoding="utf-8")))
