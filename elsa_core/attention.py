@@ -34,7 +34,8 @@ def attention(
     The signature, layout and meaning of `torch.nn.functional.scaled_dot_product_attention`. Inputs
     may have any strides and are never made contiguous. Scores, softmax and sums are float32, or
     float64 for float64 inputs. Differentiable once in query, key, value and an additive mask;
-    forward-mode AD and the derivatives of `torch.func` are served by the eager backend.
+    forward-mode AD and the derivatives of `torch.func` are served by the eager backend. Where the
+    shipped table says so, training calls are served by PyTorch's own kernels (see `explain`).
 
     Args:
         query: [..., Hq, Nq, D], floating; `...` is any number of batch dims.
@@ -121,9 +122,8 @@ def _trains_whole(
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     if not gradient:
         return ""
-    work = None
-    if not calls.watched() and not (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-        work = query.numel() * key.shape[2]
+    # also under capture, so that a graph holds kernels that its warm-up has loaded
+    work = None if calls.watched() else query.numel() * key.shape[2]
     name = routing.training_name("attention", *kind, gradient, work)
     if not name:
         return ""

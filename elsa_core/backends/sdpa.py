@@ -85,6 +85,10 @@ def attention(
             attn_mask = attn_mask | dead
         else:
             attn_mask = attn_mask.masked_fill(dead, 0.0)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda and (attn_mask is not None or query.dtype == torch.float32):
+        # PyTorch has fused kernels for grouped heads only without a mask, in half precision
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask, 0.0, is_causal,
         scale=scale, enable_gqa=query.shape[1] != key.shape[1],

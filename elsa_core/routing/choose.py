@@ -161,7 +161,7 @@ def chosen(
     name = select(request, backend)[0]
     found = implementation(operator, name)
     rows: tuple[tuple[Row, Callable[..., Any]], ...] = ()
-    if backend == "auto" and precision == "strict":
+    if backend == "auto" and precision == "strict" and name in SHIPPED:
         rows = tuple(
             (row, offered)
             for row in measured.rows(operator, device, dtype)
@@ -224,7 +224,12 @@ def trains_original(operator: str, device_type: str) -> bool:
 
     A constant for the compiler, as `name_of`.
     """
-    return device_type in measured.originals(operator)
+    guests = [
+        each.name
+        for each in BACKENDS
+        if operator in each.operators and each.device == device_type and each.name not in SHIPPED
+    ]
+    return not guests and device_type in measured.originals(operator)
 
 
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
@@ -354,10 +359,13 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     """Who computes the gradients of what `found` serves, and why not others."""
     if found.whole:
         return ("gradients: PyTorch's own kernels, forward and backward",)
-    if found.run is operators.ATTENTION.overload:
+    if found.gradient is not None and found.run is operators.record(request.operator).overload:
         name, reasons = gradient_name(request)
         if name != PLAIN:
-            return (*reasons, f"gradients: by {name} from our output and lse")
+            of = " from our output and lse" if request.operator == "attention" else ""
+            return (*reasons, f"gradients: by {name}{of}")
+        if request.operator != "attention":
+            return (*reasons, "gradients: recomputed in plain PyTorch")
         return (*reasons, "gradients: recomputed block by block in plain PyTorch from the lse")
     return ("gradients: recomputed in plain PyTorch",)
 

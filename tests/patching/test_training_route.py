@@ -9,6 +9,7 @@ import torch
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from elsa_core.patching.adapters import windows
 from elsa_core.patching.adapters.common import trains_by_pytorch
@@ -65,3 +66,35 @@ def test_small_attention_trains_by_the_original(
         assert not trains_by_pytorch(site, x, site.qkv)
     site.elsa_backend = "triton"
     assert not trains_by_pytorch(site, x, site.qkv)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_meets_the_same_dropout(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool
+) -> None:
+    """A reentrant checkpoint runs without gradients first, and once more for them."""
+    monkeypatch.setattr(measured, "originals", lambda operator: ("cpu",))
+    block = SwinTransformerBlock(32, (10, 10), 2, window_size=4, shift_size=2, proj_drop=0.3)
+    model = nn.Sequential(block).train()
+    patch(model)
+    x = torch.randn(1, 10, 10, 32, requires_grad=True)
+    gradients = []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        out = call(x)
+        x.grad = None
+        out.sum().backward()
+        assert x.grad is not None
+        gradients.append((out.detach(), x.grad.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_projection_without_a_weight_tensor() -> None:
+    """The weight of a dynamically quantised layer is a method."""
+    model = nn.Sequential(SwinTransformerBlock(32, (8, 8), 2, window_size=4, shift_size=2)).eval()
+    patch(model)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    x = torch.randn(1, 8, 8, 32)
+    with torch.no_grad():
+        expected = quantised(x)
+    torch.testing.assert_close(quantised(x), expected)

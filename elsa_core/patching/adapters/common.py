@@ -69,13 +69,27 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
         site: a patched module that attends within x [B, N, C]. projection: its first one.
     """
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
-    weight = getattr(projection, "weight", None)
-    if not fused or calls.watched() or not calls.wanted(x=x, weight=weight):
+    if not fused or calls.watched() or not wants_training(site, x, projection):
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
-    work = None if torch.cuda.is_current_stream_capturing() else x.numel() * x.shape[1]
-    return bool(routing.training_name("attention", *kind, ("query",), work))
+    return bool(routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]))
+
+
+def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:
+    """Whether this call is of a training step, as far as the choice of a forward goes.
+
+    That is one that wants gradients, and in training any that drops something: reentrant
+    checkpointing runs a step without gradients first and must meet the same dropout again.
+    """
+    weight = getattr(projection, "weight", None)  # a method in quantised layers
+    if calls.wanted(x=x, weight=weight if isinstance(weight, Tensor) else None):
+        return True
+    if not site.training:
+        return False
+    rates = [getattr(site, name, 0.0) for name in ("dropout", "attention_dropout")]
+    rates += [part.p for part in site.modules() if isinstance(part, nn.Dropout)]
+    return any(isinstance(rate, float) and rate > 0.0 for rate in rates)
 
 
 def weights_are_hooked(module: Any) -> bool:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from elsa_core import calls, routing
-from elsa_core.patching.adapters.common import drop_p, has_hooks
+from elsa_core import routing
+from elsa_core.patching.adapters.common import drop_p, has_hooks, wants_training
 from elsa_core.window import window_attention
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
@@ -70,8 +70,7 @@ def trains_original(site: Any, x: Tensor, projection: nn.Module) -> bool:
     Args:
         site: the patched module. x: its input. projection: its first one.
     """
-    weight = getattr(projection, "weight", None)
-    if site.elsa_backend != "auto" or not calls.wanted(x=x, weight=weight):
+    if site.elsa_backend != "auto" or not wants_training(site, x, projection):
         return False
     return routing.trains_original("window_attention", x.device.type)
 
