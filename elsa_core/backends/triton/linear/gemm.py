@@ -1,4 +1,4 @@
-"""`elsa::linear` of few channels in half precision, where PyTorch's library has no kernel that fits.
+"""`elsa::linear` of few channels in half precision, where PyTorch's library has no kernel for it.
 
 One product on tensor cores, accumulated in float32.
 """
