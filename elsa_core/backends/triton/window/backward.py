@@ -37,6 +37,8 @@ def support(request: Request) -> Support:
         return Support(False, f"dtype {request.dtype} has no kernel of the gradients")
     if request.head_dim > LARGEST_DIM:
         return Support(False, f"its gradients take head dimensions up to {LARGEST_DIM}")
+    if request.tokens > tiling.WHOLE:
+        return Support(False, f"its gradients take windows of up to {tiling.WHOLE} tokens")
     if request.device_type != "cuda" or not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
     if not tiling.load_table(device.table_of(torch.cuda.current_device())).gradients:
