@@ -19,23 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from elsa_core.backends.triton.shared.helpers import (
-    FLOAT_MAX,
-    SINGLE_LIMIT,
-    SPLIT_LIMIT,
-    clamped_power,
-    exponent,
-    extent,
-    fails_guard,
-    halves,
-    load_tile,
-    power,
-    times_power,
+from elsa_core.backends.triton.shared.helpers import exponent, halves, load_tile, power
+from elsa_core.backends.triton.window.backward_products import (
+    MOST_OF_SCORES,
+    operand,
+    product,
+    rows_operand,
+    scaled,
+    score_tile,
+    through_norm,
 )
 from elsa_core.backends.triton.window.helpers import (
-    NORM_EPS,
     RUNTIME_INTEGERS,
-    SCORE_LIMIT,
     add_terms,
     bias_tile,
     load_tokens,
@@ -48,79 +43,6 @@ from elsa_core.backends.triton.window.helpers import (
     window_edge,
 )
 
-# bounds of an operand's exponent, so that those of two operands and of weights stay in float32
-LEAST_EXPONENT: tl.constexpr = tl.constexpr(-40)
-MOST_EXPONENT: tl.constexpr = tl.constexpr(56)
-# dS of a window of zeros would take an exponent that no factor undoes
-MOST_OF_SCORES: tl.constexpr = tl.constexpr(100)
-
-
-@triton.jit
-def operand(x, MODE: tl.constexpr):
-    """A tile as products take it: high and low part, exponent, and 1 where the guard fails."""
-    hi = x
-    lo = x
-    e = tl.full([], 0, tl.int32)
-    bad = tl.full([], 0, tl.int32)
-    if MODE == 1 or MODE == 2:
-        LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
-        top, least = extent(tl.abs(x), 0.0)
-        e = tl.minimum(exponent(top), MOST_EXPONENT)
-        bad = fails_guard(least, e, LIMIT) | (e < LEAST_EXPONENT).to(tl.int32)
-        hi, lo = halves(x * power(e))
-    return hi, lo, e, bad
-
-
-@triton.jit
-def unit_operand(x, MODE: tl.constexpr):
-    """Normalised rows as products take them, 1 / norm of each row, and 1 where a norm overflows.
-
-    In split and single modes they carry 2**13.
-    """
-    square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
-    inverse = 1.0 / tl.maximum(tl.sqrt(square), NORM_EPS)
-    bad = tl.full([], 0, tl.int32)
-    unit = x.to(tl.float32) * inverse[:, None]
-    if MODE == 1 or MODE == 2:
-        hi, lo = halves(unit * 8192.0)
-        bad = (tl.max(square, 0) > FLOAT_MAX).to(tl.int32)
-    else:
-        hi = unit.to(x.dtype)
-        lo = hi
-    return hi, lo, inverse, bad
-
-
-@triton.jit
-def product(ah, al, bh, bl, MODE: tl.constexpr):
-    """a b in an accumulator of its own, the smallest products first."""
-    if MODE == 1:
-        t = tl.dot(al, bh)
-        t = tl.dot(ah, bl, t)
-        t = tl.dot(ah, bh, t)
-    elif MODE == 3:
-        t = tl.dot(ah, bh, input_precision="ieee")
-    else:
-        t = tl.dot(ah, bh)
-    return t
-
-
-@triton.jit
-def scaled(x, e):
-    """x * 2**e; e beyond what float32 holds gives zeros or infinities."""
-    return times_power(x, tl.minimum(tl.maximum(e, -252), 254))
-
-
-@triton.jit
-def through_norm(u, x, inverse):
-    """The gradient of rows before they were normalised, of that after, and its part along them.
-
-    A row of a norm below NORM_EPS was divided by that constant.
-    """
-    unit = x.to(tl.float32) * inverse[:, None]
-    along = tl.sum(unit * u, 1)
-    held = tl.where(inverse * NORM_EPS < 1.0, along, 0.0)
-    return (u - unit * held[:, None]) * inverse[:, None], along
-
 
 @triton.jit
 def differentiate(
@@ -130,26 +52,10 @@ def differentiate(
 ):  # fmt: skip
     """Gradients of a window: rows dq, dk, dv [M, DP], dS [M, M], of the logit scale, the guard."""
     SCALED: tl.constexpr = MODE == 1 or MODE == 2
-    i_q = tl.zeros([q.shape[0]], tl.float32)
-    i_k = i_q
-    f = clamped_power(scale_exp) * scale
-    if COSINE:
-        qh, ql, i_q, bad_q = unit_operand(q, MODE)
-        kh, kl, i_k, bad_k = unit_operand(k, MODE)
-        e_q = tl.full([], 13 if SCALED else 0, tl.int32)
-        e_k = e_q
-    else:
-        qh, ql, e_q, bad_q = operand(q, MODE)
-        kh, kl, e_k, bad_k = operand(k, MODE)
-    bad = bad_q | bad_k
-    if MODE == 0 and COSINE:
-        # as the forward, from rows that are not rounded again
-        s = tl.dot(q, k.T) * (i_q * scale)[:, None] * i_k[None, :]
-    else:
-        if SCALED:
-            f = clamped_power(scale_exp - e_q - e_k) * scale
-            bad = bad | (scale_exp - e_q - e_k > SCORE_LIMIT).to(tl.int32)
-        s = product(qh, ql, kh.T, kl.T, MODE) * f
+    qh, ql, e_q, i_q, bad_q = rows_operand(q, MODE, COSINE)
+    kh, kl, e_k, i_k, bad_k = rows_operand(k, MODE, COSINE)
+    s, bad = score_tile(q, qh, ql, e_q, i_q, k, kh, kl, e_k, i_k, scale, scale_exp, MODE, COSINE)
+    bad = bad | bad_q | bad_k
     s = add_terms(s, bias, edge, c_m, c_n, mask_value, TERMS, SHIFTED)
     m = tl.max(s, 1)
     # a row that sees no key has no weights
