@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,13 @@ from window_backward_interpreted import CASES, F16
 from elsa_core.backends.support import Request
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.window import backward, tiling
+from elsa_core.backends.triton.window.backward_plan import Wants, plan_call, tile_plan
 from elsa_core.backends.triton.window.planner import Given
 from elsa_core.backends.triton.window.tiling import WindowShape
 
-KINDS = {"Partial": "fp32", "Flags": "i32", "DBias": "fp32", "DLogit": "fp32", "Dense": "fp32"}
-ALL = backward.Wants(True, True, True, True)
+FLOATS = ("Partial", "DBias", "DLogit", "Dense", "Rows", "LogitSums", "PadSums")
+KINDS = {"Flags": "i32", **dict.fromkeys(FLOATS, "fp32")}
+ALL = Wants(True, True, True, True)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +81,14 @@ def compiled(monkeypatch, launch, dtype, arch):
 
 
 def planned(dtype, precision="strict", **terms):
-    table = torch.empty(169, 3, device="meta"), torch.empty((49, 49), device="meta").long()
-    return backward.plan_call(given(dtype, precision, **terms), ALL, table)
+    own = given(dtype, precision, **terms)
+    tokens = own.bias.shape[1]
+    table = torch.empty(169, 3, device="meta"), torch.empty((tokens,) * 2, device="meta").long()
+    return plan_call(own, ALL, table)
 
 
 def launches(call):
-    return [x for x in (call.gradients, call.again, call.sums, call.table) if x is not None]
+    return [launch for launch, _ in call.steps]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +105,25 @@ def test_compiles_without_atomics(monkeypatch, dtype, arch):
         assert not re.search(r"(?<![\w.])(atom|red)\.", asm["ptx"])
 
 
+@pytest.mark.parametrize(("dtype", "arch"), [(torch.bfloat16, 80), (torch.float32, 90)])
+def test_longer_windows_compile_without_atomics(monkeypatch, dtype, arch):
+    call = planned(dtype, cosine=dtype == torch.bfloat16, pad=True, win=12)
+    found = launches(call)
+    passes = 2 if dtype == torch.float32 else 1
+    assert len(found) == 3 * passes + 2 + 2  # rows, columns, bias; sums of three kinds, the table
+    for launch in found[:3]:
+        asm = compiled(monkeypatch, launch, dtype, arch)
+        assert "cubin" in asm
+        assert not re.search(r"(?<![\w.])(atom|red)\.", asm["ptx"])
+
+
 def test_products_are_what_the_precision_says(monkeypatch):
-    strict = compiled(monkeypatch, planned(torch.float32).gradients, torch.float32, 90)["ptx"]
-    assert "wgmma" in strict and "f32.f16.f16" in strict
+    strict = planned(torch.float32)
+    ptx = compiled(monkeypatch, launches(strict)[0], torch.float32, 90)["ptx"]
+    assert "wgmma" in ptx and "f32.f16.f16" in ptx
     ieee = planned(torch.float32, "ieee")
-    assert ieee.again is None
-    ptx = compiled(monkeypatch, ieee.gradients, torch.float32, 90)["ptx"]
+    assert len(ieee.steps) == len(strict.steps) - 1
+    ptx = compiled(monkeypatch, launches(ieee)[0], torch.float32, 90)["ptx"]
     assert "mma" not in ptx and "fma.rn.f32" in ptx
 
 
@@ -114,22 +132,29 @@ def test_tables_serve_every_call(name):
     table = tiling.load_table(name)
     for mode in device.MODES:
         for dim in (1, 16, 24, 32, 64):
-            for tokens in (1, 4, 16, 49, 64):
+            for tokens in (1, 4, 16, 49, 64, 65, 144, 576):
                 for windows, heads in ((1, 1), (2048, 3), (100_000, 4), (5, 1000)):
                     shape = WindowShape(windows, heads, tokens, dim)
                     plan = tiling.plan_backward(shape, mode, table, 132)
-                    assert plan.block >= tokens and plan.padded_dim >= dim
+                    assert plan.whole is (tokens <= 64) and plan.padded_dim >= dim
+                    assert plan.block >= tokens or not plan.whole
                     assert (plan.groups - 1) * plan.count < windows <= plan.groups * plan.count
                     assert (plan.exact is None) is (mode in ("half", "exact"))
 
 
-def test_workspace_does_not_grow_with_the_images():
-    """Sums of the programs that run at once, and nothing of a window but a word for a guard."""
-    for side in (56, 224):
-        call = planned(torch.float16, cosine=True, side=side)
-        resident = backward.tile_plan(given(torch.float16)).tile.resident
-        assert call.partial <= resident * 132 * call.gradients.tail["ROW"]
-        assert call.flags == 1
+@pytest.mark.parametrize("win", [7, 12])
+def test_workspace_does_not_grow_with_the_images(win):
+    """Sums of the programs that run at once; of longer windows three numbers a row too."""
+    for batch in (2, 32):
+        own = given(torch.float16, cosine=True, win=win, side=84)
+        own = own._replace(qkv=own.qkv[:batch])
+        call, tokens = plan_call(own, ALL._replace(pad=False), None), win * win
+        plan = tile_plan(own)
+        size, _ = call.workspace["partial"]
+        assert size <= plan.tile.resident * 132 * (64 * 64 + 1)
+        assert call.workspace["flags"][0] == 1
+        if win > 8:
+            assert call.workspace["rows"][0] == 3 * 3 * batch * 49 * tokens
 
 
 def test_who_is_served(monkeypatch):
@@ -142,14 +167,16 @@ def test_who_is_served(monkeypatch):
     assert "64" in asked(head_dim=80).reason and not asked(dtype=torch.float64).ok
     monkeypatch.setattr(device, "table_of", lambda index: "default")
     assert "not measured" in asked().reason
+    measured = replace(tiling.load_table("default"), gradients=64)
+    monkeypatch.setattr(tiling, "load_table", lambda name: measured)
+    assert asked(tokens=64).ok and not asked(tokens=65).ok
 
 
-@pytest.mark.parametrize(("win", "dim"), [((1, 9, 8), 16), ((1, 4, 4), 80)])
-def test_what_is_not_served_is_left_to_others(win, dim):
-    q = torch.zeros(1, 1, 16, 16, 3 * dim)
+def test_what_is_not_served_is_left_to_others():
+    q = torch.zeros(1, 1, 16, 16, 3 * 80)
     found = backward.window_attention_backward(
-        q[..., :dim], q, None, None, None, None, 1, win, (0, 0, 0), 1.0, -math.inf, "qkv", False,
-        "strict", (True, False, False, False),
+        q[..., :80], q, None, None, None, None, 1, (1, 4, 4), (0, 0, 0), 1.0, -math.inf, "qkv",
+        False, "strict", (True, False, False, False),
     )  # fmt: skip
     assert found is None
 

@@ -20,6 +20,11 @@ import torch  # noqa: E402
 
 from elsa_core.backends import eager_window  # noqa: E402
 from elsa_core.backends.triton.window import backward  # noqa: E402
+from elsa_core.backends.triton.window.backward_plan import (  # noqa: E402
+    Wants,
+    plan_call,
+    tile_plan,
+)
 from elsa_core.backends.triton.window.planner import Given  # noqa: E402
 from elsa_core.bench.tune.window_cases import composite  # noqa: E402
 
@@ -86,6 +91,30 @@ CASES = {
     "outlier channels, table": (
         (2, (1, 5, 8), 2, 16, (1, 4, 4), (0, 2, 1)), F32, "strict",
         {"outlier": True, "bias": "table", "pad": True},
+    ),
+    "long": (
+        (1, (1, 11, 10), 2, 24, (1, 12, 11), (0, 5, 4)), F32, "strict", {"pad": True}
+    ),
+    "long half": ((2, (1, 9, 18), 1, 16, (1, 9, 9), (0, 4, 4)), F16, "strict", {"bias": "table"}),
+    "long cosine": (
+        (1, (1, 9, 17), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict", {"cosine": True, "pad": True}
+    ),
+    "long cosine half": (
+        (1, (1, 9, 9), 2, 16, (1, 9, 9), (0, 4, 4)), F16, "strict", {"cosine": True}
+    ),
+    "long ieee": ((1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "ieee", {}),
+    "long turbo": ((1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "turbo", {}),
+    "longest": ((1, (1, 13, 12), 1, 16, (1, 13, 12), (0, 5, 4)), F32, "strict", {"bias": None}),
+    "long outlier channels": (
+        (2, (1, 9, 18), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict",
+        {"outlier": True, "pad": True, "cosine": False},
+    ),
+    "long, minus infinity, dead rows": (
+        (1, (1, 10, 9), 2, 16, (1, 10, 9), (0, 4, 4)), F16, "strict",
+        {"mask": -math.inf, "dead": True},
+    ),
+    "long bias alone": (
+        (2, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict", {"needs": (0, 1, 0, 0)}
     ),
     "expanded gradient": (
         (1, (1, 4, 8), 1, 16, (1, 4, 4), (0, 2, 1)), F32, "strict", {"expanded": True}
@@ -188,14 +217,14 @@ def grouped() -> dict:
     """Rows of dqkv do not depend on how windows are grouped; sums do by their rounding alone."""
     shape = (2, (1, 9, 8), 1, 16, (1, 4, 4), (0, 2, 1))
     given, grad = arguments(shape, F32, "strict", {"pad": True, "outlier": True})
-    wants = backward.Wants(True, True, True, False)
+    wants = Wants(True, True, True, False)
     rows, sums = [], []
     for count, groups in ((1, 12), (5, 3), (12, 1)):
         grads = [t.new_full(t.shape, math.nan) for t in (given.qkv, given.bias, given.pad_qkv)]
         grads[2].zero_()
-        plan = backward.tile_plan(given)._replace(count=count, groups=groups)
-        call = backward.plan_call(given, wants, None, plan)
-        backward.execute(call, given, grad, [*grads, grads[0]], wants)
+        plan = tile_plan(given)._replace(count=count, groups=groups)
+        call = plan_call(given, wants, None, plan)
+        backward.execute(call, given, grad, [*grads, grads[0]])
         rows.append(grads[0])
         sums.append(torch.cat([grads[1].flatten(), grads[2]]))
     return {

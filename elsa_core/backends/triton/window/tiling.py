@@ -65,14 +65,14 @@ class WindowTile:
 class WindowTable:
     """The window tiles of one GPU, first match first; `measured` as in `tiling.Table`.
 
-    gradients: whether forward and gradients together were measured to be faster than those of the
-    models' own operations there.
+    gradients: tokens of the longest windows whose forward and gradients together were measured to
+    be faster than those of the models' own operations there; 0: none were.
     """
 
     gpu: str
     measured: bool
     tiles: tuple[WindowTile, ...]
-    gradients: bool = False
+    gradients: int = 0
 
 
 class WindowPlan(NamedTuple):
@@ -88,11 +88,14 @@ class WindowPlan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """groups: of `count` windows each, a program for each group and head. exact: the tile of the
-    windows that the guard of split products turns away; None where there is no guard."""
+    """whole: a program holds whole windows of up to `block` tokens; else tiles of so many. groups:
+    of `count` windows each, a program for each group, head and (not whole) tile of the bias. exact:
+    the tile of the windows that the guard of split products turns away; None where there is no
+    guard."""
 
     tile: WindowTile
     exact: WindowTile | None
+    whole: bool
     block: int
     count: int
     groups: int
@@ -117,7 +120,7 @@ def table_from(data: dict[str, Any]) -> WindowTable:
     tiles = tuple(WindowTile(**row) for row in data["tiles"])
     for tile in tiles:
         check_direction(tile.direction)
-    return WindowTable(data["gpu"], data["measured"], tiles, data.get("gradients", False))
+    return WindowTable(data["gpu"], data["measured"], tiles, data.get("gradients", 0))
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -155,18 +158,19 @@ def plan(shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int
 def plan_backward(
     shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int
 ) -> BackwardPlan:
-    """Tiles and programs of the gradients of windows that are one tile: as many programs as a GPU
-    runs at once, since each writes its sums."""
+    """Tiles and programs of the gradients. Of sums: as many programs as a GPU runs at once."""
     dim = padded(shape.head_dim)
 
     def of(mode: str) -> WindowTile:
         return next(t for t in table.tiles if t.serves(mode, dim, shape.tokens, "backward"))
 
     tile = of(mode)
-    groups = max(1, min(shape.windows, tile.resident * multiprocessors // shape.heads))
-    count = -(-shape.windows // groups)
+    whole = shape.tokens <= WHOLE
+    block = padded(shape.tokens) if whole else tile.block_m
+    tiles = 1 if whole else (-(-shape.tokens // block)) ** 2
+    groups = tile.resident * multiprocessors // (shape.heads * tiles)
+    count = -(-shape.windows // max(1, min(shape.windows, groups)))
     exact = of("exact") if mode in ("split", "single") else None
     return BackwardPlan(
-        tile, exact, padded(shape.tokens), count, -(-shape.windows // count),
-        max(dim, tile.least_dim),
-    )  # fmt: skip
+        tile, exact, whole, block, count, -(-shape.windows // count), max(dim, tile.least_dim)
+    )
