@@ -6,7 +6,6 @@ The copy alone is changed. A process that hangs or grows is ended with all that 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import resource
@@ -22,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from .source import Mutant
-from .suites import Suite, suite_of
+from .suites import suite_of
 
 LIMIT_BYTES = 16 << 30
-LEAST_SECONDS = 40.0
+# Of the processor's time, which another program beside does not lengthen; the longest suite takes
+# half of it.
+LIMIT_SECONDS = 80
+HANGS_SECONDS = 1200.0
 ROOT = Path(__file__).parents[2]
 _PYTEST = ("-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist")
 
@@ -48,16 +50,19 @@ class Verdict:
 
 @dataclass
 class Judge:
-    """Two copies of the tree, one to change, and what the tests say without a change.
+    """Two copies of the tree, one to change, and what is known of the one without a change.
 
     Attributes:
         folder: an empty one, for the copies and what is compiled.
+        sets: the instruction sets of this machine, the best first.
+        libraries: digests, by library and instruction set.
+        passing: tests that pass without a change.
     """
 
     folder: Path
     sets: list[str] = field(default_factory=list)
     libraries: dict[tuple[str, str], str] = field(default_factory=dict)
-    seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
+    passing: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         _import_ahead()
@@ -82,24 +87,24 @@ class Judge:
         """Run the tests of the mutant's file on it.
 
         Raises:
-            RuntimeError: they fail without it as well.
+            RuntimeError: the test that fails does so without the mutant as well.
         """
         suite = suite_of(mutant.file)
         assert suite is not None
-        self._expect(suite, mutant.file)
-        with self._applied(mutant):
-            if suite.language != "c++":
-                return self._run(suite.tests, self._usual(suite))
-            start, last = time.monotonic(), Verdict("same code", "", 0.0)
-            for name in self.sets:
-                plain = self.libraries[_library(mutant.file), name]
-                last = self._run(
-                    suite.tests, self._usual(suite),
-                    isa=name, library=_library(mutant.file), plain=plain,
-                )  # fmt: skip
-                if last.word != "same code":
-                    break
-            return Verdict(last.word, last.by, time.monotonic() - start)
+        start = time.monotonic()
+        word, by, isa = "same code", "", ""
+        native = suite.language == "c++"
+        for isa in self._sets_with_libraries(mutant.file) if native else ("",):
+            with self._applied(mutant):
+                word, by = self._run(suite.tests, mutant.file if native else "", isa)
+            if word != "same code":
+                break
+        if word == "killed" and "::" in by and by not in self.passing:
+            without = self._run((by,), mutant.file if native else "", isa, changed=False)
+            if without[0] not in ("survived", "same code"):
+                raise RuntimeError(f"fails without a mutant: {by}: {without}")
+            self.passing.add(by)
+        return Verdict(word, by, round(time.monotonic() - start, 1))
 
     @contextmanager
     def _applied(self, mutant: Mutant) -> Iterator[None]:
@@ -112,54 +117,42 @@ class Judge:
             path.write_text(text)
             shutil.rmtree(self.folder / "cache", ignore_errors=True)
 
-    def _expect(self, suite: Suite, file: str) -> None:
-        """Learn once how the tests pass without a change, and which libraries the sources give."""
-        if suite.language == "c++" and not self.sets:
-            answer = self._apart(_facts, isa="avx512")
-            if "best" not in answer:
-                raise RuntimeError(f"the library cannot be built: {answer}")
-            names = answer["names"]
-            self.sets = names[names.index(answer["best"]) :: -1]
-        for name in self.sets if suite.language == "c++" else ():
+    def _sets_with_libraries(self, file: str) -> list[str]:
+        """This machine's instruction sets; the digests of their libraries are known then."""
+        if not self.sets:
+            facts = self._apart(_facts)
+            if "best" not in facts:
+                raise RuntimeError(f"the library cannot be built: {facts}")
+            names = facts["names"]
+            self.sets = names[names.index(facts["best"]) :: -1]
+        for name in self.sets:
             key = (_library(file), name)
             if key not in self.libraries:
                 self.libraries[key] = self._apart(_digest, _library(file), isa=name)["digest"]
                 shutil.rmtree(self.folder / "cache", ignore_errors=True)
-        options = {"isa": self.sets[0], "library": _library(file)} if self.sets else {}
-        given = options if suite.language == "c++" else {}
-        for tests in _by_file(suite.tests):
-            if tests not in self.seconds:
-                verdict = self._run(tests, 600.0, **given)
-                if verdict.word != "survived":
-                    raise RuntimeError(f"fails without a mutant: {verdict.by}")
-                self.seconds[tests] = verdict.seconds
-
-    def _usual(self, suite: Suite) -> float:
-        return sum(self.seconds[tests] for tests in _by_file(suite.tests))
+        return self.sets
 
     def _run(
-        self, tests: tuple[str, ...], usual: float, *, isa: str = "", library: str = "",
-        plain: str = "",
-    ) -> Verdict:  # fmt: skip
-        start = time.monotonic()
-        others = isa if self.sets and isa != self.sets[0] else ""
-        answer = self._apart(
-            _tests, tests, library, plain, others, isa=isa, seconds=LEAST_SECONDS + 3 * usual
-        )
-        return Verdict(answer["word"], answer["by"], round(time.monotonic() - start, 1))
+        self, tests: tuple[str, ...], file: str, isa: str, *, changed: bool = True
+    ) -> tuple[str, str]:
+        """The verdict's word and reason; `file` is the changed one, where it is compiled."""
+        library = _library(file) if file else ""
+        plain = self.libraries[library, isa] if file and changed else ""
+        other = isa if self.sets and isa != self.sets[0] else ""
+        answer = self._apart(_tests, tests, library, plain, other, isa=isa, file=file)
+        return answer["word"], answer["by"]
 
     def _apart(
-        self, function: Callable[..., dict[str, Any]], *given: Any, isa: str = "",
-        seconds: float = 600.0,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, function: Callable[..., dict[str, Any]], *given: Any, isa: str = "", file: str = ""
+    ) -> dict[str, Any]:
         """Call a function in a forked process of its own, with the changed copy as the tree."""
         answer, log = self.folder / "answer.json", self.folder / "log"
         answer.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
-            self._in_child(function, given, isa, answer, log)
+            self._in_child(function, given, self._variables(isa, file), answer, log)
         try:
-            code = _wait(child, seconds)
+            code = _wait(child, HANGS_SECONDS)
         finally:
             _end(child)
         if answer.exists():
@@ -168,16 +161,18 @@ class Judge:
         return {"word": "killed", "by": how}
 
     def _in_child(
-        self, function: Callable[..., dict[str, Any]], given: tuple[Any, ...], isa: str,
-        answer: Path, log: Path,
+        self, function: Callable[..., dict[str, Any]], given: tuple[Any, ...],
+        variables: dict[str, str], answer: Path, log: Path,
     ) -> None:  # fmt: skip
         try:
             os.setsid()
             resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+            used = int(sum(os.times()[:2]))
+            resource.setrlimit(resource.RLIMIT_CPU, (used + LIMIT_SECONDS, used + LIMIT_SECONDS))
             with log.open("w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            os.environ.update(self._variables(isa))
+            os.environ.update(variables)
             os.chdir(self.changed)
             places = {str(ROOT), ""}
             sys.path[:] = [str(self.changed), *(p for p in sys.path if p not in places)]
@@ -191,12 +186,13 @@ class Judge:
             os._exit(1)
         os._exit(0)
 
-    def _variables(self, isa: str) -> dict[str, str]:
+    def _variables(self, isa: str, file: str) -> dict[str, str]:
         compiler = f"{sys.executable} -I -S {Path(__file__).with_name('compile.py')}"
         return {
             "PYTHONPATH": str(self.changed), "CXX": compiler, "ELSA_SET": isa or "avx512",
             "ELSA_CACHE_DIR": str(self.folder / ("cache" if isa else "usual")),
             "ELSA_MUTANT": str(self.changed), "ELSA_PLAIN": str(self.plain),
+            "ELSA_CHANGED": file or "nothing.cpp",
             "ELSA_OBJECTS": str(self.folder / "objects"), "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
 
@@ -210,12 +206,6 @@ def tracked() -> list[str]:
 
 def _library(file: str) -> str:
     return "ort_library" if file.startswith("csrc/onnxruntime/") else "native"
-
-
-def _by_file(tests: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The tests of each file: they share its fixtures."""
-    groups = itertools.groupby(tests, key=lambda test: test.partition("::")[0])
-    return [tuple(group) for _, group in groups]
 
 
 def _import_ahead() -> None:
