@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import Rows, rows_of
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.linear import gemm, planner
@@ -29,19 +28,10 @@ GRADIENTS = [(70, 64, 72, 1), (300, 72, 136, 3), (64, 136, 64, 1)]
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    """Every case of linear_interpreted.py, run once in a process of its own."""
-    env = {
-        **os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(HERE / "linear_interpreted.py")],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return {row["name"]: row for row in rows}
+def interpreted() -> Iterator[Rows]:
+    """Every case of linear_interpreted.py, in a process of its own."""
+    with rows_of("linear_interpreted.py") as rows:
+        yield rows
 
 
 @pytest.mark.parametrize("name", NAMES)
