@@ -154,5 +154,7 @@ ATTENTION = register(
         kind="attention",
         terms=("query", "key", "value", "attn_mask"),
         twin=True,
+        onnx="elsa_core.exporting.onnx_attention:EXPORT",
+        bench="elsa_core.bench.operators:ATTENTION",
     )
 )

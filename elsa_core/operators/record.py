@@ -10,6 +10,7 @@ to `elsa::<name>`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +78,12 @@ class Operator:
             arguments; any other word makes them leave it alone.
         terms: the tensor arguments that a gradient may be wanted of, in the order of `needs`.
         twin: whether `elsa::<name>_eager` stands beside it.
+        onnx: its `elsa_core.exporting.onnx_operator.OnnxExport`, which writes nodes of its own;
+            without one `elsa.export` writes the portable form.
+        bench: its `elsa_core.bench.operators.Bench`: cases, peers and the float64 output.
+
+    `onnx` and `bench` are objects, or where to find one when it is asked for
+    ("package.module:NAME"): an operator imports neither exporters nor measurements.
     """
 
     name: str
@@ -88,6 +95,8 @@ class Operator:
     kind: str = ""
     terms: tuple[str, ...] = ()
     twin: bool = False
+    onnx: Any = None
+    bench: Any = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,6 +107,14 @@ class Operator:
     def exported(self) -> Callable[..., Any]:
         """What a call is written with while `torch.onnx.export` makes a graph."""
         return self.portable or self.reference
+
+    def part(self, name: str) -> Any:
+        """What "onnx" or "bench" stands for; None where the record has none."""
+        given = getattr(self, name)
+        if not isinstance(given, str):
+            return given
+        module, _, attribute = given.partition(":")
+        return getattr(importlib.import_module(module), attribute)
 
     def recomputed(self, *arguments: Any) -> Any:
         """The gradients in plain PyTorch, for the arguments of `elsa::<name>_backward`."""

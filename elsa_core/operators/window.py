@@ -97,5 +97,7 @@ WINDOW_ATTENTION = register(
         kind="window",
         terms=("qkv", "bias", "pad_qkv", "logit_scale"),
         twin=True,
+        onnx="elsa_core.exporting.onnx_window:EXPORT",
+        bench="elsa_core.bench.operators:WINDOW",
     )
 )
