@@ -24,6 +24,7 @@ COMMANDS = {
     "patch": "Replace a model's attention by exact ELSA kernels.",
     "check": "Prove that the patched model computes what the original does.",
     "profile": "Show what patching a model gains here, and where.",
+    "eval": "Measure accuracy on your labelled images, before and after patching.",
     "export": "Write a patched model as a bundle that runs without elsa.",
     "verify": "Check a bundle: its files, and that it still computes the model.",
     "bench": "Measure ELSA against its peers on this machine.",

@@ -9,6 +9,12 @@ import torch
 import elsa_core as elsa
 from elsa_core.summary import Summarised, Summary
 
+WORDS = {
+    "patch": ["blocks.0-5.attn", "Attention"],
+    "check": ["blocks.0", "top-1 1/1", "agree"],
+    "profile": ["eager", "patched", "rest of the model", "fast"],
+}
+
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Summarised]:
@@ -30,8 +36,7 @@ def test_a_report_is_a_table_wherever_python_shows_it(
     text, page = str(report), report._repr_html_()
     assert repr(report) == text and "Report(" not in text
     assert page.count("<table>") == page.count("</table>") == (2 if name == "profile" else 1)
-    for words in {"patch": ["blocks.0-5.attn", "Attention"], "check": ["blocks.0", "top-1 1/1", "agree"],
-                  "profile": ["eager", "patched", "rest of the model", "fast"]}[name]:  # fmt: skip
+    for words in WORDS[name]:
         assert words in text and words in page
 
 
