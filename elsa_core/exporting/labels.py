@@ -39,7 +39,7 @@ def _published(subject: Subject, count: int) -> tuple[str, ...]:
         return ()
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
-    name = infer_imagenet_subset(count)
+    name = infer_imagenet_subset({"num_classes": count})
     if name is None:
         return ()
     info = ImageNetInfo(name)

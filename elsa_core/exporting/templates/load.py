@@ -243,8 +243,8 @@ def _assumed(facts: dict[str, Any]) -> str:
 
 
 def _random(facts: dict[str, Any]) -> str:
-    said = facts["model"]["weights"].startswith("random")
-    return "the weights are random: so are the results" if said else ""
+    random = facts["model"]["weights"].startswith("random")
+    return "the weights are random, and so are the results" if random else ""
 
 
 def run_reference(format: str, bundle: Path, output: Path, *, library: bool = True) -> None:
@@ -280,15 +280,14 @@ def _to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
 
 def class_names(facts: dict[str, Any], bundle: Path = HERE, file: str = "") -> list[str]:
     """The name of each class: the lines of `file`, else of the bundle's labels, if it has any."""
-    path = Path(file) if file else bundle / facts["labels"] if facts.get("labels") else None
-    return path.read_text(encoding="utf-8-sig").splitlines() if path else []
+    path = Path(file) if file else bundle / (facts.get("labels") or os.devnull)
+    return path.read_text(encoding="utf-8-sig").splitlines()
 
 
 def softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Probabilities of the classes, float64 of the logits' shape."""
     shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    result: np.ndarray[Any, Any] = shifted / shifted.sum(-1, keepdims=True)
-    return result
+    return np.asarray(shifted / shifted.sum(-1, keepdims=True))
 
 
 def images_in(paths: Sequence[str]) -> list[Path]:
@@ -297,9 +296,9 @@ def images_in(paths: Sequence[str]) -> list[Path]:
 
     known = Image.registered_extensions().items()
     suffixes = {suffix for suffix, name in known if name in IMAGE_FORMATS}
-    found: list[Path] = []
+    found = []
     for path in map(Path, paths):
-        inside = sorted(path.rglob("*")) if path.is_dir() else []
+        inside = sorted(path.rglob("*.*"))
         found += [each for each in inside if each.suffix.lower() in suffixes and each.is_file()]
         found += [] if path.is_dir() else [path]
     if not found:
@@ -367,8 +366,6 @@ def _arguments(arguments: Sequence[str]) -> Any:
     parser.add_argument("--batch-size", type=int, default=8, help="images a batch (default: 8)")
     parser.add_argument("-o", "--output", help="write to this .csv or .json file instead")
     given = parser.parse_args(arguments)
-    if given.top < 1 or given.batch_size < 1:
-        parser.error("--top and --batch-size must be positive")
     if given.output and not given.output.endswith((".csv", ".json")):
         parser.error("-o: give a .csv or a .json file")
     return given
