@@ -117,8 +117,8 @@ def _in_words(manifest: dict[str, Any]) -> str:
         colours = "RGB" if channels == 3 else "grey"
         lines.append(
             f"In: {colours} images of {height} x {width} pixels. `load.preprocess` resizes one\n"
-            f"({given['interpolation']}) so that the centre crop keeps {given['crop_pct']:g} of it,\n"
-            f"scales it to 0..1, subtracts\nthe mean {mean} and divides by the standard deviation "
+            f"({given['interpolation']}) so that the centre crop keeps {given['crop_pct']:g} of it"
+            f",\nscales it to 0..1, subtracts\nthe mean {mean} and divides by the standard deviation "
             f"{std}, channel by channel.\nThe batch comes first and may have any size."
         )
     if manifest["outputs"][0]["name"] == "logits":
