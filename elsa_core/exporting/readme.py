@@ -114,12 +114,14 @@ def _in_words(manifest: dict[str, Any]) -> str:
     if given is not None:
         channels, height, width = given["input_size"]
         mean, std = (", ".join(f"{value:g}" for value in given[key]) for key in ("mean", "std"))
+        share = given["crop_pct"]
         colours = "RGB" if channels == 3 else "grey"
         lines.append(
             f"In: {colours} images of {height} x {width} pixels. `load.preprocess` resizes one\n"
-            f"({given['interpolation']}) so that the centre crop keeps {given['crop_pct']:g} of it"
-            f",\nscales it to 0..1, subtracts\nthe mean {mean} and divides by the standard deviation "
-            f"{std}, channel by channel.\nThe batch comes first and may have any size."
+            f"({given['interpolation']}) so that the centre crop keeps {share:g} of it,\n"
+            f"scales it to 0..1, subtracts the mean {mean}\n"
+            f"and divides by the standard deviation {std}, channel by channel.\n"
+            "The batch comes first and may have any size."
         )
     if manifest["outputs"][0]["name"] == "logits":
         count = manifest["outputs"][0]["shape"][-1]
