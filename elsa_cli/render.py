@@ -29,8 +29,12 @@ def header(session: Session, loaded: Loaded, options: Options, extra: str = "") 
         if note == loaded.spec.alias:
             continue
         session.line(note, "dim")
-    if unsaid := loaded.recipe.preprocess.assumed:
-        session.line(f"preprocessing: {', '.join(unsaid)} assumed", "yellow")
+    from elsa_core.loading import unsaid
+
+    if line := unsaid.line(loaded.recipe):
+        session.line(line, "yellow")
+    if assumed := loaded.recipe.preprocess.assumed:
+        session.line(f"preprocessing: {', '.join(assumed)} assumed", "yellow")
     session.line()
 
 
@@ -46,6 +50,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
         "device": str(device),
         "dtype": options.dtype,
         "notes": list(loaded.notes),
+        "assumed": dict(loaded.recipe.unsaid),
         "preprocess": {
             "mean": list(loaded.mean),
             "std": list(loaded.std),

@@ -134,6 +134,7 @@ def explain_window_attention(
         qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
         "none" if bias is None else "additive", "dense" if qkv.stride(-1) == 1 else "strided",
         calls.wanted(qkv=qkv, bias=bias, pad_qkv=pad_qkv, logit_scale=logit_scale),
+        math.prod(window),
     )  # fmt: skip
     alone = routing.plain_alone(backend)
     if alone:
