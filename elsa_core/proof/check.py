@@ -130,7 +130,7 @@ def _failures(
     for one in cases:
         by = "" if one.path == run_paths.EAGER else f" by {one.path}"
         failures += [] if one.ok else [f"model on {one.case!r}{by}: {one.reason}"]
-    failures += [f"{one.site}: {one.reason}" for one in slopes if not one.ok]
+    failures += [f"{one.path}: gradients: {one.reason}" for one in slopes if not one.ok]
     if not failures and not any(site.operator_calls for site in sites):
         failures.append("no site ran elsa's operator on these inputs, so nothing is known about it")
     return failures

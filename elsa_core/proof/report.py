@@ -87,13 +87,13 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """The gradients of one site, or of the model where `site` is "model".
+    """The gradients of the site at `path`, or of the whole where that is "model".
 
     Numbers as in `SiteCheck`, for the gradient `worst` in `worst_case`: an input ("input[0]") or a
     parameter by its name. `gradients` counts those compared, `wrong` names those that fail.
     """
 
-    site: str
+    path: str
     worst: str
     max_abs: float
     relative_l2: float
@@ -250,14 +250,14 @@ class GradientRecord:
         more = f" (and {len(self.wrong) - 1} more)" if len(self.wrong) > 1 else ""
         return f"{self.case}: gradient of {self.name}{more}: {why}" if why else ""
 
-    def result(self, site: str) -> GradientCheck:
+    def result(self, path: str) -> GradientCheck:
         """The verdict on them."""
         reason = self.reason()
         notes: tuple[str, ...] = ()
         if self.worst is not None and self.worst.samples > 1:
             notes = (f"{self.case}: {_SAMPLES.format(self.worst.samples)}",)
         return GradientCheck(
-            site=site,
+            path=path,
             worst=self.name,
             **_numbers(self.worst),
             worst_case=self.case,
