@@ -6,7 +6,7 @@ whatever reaches an output reaches the loss, and no loss function hides it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,34 +15,34 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.proof.cases import jittered
 from elsa_core.proof.compare import floating_outputs
-from elsa_core.proof.judge import Judgement
+from elsa_core.proof.judge import Judgement, settle
 from elsa_core.proof.sides import Given, PatchedError, Sides, finding
 
 Gradients = dict[str, Tensor]
 
 
-def judged(
-    judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, samples: Sequence[int]
-) -> Judgement:
-    """The judgement with the gradients of one case: of its input, and of nearby ones and other
-    losses where that one condemns the patched code.
+def judge(
+    judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, samples: int
+) -> None:
+    """Judges the gradients of one case: for its input, and for nearby ones and other losses where
+    that one condemns the patched code.
 
     Args:
         judgement: takes them, by the name of the input or parameter.
         sides: the computation.
         given: its arguments.
         dtype: the model's, in which the loss's random numbers are representable.
-        samples: seeds of these numbers and of the nearby inputs.
+        samples: for a fair judgement.
     """
     try:
-        _add(judgement, sides, given, dtype, samples[0])
-        if judgement.in_doubt:
-            for seed in samples[1:]:
-                _add(judgement, sides, jittered(given, seed), dtype, seed)
-            judgement.count_samples(len(samples))
+        _add(judgement, sides, given, dtype, 0)
+        settle(
+            [judgement],
+            samples,
+            lambda seed: _add(judgement, sides, jittered(given, seed), dtype, seed),
+        )
     except PatchedError as error:
         judgement.error = str(error)
-    return judgement
 
 
 def _add(judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, seed: int) -> None:

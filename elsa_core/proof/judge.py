@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,10 @@ MIN_VALUES = 32
 # once in 10^4 with 32.
 SITE_SAMPLES = 32
 MODEL_SAMPLES = 10
+
+# After 8 samples, two equally good errors differ by more than 10x once in 10^7: no more are run.
+_HOPELESS_SAMPLES = 8
+_HOPELESS = 5.0
 
 
 @dataclass
@@ -70,15 +74,28 @@ class Judgement:
         values = max((c.values for c in self.comparisons.values()), default=MIN_VALUES)
         return math.ceil(MIN_VALUES / max(values, 1)) - 1
 
-    def count_samples(self, count: int) -> None:
-        """Notes that the errors are those of so many inputs together."""
-        for comparison in self.comparisons.values():
-            comparison.samples = count
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether an error is so far beyond what is allowed that 8 samples are enough."""
+        return any(each.excess > _HOPELESS for each in self.comparisons.values())
 
 
-def doubtful(judgements: Iterable[Judgement]) -> list[Judgement]:
-    """Those that further samples can still clear."""
-    return [each for each in judgements if not each.error and each.in_doubt]
+def settle(judgements: Iterable[Judgement], samples: int, again: Callable[[int], None]) -> None:
+    """Takes more samples for judgements that one sample alone condemns.
+
+    Args:
+        judgements: get their samples together; those that are not in doubt need none.
+        samples: in all, for a fair judgement; 8 where the errors are far beyond what is allowed.
+        again: adds one more to each of them that is in doubt, given its seed.
+    """
+    several = [each for each in judgements if each.in_doubt]
+    for seed in range(1, samples if several else 1):
+        again(seed)
+        for each in several:
+            for comparison in each.comparisons.values():
+                comparison.samples = seed + 1
+        if seed + 1 >= _HOPELESS_SAMPLES and all(each.is_hopeless for each in several):
+            break
 
 
 def _same_shape(one: Any, two: Any) -> bool:

@@ -18,7 +18,7 @@ from elsa_core.patching.patch import original
 from elsa_core.proof import gradients, paths
 from elsa_core.proof.cases import chunks, jittered, nearby
 from elsa_core.proof.compare import TURBO_EPS, map_floating
-from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, doubtful
+from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord, ModelCheck, model_check
 from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model, own
 from elsa_core.proof.site_run import Asked, Progress, SiteRun
@@ -126,13 +126,12 @@ class CheckRun:
         first = self._prepared(next(chunks(case, self.asked.batch_size)))
         for seed in range(max((each.too_few for each in judged.values()), default=0)):
             self._batch(name, (nearby(first[0], seed), {}), judged)
-        again = doubtful(judged.values())
-        if again:
-            some = {path: each for path, each in judged.items() if each in again}
-            for seed in range(1, MODEL_SAMPLES):
-                self._batch(name, jittered(first, seed), some)
-            for each in again:
-                each.count_samples(MODEL_SAMPLES)
+        doubtful = {path: each for path, each in judged.items() if each.in_doubt and not each.error}
+        settle(
+            doubtful.values(),
+            MODEL_SAMPLES,
+            lambda seed: self._batch(name, jittered(first, seed), doubtful),
+        )
         return [model_check(name, path, inputs, each) for path, each in judged.items()]
 
     def _batch(
@@ -205,10 +204,8 @@ class CheckRun:
     def _gradients(self, name: str, batch: Given) -> None:
         eps = TURBO_EPS if self.site_run.turbo else None
         judgement = Judgement(self.asked.factor, eps)
-        samples = range(MODEL_SAMPLES)
-        self.gradients.add(
-            name, gradients.judged(judgement, self.sides, batch, self.dtype, samples)
-        )
+        gradients.judge(judgement, self.sides, batch, self.dtype, MODEL_SAMPLES)
+        self.gradients.add(name, judgement)
 
 
 def _seconds(model: nn.Module, given: Given, device: torch.device) -> float:

@@ -19,7 +19,7 @@ from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.cases import jittered
 from elsa_core.proof.compare import TURBO_EPS, floating_outputs
 from elsa_core.proof.entry import Hook, watched
-from elsa_core.proof.judge import SITE_SAMPLES, Judgement
+from elsa_core.proof.judge import SITE_SAMPLES, Judgement, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord, SiteCheck, SiteRecord
 from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, of_site
 from elsa_core.proof.site_cases import (
@@ -187,11 +187,12 @@ class SiteRun:
             except PatchedError as error:
                 record.errors.append(f"{label}: {error}")
                 return Seen()
-        if judgement.in_doubt:
-            for seed in range(1, SITE_SAMPLES):
-                other = jittered(given, seed)
-                judgement.add(sides.exact(other), sides.original(other), sides.patched(other))
-            judgement.count_samples(SITE_SAMPLES)
+
+        def again(seed: int) -> None:
+            other = jittered(given, seed)
+            judgement.add(sides.exact(other), sides.original(other), sides.patched(other))
+
+        settle([judgement], SITE_SAMPLES, again)
         record.add(label, judgement.comparisons, capture.calls)
         padded = [call.padded for call in capture.calls]
         return Seen(
@@ -204,10 +205,8 @@ class SiteRun:
         if not self.asked.grad:
             return
         judgement = self._judgement(path)
-        samples = range(SITE_SAMPLES)
-        self.gradients[path].add(
-            label, gradients.judged(judgement, sides, given, self.dtype, samples)
-        )
+        gradients.judge(judgement, sides, given, self.dtype, SITE_SAMPLES)
+        self.gradients[path].add(label, judgement)
 
     def _judgement(self, path: str) -> Judgement:
         return Judgement(self.asked.factor, TURBO_EPS if path in self.turbo else None)
