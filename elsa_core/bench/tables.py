@@ -174,6 +174,7 @@ def command_line(document: Document) -> str:
     words += ["--backend", settings["backend"]] if settings["backend"] != "auto" else []
     for flag, present in (
         ("--flex", settings.get("flex", False)),
+        ("--train", settings.get("train", False)),
         ("--no-sites", settings.get("sites", True) is False),
         ("--sites", settings.get("sites") is True and settings.get("device") == "cpu"),
         ("--no-errors", settings.get("sites", False) and not settings.get("errors", True)),
