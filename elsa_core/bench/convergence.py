@@ -11,6 +11,7 @@ writes such files for a machine without these packages.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -18,7 +19,9 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -189,6 +192,7 @@ def measure(
     seeds: int,
     epochs: int,
     device: torch.device,
+    workers: int = 1,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Document:
     """Train every model from every seed in every way; the document of all curves.
@@ -197,17 +201,17 @@ def measure(
         sets: from `split`.
         seeds: how many, from 0 on. epochs: of each training.
         device: cpu or cuda.
+        workers: processes, each with one thread and one training at a time.
         tell: called with a line after each pair of trainings.
     """
+    asked = list(itertools.product(sets, MODELS, DTYPES, range(seeds)))
+    task = functools.partial(_pair, epochs=epochs, device=device)
     runs = []
-    for data, kind, dtype, seed in itertools.product(sets, MODELS, DTYPES, range(seeds)):
-        pair = [
-            train(data, kind, dtype=dtype, way=way, seed=seed, epochs=epochs, device=device)
-            for way in WAYS
-        ]
-        runs += pair
-        ends = " / ".join(f"{run['accuracy'][-1]:.3f}" for run in pair)
-        tell(f"{data.name} {kind} {dtype} seed {seed}: accuracy original / patched {ends}")
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for (data, kind, dtype, seed), pair in zip(asked, pool.map(task, asked), strict=True):
+            runs += pair
+            ends = " / ".join(f"{run['accuracy'][-1]:.3f}" for run in pair)
+            tell(f"{data.name} {kind} {dtype} seed {seed}: accuracy original / patched {ends}")
     return {
         "schema_version": SCHEMA_VERSION,
         "environment": environment.describe(device),
@@ -218,6 +222,18 @@ def measure(
         },
         "runs": runs,
     }  # fmt: skip
+
+
+def _pair(
+    asked: tuple[Data, str, str, int], *, epochs: int, device: torch.device
+) -> list[Document]:
+    """The trainings that begin alike, one in each way."""
+    torch.set_num_threads(1)
+    data, kind, dtype, seed = asked
+    return [
+        train(data, kind, dtype=dtype, way=way, seed=seed, epochs=epochs, device=device)
+        for way in WAYS
+    ]
 
 
 @dataclass(frozen=True)
@@ -312,6 +328,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--data", nargs="+", default=list(_PACKAGES), metavar="NAME|FILE.npz")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--pack", type=Path, metavar="DIR", help="write the data, train nothing")
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args(arguments)
@@ -324,7 +341,7 @@ def main(arguments: list[str]) -> None:
     sets = [split(Path(name).stem, *arrays(name)) for name in given.data]
     document = measure(
         sets, seeds=given.seeds, epochs=given.epochs, device=torch.device(given.device),
-        tell=lambda line: sys.stderr.write(line + "\n"),
+        workers=given.workers, tell=lambda line: sys.stderr.write(line + "\n"),
     )  # fmt: skip
     if given.output is not None:
         write_text(json.dumps(document, indent=1) + "\n", given.output)

@@ -144,8 +144,9 @@ def _svg(parts: Sequence[str], height: int) -> str:
 
 
 def _bar(top: float, width: float, height: int, name: str, left: float = 0.0) -> str:
+    place = f"{left:.2f}%" if left else "0"
     return (
-        f'<rect x="{left:.2f}%" y="{top}" width="{max(width, 0.2):.2f}%" height="{height}" rx="2" '
+        f'<rect x="{place}" y="{top}" width="{max(width, 0.2):.2f}%" height="{height}" rx="2" '
         f'class="{name}"/>'
     )
 
