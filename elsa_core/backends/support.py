@@ -62,8 +62,8 @@ class Implementation:
             words.
         arithmetic: what a precision means here, in words.
         direct: the kernel behind `run`, for calls that no compiler, tracer or profiler needs to
-            see; of `linear` and of `whole` what gives None where it is not the faster one. None
-            where `run` is to be called.
+            see; of `linear` (all arguments of the operator) and of `whole` what gives None where it
+            is not the faster one. None where `run` is to be called.
         gradient: as `support`, for the gradients of `run`; None where autograd records `run`.
         backward: takes the arguments of `elsa::<name>_backward`; gives None where it does not
             serve the call.

@@ -158,17 +158,19 @@ def _define(name: str, record: Operator) -> None:
     if name.endswith("_eager") or not record.twin:
         _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
     if record.gradients is not None:
-        _differentiate(name, record.gradients)
+        _differentiate(name, record)
 
 
-def _differentiate(name: str, gradients: Gradients) -> None:
+def _differentiate(name: str, record: Operator) -> None:
     """Register the formulas of `name`, and the operator that they call if there is one."""
+    gradients = record.gradients
+    assert gradients is not None
     formula, backward = gradients.formula, gradients.backward
     if backward is not None:
         full = f"{name}_backward"
         if not hasattr(torch.ops.elsa, full):
             _LIBRARY.define(full + backward.schema)
-        if name.endswith("_eager"):
+        if name.endswith("_eager") or not record.twin:
             _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
         torch.library.register_autograd(

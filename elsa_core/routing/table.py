@@ -221,3 +221,5 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 _kernel_on_cuda("attention", "triton", "attention_forward")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")
+_kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
+_kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")

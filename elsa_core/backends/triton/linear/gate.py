@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from elsa_core import calls
 from elsa_core.backends.support import Request, Support
-from elsa_core.operators.linear import plain
+from elsa_core.operators.linear import epilogue, plain, plain_backward, plain_split
 
 # Of a call outside CUDA graphs and compilers: with fewer multiply-adds eager calls are host-bound,
 # and this kernel takes some microseconds more of the host.
@@ -33,15 +34,50 @@ def support(request: Request) -> Support:
     return Support(True)
 
 
-def kernel(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def kernel(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
     """The CUDA kernel of `elsa::linear`."""
     from elsa_core.backends.triton.linear import gemm
 
-    out = gemm.linear(input, weight, bias)
-    return plain(input, weight, bias) if out is None else out
+    fused = activation != "none" or residual is not None or scale is not None
+    out = None if fused else gemm.linear(input, weight, bias)
+    if out is None:
+        return plain(input, weight, bias, activation, residual, scale)
+    return out
 
 
-def serve(input: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor | None:
+def backward(
+    grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The CUDA kernel of `elsa::linear_backward`."""
+    return plain_backward(grad_out, input, weight, precision, needs)
+
+
+def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The CUDA kernel of `elsa::split_weight`."""
+    return plain_split(weight)
+
+
+def serve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor | None:
     """By the kernel of this package; None where PyTorch's own is to serve.
 
     Questions are in the order of their cost: eager calls are host-bound.
@@ -58,12 +94,14 @@ def serve(input: Tensor, weight: Tensor, bias: Tensor | None, precision: str) ->
     plain = _plain(input, weight)
     through = calls.recorded() or calls.differentiates(input, weight, bias)
     if not small and (through or not plain):
-        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
+        terms = (activation, residual, scale, precision, halves, powers)
+        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
     from elsa_core.backends.triton.linear import gemm
 
     if not small:
-        return gemm.linear(input, weight, bias)
+        product = gemm.linear(input, weight, bias)
+        return None if product is None else epilogue(product, activation, residual, scale)
     if plain:
         gemm.warm(input, weight, bias)
     return None
