@@ -43,6 +43,11 @@ def reasons(sites: Sequence[AttentionSite], word: str) -> list[str]:
     return lines
 
 
+def sites_of(scope: str) -> str:
+    """What the sites of a scope are called in a sentence."""
+    return "attention sites" if scope == "attention" else "sites"
+
+
 def as_html(text: str) -> str:
     """A notebook's form of a plain text."""
     return f"<pre>{html.escape(text)}</pre>"

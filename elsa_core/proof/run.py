@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.messages import first_line
 from elsa_core.patching import adapters
+from elsa_core.patching.layers import is_layer
 from elsa_core.patching.patch import original
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.cases import chunks, hard_cases, jittered, nearby, zeros_filled
@@ -87,7 +88,7 @@ class CheckRun:
     busy: bool = False
 
     def __post_init__(self) -> None:
-        self.records = {path: SiteRecord() for path in self.sites}
+        self.records = {path: SiteRecord(is_layer(site)) for path, site in self.sites.items()}
         self.classes = {path: type(site) for path, site in self.sites.items()}
         self.entries = {path: adapters.entry(site) for path, site in self.sites.items()}
         self.turbo = {
@@ -221,6 +222,7 @@ class CheckRun:
             if seen == 1:
                 self.tick(path, 1)
 
+        judge.elsa_observer = True  # type: ignore[attr-defined]  # a site may hold another one
         return judge
 
     def _site(
