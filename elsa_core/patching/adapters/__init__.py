@@ -124,7 +124,18 @@ def support(module: nn.Module) -> Support:
 
 def replacement(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
     """The class that a module of class `cls` takes; `support` has said yes before."""
-    return written(cls) or redirect.redirected(cls, precision, backend)
+    patched: Any = written(cls) or redirect.redirected(cls, precision, backend)
+    patched.__prepare_scriptable__ = _refuse_script
+    return patched  # type: ignore[no-any-return]
+
+
+def _refuse_script(module: nn.Module) -> nn.Module:
+    """What `torch.jit.script` asks each module for."""
+    raise ModelError(
+        f"torch.jit.script cannot read a patched {base_class(module).__name__}: elsa.export writes "
+        "TorchScript with elsa's kernels (formats=['torchscript']), elsa.unpatch(model) gives the "
+        "original back"
+    )
 
 
 def name_of(cls: type[nn.Module]) -> str:
