@@ -148,10 +148,14 @@ class CheckReport(Summarised):
         return check_summary(self)
 
 
+_NOT_REACHED = "not reached by these inputs, so nothing is known about it"
+
+
 @dataclass
 class SiteRecord:
-    """What was seen of one site so far."""
+    """What was seen of one site so far; `layer`: it is no attention but a layer."""
 
+    layer: bool = False
     worst: Comparison | None = None
     case: str = ""
     calls: int = 0
@@ -191,7 +195,8 @@ class SiteRecord:
         if self.errors:
             return self.errors[0]
         if self.worst is None:
-            return "not reached by these inputs, so nothing is known about it"
+            # a layer whose module nobody calls, since its weight is read elsewhere, changes nothing
+            return "" if self.layer else _NOT_REACHED
         if self.clearest == math.inf:
             return "its output is zero for each of these inputs, so nothing is known about it"
         if not self.shown:
@@ -206,7 +211,9 @@ class SiteRecord:
         notes = list(dict.fromkeys(self.notes))
         if self.worst is not None and self.worst.samples > 1:
             notes.append(f"{self.case}: {_SAMPLES.format(self.worst.samples)}")
-        if self.calls and not self.operator_calls:
+        if self.worst is None and self.layer:
+            notes.append(_NOT_REACHED)
+        if self.calls and not self.operator_calls and not self.layer:
             notes.append("the elsa operator was never called here")
         reason = self.reason()
         return SiteCheck(

@@ -14,6 +14,7 @@ from torch import nn
 from elsa_core.errors import ElsaError
 from elsa_core.messages import first_line
 from elsa_core.patching import adapters
+from elsa_core.patching.layers import is_layer
 from elsa_core.proof import gradients
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.cases import jittered
@@ -77,7 +78,7 @@ class SiteRun:
     busy: bool = False
 
     def __post_init__(self) -> None:
-        self.records = {path: SiteRecord() for path in self.sites}
+        self.records = {path: SiteRecord(is_layer(site)) for path, site in self.sites.items()}
         self.gradients = {path: GradientRecord() for path in self.sites} if self.asked.grad else {}
         self.classes = {path: type(site) for path, site in self.sites.items()}
         self.entries = {path: adapters.entry(site) for path, site in self.sites.items()}
@@ -125,6 +126,7 @@ class SiteRun:
             if seen == 1:
                 self.tick(path, 1)
 
+        judge.elsa_observer = True  # type: ignore[attr-defined]  # a site may hold another one
         return judge
 
     def _visit(self, path: str, label: str, module: nn.Module, given: Given, output: Any) -> None:
