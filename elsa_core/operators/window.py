@@ -2,7 +2,7 @@
 
 Layouts: qkv [B, D, H, W, 3 * C], last dim dense; the terms as in `elsa_core.window`. The result is
 [B, D, H, W, C], dense. Nothing is saved for the gradients: the scores of a window are computed
-again in one tile. `needs` says which gradients are wanted, of qkv, bias, pad_qkv and logit_scale:
+again, tile by tile. `needs` says which gradients are wanted, of qkv, bias, pad_qkv and logit_scale:
 the others are not computed and come back as an empty tensor [0]. Gradients are contiguous.
 """
 
