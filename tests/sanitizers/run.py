@@ -96,5 +96,5 @@ def _environment(folder: Path, name: str) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(places), "CXX": compiler, "ELSA_SET": name,
         "ELSA_CPU_ISA": name, "ELSA_OBJECTS": str(folder), "ELSA_CACHE_DIR": str(folder),
-        "OMP_NUM_THREADS": "2", "PYTHONMALLOC": "malloc",
+        "OMP_NUM_THREADS": "2",
     }  # fmt: skip
