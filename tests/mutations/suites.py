@@ -101,7 +101,7 @@ SUITES = (
     _adapter("redirect", "redirect", "timm", "watched"),
     _adapter("timm_mvitv2", "eager", "timm"),
     _adapter("timm_*", "timm", "eager", "redirect", "watched"),
-    _adapter("common", "timm", "eager", "watched", "tests/patching/test_training_route.py"),
+    _adapter("common", "transformers", "timm", "eager", "watched"),
     _adapter("decomposed", "eager", "timm"),
     _adapter("open_clip_towers", "multihead", "redirect"),
     _adapter("asked", "timm", "multihead", "watched"),
