@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import bench_compare, bench_models, bench_trace, bench_tune
+from elsa_cli import bench_compare, bench_models, bench_trace, bench_tune, completion, targets
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @click.command("bench", cls=Command)
 @click.argument(
-    "subject", type=click.Choice(["attention", "models"]), metavar="[attention|models]",
-    required=False,
+    "subject", type=click.Choice(["attention", "models", "training"]),
+    metavar="[attention|models|training]", required=False,
 )  # fmt: skip
 @click.option(
     "--device", type=DeviceName(), default="auto", show_default=True,
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="List the cases; measure nothing.")
 @click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged.")
 @click.option("--tune", is_flag=True, help="Choose GPU tiles for these calls; writes your table.")
-@click.option("--table", "tables", multiple=True, metavar="NAME", help="Only these tables.")
+@click.option(
+    "--table", "tables", multiple=True, metavar="NAME", shell_complete=completion.tables,
+    help="Only these tables.",
+)  # fmt: skip
 @click.option(
     "--case", "patterns", multiple=True, metavar="GLOB",
     help="Only cases whose name matches (repeatable), like 'vit/1x12x*'.",
@@ -71,7 +74,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
-    help="Of models: what to measure against, as in `elsa profile`.",
+    shell_complete=completion.baselines,
+    help="Of models and training: what to measure against, as in `elsa profile`.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
@@ -84,7 +88,7 @@ if TYPE_CHECKING:
     "--plot", type=FilePath(), metavar="FILE",
     help="Draw time and memory against tokens (.png or .svg).",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Models: go on with what --output holds.")
+@click.option("--resume", is_flag=True, help="Models, training: go on with what --output holds.")
 @click.option(
     "--compare", metavar="FILE",
     help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
@@ -99,7 +103,7 @@ if TYPE_CHECKING:
 @pass_session
 def command(session: Session, /, subject: str | None, **given: Any) -> None:
     """Time exact attention against every peer that takes the same case, side by side; or whole
-    models, patched against every way one would otherwise run them.
+    models, or their training steps, patched against every way one would otherwise run them.
 
     Peers are PyTorch's attention backends, an eager softmax, ONNX Runtime (CPU) and FlexAttention
     (--flex). Rounds are interleaved; errors are against float64; a ratio above 1 means that elsa
@@ -121,8 +125,10 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
         return
     if published is not None and not (given["tables"] or given["patterns"] or given["quick"]):
         given["patterns"] = bench_compare.names(published)
-    if subject == "models":
-        bench_models.run(session, given, published)
+    if given["plot"] is not None:
+        targets.check_plot(given["plot"])
+    if subject != "attention":
+        bench_models.run(session, given, published, steps=subject == "training")
         return
     from torch import device as torch_device
     from torch.cuda import is_available
@@ -188,7 +194,7 @@ def _subject(subject: str | None, published: dict[str, Any] | None, given: dict[
         raise click.UsageError("--from goes with --compare")
     of_file = None if published is None else published["command"].partition(" ")[2]
     if subject is None and of_file is None:
-        raise click.UsageError("Missing argument 'attention' or 'models'")
+        raise click.UsageError("Missing argument 'attention', 'models' or 'training'")
     if None not in (subject, of_file) and subject != of_file:
         raise click.UsageError(f"--compare: {given['compare']} holds {of_file}, not {subject}")
     chosen = str(subject or of_file)
