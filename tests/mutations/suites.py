@@ -103,7 +103,7 @@ SUITES = (
     _adapter("timm_*", "timm", "eager", "redirect", "watched"),
     _adapter("common", "transformers", "timm", "eager", "watched"),
     _adapter("decomposed", "eager", "timm"),
-    _adapter("open_clip_towers", "multihead", "redirect"),
+    _adapter("open_clip_towers", "eager", "multihead"),
     _adapter("asked", "timm", "multihead", "watched"),
     _triton(
         "attention/fma_fallback",
