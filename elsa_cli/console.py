@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -112,9 +113,22 @@ class Session:
         # A file or a pipe gets the line whole, so that it can be searched.
         self._draw(console, Text(self.fit(text), style=style), whole=not console.is_terminal)
 
-    def again(self, command: str, *added: str, without: tuple[str, ...] = ()) -> str:
-        """A next step: this command line as `command`, with words added and flags left out."""
-        words = [word for word in self.arguments[1:] if word not in without]
+    def again(
+        self,
+        command: str,
+        *added: str,
+        without: tuple[str, ...] = (),
+        valued: tuple[str, ...] = (),
+    ) -> str:
+        """A next step: this command line as `command`, with words added and flags left out, those
+        that are `valued` with their values."""
+        words = [
+            word
+            for last, word in pairwise(self.arguments)
+            if word not in (*without, *valued)
+            and last not in valued
+            and not word.startswith(tuple(f"{flag}=" for flag in valued))
+        ]
         return shlex.join(["elsa", command, *words, *(a for a in added if a not in words)])
 
     def table(

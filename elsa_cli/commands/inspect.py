@@ -73,6 +73,8 @@ def command(
         raise click.UsageError("missing MODEL; --all inspects every architecture")
     if html is not None:
         targets.check_new(html, force)
+    elif typed(("force",)):
+        raise click.UsageError("--force goes with --html, or with --all and --page")
     options = Options.of(given)
     if _is_bundle(model):
         _show_bundle(session, Path(model))
@@ -96,7 +98,10 @@ def command(
         session.written.append(sites_page.write(loaded.name, about, found, html))
         session.line(f"html: {html}")
     if good:
-        session.line(f"Next: {session.again('patch', '--check')}", "dim")
+        session.line(
+            f"Next: {session.again('patch', '--check', without=('--force',), valued=('--html',))}",
+            "dim",
+        )
 
 
 def _is_bundle(model: str) -> bool:
