@@ -97,7 +97,10 @@ def attention(
     name = routing.name_of("attention", *kind, backend)
     out: Tensor
     lse: Tensor | None
-    if routing.plain_alone(backend, dropout_p):
+    if calls.exporting_onnx():
+        exported = operators.ATTENTION.exported
+        out, lse = exported(q, k, v, mask, is_causal, scale, precision, with_lse=return_lse)
+    elif routing.plain_alone(backend, dropout_p):
         reference = operators.ATTENTION.reference
         out, lse = reference(q, k, v, mask, is_causal, scale, dropout_p=dropout_p)
     else:

@@ -92,7 +92,9 @@ def window_attention(
     kind = (qkv.device.type, qkv.dtype, head_dim, head_dim, precision)
     name = routing.name_of("window_attention", *kind, backend)
     run: Callable[..., Tensor] = operators.WINDOW_ATTENTION.reference
-    if not routing.plain_alone(backend):
+    if calls.exporting_onnx():
+        run = operators.WINDOW_ATTENTION.exported
+    elif not routing.plain_alone(backend):
         run = routing.RUNS["window_attention", name]
     image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
     if image.stride(-1) != 1:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import eager
+from elsa_core.operators import portable
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
 
 _SCHEMA = (
@@ -92,13 +93,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
     """The gradients of `elsa::attention`: only those that somebody needs are computed."""
-    out, lse = ctx.saved_tensors[4:]
+    saved = ctx.saved_tensors  # once: a checkpoint that is not reentrant gives them one time
+    out, lse = saved[4:]
     needs = list(ctx.needs_input_grad[:4])
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is None:
         grad_lse = lse.new_zeros(0) if lse.device.type == "cuda" else torch.zeros_like(lse)
-    grads = operator(grad_out, grad_lse, *ctx.saved_tensors, *ctx.terms, needs)
+    grads = operator(grad_out, grad_lse, *saved, *ctx.terms, needs)
     return *needed(grads, needs), None, None, None
 
 
@@ -137,6 +139,7 @@ ATTENTION = register(
         name="attention",
         schema=_SCHEMA,
         reference=eager.attention,
+        portable=portable.attention,
         fake=_attention_fake,
         gradients=Gradients(
             setup_context=_setup_context,
@@ -152,5 +155,7 @@ ATTENTION = register(
         kind="attention",
         terms=("query", "key", "value", "attn_mask"),
         twin=True,
+        onnx="elsa_core.exporting.onnx_attention:EXPORT",
+        bench="elsa_core.bench.operators:ATTENTION",
     )
 )

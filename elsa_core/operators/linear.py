@@ -113,8 +113,9 @@ def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight[n] is (halves[0, n] + halves[1, n]) * powers[n] to 22 significant bits of the row's
     largest entries: powers[n] is the power of two for which max |weight[n]| / powers[n] lies in
     [2**13, 2**14), but no less than 2**-126 (the least normal number), 0 for a row of zeros, and 1
-    for one with an entry that is not finite. Division and difference are exact, so that every device gives
-    the same bits; halves of what is not finite, or overflows in such a row, are infinities and NaN.
+    for one with an entry that is not finite. Division and difference are exact, so that every
+    device gives the same bits; halves of what is not finite, or overflows in such a row, are
+    infinities and NaN.
 
     Args:
         weight: [N, K] float32.

@@ -97,8 +97,8 @@ def finish(
 
 @triton.jit
 def exact_tile(
-    X, Weight, Bias, Scale, Residual, p_out, rows, o_n, beside, columns, first, last, x_row, x_depth,
-    w_row, w_depth, at, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr,
+    X, Weight, Bias, Scale, Residual, p_out, rows, o_n, beside, columns, first, last, x_row,
+    x_depth, w_row, w_depth, at, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr,
     RESIDUAL: tl.constexpr, BM: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result with float32 FMA, XM rows at a time, in chains of 64 channels."""
@@ -148,7 +148,8 @@ def product(
     """Grid (tiles of BM rows and BN columns, parts of the channels).
 
     Left [2, rows, padded], Right [2, columns, padded] float16 with LeftPowers [rows], RightPowers
-    [columns]: as `halves.py` writes them of X and Weight, whose steps x_row to w_depth are elements.
+    [columns]: as `halves.py` writes them of X and Weight, whose steps x_row to w_depth count
+    elements.
     padded counts units of 8, columns units of 4; EVEN: BK divides padded. SINGLE: only hi * hi is
     computed, for 11 bits; lo is not read. Each part sums `chunk` times BK channels, to its
     own place in Out [parts, rows, columns]; several parts have no epilogue.
