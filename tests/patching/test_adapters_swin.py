@@ -461,3 +461,13 @@ def test_a_trained_swin_predicts_the_same(digits: tuple[Tensor, Tensor]) -> None
         after = model(pixels)
     assert len(pixels) == 1797 and torch.equal(before.argmax(1), after.argmax(1))
     assert float((before - after).abs().max()) < 1e-4 * float(before.abs().max())
+
+
+@torch.no_grad()
+def test_a_scale_of_ones_own_is_read() -> None:
+    """The operator's default is the usual scale: one that is left out shows at another alone."""
+    model = make("swin")
+    for block in model.modules():
+        if hasattr(block, "relative_position_bias_table"):
+            block.scale *= 3.0
+    assert_same(model, images(), torch.float32)
