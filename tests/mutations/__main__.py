@@ -49,7 +49,9 @@ def main() -> int:
         return 0
     rows = _read(given.json)
     if given.again:
-        rows = {name: row for name, row in rows.items() if row["verdict"] != "survived"}
+        for name, _ in wanted:
+            if rows.get(name, {}).get("verdict") == "survived":
+                del rows[name]
     left = [(name, one) for name, one in wanted if name not in rows]
     os.nice(max(0, 10 - os.nice(0)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copies are removed
