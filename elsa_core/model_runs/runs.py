@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,9 @@ from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentil
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
+from elsa_core.model_runs.errors import UNKNOWN, RunErrors, run_errors
+from elsa_core.model_runs.variants import first_tensor, on_device
+from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.patch import PatchReport, patch, patched_sites
 from elsa_core.patching.sites import find_sites
 from elsa_core.proof.cases import ModelInput, as_cases
@@ -49,6 +51,7 @@ class Run:
             graph (CUDA).
         bound: "host" where launching takes longer than computing, "device", or "".
         joules: energy of a call (CUDA with NVML).
+        error: relative Euclidean error of this very call's output against float64.
         ratio: "eager"'s time over this one's; None for "eager".
         ratio_to_best: the fastest baseline's time over this one's (patched only).
     """
@@ -66,6 +69,7 @@ class Run:
     device_seconds: float | None
     bound: str
     joules: float | None
+    error: float | None
     ratio: Ratio | None
     ratio_to_best: Ratio | None
 
@@ -95,6 +99,7 @@ class ModelRuns:
         gain: the fastest baseline's time over the fastest patched run's.
         patched, kept: numbers of sites.
         warnings: reasons to doubt the figures.
+        wrong: the runs whose error is more than twice "eager"'s and a rounding band.
     """
 
     device: str
@@ -113,6 +118,7 @@ class ModelRuns:
     patched: int
     kept: int
     warnings: tuple[str, ...]
+    wrong: tuple[str, ...]
     patch: PatchReport
 
     def run(self, name: str) -> Run:
@@ -145,6 +151,7 @@ class ModelRuns:
             "patched": self.patched,
             "kept": self.kept,
             "warnings": list(self.warnings),
+            "wrong": list(self.wrong),
         }
 
 
@@ -227,8 +234,10 @@ def prepare(
     return Prepared(plain, patched, arguments, first, report, built)
 
 
-def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRuns, Samples]:
-    """The runs of what was prepared, and the samples that they were made of."""
+def timed(
+    ready: Prepared, settings: Settings, tell: Progress, *, errors: bool = True
+) -> tuple[ModelRuns, Samples]:
+    """The runs of what was prepared, their errors, and the samples that they were made of."""
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
     tell("rounds", 0, 0)
@@ -240,7 +249,10 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
     warnings = watch.warnings(spreads)
     tell("memory", 0, 0)
     judge = _Judge(samples, settings)
-    runs = _runs(built, judge, first.device, first.shape[0])
+    tell("errors", 0, 0)
+    calls, how = built.contenders, report.precision
+    known = run_errors(ready.plain, calls, ready.arguments, how) if errors else UNKNOWN
+    runs = _runs(built, judge, known, first.device, first.shape[0])
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(
         device=str(first.device),
@@ -258,20 +270,11 @@ def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRun
         gain=judge.ratio(best, own),
         patched=len(report.patched),
         kept=len(report.kept),
-        warnings=warnings,
+        warnings=(*warnings, *known.warnings),
+        wrong=tuple(known.wrong),
         patch=report,
     )
     return found, samples
-
-
-def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
-    """What a call's device, dtype, batch and image size are read from."""
-    return next(value for value in arguments if isinstance(value, Tensor))
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's memory counters, events and graphs speak of the current GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
@@ -290,12 +293,12 @@ def _both(
     plain = variants.unpatched_copy(model)
     already = patched_sites(model)
     if not already:
-        patched = variants.shared_copy(plain)
+        patched = shared_copy(plain)
         report = patch(
             patched, precision=precision, backend=backend, include=include, exclude=exclude
         )
         return plain, patched, report
-    patched = variants.shared_copy(model).eval()
+    patched = shared_copy(model).eval()
     one = vars(next(iter(already.values())))
     everything = find_sites(patched)
     report = PatchReport(
@@ -326,7 +329,7 @@ class _Judge:
 
 
 def _runs(
-    built: variants.Built, judge: _Judge, device: torch.device, batch: int
+    built: variants.Built, judge: _Judge, known: RunErrors, device: torch.device, batch: int
 ) -> tuple[Run, ...]:
     counter = energy.meter(device)
     names = [contender.name for contender in built.contenders]
@@ -362,6 +365,7 @@ def _runs(
                 device_seconds=busy,
                 bound=rounds.bound_by(time, host, busy),
                 joules=joules,
+                error=known.errors.get(name),
                 ratio=None if name == "eager" else judge.ratio("eager", name),
                 ratio_to_best=judge.ratio(fastest, name) if is_ours else None,
             )
