@@ -26,12 +26,12 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
     Raises: ModelError, UnavailableError, ArgumentError with one line each.
     """
     names.check(text)
-    with session.stage("importing torch"):
+    with session.stage("importing torch", imports=True):
         import torch  # noqa: F401
 
         # The device is asked for first: a missing one is known before seconds go into loading.
         device = resolve_device(options.device)
-    with session.stage(f"looking up {text}"):
+    with session.stage(f"looking up {text}", imports=True):
         from elsa_core.loading.load import load_model
         from elsa_core.loading.spec import parse
 
@@ -146,7 +146,14 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
         if options.images is not None:
             inputs = {"images": _images(session, loaded, options.images), **inputs}
     with session.stage("checking") as update:
-        return check(loaded.model, inputs, batch_size=options.batch_size, progress=update)
+        return check(
+            loaded.model,
+            inputs,
+            batch_size=options.batch_size,
+            paths=options.paths,
+            grad=options.grad,
+            progress=update,
+        )
 
 
 def _images(session: Session, loaded: Loaded, folder: Path) -> Any:

@@ -6,7 +6,9 @@ outside inference mode passes through and which costs as much as the rest of a s
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -16,6 +18,12 @@ from torch.autograd import forward_ad
 
 NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to learn it"
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
+# Checks of arguments hold for a trace too. PyTorch leaves out the warnings of its own modules so.
+warnings.filterwarnings(
+    "ignore",
+    category=torch.jit.TracerWarning,  # type: ignore[attr-defined]  # public, not in its __all__
+    module="elsa_core",
+)
 
 
 class _Observers(threading.local):
@@ -52,6 +60,16 @@ def _watched(observers: int) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def exporting_onnx() -> bool:
+    """Whether `torch.onnx.export` is tracing: then calls are written in operations it knows."""
+    onnx = sys.modules.get("torch.onnx")  # it takes a tenth of a second to import
+    return onnx is not None and bool(onnx.is_in_onnx_export())
+
+
+# A constant for the compiler, which writes no ONNX.
+exporting_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def differentiates(*arguments: Any) -> bool:

@@ -38,7 +38,11 @@ class Windows(NamedTuple):
     @property
     def counts(self) -> tuple[int, int, int]:
         """Windows along each axis, the last one padded where the axis is no multiple."""
-        d, h, w = (-(-size // window) for size, window in zip(self.size, self.window, strict=True))
+        # Not -(-size // window): ONNX rounds a negative quotient towards zero.
+        d, h, w = (
+            (size + window - 1) // window
+            for size, window in zip(self.size, self.window, strict=True)
+        )
         return d, h, w
 
     @property
@@ -125,7 +129,7 @@ def attention(
     at a time.
     """
     with torch.autocast(qkv.device.type, enabled=False):
-        cut = _cut(qkv, window_size, shift_size, grid)
+        cut = geometry(qkv, window_size, shift_size, grid)
         windows = partition(qkv, cut, pad_qkv)
         terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)
         # Joined, not written into one tensor: `vmap` cannot write into what it has not batched.
@@ -162,7 +166,7 @@ def backward(
     than one chunk are alive.
     """
     with torch.autocast(qkv.device.type, enabled=False), _recording(), torch.enable_grad():
-        cut = _cut(qkv, window_size, shift_size, grid)
+        cut = geometry(qkv, window_size, shift_size, grid)
         leaves = [
             None if t is None else t.detach().requires_grad_(needed)
             for t, needed in zip((qkv, bias, pad_qkv, logit_scale), needs, strict=True)
@@ -281,7 +285,7 @@ def largest_score(
     precision: str = "strict",
 ) -> float:
     """The largest |score| that the operator sees, masked ones left out; 0 where none is finite."""
-    cut = _cut(qkv, window_size, shift_size, grid)
+    cut = geometry(qkv, window_size, shift_size, grid)
     windows = partition(qkv, cut, pad_qkv)
     terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)._replace(mask=None)
     largest = 0.0
@@ -334,7 +338,10 @@ def _chunks(windows: Tensor, num_heads: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _cut(qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool) -> Windows:
+def geometry(
+    qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool
+) -> Windows:
+    """How the operator cuts qkv [B, D, H, W, 3C]."""
     depth, height, width = qkv.shape[1:4]
     wd, wh, ww = window_size
     sd, sh, sw = shift_size

@@ -36,6 +36,8 @@ class Request(NamedTuple):
         mask: "none", "causal", "bool" or "additive".
         layout: "dense" where the last dim of each operand is, else "strided".
         gradient: the arguments that reverse mode wants a gradient of; none in inference.
+        tokens: of a window, which a model fixes, in requests of `window_attention` for gradients;
+            0 where they are not known.
     """
 
     device_type: str
@@ -47,6 +49,7 @@ class Request(NamedTuple):
     mask: str = "none"
     layout: str = "dense"
     gradient: tuple[str, ...] = ()
+    tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import reference
-from elsa_core.bench.cases import Case, inputs
+from elsa_core.bench.cases import Case, bench_of, inputs
 from elsa_core.bench.peers import Inputs, field_of
 from elsa_core.bench.results import CaseResult, Measurement, Report, Settings, compare
 from elsa_core.errors import UnavailableError
@@ -184,7 +184,8 @@ def _oracle(case: Case, tensors: Inputs) -> tuple[Tensor, Callable[[Tensor], Ten
         return output[batch, heads, rows]
 
     part = None if mask is None else mask[:, heads, rows]
-    expected, _ = reference.attention(pick(query), key[batch, heads], value[batch, heads], part)
+    exact = bench_of(case).exact
+    expected = exact(pick(query), key[batch, heads], value[batch, heads], part)
     return expected, pick
 
 

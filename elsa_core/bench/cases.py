@@ -6,12 +6,16 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from elsa_core import operators
 from elsa_core.errors import ArgumentError
 from elsa_core.precision import DTYPES, validate
+
+if TYPE_CHECKING:
+    from elsa_core.bench.operators import Bench
 
 SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
 SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
@@ -23,7 +27,7 @@ class Case:
     """One attention call to measure.
 
     Attributes:
-        table: the table that it belongs to (see `TABLES`).
+        table: the table that it belongs to (see `all_tables`).
         batch, heads, queries, keys, head_dim: query [batch, heads, queries, head_dim], key and
             value [batch, heads, keys, head_dim].
         dtype: a key of `DTYPES`.
@@ -210,20 +214,37 @@ def _cuda_million() -> Iterable[Case]:
     yield _square("million", (1, 1, 2**20, 64))
 
 
-TABLES: Final[dict[str, dict[str, tuple[Case, ...]]]] = {
-    "cpu": {
-        "vit": tuple(_cpu_vit()),
-        "window": tuple(_cpu_window()),
-        "sweep": tuple(_cpu_sweep()),
-    },
-    "cuda": {
-        **{t: tuple(c for c in _cuda_prefill() if c.table == t) for t in ("fp32", "fp16", "bf16")},
-        "decode": tuple(_cuda_decode()),
-        "lengths": tuple(_cuda_lengths()),
-        "million": tuple(_cuda_million()),
-    },
+CPU_TABLES: Final = {"vit": tuple(_cpu_vit()), "sweep": tuple(_cpu_sweep())}
+CPU_WINDOW_TABLES: Final = {"window": tuple(_cpu_window())}
+CUDA_TABLES: Final = {
+    **{t: tuple(c for c in _cuda_prefill() if c.table == t) for t in ("fp32", "fp16", "bf16")},
+    "decode": tuple(_cuda_decode()),
+    "lengths": tuple(_cuda_lengths()),
+    "million": tuple(_cuda_million()),
 }
-"""Cases by device type and table, in the order in which they are measured."""
+
+
+def all_tables() -> dict[str, dict[str, tuple[Case, ...]]]:
+    """Cases by device type and table, of every operator whose record has some, in their order."""
+    found: dict[str, dict[str, tuple[Case, ...]]] = {}
+    for bench in _benches():
+        for device_type, tables in bench.tables.items():
+            found.setdefault(device_type, {}).update(tables)
+    return found
+
+
+def bench_of(case: Case) -> Bench:
+    """What measures a case: that of the operator in whose tables it is, or of attention."""
+    for bench in _benches():
+        if any(case.table in tables for tables in bench.tables.values()):
+            return bench
+    attention: Bench = operators.ATTENTION.part("bench")
+    return attention
+
+
+def _benches() -> list[Bench]:
+    parts = (record.part("bench") for record in operators.records())
+    return [bench for bench in parts if bench is not None]
 
 
 def select(
@@ -246,9 +267,11 @@ def select(
     Raises:
         ArgumentError: a device or table without cases, or nothing matches.
     """
-    of_device = TABLES.get(device_type)
+    measured = all_tables()
+    of_device = measured.get(device_type)
     if of_device is None:
-        raise ArgumentError(f"device: no cases for {device_type!r}; use one of {', '.join(TABLES)}")
+        known = ", ".join(measured)
+        raise ArgumentError(f"device: no cases for {device_type!r}; use one of {known}")
     for table in tables:
         if table not in of_device:
             known = ", ".join(of_device)

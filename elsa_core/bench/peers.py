@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elsa_core.attention import attention, explain
-from elsa_core.bench.cases import WINDOW_IMAGES, Case
+from elsa_core.bench.cases import WINDOW_IMAGES, Case, bench_of
 from elsa_core.errors import ElsaError
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.measuring.timing import Contender
@@ -62,27 +62,35 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
         backend: the backend of elsa's contenders.
         flex: also compile and measure FlexAttention (CUDA).
     """
-    found = Field([], {})
+    found, bench = Field([], {}), bench_of(case)
     for precision in case.precisions:
-        make = functools.partial(_elsa, tensors, precision, backend)
-        if case.window:
-            make = functools.partial(_elsa_windows, case, tensors, precision, backend)
+        make = functools.partial(bench.elsa, case, tensors, precision, backend)
         _try(found, f"elsa-{precision}", make)
+    for name, peer in bench.peers(case, tensors, flex).items():
+        if isinstance(peer, str):
+            found.left_out[name] = peer
+        else:
+            _try(found, name, peer)
+    return found
+
+
+def of_attention(
+    case: Case, tensors: Inputs, flex: bool
+) -> dict[str, Callable[[], Contender] | str]:
+    """Every other exact softmax attention: PyTorch's, eager, ONNX Runtime's, FlexAttention."""
     device = tensors.query.device
     too_large = _too_large(case, device)
-    for name, choice in _SDPA[device.type].items():
-        if name == "sdpa-math" and too_large:
-            found.left_out[name] = too_large
-            continue
-        _try(found, name, functools.partial(_sdpa, name, choice, tensors))
+    found: dict[str, Callable[[], Contender] | str] = {
+        name: functools.partial(_sdpa, name, choice, tensors)
+        for name, choice in _SDPA[device.type].items()
+    }
+    if too_large:
+        found["sdpa-math"] = too_large
     if device.type == "cpu":
-        if too_large:
-            found.left_out["eager"] = too_large
-        else:
-            _try(found, "eager", lambda: _eager(tensors))
-        _try(found, "onnxruntime", lambda: _onnxruntime(tensors))
+        found["eager"] = too_large or (lambda: _eager(tensors))
+        found["onnxruntime"] = lambda: _onnxruntime(tensors)
     elif flex:
-        _try(found, "flex", lambda: _flex(tensors))
+        found["flex"] = lambda: _flex(tensors)
     return found
 
 
@@ -109,7 +117,8 @@ def _try(found: Field, name: str, make: Callable[[], Contender]) -> None:
     found.contenders.append(contender)
 
 
-def _elsa(tensors: Inputs, precision: str, backend: str) -> Contender:
+def elsa_attention(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+    """`elsa.attention` of a case's inputs."""
     query, key, value, mask = tensors
     chosen: dict[str, Any] = {"precision": precision, "backend": backend}
     route = explain(query, key, value, mask, **chosen)
@@ -118,7 +127,7 @@ def _elsa(tensors: Inputs, precision: str, backend: str) -> Contender:
     return Contender(f"elsa-{precision}", call, precision=precision, notes=notes)
 
 
-def _elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
     """Windows read from the images [images, H, W, 3 * C] that they would have been cut from."""
     side, head_dim = case.window, case.head_dim
     across = math.isqrt(case.batch // WINDOW_IMAGES)  # windows along an axis of an image

@@ -6,7 +6,7 @@ A page marks where a table goes:
     <!-- end:bench:attention_cpu:vit -->
 
 The middle names the document (`results/attention_cpu.json`), the last part a table of
-`elsa_core.bench.cases.TABLES`, `summary` (one line on where it was measured and what missed its
+`elsa_core.bench.cases.all_tables`, `summary` (one line on where it was measured and what missed its
 goal), `sweep` (ratios by tokens and head_dim) or `command` (what wrote it, from its settings).
 Where the middle names a folder, its documents are those of `elsa profile`, and the last part is
 `points` (every model and size) or `command`.
@@ -186,7 +186,7 @@ def command_line(document: Document) -> str:
 def _bench_words(document: Document) -> list[str]:
     """The device, and the tables where they are not all of it."""
     device, held = document["environment"]["device"], _tables_in(document)
-    known = _MODELS.get(document["command"], attention_cases.TABLES)
+    known = _MODELS.get(document["command"]) or attention_cases.all_tables()
     words = ["--device", device]
     if set(held) != set(known.get(device, ())):  # type: ignore[attr-defined]
         words += [word for table in held for word in ("--table", table)]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elsa_core.errors import ExportError
-from elsa_core.exporting import onnx_functions
-from elsa_core.exporting.onnx_body import Body
+from elsa_core.exporting import onnx_functions, onnx_graph
 from elsa_core.exporting.onnx_functions import DOMAIN, VARIANTS_MAX
+from elsa_core.exporting.onnx_operator import Body, OnnxOperator
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -21,56 +19,60 @@ _OLDEST_IR = 8  # the first with functions, and all that opset 18 needs: old run
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
+# By the type of an attribute: ONNX's, and what turns PyTorch's value into one.
+_KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bool": ("INT", int),
+    "int": ("INT", int),
+    "float": ("FLOAT", float),
+    "int[]": ("INTS", list),
+    "str": ("STRING", str),
+}
+
+
 def translations() -> dict[Any, Callable[..., Any]]:
     """What torch.onnx makes of the operators of `elsa_onnx`."""
+    known = onnx_graph.onnx_operators().values()
+    return {operator.overload: _translation(operator) for operator in known}
+
+
+def _translation(operator: OnnxOperator) -> Callable[..., Any]:
+    """One node, from positional arguments in the order of the operator's schema."""
     from onnxscript.values import Op, Opset
 
-    opset = Opset(DOMAIN, 1)
-    ops = {name: Op(opset, name, _schema(name)) for name in onnx_functions.OPERATORS}
+    op = Op(Opset(DOMAIN, 1), operator.name, _schema(operator))
+    count = len(operator.inputs)
 
-    def attention(query, key, value, attn_mask, is_causal, scale):  # type: ignore[no-untyped-def]
-        return ops["Attention"](
-            query, key, value, attn_mask, is_causal=int(is_causal), scale=float(scale)
-        )
+    def translate(*given: Any) -> Any:
+        attributes = {
+            name: _KINDS[kind][1](value)
+            for (name, kind), value in zip(operator.attributes, given[count:], strict=True)
+        }
+        return op(*given[:count], **attributes)
 
-    def packed(qkv, attn_mask, num_heads, is_causal, scale):  # type: ignore[no-untyped-def]
-        return ops["PackedAttention"](
-            qkv, attn_mask, num_heads=num_heads, is_causal=int(is_causal), scale=float(scale)
-        )
-
-    def window(  # type: ignore[no-untyped-def]
-        qkv, bias, pad_qkv, logit_scale, num_heads, window_size, shift_size, scale, mask_value,
-        layout, grid,
-    ):  # fmt: skip
-        return ops["WindowAttention"](
-            qkv, bias, pad_qkv, logit_scale, num_heads=num_heads, window_size=list(window_size),
-            shift_size=list(shift_size), scale=float(scale), mask_value=float(mask_value),
-            layout=layout, grid=int(grid),
-        )  # fmt: skip
-
-    return {
-        torch.ops.elsa_onnx.attention.default: attention,
-        torch.ops.elsa_onnx.packed_attention.default: packed,
-        torch.ops.elsa_onnx.window_attention.default: window,
-    }
+    names = [name for name, _ in (*operator.parameters, *operator.attributes)]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    # torch.onnx reads the names of its arguments.
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    translate.__signature__ = signature  # type: ignore[attr-defined]
+    return translate
 
 
-def _schema(name: str) -> Any:
+def _schema(operator: OnnxOperator) -> Any:
     """The operator's schema in onnx's own registry, which onnxscript asks for."""
     import onnx
 
-    if not onnx.defs.has(name, DOMAIN):
-        onnx.defs.register_schema(_new_schema(name))
-    return onnx.defs.get_schema(name, 1, DOMAIN)
+    if not onnx.defs.has(operator.name, DOMAIN):
+        onnx.defs.register_schema(_new_schema(operator))
+    return onnx.defs.get_schema(operator.name, 1, DOMAIN)
 
 
-def _new_schema(name: str) -> Any:
+def _new_schema(operator: OnnxOperator) -> Any:
     from onnx.defs import OpSchema
 
     floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
     kinds = OpSchema.FormalParameterOption
     inputs = []
-    for index, (parameter, required) in enumerate(onnx_functions.parameters_of(name)):
+    for index, (parameter, required) in enumerate(operator.parameters):
         option = kinds.Single if required else kinds.Optional
         own = "T" if required else f"M{index}"
         inputs.append(OpSchema.FormalParameter(parameter, own, param_option=option))
@@ -80,11 +82,11 @@ def _new_schema(name: str) -> Any:
         if p.type_str != "T"
     ]
     attributes = [
-        OpSchema.Attribute(a, getattr(OpSchema.AttrType, kind), required=False)
-        for a, kind in onnx_functions.attributes_of(name)
+        OpSchema.Attribute(name, getattr(OpSchema.AttrType, _KINDS[kind][0]), required=False)
+        for name, kind in operator.attributes
     ]
     return OpSchema(
-        name, DOMAIN, 1,
+        operator.name, DOMAIN, 1,
         inputs=inputs,
         outputs=[OpSchema.FormalParameter("out", "T")],
         type_constraints=[("T", floats, "floating"), *free],
@@ -115,10 +117,12 @@ def _add_functions(model: ir.Model, nodes: list[ir.Node], *, standard: bool, ops
     """One function a kind of body; in "standard" the leanest, as they are inlined."""
     import onnx_ir as ir
 
+    known = onnx_graph.onnx_operators()
+    newest = standard and opset >= onnx_functions.ATTENTION_OPSET
     kinds: dict[Body, Body] = {}  # what must agree -> all that its nodes need
     of_node = []
     for node in nodes:
-        body = _body(node, standard and opset >= onnx_functions.ATTENTION_OPSET)
+        body = _body(known[node.op_type], node, newest)
         kind = body if standard else body.kind()
         kinds[kind] = body.joined(kinds.get(kind, body))
         of_node.append(kind)
@@ -131,44 +135,19 @@ def _add_functions(model: ir.Model, nodes: list[ir.Node], *, standard: bool, ops
                 "use mode 'custom-only' or 'standard'"
             )
         names[kind] = kind.op_type if earlier == 0 else f"{kind.op_type}_{earlier + 1}"
-        function = ir.serde.deserialize_function(onnx_functions.function(body, names[kind], opset))
+        text = onnx_functions.function(known[kind.op_type], body, names[kind], opset)
+        function = ir.serde.deserialize_function(text)
         model.functions[function.identifier()] = function
     for node, kind in zip(nodes, of_node, strict=True):
         node.op_type = names[kind]
 
 
-def _body(node: ir.Node, standard: bool) -> Body:
+def _body(operator: OnnxOperator, node: ir.Node, newest: bool) -> Body:
     """What the body of a node must do."""
-    inputs = onnx_functions.inputs_of(node.op_type)
-    given = {name: value for name, value in zip(inputs, node.inputs, strict=False) if value}
-    body = Body(node.op_type, tuple(given))
-    if node.op_type == "WindowAttention":
-        window = node.attributes.get_ints("window_size")
-        sizes = _static(given["qkv"])[1:4]
-        return replace(
-            body,
-            shifted=any(node.attributes.get_ints("shift_size")),
-            padded=any(not isinstance(n, int) or n % w for n, w in zip(sizes, window, strict=True)),
-            head_first=node.attributes.get_string("layout") == "head",
-            grid=bool(node.attributes.get_int("grid")),
-        )
-    mask = given.get("attn_mask")
-    grouped = node.op_type == "Attention" and (
-        _static(given["query"])[1] != _static(given["key"])[1]
-    )
-    return replace(
-        body,
-        boolean_mask=mask is not None and mask.dtype is not None and mask.dtype.name == "BOOL",
-        causal=bool(node.attributes.get_int("is_causal")),
-        grouped=grouped,
-        standard=standard,
-    )
-
-
-def _static(value: ir.Value) -> tuple[Any, ...]:
-    if value.shape is None:
-        raise ExportError(f"ONNX: the exporter lost the shape of {value.name}")
-    return tuple(value.shape)
+    names = [name for name, _ in operator.parameters]
+    given = {name: value for name, value in zip(names, node.inputs, strict=False) if value}
+    traits, more = operator.needs(node, given, newest)
+    return Body(operator.name, tuple(given), frozenset(traits), frozenset(more))
 
 
 def _inline(model: ir.Model) -> None:

@@ -1,18 +1,74 @@
-"""The body of elsa's ONNX operator `WindowAttention`, in lines of standard operators."""
+"""`elsa::window_attention` in ONNX: the node `WindowAttention` and its body."""
 
 from __future__ import annotations
 
-from elsa_core.exporting.onnx_body import Body
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from elsa_core.exporting.onnx_operator import (
+    Body,
+    OnnxExport,
+    OnnxOperator,
+    call,
+    static_shape,
+    take_over,
+    value_of,
+)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
-def window_lines(body: Body) -> list[str]:
+def _replace_window(graph: Graph, node: Node) -> None:
+    qkv, bias, bias_index, pad_qkv, logit_scale = node.args[:5]
+    with graph.inserting_before(node):
+        if bias_index is not None:  # table [L, heads] and index [T, T] -> [heads, T, T]
+            table, index = value_of(bias), value_of(bias_index)
+            rows = table.new_empty((*index.shape, table.shape[1]))
+            picked = call(graph, node, torch.ops.aten.index.Tensor, (bias, [bias_index]), rows)
+            bias = call(
+                graph, node, torch.ops.aten.permute.default, (picked, [2, 0, 1]),
+                rows.permute(2, 0, 1),
+            )  # fmt: skip
+        if logit_scale is not None and value_of(logit_scale).dtype != torch.float32:
+            wide = value_of(logit_scale).to(torch.float32)
+            logit_scale = call(
+                graph, node, torch.ops.aten.to.dtype, (logit_scale, torch.float32), wide
+            )
+        out = call(
+            graph, node, WINDOW.overload,
+            (qkv, bias, pad_qkv, logit_scale, *node.args[5:12]), value_of(node),
+        )  # fmt: skip
+    take_over(graph, node, out)
+
+
+def _fake(qkv: Tensor, *rest: Any) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
+
+
+def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set[str], set[str]]:
+    sizes, window = static_shape(given["qkv"])[1:4], node.attributes.get_ints("window_size")
+    open_or_cut = (not isinstance(n, int) or n % w for n, w in zip(sizes, window, strict=True))
+    traits = {"head_first"} if node.attributes.get_string("layout") == "head" else set()
+    if node.attributes.get_int("grid"):
+        traits.add("grid")
+    more = {"padded"} if any(open_or_cut) else set()
+    if any(node.attributes.get_ints("shift_size")):
+        more.add("shifted")
+    return traits, more
+
+
+def _lines(body: Body) -> list[str]:
     """Roll, pad, cut, attend within windows, join, crop, un-roll; see `elsa_core.window`."""
     image = "qkv"
     lines = _sizes()
-    if body.shifted:
+    if "shifted" in body:
         lines += _roll(image, "rolled", back=False)
         image = "rolled"
-    if body.padded:
+    if "padded" in body:
         lines += _pad(body, image)
         image = "padded"
     lines += [
@@ -28,10 +84,10 @@ def window_lines(body: Body) -> list[str]:
         *_uncut(body),
     ]
     image = "joined"
-    if body.padded:
+    if "padded" in body:
         lines += [f"cropped = Slice({image}, three_zeros, sizes, axes)"]
         image = "cropped"
-    if body.shifted:
+    if "shifted" in body:
         return [*lines, *_roll(image, "out", back=True)]
     return [*lines, f"out = Identity({image})"]
 
@@ -88,7 +144,7 @@ def _pad(body: Body, image: str) -> list[str]:
         "five_zeros = Constant<value = int64[6] {0, 0, 0, 0, 0, 0}>()",
         "pads = Concat<axis = 0>(five_zeros, missing, zero)",
     ]
-    if "pad_qkv" not in body.inputs:
+    if "pad_qkv" not in body:
         return [*lines, f"padded = Pad({image}, pads)"]
     return [
         *lines,
@@ -104,8 +160,8 @@ def _pad(body: Body, image: str) -> list[str]:
 def _cut(body: Body, image: str, out: str) -> list[str]:
     """[B, P0, P1, P2, C] -> [B, windows, tokens, C]."""
     pairs = [(f"count_{i}", f"window_{i}") for i in range(3)]
-    order = [name for c, w in pairs for name in ((w, c) if body.grid else (c, w))]
-    perm = [0, 2, 4, 6, 1, 3, 5, 7] if body.grid else [0, 1, 3, 5, 2, 4, 6, 7]
+    order = [name for c, w in pairs for name in ((w, c) if "grid" in body else (c, w))]
+    perm = [0, 2, 4, 6, 1, 3, 5, 7] if "grid" in body else [0, 1, 3, 5, 2, 4, 6, 7]
     return [
         f"{out}_split = Concat<axis = 0>(zero, {', '.join(order)}, minus_1)",
         f"{out}_eight = Reshape({image}, {out}_split)",
@@ -120,8 +176,8 @@ def _cut(body: Body, image: str, out: str) -> list[str]:
 def _split_channels(body: Body) -> list[str]:
     """`q`, `k` and `v` [B, windows, heads, tokens, head_dim], float32."""
     three = "three = Constant<value = int64[1] {3}>()"
-    order = "heads_1d, three" if body.head_first else "three, heads_1d"
-    perm = [4, 0, 1, 3, 2, 5] if body.head_first else [3, 0, 1, 4, 2, 5]
+    order = "heads_1d, three" if "head_first" in body else "three, heads_1d"
+    perm = [4, 0, 1, 3, 2, 5] if "head_first" in body else [3, 0, 1, 4, 2, 5]
     return [
         three,
         f"six = Concat<axis = 0>(front, {order}, minus_1)",
@@ -137,7 +193,7 @@ def _scores(body: Body) -> list[str]:
     """`scores` [B, windows, heads, tokens, tokens]."""
     q, k = "q", "k"
     lines = []
-    if "logit_scale" in body.inputs:
+    if "logit_scale" in body:
         lines.append("least = Constant<value = float {1e-12}>()")
         for n in "qk":
             lines += [
@@ -150,7 +206,7 @@ def _scores(body: Body) -> list[str]:
         f"k_turned = Transpose<perm = [0, 1, 2, 4, 3]>({k})",
         f"products = MatMul({q}, k_turned)",
     ]
-    if "logit_scale" in body.inputs:
+    if "logit_scale" in body:
         lines += [
             "last_axes = Constant<value = int64[2] {1, 2}>()",
             "factor = Unsqueeze(logit_scale, last_axes)",
@@ -158,10 +214,10 @@ def _scores(body: Body) -> list[str]:
     else:
         lines.append("factor = Constant<value_float : float = @scale>()")
     terms = []
-    if "bias" in body.inputs:
+    if "bias" in body:
         lines.append("bias_wide = Cast<to = 1>(bias)")
         terms.append("bias_wide")
-    if body.shifted:
+    if "shifted" in body:
         lines += _region_mask(body)
         terms.append("mask")
     scores = "products_0" if terms else "scores"
@@ -224,7 +280,7 @@ def _region_mask(body: Body) -> list[str]:
 
 def _uncut(body: Body) -> list[str]:
     """`joined`: own_type [B, windows, heads, tokens, head_dim] -> [B, P0, P1, P2, C]."""
-    perm = [0, 4, 1, 5, 2, 6, 3, 7] if body.grid else [0, 1, 4, 2, 5, 3, 6, 7]
+    perm = [0, 4, 1, 5, 2, 6, 3, 7] if "grid" in body else [0, 1, 4, 2, 5, 3, 6, 7]
     return [
         "heads_last = Transpose<perm = [0, 1, 3, 2, 4]>(own_type)",
         "apart = Concat<axis = 0>(zero, counts, window, minus_1)",
@@ -233,3 +289,23 @@ def _uncut(body: Body) -> list[str]:
         "whole = Concat<axis = 0>(zero, padded_sizes, minus_1)",
         "joined = Reshape(moved, whole)",
     ]
+
+
+WINDOW = OnnxOperator(
+    name="WindowAttention",
+    call="window_attention",
+    inputs=("qkv", "bias?", "pad_qkv?", "logit_scale?"),
+    attributes=(
+        ("num_heads", "int"),
+        ("window_size", "int[]"),
+        ("shift_size", "int[]"),
+        ("scale", "float"),
+        ("mask_value", "float"),
+        ("layout", "str"),
+        ("grid", "bool"),
+    ),
+    fake=_fake,
+    lines=_lines,
+    needs=_needs,
+)
+EXPORT = OnnxExport(operators=(WINDOW,), rewrite=_replace_window)

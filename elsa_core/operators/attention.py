@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import eager
+from elsa_core.operators import portable
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
 
 _SCHEMA = (
@@ -138,6 +139,7 @@ ATTENTION = register(
         name="attention",
         schema=_SCHEMA,
         reference=eager.attention,
+        portable=portable.attention,
         fake=_attention_fake,
         gradients=Gradients(
             setup_context=_setup_context,
@@ -153,5 +155,7 @@ ATTENTION = register(
         kind="attention",
         terms=("query", "key", "value", "attn_mask"),
         twin=True,
+        onnx="elsa_core.exporting.onnx_attention:EXPORT",
+        bench="elsa_core.bench.operators:ATTENTION",
     )
 )

@@ -112,9 +112,10 @@ def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     weight[n] is (halves[0, n] + halves[1, n]) * powers[n] to 22 significant bits of the row's
     largest entries: powers[n] is the power of two for which max |weight[n]| / powers[n] lies in
-    [2**13, 2**14), but no less than 2**-126 (the least normal number), and 1 for a row of zeros or
-    with an entry that is not finite. Division and difference are exact, so that every device gives
-    the same bits; halves of what is not finite, or overflows in such a row, are infinities and NaN.
+    [2**13, 2**14), but no less than 2**-126 (the least normal number), 0 for a row of zeros, and 1
+    for one with an entry that is not finite. Division and difference are exact, so that every
+    device gives the same bits; halves of what is not finite, or overflows in such a row, are
+    infinities and NaN.
 
     Args:
         weight: [N, K] float32.
@@ -128,12 +129,12 @@ def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
     if depth:
         exponent = weight.abs().amax(1).view(torch.int32) >> _MANTISSA
         biased = (exponent - 13).clamp(min=1)
-        one = (exponent == 2 * _BIAS + 1) | (weight == 0).all(1)
-        biased = torch.where(one, _BIAS, biased).to(torch.int32)
+        biased = torch.where(exponent == 2 * _BIAS + 1, _BIAS, biased).to(torch.int32)
+        biased = torch.where((weight == 0).all(1), 0, biased)
         powers = (biased << _MANTISSA).view(torch.float32)
     else:
-        powers = weight.new_ones(rows)
-    scaled = weight / powers[:, None]
+        powers = weight.new_zeros(rows)
+    scaled = weight / torch.where(powers == 0, 1.0, powers)[:, None]
     high = scaled.to(torch.float16)
     low = (scaled - high.to(torch.float32)).to(torch.float16)
     return torch.stack((high, low)), powers

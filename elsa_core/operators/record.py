@@ -10,13 +10,17 @@ to `elsa::<name>`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch._decomp
 from torch import Tensor
+
+from elsa_core import calls
 
 Grads = tuple[Tensor | None, ...]
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
@@ -66,27 +70,51 @@ class Operator:
         name: `elsa::<name>`.
         schema: its arguments and results, as `torch.library.define` takes them.
         reference: the same in plain PyTorch.
+        portable: the same in operations that `torch.onnx` translates, for any length; without one
+            the reference.
         fake: what it returns, on fake tensors; without one the reference is traced through.
         gradients: the operators of its gradients; without them autograd records the reference.
         kind: "attention", "window" or "linear": what proofs, profiles and exporters may ask of its
             arguments; any other word makes them leave it alone.
         terms: the tensor arguments that a gradient may be wanted of, in the order of `needs`.
         twin: whether `elsa::<name>_eager` stands beside it.
+        onnx: its `elsa_core.exporting.onnx_operator.OnnxExport`, which writes nodes of its own;
+            without one `elsa.export` writes the portable form.
+        bench: its `elsa_core.bench.operators.Bench`: cases, peers and the float64 output.
+
+    `onnx` and `bench` are objects, or where to find one when it is asked for
+    ("package.module:NAME"): an operator imports neither exporters nor measurements.
     """
 
     name: str
     schema: str
     reference: Callable[..., Any]
+    portable: Callable[..., Any] | None = None
     fake: Callable[..., Any] | None = None
     gradients: Gradients | None = None
     kind: str = ""
     terms: tuple[str, ...] = ()
     twin: bool = False
+    onnx: Any = None
+    bench: Any = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The full names that serve the same call."""
         return (f"elsa::{self.name}", *((f"elsa::{self.name}_eager",) if self.twin else ()))
+
+    @property
+    def exported(self) -> Callable[..., Any]:
+        """What a call is written with while `torch.onnx.export` makes a graph."""
+        return self.portable or self.reference
+
+    def part(self, name: str) -> Any:
+        """What "onnx" or "bench" stands for; None where the record has none."""
+        given = getattr(self, name)
+        if not isinstance(given, str):
+            return given
+        module, _, attribute = given.partition(":")
+        return getattr(importlib.import_module(module), attribute)
 
     def recomputed(self, *arguments: Any) -> Any:
         """The gradients in plain PyTorch, for the arguments of `elsa::<name>_backward`."""
@@ -157,8 +185,24 @@ def _define(name: str, record: Operator) -> None:
     torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
     if name.endswith("_eager") or not record.twin:
         _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
+    _translate(name, record)
     if record.gradients is not None:
         _differentiate(name, record)
+
+
+def _translate(name: str, record: Operator) -> None:
+    """Let `torch.onnx.export` write an exported program's node of `name` as the record says.
+
+    It reads PyTorch's table of decompositions. So do fake tensors of open shapes, for which the
+    record has a fake.
+    """
+
+    def decompose(*arguments: Any) -> Any:
+        form = record.exported if calls.exporting_onnx() else record.fake
+        return form(*arguments) if form is not None else NotImplemented
+
+    overload = getattr(torch.ops.elsa, name).default
+    torch._decomp.decomposition_table[overload] = decompose
 
 
 def _differentiate(name: str, record: Operator) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from elsa_core.backends import eager_window
+from elsa_core.operators import portable
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
 
 _TERMS = (
@@ -81,6 +82,7 @@ WINDOW_ATTENTION = register(
         name="window_attention",
         schema=_SCHEMA,
         reference=eager_window.attention,
+        portable=portable.window_attention,
         fake=_fake,
         gradients=Gradients(
             setup_context=_setup_context,
@@ -95,5 +97,7 @@ WINDOW_ATTENTION = register(
         kind="window",
         terms=("qkv", "bias", "pad_qkv", "logit_scale"),
         twin=True,
+        onnx="elsa_core.exporting.onnx_window:EXPORT",
+        bench="elsa_core.bench.operators:WINDOW",
     )
 )

@@ -32,6 +32,7 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
+from elsa_core.routing.measured import scope
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "plain_alone",
     "register",
     "route",
+    "scope",
     "select",
     "support",
     "training_name",

@@ -11,14 +11,16 @@ from elsa_core.bench.cases import (
     DTYPES,
     SWEEP_HEAD_DIMS,
     SWEEP_TOKENS,
-    TABLES,
     WINDOW_IMAGES,
     Case,
+    all_tables,
     inputs,
     select,
 )
 from elsa_core.errors import ArgumentError
 from elsa_core.precision import validate
+
+TABLES = all_tables()
 
 
 @pytest.mark.parametrize("device", TABLES)
@@ -90,7 +92,7 @@ def test_selection() -> None:
         ({"device_type": "mps"}, "no cases for 'mps'; use one of cpu, cuda"),
         (
             {"device_type": "cpu", "tables": ["fp32"]},
-            "no table 'fp32'; use one of vit, window, sweep",
+            "no table 'fp32'; use one of vit, sweep, window",
         ),
         ({"device_type": "cpu", "patterns": ["nothing"]}, "match nothing; --dry-run"),
     ):

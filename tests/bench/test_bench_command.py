@@ -27,7 +27,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "TABLES", TINY)
+    monkeypatch.setattr(cases, "all_tables", lambda: TINY)
 
 
 def test_dry_run_lists_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +82,9 @@ def test_documents_of_real_cases_keep_to_the_schema(
     # The quick selection itself takes a minute; its smallest cases make the same document.
     small = {
         table: tuple(replace(c, batch=1, heads=1) for c in members if c.quick and c.keys == 49)
-        for table, members in cases.TABLES["cpu"].items()
+        for table, members in cases.all_tables()["cpu"].items()
     }
-    monkeypatch.setattr(cases, "TABLES", {"cpu": small})
+    monkeypatch.setattr(cases, "all_tables", lambda: {"cpu": small})
     assert run(["bench", "attention", *SHORT, "--quick", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     schema.validate(document)

@@ -89,6 +89,19 @@ def attention_within(module: nn.Module) -> nn.Module | None:
     return None if name is None or adapter.elsa_why_not(module) else module.get_submodule(name)
 
 
+def parts(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules within a layer that its adapter computes: they are no sites of their own."""
+    adapter: Any = written(base_class(module))
+    find = getattr(adapter, "elsa_parts", None)
+    found: tuple[nn.Module, ...] = () if find is None else find(module)
+    return found
+
+
+def is_companion(module: nn.Module) -> bool:
+    """Whether a patched module is no site, but was swapped beside one within it."""
+    return bool(getattr(patched_class(module), "elsa_companion", False))
+
+
 def entry(module: nn.Module) -> str:
     """The method of a site that computes its attention: what a check calls and compares."""
     name: str = getattr(written(base_class(module)), "elsa_entry", "forward")
@@ -111,7 +124,18 @@ def support(module: nn.Module) -> Support:
 
 def replacement(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
     """The class that a module of class `cls` takes; `support` has said yes before."""
-    return written(cls) or redirect.redirected(cls, precision, backend)
+    patched: Any = written(cls) or redirect.redirected(cls, precision, backend)
+    patched.__prepare_scriptable__ = _refuse_script
+    return patched  # type: ignore[no-any-return]
+
+
+def _refuse_script(module: nn.Module) -> nn.Module:
+    """What `torch.jit.script` asks each module for."""
+    raise ModelError(
+        f"torch.jit.script cannot read a patched {base_class(module).__name__}: elsa.export writes "
+        "TorchScript with elsa's kernels (formats=['torchscript']), elsa.unpatch(model) gives the "
+        "original back"
+    )
 
 
 def name_of(cls: type[nn.Module]) -> str:

@@ -16,6 +16,8 @@ from elsa_core.operators.linear import epilogue, plain, plain_backward, plain_sp
 # Of a call outside CUDA graphs and compilers: with fewer multiply-adds eager calls are host-bound,
 # and this kernel takes some microseconds more of the host.
 LEAST_WORK = 1 << 28
+# The same where a gradient is wanted: the operator's formulas take more of the host still.
+LEAST_TRAINED = 1 << 30
 # Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
 # within these bounds.
 HALF_DEPTH = 96
@@ -46,24 +48,55 @@ def kernel(
     powers: Tensor | None = None,
 ) -> Tensor:
     """The CUDA kernel of `elsa::linear`."""
+    out = _computed(input, weight, bias, activation, residual, scale, precision, halves, powers)
+    return plain(input, weight, bias, activation, residual, scale) if out is None else out
+
+
+def _computed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    precision: str,
+    halves: Tensor | None,
+    powers: Tensor | None,
+) -> Tensor | None:
+    """By a kernel of this package; None where none takes such tensors."""
+    if input.dtype == torch.float32:
+        from elsa_core.backends.triton.linear import planner
+
+        return planner.linear(
+            input, weight, bias, activation, residual, scale, precision, halves, powers
+        )
     from elsa_core.backends.triton.linear import gemm
 
-    fused = activation != "none" or residual is not None or scale is not None
-    out = None if fused else gemm.linear(input, weight, bias)
-    if out is None:
-        return plain(input, weight, bias, activation, residual, scale)
-    return out
+    product = gemm.linear(input, weight, bias)
+    return None if product is None else epilogue(product, activation, residual, scale)
 
 
 def backward(
     grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The CUDA kernel of `elsa::linear_backward`."""
+    if grad_out.dtype == torch.float32 and _serves(grad_out.device, torch.float32, precision):
+        from elsa_core.backends.triton.linear import planner
+
+        grads = planner.backward(grad_out, input, weight, needs)
+        if grads is not None:
+            return grads
     return plain_backward(grad_out, input, weight, precision, needs)
 
 
 def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The CUDA kernel of `elsa::split_weight`."""
+    if _has_kernel(weight.device):
+        from elsa_core.backends.triton.linear import planner
+
+        found = planner.split_weight(weight)
+        if found is not None:
+            return found
     return plain_split(weight)
 
 
@@ -92,18 +125,18 @@ def serve(
     ):
         return None
     plain = _plain(input, weight)
-    through = calls.recorded() or calls.differentiates(input, weight, bias)
-    if not small and (through or not plain):
-        terms = (activation, residual, scale, precision, halves, powers)
+    recorded = calls.recorded()
+    wanted = calls.differentiates(input, weight, bias)
+    terms = (activation, residual, scale, precision, halves, powers)
+    if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
+        return None
+    if not small and (recorded or wanted or not plain):
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
-    from elsa_core.backends.triton.linear import gemm
-
     if not small:
-        product = gemm.linear(input, weight, bias)
-        return None if product is None else epilogue(product, activation, residual, scale)
-    if plain:
-        gemm.warm(input, weight, bias)
+        return _computed(input, weight, bias, *terms)
+    if plain and not torch.cuda.is_current_stream_capturing():
+        _computed(input, weight, bias, *terms)  # a graph may be recorded of it later
     return None
 
 

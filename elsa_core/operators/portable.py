@@ -1,0 +1,108 @@
+"""The operators in operations that other tools translate: what `torch.onnx.export` is given.
+
+torch.onnx, and what reads its graphs (TensorRT, OpenVINO), know PyTorch's operators but none of
+elsa's. While such a graph is made, calls are written with these: whole rows, no blocks and no loop
+over lengths, so that an open batch stays open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa_core.backends import eager_window
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str = "strict",
+    *,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`elsa::attention` by PyTorch's own operator, which every exporter knows.
+
+    A row that sees no key gives zeros, also where a tool's softmax makes NaN of it. The lse takes
+    all scores; it is empty [0] where it is not asked for.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    mask = attn_mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
+    if mask is not None:
+        out = out.masked_fill(_sees_none(mask), 0.0)
+    lse = _lse(query, key, mask, is_causal, scale) if with_lse else query.new_empty(0)
+    return out, lse
+
+
+def _sees_none(mask: Tensor) -> Tensor:
+    """[B or 1, H or 1, Nq or 1, 1]: rows that see no key."""
+    if mask.dtype == torch.bool:
+        return ~mask.any(-1, keepdim=True)
+    return mask.amax(-1, keepdim=True) == -math.inf
+
+
+def _lse(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scale
+    if is_causal:
+        rows, columns = scores.shape[-2:]
+        mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.logsumexp(-1)
+
+
+def window_attention(
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int],
+    scale: float,
+    mask_value: float,
+    layout: str,
+    grid: bool,
+    precision: str = "strict",
+) -> Tensor:
+    """`elsa::window_attention`: roll, cut, attend in float32 or wider, join, roll back."""
+    cut = eager_window.geometry(qkv, window_size, shift_size, grid)
+    windows = eager_window.partition(qkv, cut, pad_qkv)
+    count, tokens, channels = math.prod(cut.counts), windows.shape[1], qkv.shape[-1] // 3
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    order = (3, num_heads) if layout == "qkv" else (num_heads, 3)
+    head_dim = channels // num_heads
+    apart = windows.to(wide).reshape(-1, count, tokens, *order, head_dim)
+    parts = apart.unbind(3 if layout == "qkv" else 4)
+    q, k, v = (part.transpose(2, 3) for part in parts)  # [B, count, heads, tokens, head_dim]
+    if logit_scale is None:
+        scores = q @ k.transpose(-2, -1) * scale
+    else:
+        q, k = (F.normalize(part, dim=-1) for part in (q, k))
+        scores = q @ k.transpose(-2, -1) * logit_scale.to(wide).view(-1, 1, 1)
+    if bias is not None:
+        scores = scores + eager_window.dense_bias(bias, bias_index).to(wide)
+    mask = eager_window.region_mask(cut, mask_value, scores)
+    if mask is not None:
+        scores = scores + mask.unsqueeze(1)
+    weights = scores.softmax(-1)
+    if bias is not None:
+        weights = weights.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
+    out = (weights @ v).transpose(2, 3).reshape(-1, tokens, channels).to(qkv.dtype)
+    return eager_window.reverse(out, cut, qkv.shape[0])

@@ -1,0 +1,117 @@
+"""An operator of another package in `elsa.export`'s ONNX: with nodes of its own, and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from elsa_core import operators
+from elsa_core.exporting.onnx import export_onnx
+from elsa_core.exporting.onnx_operator import (
+    Body,
+    OnnxExport,
+    OnnxOperator,
+    call,
+    take_over,
+    value_of,
+)
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+def _squared(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    weights = (query @ key.mT * scale).square()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _fake(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty((*query.shape[:-1], key.shape[-2]))
+
+
+def _lines(body: Body) -> list[str]:
+    return [
+        "turned = Transpose<perm = [0, 1, 3, 2]>(key)",
+        "products = MatMul(query, turned)",
+        "factor = Constant<value_float : float = @scale>()",
+        "scores = Mul(products, factor)",
+        "weights = Mul(scores, scores)",
+        "axis = Constant<value = int64[1] {-1}>()",
+        "total = ReduceSum<keepdims = 1>(weights, axis)",
+        "out = Div(weights, total)",
+    ]
+
+
+SQUARED = OnnxOperator(
+    name="TestSquared",
+    call="test_squared",
+    inputs=("query", "key"),
+    attributes=(("scale", "float"),),
+    fake=_fake,
+    lines=_lines,
+    needs=lambda node, given, newest: (set(), set()),
+)
+
+
+def _rewrite(graph: Graph, node: Node) -> None:
+    with graph.inserting_before(node):
+        new = call(graph, node, SQUARED.overload, tuple(node.args), value_of(node))
+    take_over(graph, node, new)
+
+
+def _record(name: str, **parts: Any) -> operators.Operator:
+    return operators.register(
+        operators.Operator(
+            name=name,
+            schema="(Tensor query, Tensor key, float scale) -> Tensor",
+            reference=_squared,
+            fake=_fake,
+            **parts,
+        )
+    )
+
+
+EXPORT = OnnxExport(operators=(SQUARED,), rewrite=_rewrite)
+WITH = _record("test_squared_nodes", onnx=f"{__name__}:EXPORT")
+WITHOUT = _record("test_squared_plain")
+
+
+class Squared(nn.Module):
+    def __init__(self, record: operators.Operator) -> None:
+        super().__init__()
+        self.operator = record.overload
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.operator(x, x, 0.5)
+        return out
+
+
+@pytest.mark.parametrize("mode", ["custom", "standard", "custom-only"])
+@pytest.mark.parametrize("record", [WITH, WITHOUT], ids=lambda record: record.name)
+def test_a_variant_says_its_onnx_in_one_place(
+    record: operators.Operator, mode: str, tmp_path: Path
+) -> None:
+    path, x = tmp_path / "model.onnx", torch.rand(3, 2, 5, 8)
+    export_onnx(Squared(record).eval(), (x[:2],), path, mode=mode)
+    model = onnx.load(path)
+    own = [node.op_type for node in model.graph.node if node.domain == "elsa"]
+    assert own == (["TestSquared"] if record is WITH and mode != "standard" else [])
+    assert [f.name for f in model.functions] == (own if mode == "custom" else [])
+    if own and mode == "custom-only":
+        return  # no library holds its kernel
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (out,) = session.run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(out), _squared(x, x, 0.5))
+
+
+def test_a_record_knows_no_exporter() -> None:
+    """Its parts are names until somebody asks for them."""
+    assert isinstance(operators.ATTENTION.onnx, str)
+    assert operators.ATTENTION.part("onnx").operators[0].name == "Attention"
+    assert operators.LINEAR.part("onnx") is None

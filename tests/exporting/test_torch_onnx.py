@@ -1,0 +1,245 @@
+"""A patched model in torch.onnx.export, by torch.export and by tracing, and in torch.jit.script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elsa_core as elsa
+from elsa_core import operators
+from elsa_core.errors import ModelError
+
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+timm = pytest.importorskip("timm")
+
+ULPS = 2.4e-7
+WAYS = [("dynamo", 18), ("dynamo", 23), ("program", 18), ("program", 23), ("torchscript", 18)]
+MODELS: dict[str, dict[str, Any]] = {
+    "vit": {"model_name": "test_vit", "img_size": 32, "num_classes": 7},
+    # 20 x 20 tokens in windows of 7: padded, and shifted in every second block
+    "swin": {
+        "model_name": "swin_tiny_patch4_window7_224", "img_size": 80, "depths": (2, 2),
+        "num_heads": (2, 4), "embed_dim": 32, "num_classes": 7,
+    },
+    "swinv2": {
+        "model_name": "swinv2_tiny_window8_256", "img_size": 64, "depths": (2,), "num_heads": (2,),
+        "embed_dim": 32, "num_classes": 7, "window_size": 4,
+    },
+}  # fmt: skip
+
+
+def exported(module: nn.Module, inputs: tuple[Tensor, ...], way: str, opset: int, path: Path):
+    """The ONNX file of `module`, with an open batch."""
+    if way == "torchscript":
+        names = [f"in_{i}" for i in range(len(inputs))]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("default", torch.jit.TracerWarning)
+            warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module="elsa_core")
+            torch.onnx.export(
+                module, inputs, str(path), dynamo=False, opset_version=opset, input_names=names,
+                dynamic_axes={name: {0: "batch"} for name in names},
+            )  # fmt: skip
+        assert not [w for w in seen if "elsa_core" in w.filename]
+        return onnx.load(path)
+    batch = torch.export.Dim("batch")
+    shapes = tuple({0: batch} for _ in inputs)
+    if way == "program":
+        program = torch.export.export(module, inputs, dynamic_shapes=shapes)
+        assert any("elsa." in str(node.target) for node in program.graph.nodes)
+        torch.onnx.export(program, f=str(path), opset_version=opset, verbose=False)
+    else:
+        torch.onnx.export(
+            module, inputs, str(path), opset_version=opset, dynamic_shapes=shapes, verbose=False
+        )
+    return onnx.load(path)
+
+
+def run(path: Path, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feeds = {i.name: t.numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)}
+    return [torch.from_numpy(out) for out in session.run(None, feeds)]
+
+
+def no_worse(out: Tensor, peer: Tensor, exact: Tensor) -> None:
+    assert out.shape == exact.shape
+    error, allowed = float((out - exact).norm()), 2 * float((peer - exact).norm())
+    assert error <= allowed + ULPS * float(exact.norm())
+
+
+@pytest.mark.parametrize(("way", "opset"), WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patched_model_exports(name: str, way: str, opset: int, tmp_path: Path) -> None:
+    """Standard operators alone, and the original's accuracy at another batch size."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(**MODELS[name]).eval()
+    for parameter in model.parameters():  # no zero biases
+        nn.init.normal_(parameter, std=0.05) if parameter.dim() < 2 else None
+    size = MODELS[name]["img_size"]
+    images = torch.randn(5, 3, size, size)
+    with torch.no_grad():
+        peer, exact = model(images), model.double()(images.double())
+    assert elsa.patch(model.float()).patched
+    found = exported(model, (images[:2],), way, opset, tmp_path / "model.onnx")
+    assert {each.domain for each in found.opset_import} <= {
+        "",
+        "ai.onnx",
+        "pkg.onnxscript.torch_lib.common",
+    }
+    assert found.opset_import[0].version == opset
+    assert not [node for node in found.graph.node if node.domain]
+    if name == "vit" and opset == 23:
+        assert [node.op_type for node in found.graph.node].count("Attention") == 6
+    no_worse(run(tmp_path / "model.onnx", (images,))[0], peer, exact)
+
+
+class Attend(nn.Module):
+    """Calls of `elsa.attention` with a mask of each kind, grouped heads and lse."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        seen = torch.rand(7, 9, generator=torch.Generator().manual_seed(3)) > 0.4
+        seen[2] = False  # a row that sees no key
+        additive = torch.randn(7, 9, generator=torch.Generator().manual_seed(4))
+        additive = additive.masked_fill(~seen, -torch.inf)
+        self.register_buffer("seen", seen)
+        self.register_buffer("additive", additive)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor):
+        if self.kind == "causal":
+            return elsa.attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
+        mask = {"bool": self.seen, "additive": self.additive, "none": None}[self.kind]
+        dtype = q.dtype
+        mask = mask.to(dtype) if self.kind == "additive" else mask
+        return elsa.attention(q, k, v, mask, scale=0.3, enable_gqa=True)
+
+
+@pytest.mark.parametrize(("way", "opset"), WAYS)
+@pytest.mark.parametrize("kind", ["none", "bool", "additive", "causal"])
+def test_calls_of_attention_export(kind: str, way: str, opset: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(3, h, n, 16) for h, n in ((4, 7), (2, 9), (2, 9)))
+    module = Attend(kind).eval()
+    found = exported(module, (q[:2], k[:2], v[:2]), way, opset, tmp_path / "a.onnx")
+    assert not [node for node in found.graph.node if node.domain]
+    outs = run(tmp_path / "a.onnx", (q, k, v))
+    peers, exacts = module(q, k, v), module(q.double(), k.double(), v.double())
+    if kind == "causal":
+        assert len(outs) == 2
+    else:
+        peers, exacts = (peers,), (exacts,)
+    for out, peer, exact in zip(outs, peers, exacts, strict=True):
+        no_worse(out, peer, exact)
+    if kind in ("bool", "additive"):
+        assert not outs[0][:, :, 2].any()
+
+
+class Windows(nn.Module):
+    def __init__(self, **terms: Any) -> None:
+        super().__init__()
+        self.terms = terms
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        given = {
+            name: t.to(qkv.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+            for name, t in self.terms.items()
+        }
+        out: Tensor = elsa.window_attention(qkv, num_heads=2, window_size=(4, 4), **given)
+        return out
+
+
+@pytest.mark.parametrize(("way", "opset"), [WAYS[0], WAYS[3], WAYS[4]])
+@pytest.mark.parametrize("kind", ["padded", "table", "grid", "hidden"])
+def test_calls_of_windows_export(kind: str, way: str, opset: int, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    hidden = torch.randn(2, 16, 16)
+    hidden[1, 3] = -torch.inf  # a row that sees no key
+    terms: dict[str, dict[str, Any]] = {
+        "padded": {"pad_qkv": torch.randn(48), "shift_size": (1, 2), "mask_value": -torch.inf},
+        "table": {
+            "bias": torch.randn(9, 2),
+            "bias_index": torch.randint(9, (16, 16)),
+            "scale": 0.2,
+        },
+        "grid": {"grid": True, "layout": "head", "logit_scale": torch.rand(2) * 9},
+        "hidden": {"bias": hidden},
+    }
+    qkv = torch.randn(3, 8, 8, 48) if kind == "grid" else torch.randn(3, 7, 10, 48)
+    module = Windows(**terms[kind]).eval()
+    found = exported(module, (qkv[:2],), way, opset, tmp_path / "w.onnx")
+    assert not [node for node in found.graph.node if node.domain]
+    no_worse(run(tmp_path / "w.onnx", (qkv,))[0], module(qkv), module(qkv.double()))
+
+
+def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (query @ key.mT).square()
+    return weights / weights.sum(-1, keepdim=True) @ value
+
+
+TOY = operators.register(
+    operators.Operator(
+        name="test_squared_export",
+        schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
+        reference=_squared,
+        fake=lambda query, key, value: query.new_empty((*query.shape[:-1], value.shape[-1])),
+    )
+)
+
+
+@pytest.mark.parametrize(("way", "opset"), WAYS[:4])
+def test_a_variant_with_a_fake_exports_as_its_reference(
+    way: str, opset: int, tmp_path: Path
+) -> None:
+    class Toy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = torch.ops.elsa.test_squared_export(x, x, x)
+            return out
+
+    x = torch.rand(3, 2, 5, 8)
+    found = exported(Toy().eval(), (x[:2],), way, opset, tmp_path / "toy.onnx")
+    assert not [node for node in found.graph.node if node.domain]
+    torch.testing.assert_close(run(tmp_path / "toy.onnx", (x,))[0], _squared(x, x, x))
+
+
+def test_open_shapes_take_the_fake_outside_an_export() -> None:
+    """Fake tensors of open shapes read the table that torch.onnx reads."""
+    seen: list[torch.fx.Graph] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(graph.graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: elsa.attention(x, x, x), dynamic=True, fullgraph=True, backend=look
+    )
+    x = torch.randn(2, 2, 6, 8)
+    torch.testing.assert_close(compiled(x), elsa.attention(x, x, x))
+    assert [node for node in seen[0].nodes if "elsa.attention" in str(node.target)]
+
+
+def test_torch_jit_script_says_what_to_do() -> None:
+    model: nn.Module = timm.create_model("test_vit", img_size=32, scriptable=True).eval()
+    elsa.patch(model)
+    with pytest.raises(ModelError, match=r"elsa\.export.*elsa\.unpatch") as caught:
+        torch.jit.script(model)
+    assert "\n" not in str(caught.value)
+    elsa.unpatch(model)
+    torch.jit.script(model)
+
+
+def test_elsa_imports_no_exporter() -> None:
+    code = "import sys, elsa_core; print([m for m in sys.modules if m in ('torch.onnx', 'onnx')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
