@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from elsa_cli import console
-from elsa_cli import console
 from elsa_cli.console import Session, jsonable
 from elsa_cli.main import run
 
@@ -256,27 +255,6 @@ def test_a_full_disk_is_one_line() -> None:
         )  # fmt: skip
     assert done.returncode == 3
     assert done.stderr == "error: cannot write the result: No space left on device\n"
-
-
-def test_a_file_gets_a_line_of_progress_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """191 s without a word looked like a hang; --quiet stays quiet."""
-    monkeypatch.setattr(console, "_BEAT_SECONDS", 0.02)
-    one, out, err = session(monkeypatch)
-    with one.stage("profiling", beats=True) as update:
-        update("rounds", 3, 20)
-        for _ in range(500):
-            if err.text().count("\n") >= 2:
-                break
-            time.sleep(0.01)
-    lines = err.text().splitlines()
-    assert len(lines) >= 2 and set(lines[1:]) == {"profiling 3/20 rounds (0 s)"}
-    assert out.text() == ""
-    for quiet, beats in ((True, True), (False, False)):
-        two, _, silent = session(monkeypatch)
-        two.quiet = quiet
-        with two.stage("profiling", beats=beats):
-            time.sleep(0.1)
-        assert silent.text() == ""
 
 
 def test_a_file_gets_a_line_of_progress_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
