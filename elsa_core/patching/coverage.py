@@ -1,4 +1,4 @@
-"""`inspect --all`: every architecture of timm and open_clip, its sites, and whether patching it
+"""`inspect --all`: every architecture of every library, its sites, and whether patching it
 changes what it computes.
 
 An architecture is built on the meta device to find its sites. Its check runs on the same

@@ -37,6 +37,17 @@ def test_one_of_each_family_comes_first(names: list[str]) -> None:
     assert catalogue.architectures("nothing*") == []
 
 
+def test_every_library_has_a_record() -> None:
+    """torchvision's architectures were not gone through, although MODEL can name them."""
+    torchvision = pytest.importorskip("torchvision")
+    names = catalogue.architectures("torchvision:*")
+    assert {n.removeprefix("torchvision:") for n in names} == set(
+        torchvision.models.list_models(module=torchvision.models)
+    )
+    found = coverage.examine("torchvision:swin_t", checked=False)
+    assert found.verdict == NOT_CHECKED and found.patchable == found.sites == 12
+
+
 def test_a_sample_of_the_families(names: list[str]) -> None:
     """Nothing crashes, nothing is skipped, and softmax attention is patched wherever it is."""
     families = len({catalogue.family(name) for name in names})

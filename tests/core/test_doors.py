@@ -1,0 +1,77 @@
+"""Three rooms of the house are entered by their doors: loading, patching and proof."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elsa_core
+
+PACKAGE = Path(elsa_core.__file__).parent
+ROOT = PACKAGE.parent
+
+# The modules that others import. First what the room is for, then the types of its results.
+DOORS = {
+    "loading": {"load", "save", "spec", "plan", "recipe"},
+    "patching": {"patch", "sites", "freeze", "adapters.table"},
+    "proof": {"check", "report", "cases"},
+}
+# Who needs more of a room than its doors give, and why. A line that is no longer true fails.
+PAST_THE_DOOR = {
+    # a model built again: at another size, or with fewer blocks
+    ("profiling/sweep.py", "loading"): {"fromfile", "imagesize", "libraries", "shards"},
+    ("patching/coverage.py", "loading"): {"alike", "libraries"},
+    # the criterion of a proof, held against files and whole architectures
+    ("exporting/reference.py", "proof"): {"compare"},
+    ("patching/coverage.py", "proof"): {"compare"},
+    # weights that share memory, before a bundle writes them
+    ("exporting/bundle.py", "loading"): {"fill"},
+    # files that a stranger wrote
+    ("proof/images.py", "loading"): {"reading"},
+    # images: what --mean and its like say of them, how a folder is read, the size of an input
+    ("elsa_cli/options.py", "loading"): {"preprocessing"},
+    ("elsa_cli/pipeline.py", "proof"): {"images"},
+    ("exporting/export_target.py", "patching"): {"probe"},
+    # what a patched module is, and how its attention is found within it
+    ("proof/run.py", "patching"): {"adapters"},
+    ("profiling/boundaries.py", "patching"): {"adapters"},
+    ("model_runs/variants.py", "patching"): {"adapters.redirect"},
+    # the page of all architectures
+    ("elsa_cli/coverage_view.py", "patching"): {"catalogue", "coverage"},
+    ("elsa_cli/render.py", "patching"): {"labels"},
+}
+
+
+def imports(room: str) -> Iterator[tuple[str, str]]:
+    """(file, module of the room) for every import from outside it, wherever it stands."""
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "elsa_cli").rglob("*.py")]
+    for path in files:
+        name = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
+        if name.startswith(f"{room}/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            inside = f"{node.module}.".removeprefix(f"elsa_core.{room}.").removesuffix(".")
+            if node.module == f"elsa_core.{room}":
+                yield from ((name, alias.name) for alias in node.names)
+            elif node.module.startswith(f"elsa_core.{room}."):
+                yield name, inside
+
+
+@pytest.mark.parametrize("room", DOORS)
+def test_others_come_in_by_the_doors(room: str) -> None:
+    past: dict[tuple[str, str], set[str]] = {}
+    for file, module in imports(room):
+        if module not in DOORS[room]:
+            past.setdefault((file, room), set()).add(module)
+    assert past == {key: modules for key, modules in PAST_THE_DOOR.items() if key[1] == room}
+
+
+@pytest.mark.parametrize("room", DOORS)
+def test_every_door_is_there_and_used(room: str) -> None:
+    used = {module for _, module in imports(room)}
+    assert DOORS[room] <= used
