@@ -14,7 +14,7 @@ _UTILS = "torch._dynamo.utils"
 
 
 class _Utils(ModuleType):
-    """`torch._dynamo.utils` until somebody asks for more than torchvision does."""
+    """`torch._dynamo.utils` until more of it is asked for than torchvision asks."""
 
     @staticmethod
     def is_compile_supported(device_type: Any) -> Any:

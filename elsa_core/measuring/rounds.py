@@ -125,8 +125,8 @@ def take_samples(
         checkpoint = math.ceil(1.5 * done)
         return _known(samples, contenders[0].name, decide=settings.decide)
 
-    # Whoever follows its equal finds the caches warm: in a circle that is always the same one, and
-    # a model measured 2 to 5% faster than itself.
+    # The second of two equal contenders finds the caches warm. In a fixed order it is always the
+    # same one, and a model measured 2 to 5% faster than itself.
     order = random.Random(settings.seed)  # noqa: S311
     return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, order)
 

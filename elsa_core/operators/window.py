@@ -62,7 +62,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
-    """The gradients of `elsa::window_attention`: only those that somebody needs are computed."""
+    """The gradients of `elsa::window_attention`: only those that are wanted are computed."""
     wanted = ctx.needs_input_grad
     needs = [wanted[0], wanted[1], wanted[3], wanted[4]]
     grads = operator(grad_out, *ctx.saved_tensors, *ctx.terms, needs)

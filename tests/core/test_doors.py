@@ -1,4 +1,4 @@
-"""Three rooms of the house are entered by their doors: loading, patching and proof."""
+"""Other packages import loading, patching and proof by a few public modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAST_THE_DOOR = {
     ("patching/coverage.py", "proof"): {"compare"},
     # weights that share memory, before a bundle writes them
     ("exporting/bundle.py", "loading"): {"fill"},
-    # files that a stranger wrote
+    # files that are not trusted
     ("proof/images.py", "loading"): {"reading"},
     # images: what --mean and its like say of them, how a folder is read, the size of an input
     ("elsa_cli/options.py", "loading"): {"preprocessing"},
