@@ -30,7 +30,7 @@ def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentErro
     """Return `given` with "~" expanded, a path that can be looked up, whether it exists or not.
 
     Raises:
-        ElsaError: of class `error`: an unknown user's home, a name that is too long, a loop of links.
+        ElsaError: of class `error`: an unknown home, a name that is too long, a loop of links.
     """
     try:
         path = Path(given).expanduser()
