@@ -18,6 +18,16 @@ _MODEL = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
 _TAGGED = re.compile(r"^ {4}['\"](\w+\.\w+)['\"]\s*:", re.MULTILINE)
 _VISION = re.compile(r"^def ((?:vit|swin|maxvit)_\w+)\(", re.MULTILINE)
 
+# As `elsa_core.model_runs.variants.BASELINES` and the tables of `elsa_core.bench`, which import
+# torch. A test compares them.
+BASELINES = (
+    "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph", "compile+graph", "all",
+)  # fmt: skip
+TABLES = (
+    "vit", "window", "sweep", "fp32", "fp16", "bf16", "decode", "lengths", "million", "batch8",
+    "resolution",
+)  # fmt: skip
+
 # Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.
 _BASH = BashComplete.source_template.rstrip() + '\nCOMP_WORDBREAKS="${COMP_WORDBREAKS//:}"\n'
 
@@ -43,6 +53,39 @@ def models(
         return [CompletionItem(incomplete, type="file")]
     names = _matching(incomplete)
     return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
+
+
+def commands(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """The names of elsa's commands."""
+    names = ctx.find_root().command.list_commands(ctx)  # type: ignore[attr-defined]  # the group
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def among(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
+    """Fixed names that begin so; of several with commas between them, the last one is completed."""
+    before, comma, last = incomplete.rpartition(",")
+    taken = before.split(",")
+    return [
+        CompletionItem(f"{before}{comma}{name}")
+        for name in names
+        if name.startswith(last) and name not in taken
+    ]
+
+
+def baselines(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """What a model can be measured against."""
+    return among(BASELINES, incomplete)
+
+
+def tables(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """The tables of `elsa bench`."""
+    return among(TABLES, incomplete)
 
 
 def _matching(incomplete: str) -> list[str]:

@@ -118,11 +118,12 @@ class Session:
         return shlex.join(["elsa", command, *words, *(a for a in added if a not in words)])
 
     def table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, wrap: int = 0
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, wrap: int | None = None
     ) -> None:
         """Print a table. A column whose title starts with ">" is aligned to the right; column
-        number `wrap` alone is folded where the terminal is too narrow. Where that does not do,
-        lines are longer than the terminal is wide: no column is cut or left out."""
+        number `wrap` alone is folded where the terminal is too narrow, so that paths and names stay
+        whole. Where that does not do, lines are longer than the terminal is wide: no column is cut
+        or left out."""
         if self.json or self.quiet or not rows:
             return
         from rich import box
@@ -200,14 +201,21 @@ class Session:
     # Everything else, on stderr
 
     @contextlib.contextmanager
-    def stage(self, text: str, *, drawn: bool = True, beats: bool = False) -> Iterator[Update]:
+    def stage(
+        self, text: str, *, drawn: bool = True, beats: bool = False, imports: bool = False
+    ) -> Iterator[Update]:
         """Show that `text` is going on, while it is; yields `update(label, done, total)`.
 
         Not `drawn` where a library draws progress of its own (a download). With `beats` a stderr
-        that is no terminal gets a line every 10 s.
+        that is no terminal gets a line every 10 s. Where it only `imports` packages, Ctrl-C ends
+        the process at once.
         """
         signals.check()
         start = time.perf_counter()
+        if imports:
+            with signals.importing(self._leave), self.stage(text) as update:
+                yield update
+            return
         if not self.quiet and beats and not self._interactive():
             with self._beating(text) as update:
                 yield update
@@ -301,6 +309,14 @@ class Session:
         elif line:
             self.log(line, "error:", "1;31")
 
+    def _leave(self, code: int) -> None:
+        """End inside an import, where no exception gets through."""
+        if self._interactive():
+            self._stderr.write("\r\x1b[2K\x1b[?25h")  # Rich has hidden the cursor
+        if code == INTERRUPTED:
+            self.log("interrupted; nothing was written")
+        os._exit(code)
+
     def _interactive(self) -> bool:
         return self._stderr.isatty() and os.environ.get("TERM") != "dumb"
 
@@ -343,10 +359,12 @@ def _described(text: str, label: str, done: int, total: int) -> str:
     return f"{text} {done}/{total} {label}" if total else f"{text}: {label}"
 
 
-def _least_width(console: Console, table: Table, wrap: int) -> int:
-    """The width at which column `wrap` alone is folded."""
+def _least_width(console: Console, table: Table, wrap: int | None) -> int:
+    """The width at which column `wrap` alone is folded, the whole one without it."""
     options = console.options.update(width=sys.maxsize)
     whole = console.measure(table, options=options).maximum
+    if wrap is None:
+        return whole
     column = table.columns[wrap]
     cells = [console.measure(cell, options=options).maximum for cell in column.cells]
     widest = max(cells, default=0)

@@ -53,6 +53,12 @@ class CommandError(Exception):
     exit_code = FAILED
 
 
+class ModelFileError(CommandError):
+    """A file or folder that a command is to read is not there."""
+
+    exit_code = MODEL
+
+
 class VerdictError(CommandError):
     """The command did its work and the verdict is bad: the result is on stdout, exit code 1."""
 

@@ -20,19 +20,23 @@ from elsa_cli.errors import describe
 
 # The order is the order of the help page. The text stands here so that help imports no command.
 COMMANDS = {
+    "list": "List models by name, with what can be patched of each.",
     "inspect": "List every attention site of a model, and what can be patched.",
     "patch": "Replace a model's attention by exact ELSA kernels.",
     "check": "Prove that the patched model computes what the original does.",
     "profile": "Show what patching a model gains here, and where.",
+    "eval": "Measure accuracy on your labelled images, before and after patching.",
     "export": "Write a patched model as a bundle that runs without elsa.",
     "verify": "Check a bundle: its files, and that it still computes the model.",
     "bench": "Measure ELSA against its peers on this machine.",
     "doctor": "Show what this machine offers and why a backend is off.",
     "build": "Compile the native library ahead of its first use.",
     "completion": "Print the completion script of a shell.",
+    "help": "Show this page, or the one of a command.",
 }
 _EXAMPLES = """\b
 Start here:
+  elsa list swin                           (names of models)
   elsa inspect vit_base_patch16_224
   elsa patch vit_base_patch16_224 --check
   elsa patch vit_base_patch16_224 -o DIR   (saves a model that loads again)

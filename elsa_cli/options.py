@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from elsa_cli import completion, config, file_options
 from elsa_cli.console import Session
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 DTYPES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
@@ -33,7 +35,7 @@ LARGEST_BATCH = 65536
 # Click folds it to the terminal.
 MODEL_HELP = """MODEL is a timm name or the beginning of one (the shortest match is taken and
 shown), open_clip:NAME[/TAG], torchvision:NAME, hf-hub:OWNER/NAME, a .safetensors file or its index,
-or a directory that `elsa patch -o` or `elsa export` wrote."""
+a .pth, .pt, .bin or .ckpt file, or a directory that `elsa patch -o` or `elsa export` wrote."""
 
 pass_session = click.make_pass_decorator(Session, ensure=True)
 
@@ -126,6 +128,11 @@ class DeviceName(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is no device; use auto, cpu, cuda, cuda:N or mps", param, ctx)
         return text
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return completion.among(DEVICES, incomplete)
+
 
 class FilePath(click.Path):
     """A path with "~" expanded, which can be looked up, whether it exists or not.
@@ -169,6 +176,14 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
             return value
         parts = [part.strip() for part in str(value).split(",")]
         return tuple(dict.fromkeys(self.each.convert(part, param, ctx) for part in parts))
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """What the last of the values may continue as."""
+        before, comma, last = incomplete.rpartition(",")
+        offered = self.each.shell_complete(ctx, param, last)
+        return [CompletionItem(f"{before}{comma}{item.value}") for item in offered]
 
 
 @dataclass(frozen=True)

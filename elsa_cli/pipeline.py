@@ -27,12 +27,12 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
     Raises: ModelError, UnavailableError, ArgumentError with one line each.
     """
     names.check(text)
-    with session.stage("importing torch"):
+    with session.stage("importing torch", imports=True):
         import torch  # noqa: F401
 
         # The device is asked for first: a missing one is known before seconds go into loading.
         device = resolve_device(options.device)
-    with session.stage(f"looking up {text}"):
+    with session.stage(f"looking up {text}", imports=True):
         import_timm()
         from elsa_core.loading.load import load_model
         from elsa_core.loading.spec import parse

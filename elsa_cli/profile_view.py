@@ -172,7 +172,7 @@ def _sweep(session: Session, rows: list[Document]) -> None:
             f"{_mb(best)}/{_mb(own)}",
         ])  # fmt: skip
     columns = ("point", ">best baseline, ms", ">patched", ">gain", ">images/s", ">MB")
-    session.table(columns, lines)
+    session.table(columns, lines, wrap=0)
     session.line()
     gains = [row["profile"]["gain"] for row in rows if row["profile"] is not None]
     counts = {

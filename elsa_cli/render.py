@@ -29,8 +29,12 @@ def header(session: Session, loaded: Loaded, options: Options, extra: str = "") 
         if note == loaded.spec.alias:
             continue
         session.line(note, "dim")
-    if unsaid := loaded.recipe.preprocess.assumed:
-        session.line(f"preprocessing: {', '.join(unsaid)} assumed", "yellow")
+    from elsa_core.loading import unsaid
+
+    if line := unsaid.line(loaded.recipe):
+        session.line(line, "yellow")
+    if assumed := loaded.recipe.preprocess.assumed:
+        session.line(f"preprocessing: {', '.join(assumed)} assumed", "yellow")
     session.line()
 
 
@@ -46,6 +50,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
         "device": str(device),
         "dtype": options.dtype,
         "notes": list(loaded.notes),
+        "assumed": dict(loaded.recipe.unsaid),
         "preprocess": {
             "mean": list(loaded.mean),
             "std": list(loaded.std),
@@ -67,11 +72,16 @@ def inspection(session: Session, found: Inspection) -> None:
         mark = "✓" if one.patchable else "✗"
         rows.append([f"{mark} {label}", f"{len(members)}x", _class(one), one.kind, _heads(one),
                      _tokens(one), f"{share:.1%}" if share else ""])  # fmt: skip
-    session.table(["  site", ">", "class", "kind", ">heads", ">tokens", ">FLOPs"], rows)
+    # Paths stay whole on a narrow terminal, so that they can be copied.
+    session.table(["  site", ">", "class", "kind", ">heads", ">tokens", ">FLOPs"], rows, wrap=2)
     session.line()
     for extra, members in group_by(found.sites, lambda site: ", ".join(site.extra)):
         if extra:
             session.line(f"with {extra}: {_count(members)}")
+    if any(site.flops for site in found.sites):
+        session.line("FLOPs: of q k^T and the product with v alone, without projections", "dim")
+    if any(site.query_tokens != site.key_tokens for site in found.sites):
+        session.line("tokens: queries:keys of a call where the two differ", "dim")
     stay = [site for site in found.sites if not site.patchable]
     for reason, members in group_by(stay, lambda site: site.reason):
         classes = "/".join(dict.fromkeys(map(_class, members)))
@@ -96,7 +106,7 @@ def patched(session: Session, report: PatchReport) -> None:
          _heads(members[0]), ", ".join(members[0].extra)]
         for label, members in group(report.patched, _alike)
     ]  # fmt: skip
-    session.table(["  patched", ">", "class", "kind", ">heads", "extra"], rows)
+    session.table(["  patched", ">", "class", "kind", ">heads", "extra"], rows, wrap=5)
     session.line()
     for reason, members in group_by(report.kept, lambda site: site.reason):
         labels = ", ".join(label for label, _ in group(members, lambda site: site.reason))
@@ -121,7 +131,7 @@ def checked(session: Session, report: CheckReport) -> None:
         )
         rows.append([f"{_mark(case)} model: {case.case}", "", *_errors(case), agree])
     titles = ["  relative error", ">", ">elsa", ">original", ">allowed", "worst input"]
-    session.table(titles, rows)
+    session.table(titles, rows, wrap=5)
     session.line()
     if report.fault_injection:
         session.line(f"ELSA_FAULT_INJECTION is on: {report.fault_injection}", "yellow")

@@ -3,17 +3,21 @@
 An exception that a signal handler raises inside a destructor may be swallowed there. The request is
 therefore remembered, and `check` raises it again at the next step. Inside an import it may end the
 process (C++ that runs Python while a library is loaded lets no exception through), and a child that
-is just being started would be left behind: there it waits for the end of either.
+is just being started would be left behind: there it waits for the end of either. Where nothing has
+been begun yet that would have to be undone, the process ends inside the import at once.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _RETRY_SECONDS = 0.02
 _requested: list[int] = []
+_leave: list[Callable[[int], None]] = []
 
 
 class Interrupted(KeyboardInterrupt):
@@ -30,6 +34,17 @@ def install() -> None:
         signal.signal(signal.SIGHUP, _handle)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
+
+
+@contextmanager
+def importing(leave: Callable[[int], None]) -> Iterator[None]:
+    """While it lasts nothing but imports runs: a signal inside one calls `leave`, which ends the
+    process, with the exit code."""
+    _leave.append(leave)
+    try:
+        yield
+    finally:
+        _leave.pop()
 
 
 def check() -> None:
@@ -57,6 +72,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 def _retry(number: int, frame: FrameType | None) -> None:
     """Raise what was asked for, unless this is no moment for it: then look again a little later."""
+    if _leave and _importing(frame):
+        _leave[-1](exit_code(_requested[0]))
     if _importing(frame) or _starting():
         signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
     else:
@@ -79,4 +96,9 @@ def _raise(number: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     if number == signal.SIGINT:
         raise Interrupted
-    raise SystemExit(128 + number)
+    raise SystemExit(exit_code(number))
+
+
+def exit_code(number: int) -> int:
+    """What a process that a signal ends exits with."""
+    return 128 + number

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from pathlib import Path
 
-from elsa_cli.errors import TargetError
+from elsa_cli.errors import ENVIRONMENT, CommandError, TargetError
+
+PLOTS = (".png", ".svg")
+
+
+class PlotError(CommandError):
+    """The package that draws is missing."""
+
+    exit_code = ENVIRONMENT
 
 
 def check_new(path: Path, force: bool, hint: str = "") -> None:
@@ -16,6 +25,17 @@ def check_new(path: Path, force: bool, hint: str = "") -> None:
     if path.exists() and not force:
         raise TargetError(f"{path} exists; use --force to replace it{hint}")
     check_writable(path)
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything heavy is imported.
+
+    Raises: TargetError for another suffix, PlotError without matplotlib.
+    """
+    if path.suffix.lower() not in PLOTS:
+        raise TargetError(f"{path}: a plot is a {' or '.join(PLOTS)} file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotError("plots need matplotlib: pip install 'elsa-attention[plot]'")
 
 
 def check_writable(path: Path) -> None:

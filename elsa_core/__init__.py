@@ -13,6 +13,7 @@ from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
+    from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
     from elsa_core.loading.load import load
@@ -38,6 +39,8 @@ _HOMES = {
     "unpatch": "patching.patch",
     "CheckReport": "proof.check",
     "check": "proof.check",
+    "EvalReport": "evaluating",
+    "evaluate": "evaluating",
     "Bundle": "exporting.bundle",
     "export": "exporting.bundle",
     "VerifyReport": "exporting.verify",
@@ -50,6 +53,7 @@ __all__ = [
     "AttentionSite",
     "Bundle",
     "CheckReport",
+    "EvalReport",
     "FreezeReport",
     "Inspection",
     "PatchReport",
@@ -60,6 +64,7 @@ __all__ = [
     "__version__",
     "attention",
     "check",
+    "evaluate",
     "explain",
     "explain_linear",
     "explain_window_attention",

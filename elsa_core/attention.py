@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import index
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -11,7 +12,14 @@ from torch import Tensor
 from elsa_core import calls, operators, routing
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.operands import autocast, checked_mask, leading_dims, operands, require_dense
+from elsa_core.operands import (
+    autocast,
+    checked_mask,
+    leading_dims,
+    operands,
+    require_dense,
+    require_tensor,
+)
 from elsa_core.routing import Route
 
 
@@ -60,6 +68,7 @@ def attention(
         zeros and lse -inf.
 
     Raises:
+        TypeError: query, key, value or attn_mask is no tensor, or scale no number.
         ArgumentError: an argument does not fit; the message names it.
         UnavailableError: the backend asked for by name cannot serve the call.
 
@@ -73,11 +82,12 @@ def attention(
             answer = _direct(
                 query, key, value, attn_mask, is_causal, scale, precision, backend, return_lse
             )
-        except RuntimeError:
-            require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+        except (AttributeError, RuntimeError):
+            _explain_types(query, key, value, attn_mask, scale)
             raise
         if answer is not None:
             return answer if return_lse else answer[0]
+    require_tensor("query", query)
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
@@ -102,6 +112,19 @@ def attention(
         out = out.reshape(*leading, *out.shape[2:])
         lse = None if lse is None else lse.reshape(*leading, *lse.shape[2:])
     return _with_lse(out, lse, backend) if return_lse else out
+
+
+def _explain_types(
+    query: object, key: object, value: object, attn_mask: object, scale: object
+) -> None:
+    """What is wrong with arguments that made a call fail; nothing is checked before one does."""
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        require_tensor(name, given)
+    if attn_mask is not None:
+        require_tensor("attn_mask", attn_mask)
+    if scale is not None and not isinstance(scale, SupportsFloat):
+        raise TypeError(f"scale must be a number, not {type(scale).__name__}")
+    require_dense(query=query, key=key, value=value, attn_mask=attn_mask)  # type: ignore[arg-type]
 
 
 def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:

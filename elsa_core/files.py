@@ -30,8 +30,11 @@ def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentErro
     """Return `given` with "~" expanded, a path that can be looked up, whether it exists or not.
 
     Raises:
+        TypeError: no text and no path.
         ElsaError: of class `error`: an unknown home, a name that is too long, a loop of links.
     """
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"the path must be text or a pathlib.Path, not {type(given).__name__}")
     try:
         path = Path(given).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):

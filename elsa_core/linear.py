@@ -1,12 +1,18 @@
-"""`linear`: the projections of patched sites, by what computes them fastest and as exactly."""
+"""`linear`: a linear layer with its activation, LayerScale and residual in one call."""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from elsa_core import calls, routing
 from elsa_core.backends.support import Request
+from elsa_core.errors import ArgumentError
+from elsa_core.operators.linear import ACTIVATIONS, epilogue
+from elsa_core.precision import validate
 from elsa_core.routing import Route
 
 
@@ -15,13 +21,19 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
     precision: str = "strict",
     backend: str = "auto",
 ) -> Tensor:
-    """input @ weight.T + bias, as `torch.nn.functional.linear`.
+    """`residual + scale * activation(input @ weight.T + bias)`.
 
-    On sm_90 float32 products are computed on tensor cores, as three products of TF32 halves (22
-    significant bits) with float32 sums of short chains: faster than PyTorch's, and with smaller
+    The first three arguments are those of `torch.nn.functional.linear`, and so is the result
+    without the others; an absent term is left out. Operands may have any strides.
+
+    On sm_90 float32 products are computed on tensor cores, from operands split into halves of 11
+    significant bits, with float32 sums of short chains: faster than PyTorch's, and with smaller
     errors. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
     autocast. Half precision is computed here in few cases, see
     `elsa_core.backends.triton.linear.gate`.
@@ -29,22 +41,60 @@ def linear(
     On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
     larger ones that nobody records and that need no gradient are left to PyTorch's oneDNN, in
     parts that round like MKL's. Everything else, and all with precision="ieee", is
-    `torch.nn.functional.linear`.
+    `torch.nn.functional.linear` and what PyTorch has for the rest.
+
+    Where a gradient is wanted, the product alone is the operator's and the rest is PyTorch's, so
+    that the product is kept for the backward as it is without this function.
 
     Args:
-        input: [..., K]. weight: [N, K]. bias: [N]. precision, backend: as in `elsa_core.attention`.
+        input: [..., K], any floating dtype. weight: [N, K]. bias: [N].
+        activation: "none", "gelu", "gelu_tanh" (its approximation by tanh), "quick_gelu"
+            (x * sigmoid(1.702 x)), "silu" or "relu".
+        residual: [..., N], added last. scale: [N], LayerScale's gamma.
+        precision, backend: as in `elsa_core.attention`.
 
     Returns:
         [..., N] in input's dtype; differentiable.
 
+    Raises:
+        ArgumentError: an argument does not fit; the message names it.
+
     Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
     """
+    _check(input, weight, bias, residual, scale)
+    _check_names(activation, precision, backend, input.dtype)
+    return served(input, weight, bias, activation, residual, scale, precision, backend)
+
+
+def served(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
+    """`linear` without its checks, for patched layers.
+
+    `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
+    for the weight not having changed since.
+    """
+    fused = activation != "none" or residual is not None or scale is not None
+    if fused and _composes(input, weight, bias, residual, scale):
+        product = served(input, weight, bias, precision=precision, backend=backend)
+        return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
+    terms = (input, weight, bias, activation, residual, scale, precision, halves, powers)
     for serve in routing.SERVING.get(("linear", device_type, backend), ()):
-        out: Tensor | None = serve(input, weight, bias, precision)
+        out: Tensor | None = serve(*terms)
         if out is not None:
             return out
-    return functional.linear(input, weight, bias)
+    product = functional.linear(input, weight, bias)
+    return epilogue(product, activation, residual, scale) if fused else product
 
 
 def explain_linear(
@@ -52,18 +102,90 @@ def explain_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
     precision: str = "strict",
     backend: str = "auto",
 ) -> Route:
     """Say who computes products of this kind faster than PyTorch, if anybody does, and why not.
 
-    Takes the arguments of `linear`. What is small, recorded or laid out in another way is
-    PyTorch's all the same.
+    Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
+    out in another way is PyTorch's all the same.
     """
+    _check(input, weight, bias, residual, scale)
+    _check_names(activation, precision, backend, input.dtype)
     request = Request(
         input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
-        gradient=calls.wanted(input=input, weight=weight, bias=bias),
+        gradient=calls.wanted(
+            input=input, weight=weight, bias=bias, residual=residual, scale=scale
+        ),
     )  # fmt: skip
     serving = ("linear", input.device.type, backend) in routing.SERVING
     asked = "auto" if backend == "auto" or serving else routing.PLAIN
     return routing.route(request, asked, schedule=(input, weight, bias))
+
+
+def _composes(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+) -> bool:
+    """Whether what follows the product is PyTorch's: a derivative is wanted, or dtypes differ."""
+    if any(t is not None and t.dtype != input.dtype for t in (residual, scale)):
+        return True  # promoted as PyTorch does
+    if calls.wanted(input=input, weight=weight, bias=bias, residual=residual, scale=scale):
+        return True
+    return calls.differentiates_otherwise()
+
+
+def _check(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+) -> None:
+    """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
+
+    Raises:
+        ArgumentError: the message names the argument.
+    """
+    if not input.is_floating_point():
+        raise ArgumentError(f"input must be floating, not {input.dtype}")
+    if weight.dim() != 2:
+        raise ArgumentError(f"weight must be [N, K], not {list(weight.shape)}")
+    columns, depth = weight.shape
+    if input.dim() < 1 or input.shape[-1] != depth:
+        raise ArgumentError(
+            f"input must be [..., {depth}] for weight {[columns, depth]}, not {list(input.shape)}"
+        )
+    for name, vector in (("bias", bias), ("scale", scale)):
+        if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
+            raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
+    if residual is not None and residual.shape != (*input.shape[:-1], columns):
+        raise ArgumentError(
+            f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
+        )
+
+
+def _check_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:
+    _checked_names(activation, precision, backend, dtype)
+
+
+# A constant for the compiler: names and a dtype decide.
+_check_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=256)
+def _checked_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:
+    if activation not in ACTIVATIONS:
+        raise ArgumentError(
+            f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}"
+        )
+    validate(precision, dtype)
+    known = ("auto", *(each.name for each in routing.BACKENDS))
+    if backend not in known:
+        raise ArgumentError(f"backend={backend!r} is unknown: choose one of {', '.join(known)}")

@@ -259,6 +259,8 @@ def _factor(m_own: Tensor, m: Tensor) -> Tensor:
 
 
 def _require_wide(state: State) -> None:
+    if not isinstance(state, State):
+        raise TypeError(f"states must be of elsa_core.State, not {type(state).__name__}")
     if state.S.dtype not in _WIDE or state.W.dtype not in _WIDE:
         raise ArgumentError(
             f"state: {state.S.dtype}/{state.W.dtype} sums lose keys; convert the state to float32"

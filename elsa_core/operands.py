@@ -110,11 +110,13 @@ def require_dense(**tensors: Tensor | None) -> None:
         tensors: arguments by their names; None is let through.
 
     Raises:
+        TypeError: one of them is no tensor; the message names it.
         ArgumentError: one of them is not dense; the message names it.
     """
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        require_tensor(name, tensor)
         if tensor.is_nested:
             raise ArgumentError(
                 f"{name} is a nested tensor: pad it (torch.nested.to_padded_tensor) and hide the "
@@ -123,6 +125,16 @@ def require_dense(**tensors: Tensor | None) -> None:
         if tensor.layout is not torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
             raise ArgumentError(f"{name} has layout {layout}: convert it with {name}.to_dense()")
+
+
+def require_tensor(name: str, given: object) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
 
 
 def require_inside(bias_index: Tensor | None, rows: int) -> None:

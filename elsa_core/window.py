@@ -13,7 +13,7 @@ from torch import Tensor
 from elsa_core import calls, operators, routing
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import require_inside
+from elsa_core.operands import require_inside, require_tensor
 from elsa_core.routing import Route
 
 LAYOUTS = ("qkv", "head")
@@ -136,6 +136,7 @@ def explain_window_attention(
         qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
         "none" if bias is None else "additive", "dense" if qkv.stride(-1) == 1 else "strided",
         calls.wanted(qkv=qkv, bias=bias, pad_qkv=pad_qkv, logit_scale=logit_scale),
+        math.prod(window),
     )  # fmt: skip
     alone = routing.plain_alone(backend)
     if alone:
@@ -154,6 +155,7 @@ def _geometry(
     qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool
 ) -> tuple[_Triple, _Triple]:
     """Window and shift on three axes; a 2-D image has depth 1."""
+    require_tensor("qkv", qkv)
     if not qkv.dtype.is_floating_point:
         raise ArgumentError(f"qkv must be floating, not {qkv.dtype}")
     window = _whole("window_size", window_size)
@@ -213,6 +215,8 @@ def _check_terms(qkv: Tensor, terms: _Terms, num_heads: int, tokens: int) -> Non
     if places is not None:
         if terms.bias is None:
             raise ArgumentError("bias_index needs bias: the table [L, num_heads] that it reads")
+        require_tensor("bias_index", places)
+        require_tensor("bias", terms.bias)
         if places.dtype != torch.int64:
             raise ArgumentError(f"bias_index must be int64, not {places.dtype}")
         _check(qkv, "bias_index", places, (tokens, tokens), any_dtype=True)
@@ -234,6 +238,7 @@ def _check_terms(qkv: Tensor, terms: _Terms, num_heads: int, tokens: int) -> Non
 def _check(
     qkv: Tensor, name: str, given: Tensor, shape: tuple[int, ...], *, any_dtype: bool = False
 ) -> None:
+    require_tensor(name, given)
     if tuple(given.shape) != shape:
         raise ArgumentError(f"{name} of shape {list(given.shape)} must be {list(shape)}")
     if given.device != qkv.device:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import bench_compare, bench_models, bench_trace, bench_tune
+from elsa_cli import bench_compare, bench_models, bench_trace, bench_tune, completion, targets
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="List the cases; measure nothing.")
 @click.option("--trace", is_flag=True, help="Show and prove how calls are cut and merged.")
 @click.option("--tune", is_flag=True, help="Choose GPU tiles for these calls; writes your table.")
-@click.option("--table", "tables", multiple=True, metavar="NAME", help="Only these tables.")
+@click.option(
+    "--table", "tables", multiple=True, metavar="NAME", shell_complete=completion.tables,
+    help="Only these tables.",
+)  # fmt: skip
 @click.option(
     "--case", "patterns", multiple=True, metavar="GLOB",
     help="Only cases whose name matches (repeatable), like 'vit/1x12x*'.",
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
+    shell_complete=completion.baselines,
     help="Of models: what to measure against, as in `elsa profile`.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
@@ -121,6 +125,8 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
         return
     if published is not None and not (given["tables"] or given["patterns"] or given["quick"]):
         given["patterns"] = bench_compare.names(published)
+    if given["plot"] is not None:
+        targets.check_plot(given["plot"])
     if subject == "models":
         bench_models.run(session, given, published)
         return

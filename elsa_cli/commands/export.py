@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from elsa_cli import completion
 from elsa_cli.console import Session
 from elsa_cli.errors import TargetError, check_text
 from elsa_cli.options import (
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from elsa_core.loading.load import Loaded
     from elsa_core.proof.report import CheckReport
 
+_LONGEST_LABELS = 16 * 2**20
 FORMATS = ("torchscript", "onnx", "pt2")
 
 
@@ -52,6 +56,11 @@ class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clic
             if name not in FORMATS:
                 self.fail(f"{name!r} is no format; choose among {', '.join(FORMATS)}", param, ctx)
         return names
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return completion.among(FORMATS, incomplete)
 
 
 @click.command("export", cls=Command)
@@ -83,6 +92,10 @@ class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clic
 @click.option(
     "--opset", type=click.Choice(("18", "23")), help="ONNX opset [default: 18; 23 for standard]."
 )
+@click.option(
+    "--labels", type=FilePath(), metavar="FILE",
+    help="Names of the classes for load.py, one a line [default: ImageNet's for its weights].",
+)  # fmt: skip
 @click.option("--aoti", is_flag=True, help="Also compile model.aoti.pt2 (AOTInductor).")
 @click.option(
     "--dynamic-size", is_flag=True, help="Let the image size vary in model.pt2, if the model can."
@@ -104,6 +117,7 @@ def command(
     tower: str | None,
     onnx_mode: str,
     opset: str | None,
+    labels: Path | None,
     aoti: bool,
     dynamic_size: bool,
     **given: Any,
@@ -120,6 +134,8 @@ def command(
     options = Options.of(given)
     _check_early(output, zipped, force, formats, dynamic_size)
     key = None if sign is None else _private_key(sign)
+    names = () if labels is None else _names(labels)
+    steps = Steps()
     loaded = pipeline.open_model(session, model, options)
     loaded = _tower(loaded, tower, options)
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
@@ -141,15 +157,41 @@ def command(
             zip=zipped,
             force=force,
             key=key,
+            labels=names,
             loaded=loaded,
             check=outcome,
             seed=options.seed,
-            progress=lambda text: update(text, 0, 0),
+            progress=lambda text: update(steps.next(text), 0, 0),
         )
+        steps.next("")
         session.written.append(bundle.path)
     session.document("export", environment(), bundle.to_dict())
     render.header(session, loaded, options, render.kernels(routes))
     _say(session, bundle)
+    session.line(steps.said(), "dim")
+
+
+class Steps:
+    """How long each step of an export took, in seconds."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._name = "loading, patching and checking"
+        self._taken: dict[str, float] = {}
+
+    def next(self, name: str) -> str:
+        """End the running step; returns the name of the one that begins."""
+        now = time.perf_counter()
+        self._taken[self._name] = self._taken.get(self._name, 0.0) + now - self._begun
+        self._name, self._begun = name, now
+        return name
+
+    def said(self) -> str:
+        """Where the time went, the longest steps first."""
+        longest = sorted(self._taken.items(), key=lambda item: -item[1])
+        parts = [f"{name} {seconds:.0f} s" for name, seconds in longest if seconds >= 1.0]
+        total = f"{sum(self._taken.values()):.0f} s"
+        return f"Took {total}: {', '.join(parts[:6])}" if parts else f"Took {total}"
 
 
 def _check_early(
@@ -169,6 +211,12 @@ def _check_early(
         raise TargetError(f"{output} exists; give another -o, or --force to replace it")
     if output.exists() and not zipped and not output.is_dir():
         raise TargetError(f"{output} is not a directory; --force replaces bundles only")
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    from elsa_core.loading.reading import read_text
+
+    return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())
 
 
 def _private_key(path: Path) -> Ed25519PrivateKey:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import names, targets
+from elsa_cli import completion, names, targets
 from elsa_cli.console import Session
 from elsa_cli.errors import CommandError, VerdictError
 from elsa_cli.options import (
@@ -59,6 +59,7 @@ class OutOfMemoryError(CommandError):
 )  # fmt: skip
 @click.option(
     "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
+    shell_complete=completion.baselines,
     help="What to measure against: eager, control, sdpa, compile, eager+graph, sdpa+graph, "
     "compile+graph, or all.  [default: eager; on CUDA also sdpa, compile and CUDA graphs]",
 )  # fmt: skip
@@ -111,7 +112,7 @@ def command(session: Session, /, model: str, **given: Any) -> None:
 
     files = _targets(given)
     names.check(model)
-    with session.stage("importing torch"):
+    with session.stage("importing torch", imports=True):
         from elsa_core.measuring import environment
         from elsa_core.profiling import sweep
 
@@ -156,9 +157,7 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
     if len({path.resolve() for path in named.values()}) < len(named):
         raise click.UsageError("two of the files to write are the same")
     if "plot" in named:
-        from elsa_core.measuring import plots
-
-        plots.check(named["plot"], force=given["force"])
+        targets.check_plot(named["plot"])
     return named
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from elsa_core import calls
 from elsa_core.backends.support import Request, Support
+from elsa_core.operators.linear import epilogue
 
 # Multiply-adds from which oneDNN takes less time than MKL on a processor that MKL gives no AVX-512.
 LEAST_ONEDNN = 1 << 23
@@ -30,13 +31,25 @@ def support(request: Request) -> Support:
     return Support(True)
 
 
-def serve(input: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor | None:
-    """The product where oneDNN computes it faster than MKL, and as exactly; None elsewhere."""
+def serve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    precision: str,
+    *derived: Tensor | None,
+) -> Tensor | None:
+    """The call where oneDNN computes the product faster than MKL, and as exactly; None elsewhere.
+
+    What comes after the product is PyTorch's; `derived` (halves and powers) is not read.
+    """
     if precision == "ieee" or torch.compiler.is_compiling() or not _mkl_lags():
         return None
     if not _suits_onednn(input, weight, bias):
         return None
-    return _by_onednn(input, weight, bias)
+    return epilogue(_by_onednn(input, weight, bias), activation, residual, scale)
 
 
 def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -36,6 +36,8 @@ class Request(NamedTuple):
         mask: "none", "causal", "bool" or "additive".
         layout: "dense" where the last dim of each operand is, else "strided".
         gradient: the arguments that reverse mode wants a gradient of; none in inference.
+        tokens: of a window, which a model fixes, in requests of `window_attention` for gradients;
+            0 where they are not known.
     """
 
     device_type: str
@@ -47,6 +49,7 @@ class Request(NamedTuple):
     mask: str = "none"
     layout: str = "dense"
     gradient: tuple[str, ...] = ()
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Implementation:
             words.
         arithmetic: what a precision means here, in words.
         direct: the kernel behind `run`, for calls that no compiler, tracer or profiler needs to
-            see; of `linear` and of `whole` what gives None where it is not the faster one. None
-            where `run` is to be called.
+            see; of `linear` (all arguments of the operator) and of `whole` what gives None where it
+            is not the faster one. None where `run` is to be called.
         gradient: as `support`, for the gradients of `run`; None where autograd records `run`.
         backward: takes the arguments of `elsa::<name>_backward`; gives None where it does not
             serve the call.

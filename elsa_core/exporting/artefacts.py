@@ -43,6 +43,7 @@ class Choices:
     onnx_mode: str
     opset: int
     dynamic_size: bool
+    labels: tuple[str, ...] = ()
 
 
 def write_artefact(

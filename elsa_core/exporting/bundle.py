@@ -19,6 +19,7 @@ from elsa_core.exporting.archive import unpacked, write_zip
 from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefact, write_libraries
 from elsa_core.exporting.description import describe
 from elsa_core.exporting.export_target import Subject, subject_of
+from elsa_core.exporting.labels import write_labels
 from elsa_core.exporting.manifest import (
     FORMATS,
     MANIFEST_NAME,
@@ -79,6 +80,7 @@ def export(
     zip: bool = False,
     force: bool = False,
     key: Ed25519PrivateKey | None = None,
+    labels: Sequence[str] = (),
     loaded: Loaded | None = None,
     check: CheckReport | None = None,
     seed: int = 0,
@@ -103,6 +105,8 @@ def export(
         zip: write one file.
         force: replace a bundle that is there.
         key: sign the bundle with this key, of `signature.read_private_key`.
+        labels: names of the classes, in their order, for load.py; default: ImageNet's, where the
+            weights are published ones of as many classes.
         loaded: what `load_model` returned, for preprocessing, provenance and reloading.
         check: the report of `check` for this model; default: it is run now.
         seed: of generated inputs.
@@ -119,6 +123,7 @@ def export(
         UnavailableError: a package, a compiler or room on the disk is missing.
     """
     chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti)
+    chosen = dataclasses.replace(chosen, labels=tuple(labels))
     given = files.located(directory)
     if zip and given.name in ("", ".."):
         raise ArgumentError(f"{given} (-o) is a directory: with --zip it names a file")
@@ -247,6 +252,7 @@ def _write(
         used[name] = write_artefact(name, subject, chosen, staging, say)
     libraries = write_libraries(chosen, staging, say)
     manifest = describe(subject, chosen, reference, check, used, libraries)
+    manifest["labels"] = write_labels(subject, chosen.labels, staging)
     shutil.copyfile(Path(template.__file__), staging / "load.py")
     (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
     # load.py reads the manifest, which can name hashes only when every file is final.

@@ -53,6 +53,8 @@ def describe(
             "precision": subject.plan.precision,
             "sites": list(subject.plan.sites),
             "reloads_in_elsa": subject.loaded is not None,
+            # What the architecture's name says and the weights' file does not.
+            "assumed": {} if subject.loaded is None else dict(subject.loaded.recipe.unsaid),
         },
         "inputs": _inputs(subject, chosen),
         "outputs": [

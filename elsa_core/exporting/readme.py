@@ -51,6 +51,7 @@ def readme(manifest: dict[str, Any]) -> str:
         f"(precision {model['precision']}). Everything about it is in manifest.json.\n"
     ]
     parts.append(_tensors(manifest))
+    parts.append(_in_words(manifest))
     torch_libraries = manifest["artefacts_libraries"]["torch"]
     library = torch_libraries[0] if torch_libraries else ""
     for name in ("pt2", "torchscript"):
@@ -104,6 +105,38 @@ def _tensors(manifest: dict[str, Any]) -> str:
             shape = " x ".join(map(str, one["shape"]))
             rows.append(f"| {kind[:-1]} | {one['name']} | {shape} | {one['dtype']} |")
     return "\n".join(rows) + "\n" + _sizes(manifest)
+
+
+def _in_words(manifest: dict[str, Any]) -> str:
+    """What goes in and what comes out, for a person; load.py does it all."""
+    lines = []
+    given = manifest["preprocess"]
+    if given is not None:
+        channels, height, width = given["input_size"]
+        mean, std = (", ".join(f"{value:g}" for value in given[key]) for key in ("mean", "std"))
+        share = given["crop_pct"]
+        colours = "RGB" if channels == 3 else "grey"
+        lines.append(
+            f"In: {colours} images of {height} x {width} pixels. `load.preprocess` resizes one\n"
+            f"({given['interpolation']}) so that the centre crop keeps {share:g} of it,\n"
+            f"scales it to 0..1, subtracts the mean {mean}\n"
+            f"and divides by the standard deviation {std}, channel by channel.\n"
+            "The batch comes first and may have any size."
+        )
+    if manifest["outputs"][0]["name"] == "logits":
+        count = manifest["outputs"][0]["shape"][-1]
+        names = manifest.get("labels")
+        named = f"whose names are the lines of {names}" if names else "numbered from 0"
+        lines.append(
+            f"Out: logits of {count} classes, {named}; their softmax is the probabilities, which\n"
+            "`python load.py` prints, or writes with `-o out.csv` or `-o out.json`. It takes files "
+            "and folders."
+        )
+    else:
+        lines.append("Out: features, no classes; `python load.py -o out.csv` writes them.")
+    if manifest["model"]["weights"].startswith("random"):
+        lines.append("**The weights are random: what comes out means nothing.**")
+    return "\n\n".join(lines) + "\n"
 
 
 def _sizes(manifest: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,10 +54,10 @@ def apply(
     Shapes are compared on the meta device first: a configuration that asks for more memory than
     the file has weights is refused before anything is allocated. Afterwards every tensor of the
     file must be in the model as it is, apart from those that another image size, window or patch
-    size was asked to change.
+    size was asked to change, and from a classifier that `num_classes=0` drops.
 
     Returns:
-        The model, its recipe, and notes about what was asked to change.
+        The model, its recipe, and notes about what was asked to change or to be dropped.
 
     Raises:
         ModelError: the tensors do not fit the architecture, would be resampled or dropped, or are
@@ -64,6 +65,7 @@ def apply(
         ArgumentError: the image size does not suit the model.
     """
     target = recipe if image_size is None else with_image_size(recipe, image_size)
+    weights, dropped = _headless(recipe, weights) if drops_classifier(given) else (weights, [])
     shapes = weights.shapes
     plain = build_meta(target)
     exact = matches(plain, shapes)
@@ -83,8 +85,34 @@ def apply(
     asked = _asked(target, recipe, plain, shapes, given or {})
     resized = bool(asked) or target.size != recipe.size
     _check_held(model, weights, asked, recipe, resized)
-    notes = () if not asked else (f"resampled as asked: {_some(asked)}",)
-    return model.eval().to(dtype=dtype), target, notes
+    notes = [f"resampled as asked: {_some(asked)}"] if asked else []
+    if dropped:
+        notes.append(f"dropped as asked (num_classes=0): {_some(dropped)}")
+    return model.eval().to(dtype=dtype), target, tuple(notes)
+
+
+def drops_classifier(given: Mapping[str, Any] | None) -> bool:
+    """True where the user has typed `num_classes=0`."""
+    count = (given or {}).get("num_classes")
+    return type(count) is int and count == 0
+
+
+def _headless(recipe: Recipe, weights: Weights) -> tuple[Weights, list[str]]:
+    """Return the weights without the tensors that only a model with a classifier has."""
+    with_one = build_meta(dataclasses.replace(recipe, num_classes=2)).state_dict().keys()
+    names = with_one - build_meta(recipe).state_dict().keys()
+    dropped = sorted(names & weights.shapes.keys())
+    if not dropped:
+        return weights, []
+    shapes = {name: shape for name, shape in weights.shapes.items() if name not in names}
+    return Weights(
+        shapes,
+        weights.metadata,
+        weights.path,
+        lambda: {name: weights.tensors[name] for name in shapes},
+        weights.notes,
+        weights.size,
+    ), dropped
 
 
 def _filled(recipe: Recipe, weights: Weights) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.loading import hub, preprocessing
-from elsa_core.loading.fill import apply
+from elsa_core.loading.fill import apply, drops_classifier
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.fromfile import choose_recipe, read_weights, refuse_links, weights_in
 from elsa_core.loading.imagesize import checked_size, with_image_size
@@ -23,6 +23,7 @@ from elsa_core.loading.preprocessing import Given
 from elsa_core.loading.published import build_published
 from elsa_core.loading.recipe import Recipe, checked_args, from_config, read_json
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
+from elsa_core.loading.unsaid import with_unsaid
 from elsa_core.proof.cases import generated_inputs, text_shape
 
 if TYPE_CHECKING:
@@ -152,8 +153,9 @@ def load_model(
         seed: of random weights. The caller's random state is neither used nor changed.
         arch: the architecture of a weights file, where it cannot be recognised.
         model_kwargs: arguments of the library's constructor (`window_size=8`), as timm's
-            `--model-kwargs`. For a file they say what it was made with, and that tensors of
-            another window, patch or image size are to be resampled.
+            `--model-kwargs`. For a file they say what it was made with, that tensors of another
+            window, patch or image size are to be resampled, and with `num_classes=0` that its
+            classifier is to be dropped.
         preprocess: mean, std, crop_pct and interpolation where the model's own are not meant.
 
     Raises:
@@ -257,16 +259,23 @@ def _from_file(
         refuse_links(spec.path)
     path = weights_in(spec.path) if directory else spec.path
     weights = read_weights(path)
-    choice = choose_recipe(weights, arch, size, config_required=directory, given=given)
+    # A classifier that is to be dropped tells the architecture like any other tensor.
+    headless = drops_classifier(given)
+    kept = {key: value for key, value in given.items() if not headless or key != "num_classes"}
+    choice = choose_recipe(weights, arch, size, config_required=directory, given=kept)
     chosen, line = choice.recipe, ""
     if not choice.described:
         chosen, line = preprocessing.assumed(chosen, choice.alike, asked, str(path))
-    model, recipe, resampled = apply(chosen, weights, size, dtype, given)
+    if not choice.described or arch is not None:
+        chosen = with_unsaid(chosen, weights.shapes, given)
+    if headless:
+        chosen = with_given(chosen, {"num_classes": 0})
+    model, recipe, changed = apply(chosen, weights, size, dtype, given)
     origin = weights.metadata.get("elsa_weights")
     # What was saved twice comes from where it came from first.
     first = "" if origin is None else origin.rpartition(_SAVED_FROM)[2][:200]
     text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
-    notes = (*weights.notes, *choice.notes, *resampled)
+    notes = (*weights.notes, *choice.notes, *changed)
     loaded = _loaded(model, spec, recipe, text, notes)
     return dataclasses.replace(loaded, warnings=(line,) if line else ())
 

@@ -27,6 +27,7 @@ MAX_IMAGE_SIZE = 16_384
 MAX_BLOCKS = 1000
 _BLOCKS = re.compile("depth|layers|blocks|stages")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+UNSAID = ("heads", "window", "image_heads", "text_heads")
 _ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -80,6 +81,7 @@ class Recipe:
         preprocess: the input.
         tag: the published weights whose defaults apply (timm), or None.
         model_cfg: open_clip's configuration of both towers; None elsewhere.
+        unsaid: what the name says and the weights' source does not: "heads", "window".
     """
 
     library: Library
@@ -89,6 +91,7 @@ class Recipe:
     preprocess: Preprocess = field(default_factory=Preprocess)
     tag: str | None = None
     model_cfg: Mapping[str, Any] | None = None
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -115,7 +118,11 @@ class Recipe:
                 "std": list(given.std),
                 "num_classes": self.num_classes,
             },
-            "elsa": {"library": self.library, "assumed": list(given.assumed)},
+            "elsa": {
+                "library": self.library,
+                "assumed": list(given.assumed),
+                "unsaid": dict(self.unsaid),
+            },
         }
 
     def to_open_clip_config(self) -> dict[str, Any]:
@@ -131,7 +138,7 @@ class Recipe:
                 "interpolation": given.interpolation,
                 "resize_mode": "shortest",
             },
-            "elsa": {"assumed": list(given.assumed)},
+            "elsa": {"assumed": list(given.assumed), "unsaid": dict(self.unsaid)},
         }
 
 
@@ -198,7 +205,12 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
     if library == "timm" and preprocess.input_size[0] != 3:
         args.setdefault("in_chans", preprocess.input_size[0])
     return Recipe(
-        library, name.partition(".")[0], args, num_classes, _with_size(preprocess, args, where)
+        library,
+        name.partition(".")[0],
+        args,
+        num_classes,
+        _with_size(preprocess, args, where),
+        unsaid=_unsaid(extension, where),
     )
 
 
@@ -229,7 +241,8 @@ def from_open_clip_config(config: Mapping[str, Any], where: str) -> Recipe:
     for each in (name, model_cfg["vision_cfg"].get("timm_model_name") or name):
         _check_name(each, where)
     preprocess = replace(_preprocess(cfg, where), assumed=assumed)
-    return Recipe("open_clip", name, {}, 0, preprocess, None, dict(model_cfg))
+    unsaid = _unsaid(config.get("elsa", {}), where)
+    return Recipe("open_clip", name, {}, 0, preprocess, None, dict(model_cfg), unsaid)
 
 
 def _check_name(name: Any, where: str) -> None:
@@ -295,6 +308,17 @@ def _assumed(extension: Any, cfg: Mapping[str, Any], where: str) -> tuple[str, .
     if not isinstance(noted, list) or not all(key in _ASSUMABLE for key in noted):
         raise ModelError(f"{where}: assumed must list some of {', '.join(_ASSUMABLE)}")
     return tuple(key for key in _ASSUMABLE if key in noted or cfg.get(key) is None)
+
+
+def _unsaid(extension: Any, where: str) -> dict[str, Any]:
+    """Return what an earlier elsa took from the architecture's name alone."""
+    noted = extension.get("unsaid", {}) if isinstance(extension, Mapping) else {}
+    values = noted.values() if isinstance(noted, Mapping) else ()
+    counts = [n for value in values for n in (value if isinstance(value, list) else [value])]
+    known = isinstance(noted, Mapping) and set(noted) <= set(UNSAID)
+    if not known or not all(type(n) is int and 0 < n < 2**31 for n in counts):
+        raise ModelError(f"{where}: unsaid must give numbers for some of {', '.join(UNSAID)}")
+    return dict(noted)
 
 
 def _per_channel(

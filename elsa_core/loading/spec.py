@@ -64,9 +64,12 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
             `torchvision:NAME`, `hf-hub:OWNER/NAME`, `timm/NAME[.tag]`, or a path.
 
     Raises:
+        TypeError: no text and no path.
         ModelError: unknown name (close ones are listed), no such path, or a file of another kind.
         UnavailableError: the library that the prefix names is not installed.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise TypeError(f"spec must be a model's name or a path, not {type(text).__name__}")
     given = os.fspath(text).strip()
     if not given:
         raise ModelError("the model name is empty: give one such as vit_base_patch16_224")

@@ -187,7 +187,7 @@ def _define(name: str, record: Operator) -> None:
         _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
     _translate(name, record)
     if record.gradients is not None:
-        _differentiate(name, record.gradients)
+        _differentiate(name, record)
 
 
 def _translate(name: str, record: Operator) -> None:
@@ -205,14 +205,16 @@ def _translate(name: str, record: Operator) -> None:
     torch._decomp.decomposition_table[overload] = decompose
 
 
-def _differentiate(name: str, gradients: Gradients) -> None:
+def _differentiate(name: str, record: Operator) -> None:
     """Register the formulas of `name`, and the operator that they call if there is one."""
+    gradients = record.gradients
+    assert gradients is not None
     formula, backward = gradients.formula, gradients.backward
     if backward is not None:
         full = f"{name}_backward"
         if not hasattr(torch.ops.elsa, full):
             _LIBRARY.define(full + backward.schema)
-        if name.endswith("_eager"):
+        if name.endswith("_eager") or not record.twin:
             _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
         torch.library.register_autograd(

@@ -20,15 +20,16 @@ from elsa_core.patching import adapters
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
-from elsa_core.patching.text import as_html, reasons, sites_table
+from elsa_core.patching.text import reasons, sites_table
 from elsa_core.precision import validate
+from elsa_core.summary import Summarised, Summary
 
 _ATTRIBUTES = ("elsa_precision", "elsa_backend")
 _MAX_NAMED = 3  # classes that an error line spells out
 
 
-@dataclass(frozen=True)
-class PatchReport:
+@dataclass(frozen=True, repr=False)
+class PatchReport(Summarised):
     """What `patch` did.
 
     Attributes:
@@ -58,18 +59,15 @@ class PatchReport:
             "exclude": list(self.exclude),
         }
 
-    def __str__(self) -> str:
+    def summary(self) -> Summary:
+        """The patched sites as a table, and why the others were kept."""
         done, found = len(self.patched), len(self.patched) + len(self.kept)
         title = f"{done} of {found} attention sites patched"
-        lines = [
+        return Summary(
             f"{title} · precision {self.precision} · backend {self.backend}",
             *sites_table(self.patched),
-            *reasons(self.kept, "kept"),
-        ]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
+            reasons(self.kept, "kept"),
+        )
 
 
 def patch(
@@ -98,7 +96,7 @@ def patch(
         The sites patched and those kept, with reasons.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is no `nn.Module`, or include or exclude no text.
         ArgumentError: precision or backend is unknown, the model's dtype does not take it, or a
             glob matches no site.
         UnavailableError: the backend asked for by name does not serve the model's device or dtype.
@@ -106,7 +104,7 @@ def patch(
     """
     model = plain_model(model)
     asked.check_names(precision, backend)
-    wanted, unwanted = _globs(include), _globs(exclude)
+    wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
     sites = find_sites(model)
     selected, kept = [], []
     for site in sites:
@@ -215,10 +213,13 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
     return adapters.with_base(module, adapters.base_class(module))
 
 
-def _globs(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def _globs(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
     if given is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"{name} must be a glob or several, as text, not {given!r}")
+    return tuple(found)
 
 
 def _check_globs(sites: Sequence[AttentionSite], **given: tuple[str, ...]) -> None:

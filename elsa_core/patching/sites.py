@@ -21,7 +21,8 @@ from elsa_core.errors import ArgumentError
 from elsa_core.patching import adapters, bytecode
 from elsa_core.patching.adapters import redirect, table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe, resolved_input_size
-from elsa_core.patching.text import as_html, reasons, sites_table
+from elsa_core.patching.text import reasons, sites_table
+from elsa_core.summary import Summarised, Summary
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
 _FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
@@ -80,8 +81,8 @@ class AttentionSite:
         return asdict(self) | {"extra": list(self.extra)}
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Summarised):
     """What `inspect` found.
 
     Attributes:
@@ -108,21 +109,18 @@ class Inspection:
             "note": self.note,
         }
 
-    def __str__(self) -> str:
+    def summary(self) -> Summary:
+        """Every site as a table, and why some cannot be patched."""
         patchable = sum(site.patchable for site in self.sites)
         title = f"{self.model_class} · {'x'.join(map(str, self.input_size))}"
         if self.total_flops:
             title += f" · {self.total_flops / 1e9:.2f} GFLOPs"
-        lines = [
+        stay = [site for site in self.sites if not site.patchable]
+        return Summary(
             f"{title} · {patchable} of {len(self.sites)} attention sites patchable",
-            *(sites_table(self.sites) if self.sites else ()),
-            *reasons([site for site in self.sites if not site.patchable], "not patchable:"),
-            *([self.note] if self.note else ()),
-        ]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
+            *sites_table(self.sites),
+            [*reasons(stay, "not patchable:"), *([self.note] if self.note else ())],
+        )
 
 
 def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -> Inspection:

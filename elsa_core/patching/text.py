@@ -1,8 +1,7 @@
-"""Attention sites as plain text, for `print` and notebooks."""
+"""Attention sites as rows and lines, for `print` and notebooks."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,25 +10,17 @@ from elsa_core.patching.labels import group, group_by
 if TYPE_CHECKING:
     from elsa_core.patching.sites import AttentionSite
 
-_GAP = "  "
-_TITLES = ("site", "count", "class", "kind", "heads", "tokens", "FLOPs", "terms")
-_TO_THE_RIGHT = ("count", "heads", "tokens", "FLOPs")
+_TITLES = ("site", ">count", "class", "kind", ">heads", ">tokens", ">FLOPs", "terms")
 
 
-def sites_table(sites: Sequence[AttentionSite]) -> list[str]:
-    """One line for each group of equal sites; columns of which nothing is known are left out."""
+def sites_table(
+    sites: Sequence[AttentionSite],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Titles, and a row for each group of equal sites; columns of which nothing is known are left
+    out."""
     rows = [_row(label, members) for label, members in group(sites, _alike)]
     kept = [i for i, title in enumerate(_TITLES) if title == "site" or any(row[i] for row in rows)]
-    cells = [[row[i] for i in kept] for row in (_TITLES, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [_TITLES[i] in _TO_THE_RIGHT for i in kept]
-    return [
-        _GAP.join(
-            cell.rjust(width) if by_right else cell.ljust(width)
-            for cell, width, by_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+    return tuple(_TITLES[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
 
 
 def reasons(sites: Sequence[AttentionSite], word: str) -> list[str]:
@@ -41,11 +32,6 @@ def reasons(sites: Sequence[AttentionSite], word: str) -> list[str]:
         )
         lines.append(f"{word} {labels} ({_class(members[0])}): {reason}")
     return lines
-
-
-def as_html(text: str) -> str:
-    """A notebook's form of a plain text."""
-    return f"<pre>{html.escape(text)}</pre>"
 
 
 def _row(label: str, members: Sequence[AttentionSite]) -> tuple[str, ...]:

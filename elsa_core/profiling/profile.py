@@ -20,13 +20,16 @@ from elsa_core.model_runs.runs import (
     prepare,
     timed,
 )
+from elsa_core.patching.sites import plain_model
 from elsa_core.profiling.locate import Asked, locate
 from elsa_core.profiling.sites import SiteProfile
+from elsa_core.profiling.words import profile_summary
 from elsa_core.proof.cases import ModelInput, as_cases
+from elsa_core.summary import Summarised, Summary
 
 
-@dataclass(frozen=True)
-class ProfileReport(ModelRuns):
+@dataclass(frozen=True, repr=False)
+class ProfileReport(Summarised, ModelRuns):
     """`ModelRuns`, and where the time goes.
 
     Attributes:
@@ -48,6 +51,10 @@ class ProfileReport(ModelRuns):
             "cover": dict(self.cover),
             "notes": list(self.notes),
         }
+
+    def summary(self) -> Summary:
+        """The verdict, a row for each run, and a row for each group of sites."""
+        return profile_summary(self.to_dict())
 
 
 def profile(
@@ -92,14 +99,17 @@ def profile(
         The report.
 
     Raises:
+        TypeError: `model` is no `nn.Module`, or a number is none.
         ArgumentError: an argument is wrong, or the model cannot be copied.
         NothingPatchedError: no site of the model can be patched.
         UnavailableError: a baseline or backend that this machine lacks.
     """
+    if not isinstance(rounds, int) or not isinstance(budget_seconds, int | float):
+        raise TypeError("profile: rounds must be a whole number and budget_seconds a number")
     if rounds < 1 or not budget_seconds > 0:
         raise ArgumentError("profile: rounds and budget_seconds must be positive")
     tell = progress or (lambda what, done, total: None)
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = plain_model(model)
     arguments = next(iter(as_cases(inputs).values()))
     settings = Settings(rounds, budget_seconds, seed, decide=True)
     device, start = first_tensor(arguments).device, time.perf_counter()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from elsa_core.measuring.documents import side
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
 from elsa_core.profiling.document import Document
+from elsa_core.summary import Summary
 
 
 def point_name(row: Document) -> str:
@@ -124,3 +125,31 @@ def heads_text(site: Document) -> str:
         return ""
     dim = "" if site["head_dim"] is None else f"x{site['head_dim']}"
     return f"{site['num_heads']}{dim}"
+
+
+def profile_summary(found: Document) -> Summary:
+    """A profile as a table: its runs, then its sites, slowest first.
+
+    Args:
+        found: `ProfileReport.to_dict()`, or the "profile" of a point.
+    """
+    size = f"{side(found['image_size'])} px, " if found["image_size"] else ""
+    what = f"{size}batch {found['batch']}, {found['dtype']} on {found['device']}"
+    runs = [
+        (run["name"], duration(run["seconds"]), three(run["images_per_second"]),
+         ratio_text(run["ratio"]))
+        for run in found["runs"]
+    ]  # fmt: skip
+    sites = [
+        (site["path"] or "the model", duration(site["seconds_before"]),
+         duration(site["seconds_after"]), f"{site['share']:.1%}", ratio_text(site["ratio"]))
+        for site in found["sites"]
+    ]  # fmt: skip
+    columns = ("site", ">before", ">after", ">share before", "times as fast")
+    return Summary(
+        f"{verdict_text(found)} · {what}",
+        ("run", ">time of a call", ">images/s", "times as fast as eager"),
+        runs,
+        [*found["warnings"], *found["notes"]],
+        Summary("where the time goes", columns, sites) if sites else None,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,24 +87,56 @@ def read_folder(
         ArgumentError: `input_size` or `limit` is not usable.
         ModelError: No folder, no image in it, or an image that cannot be read (named).
     """
-    channels, height, width = _validated(input_size, limit)
+    if limit is not None and limit < 1:
+        raise ArgumentError(f"limit={limit}: expected a positive number of images, or None for all")
+    read = reader(
+        input_size, mean, std, crop_pct=crop_pct, crop_mode=crop_mode, interpolation=interpolation
+    )
+    found, ignored = image_files(directory)
+    files = found if limit is None else found[:limit]
+    images = torch.stack([read(file) for file in files])
+    return ImageBatch(images, tuple(files), ignored, len(found) - len(files))
+
+
+def image_files(directory: str | os.PathLike[str]) -> tuple[list[Path], int]:
+    """The images of a folder and its sub-folders, sorted, and how many other files there are.
+
+    Raises:
+        ModelError: no folder, or no image in it.
+    """
     found, ignored = _scan(located(directory, ModelError))
     if not found:
         raise ModelError(
             f"{directory}: no image in this folder ({ignored} other files); "
             f"expected files such as .jpg or .png"
         )
-    files = found if limit is None else found[:limit]
+    return found, ignored
+
+
+def reader(
+    input_size: Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    crop_pct: float | None = None,
+    crop_mode: str | None = None,
+    interpolation: str = "bicubic",
+) -> Callable[[Path], Tensor]:
+    """A function from an image file to its tensor, [C, H, W] float32; it raises ModelError for a
+    file that it cannot read.
+
+    Args and Raises: as `read_folder`.
+    """
+    channels, height, width = _validated(input_size)
     transform = _transform((channels, height, width), mean, std, crop_pct, crop_mode, interpolation)
     mode = "L" if channels == 1 else "RGB"
     # timm's other crop modes scale both sides to the input.
     shrunk = (height / (crop_pct or 1.0), width / (crop_pct or 1.0))
     target = shrunk if crop_mode in (None, "center") else None
-    images = torch.stack([_read(file, mode, transform, target) for file in files])
-    return ImageBatch(images, tuple(files), ignored, len(found) - len(files))
+    return lambda file: _read(file, mode, transform, target)
 
 
-def _validated(input_size: Sequence[int], limit: int | None) -> tuple[int, int, int]:
+def _validated(input_size: Sequence[int]) -> tuple[int, int, int]:
     if len(input_size) != 3 or min(input_size) < 1:
         raise ArgumentError(f"input_size={tuple(input_size)}: expected (C, H, W), all positive")
     if input_size[0] not in (1, 3):
@@ -112,8 +144,6 @@ def _validated(input_size: Sequence[int], limit: int | None) -> tuple[int, int, 
             f"input_size={tuple(input_size)}: images have 3 channels (or 1, read as grey), "
             f"this model takes {input_size[0]}; pass a tensor instead"
         )
-    if limit is not None and limit < 1:
-        raise ArgumentError(f"limit={limit}: expected a positive number of images, or None for all")
     return input_size[0], input_size[1], input_size[2]
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from elsa_core.proof.capture import worst
 from elsa_core.proof.compare import Comparison, Top1, plain
+from elsa_core.proof.text import check_summary
 from elsa_core.reference import Drift
+from elsa_core.summary import Summarised, Summary
 
 # A relative error of the original from which on twice as much says nothing: a model that draws
 # random numbers or counts its calls has one.
@@ -82,8 +84,8 @@ class ModelCheck:
         return dict(plain(self))
 
 
-@dataclass(frozen=True)
-class CheckReport:
+@dataclass(frozen=True, repr=False)
+class CheckReport(Summarised):
     """The verdict on a patched model.
 
     `failures` has one line for each thing that failed and names the site or the case.
@@ -106,6 +108,9 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(plain(self))
+
+    def summary(self) -> Summary:
+        return check_summary(self)
 
 
 @dataclass

@@ -15,7 +15,6 @@ from elsa_core.routing.choose import (
     RUNS,
     SERVING,
     Chosen,
-    Route,
     chosen,
     gradient_name,
     implementation,
@@ -32,6 +31,7 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
+from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,31 +17,8 @@ from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.operators.record import implement
 from elsa_core.routing import measured
 from elsa_core.routing.measured import Row
+from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED, reference
-
-
-@dataclass(frozen=True)
-class Route:
-    """How a call would be served, and why.
-
-    Attributes:
-        backend: one of `names()` but "auto".
-        schedule: how keys and queries are cut, in words.
-        precision: the precision asked for.
-        arithmetic: what that precision means on this backend.
-        reasons: one line for each backend that was asked first and could not serve the call, and
-            for anything the caller should know (a measured table, a gradient path, dropout).
-    """
-
-    backend: str
-    schedule: str
-    precision: str
-    arithmetic: str
-    reasons: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self) | {"reasons": list(self.reasons)}
 
 
 class Chosen(NamedTuple):
@@ -219,8 +196,17 @@ def training_name(
     return name if name_of(operator, *kind, "auto") in SHIPPED else ""
 
 
-def trains_original(operator: str, device_type: str) -> bool:
-    """Whether a patched site leaves calls that want gradients to the module it came from.
+def trains_original(
+    operator: str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    precision: str,
+    gradient: tuple[str, ...],
+    tokens: int,
+) -> bool:
+    """Whether a patched site leaves calls that want gradients to the module it came from: where the
+    shipped table says so and no backend has a kernel of these gradients.
 
     A constant for the compiler, as `name_of`.
     """
@@ -229,7 +215,13 @@ def trains_original(operator: str, device_type: str) -> bool:
         for each in BACKENDS
         if operator in each.operators and each.device == device_type and each.name not in SHIPPED
     ]
-    return not guests and device_type in measured.originals(operator)
+    if guests or device_type not in measured.originals(operator):
+        return False
+    request = Request(
+        device_type, dtype, head_dim, head_dim, precision, operator, gradient=gradient,
+        tokens=tokens,
+    )  # fmt: skip
+    return gradient_name(request)[0] == PLAIN
 
 
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
@@ -312,7 +304,7 @@ def window_attention_backward(*arguments: Any) -> Any:
     wanted = zip(operators.WINDOW_ATTENTION.terms, needs, strict=True)
     request = Request(
         qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
-        gradient=tuple(name for name, needed in wanted if needed),
+        gradient=tuple(name for name, needed in wanted if needed), tokens=math.prod(arguments[7]),
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
     return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads

@@ -124,6 +124,11 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return kernel(grad_out, grad_lse, *rest)
 
 
+def _triton_window_gradient(request: Request) -> Support:
+    answer: Support = _late("triton.window.backward", "support")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
 def _whole(*arguments: Any) -> tuple[Tensor, None]:
     """By PyTorch's own operator, which has no lse to give."""
     return sdpa.attention(*arguments), None
@@ -169,6 +174,8 @@ _TRITON = {
         run=operators.WINDOW_ATTENTION.overload,
         schedule=_whole_windows,
         arithmetic=_split,
+        gradient=_triton_window_gradient,
+        backward=_late("triton.window.backward", "window_attention_backward"),
     ),
     "linear": Implementation(
         support=_late("triton.linear.gate", "support"),
@@ -221,3 +228,5 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 _kernel_on_cuda("attention", "triton", "attention_forward")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")
+_kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
+_kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")

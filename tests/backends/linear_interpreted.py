@@ -1,4 +1,4 @@
-"""Runs the linear kernel by Triton's interpreter; prints one JSON line per case.
+"""Runs the linear kernels by Triton's interpreter; prints one JSON line per case.
 
 A program of its own, because TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -15,31 +15,42 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 
-from elsa_core.backends.triton.linear import gemm as kernel  # noqa: E402
+from elsa_core.backends.triton.linear import gemm, planner  # noqa: E402
+from elsa_core.operators.linear import plain, plain_backward, plain_split  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (rows, channels, columns), dtype, options
 CASES = {
     "one tile": ((64, 64, 64), F32, {}),
     "no bias": ((64, 64, 64), F32, {"bias": False}),
-    "ragged": ((70, 36, 52), F32, {}),
-    "several groups": ((600, 32, 68), F32, {}),
-    "tall": ((150, 96, 72), F32, {"tile": kernel.TALL}),
-    "large": ((130, 64, 132), F32, {"tile": kernel.LARGE}),
-    "narrow": ((65, 100, 36), F32, {"tile": kernel.NARROW}),
-    "images": ((3, 5, 7, 32, 64), F32, {}),
-    "strided weight": ((64, 32, 64), F32, {"strided": True}),
+    "ragged": ((70, 72, 52), F32, {}),
+    "several groups": ((600, 64, 4), F32, {}),
+    "large": ((130, 264, 132), F32, {"tile": planner.LARGE}),
+    "wide": ((65, 136, 140), F32, {"tile": planner.WIDE}),
+    "medium": ((70, 104, 68), F32, {"tile": planner.MEDIUM}),
+    "shallow": ((70, 96, 132), F32, {"tile": planner.SHALLOW}),
+    "images": ((3, 5, 7, 72, 64), F32, {}),
+    "strided weight": ((64, 64, 64), F32, {"strided": True}),
+    "frozen": ((70, 136, 64), F32, {"frozen": True}),
+    "long rows": ((64, 4104, 4), F32, {}),
     "half": ((70, 96, 72), F16, {}),
     "half, ragged": ((70, 40, 24), F16, {}),
-    "large numbers": ((64, 32, 32), F32, {"times": 1e30}),
-    "largest numbers": ((64, 32, 32), F32, {"largest": True}),
-    "small numbers": ((64, 32, 32), F32, {"times": 1e-36}),
-    "one small row": ((64, 32, 32), F32, {"row": 1e-36}),
-    "zeros": ((64, 32, 32), F32, {"times": 0.0}),
+    "large numbers": ((64, 64, 8), F32, {"times": 1e30}),
+    "largest numbers": ((64, 64, 8), F32, {"largest": True}),
+    "small numbers": ((64, 64, 8), F32, {"times": 1e-36}),
+    "one small row": ((64, 64, 8), F32, {"row": 1e-36}),
+    "channels of other magnitude": ((64, 64, 8), F32, {"channel": 1e12}),
+    "zeros": ((64, 64, 8), F32, {"times": 0.0}),
     "whole numbers": ((70, 96, 68), F32, {"whole": True}),
-    "infinity": ((130, 32, 36), F32, {"entry": float("inf")}),
-    "not a number": ((130, 32, 36), F32, {"entry": float("nan")}),
-}
+    "infinity": ((104, 64, 12), F32, {"entry": float("inf")}),
+    "not a number": ((104, 64, 12), F32, {"entry": float("nan")}),
+    **{name: ((64, 64, 8), F32, {"activation": name}) for name in planner.ACTIVATIONS[1:]},
+    "scale": ((64, 64, 8), F32, {"scale": True}),
+    "residual": ((2, 35, 72, 20), F32, {"residual": True, "activation": "gelu", "scale": True}),
+    "residual of what is not finite": (
+        (104, 64, 8), F32, {"residual": True, "entry": float("inf"), "activation": "relu"}
+    ),
+}  # fmt: skip
 
 
 def run(shape, dtype, options):
@@ -59,18 +70,29 @@ def run(shape, dtype, options):
     if "whole" in options:
         x, w = (x * 4).round(), (w * 4).round()
     bias = torch.randn(columns).to(dtype) if options.get("bias", True) else None
-    if {"times", "row", "whole"} & set(options):
+    if {"times", "row", "whole", "channel"} & set(options):
         bias = None
-    out = torch.full((*rows, columns), float("nan"), dtype=dtype)
-    call = kernel.plan(x, w, bias, options.get("tile"))
-    call(x, w, w if bias is None else bias, out)
-    if options.get("tile") is None and kernel.planned(x, w, bias) is not None:
-        again = [kernel.linear(x, w, bias) for _ in range(2)]  # planned, and found again
-        assert all(torch.equal(out.nan_to_num(7.0), o.nan_to_num(7.0)) for o in again)
-    exact = torch.nn.functional.linear(
-        x.double(), w.double(), None if bias is None else bias.double()
-    )
-    peer = torch.nn.functional.linear(x.float(), w.float(), None if bias is None else bias.float())
+    if "channel" in options:
+        x[..., 3] *= options["channel"]
+        w[:, 3] /= options["channel"]
+    scale = torch.rand(columns) + 0.5 if "scale" in options else None
+    residual = torch.randn(*rows, columns) if "residual" in options else None
+    terms = (options.get("activation", "none"), residual, scale)
+    if dtype == F32:
+        halves = planner.split_weight(w) if "frozen" in options else ()
+        out, again = (
+            planner.linear(x, w, bias, *terms, "strict", *halves) for _ in range(2)
+        )  # planned, and found again
+        if "tile" in options:
+            again = by_tile(x, w, bias, options["tile"])
+            assert ((out - again).abs().max() <= 1e-5).item()
+            out = again
+    else:
+        out, again = (gemm.linear(x, w, bias) for _ in range(2))
+    assert out.shape == (*rows, columns)
+    assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
+    exact = plain(*wide(x, w, bias), terms[0], *wide(residual, scale))
+    peer = plain(*(None if t is None else t.float() for t in (x, w, bias)), *terms)
     finite = torch.isfinite(exact)
     scale = exact[finite].norm().item() or 1.0
     rows_of = (exact.reshape(-1, columns)[3], out.reshape(-1, columns)[3])
@@ -84,13 +106,67 @@ def run(shape, dtype, options):
     }
 
 
+def wide(*tensors):
+    return [None if t is None else t.double() for t in tensors]
+
+
+def by_tile(x, w, bias, tile):
+    """A product with a tile of the caller's choice."""
+    columns, depth = w.shape
+    call = planner.Forward(x, w, (bias is not None, "none", False, False), False, False)
+    shape = planner.Shape(x.numel() // depth, columns, depth)
+    call.multiply = planner.Multiply(
+        shape, (depth, 1), (w.stride(0), 1), x.device, tile=tile,
+        epilogue=(bias is not None, "none", False, False),
+    )  # fmt: skip
+    return call(x, w, bias, None, None, None, None)
+
+
+# rows, channels, columns, parts
+GRADIENTS = [(70, 64, 72, 1), (300, 72, 136, 3), (64, 136, 64, 1)]
+
+
+def gradient(rows, depth, columns, parts):
+    """Errors of the three gradients, and of PyTorch's."""
+    torch.manual_seed(0)
+    x, w = torch.randn(rows, depth), torch.randn(columns, depth)
+    grad = torch.randn(rows, columns)
+    x[:, 5] *= 1e6
+    w[7] = 0.0
+    grad[3] = 0.0
+    planner.cut_for = lambda *given: (planner.SMALL, parts)
+    wanted = (True, True, True)
+    found = planner.backward(grad, x, w, wanted)
+    exact = plain_backward(grad.double(), x.double(), w.double(), "strict", wanted)
+    peer = plain_backward(grad, x, w, "strict", wanted)
+    only = planner.backward(grad, torch.empty(0), w, (True, False, False))
+    assert torch.equal(only[0], found[0]) and only[1].numel() == only[2].numel() == 0
+    pairs = zip(found, peer, exact, strict=True)
+    return [[((t.double() - e).norm() / e.norm()).item() for t in (f, p)] for f, p, e in pairs]
+
+
+def same_halves():
+    """The kernels' halves are those of the reference, bit by bit."""
+    torch.manual_seed(0)
+    w = torch.randn(42, 72) * 10.0 ** torch.linspace(-44, 38, 42)[:, None]
+    w[3], w[5, 2], w[6, 2] = 0.0, float("inf"), float("nan")
+    for weight in (w, torch.randn(5, 4104), torch.randn(9, 80)[:, :64]):
+        for found, expected in zip(planner.split_weight(weight), plain_split(weight), strict=True):
+            assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    x = w[:, :64].nan_to_num(1.0, 1.0)
+    halves, powers = planner.Turned(42, 64, 64)(x.contiguous())
+    expected, expected_powers = plain_split(x.t().contiguous())
+    assert torch.equal(powers, expected_powers) and torch.equal(halves[..., :42], expected)
+    assert not halves[..., 42:].any()
+
+
 def declined():
     """What the kernel leaves to PyTorch: few rows, few channels, rows off 16 bytes, turned ones."""
-    for rows, depth, columns in [(63, 64, 64), (64, 60, 64), (64, 66, 64), (64, 64, 65)]:
+    for rows, depth, columns in [(63, 64, 64), (64, 56, 64), (64, 68, 64), (64, 64, 65)]:
         x, w = torch.randn(rows, depth), torch.randn(columns, depth)
         yield x, w, torch.randn(columns)
-    wide = torch.randn(64 * 65)
-    yield wide[1 : 64 * 64 + 1].view(64, 64), torch.randn(64, 64), None
+    big = torch.randn(64 * 65)
+    yield big[1 : 64 * 64 + 1].view(64, 64), torch.randn(64, 64), None
     yield torch.randn(64, 65)[:, :64], torch.randn(64, 64), None
     yield torch.randn(64, 64), torch.randn(64, 64).t(), None
     yield torch.randn(64, 64), torch.randn(64, 64), torch.randn(128)[::2]
@@ -108,6 +184,10 @@ def refused():
 
 if __name__ == "__main__":
     for given in (*declined(), *refused()):
-        assert kernel.linear(*given) is None, [t if t is None else t.shape for t in given]
+        assert planner.linear(*given) is None, [t if t is None else t.shape for t in given]
+    same_halves()
     for name, case in CASES.items():
         print(json.dumps({"name": name, **run(*case)}), flush=True)
+    planner.LEAST_WEIGHT = 0
+    for case in GRADIENTS:
+        print(json.dumps({"name": f"gradient {case}", "errors": gradient(*case)}), flush=True)

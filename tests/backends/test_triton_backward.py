@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_compile
 from backward_interpreted import CASES, F16
+from interpreted import Rows, rows_of
 
 from elsa_core.backends.triton.attention import backward
 from elsa_core.backends.triton.attention.backward_tiling import (
@@ -34,17 +33,10 @@ NEEDS = (True, True, True, True)
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict]:
-    """Every case of backward_interpreted.py, run once in a process of its own."""
-    script = Path(__file__).with_name("backward_interpreted.py")
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return {row["name"]: row for row in rows}
+def interpreted() -> Iterator[Rows]:
+    """Every case of backward_interpreted.py, in a process of its own."""
+    with rows_of("backward_interpreted.py") as rows:
+        yield rows
 
 
 @pytest.mark.parametrize("name", list(CASES))

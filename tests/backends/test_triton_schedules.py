@@ -283,7 +283,7 @@ def test_threads_share_one_plan():
 
 def test_the_operators_share_one_cache():
     pytest.importorskip("triton")
-    from elsa_core.backends.triton.linear import gemm
+    from elsa_core.backends.triton.linear import planner as linear
     from elsa_core.backends.triton.window import planner as windows
 
-    assert planner.PLANS is gemm.PLANS is windows.PLANS
+    assert planner.PLANS is linear.PLANS is windows.PLANS

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from elsa_core.backends.triton.window.tiling import WindowShape
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import Rows, rows_of
 from triton_compile import compile_launch
 from window_interpreted import CASES
 
@@ -28,17 +27,10 @@ TABLES = ["default", *sorted(p.stem for p in SHIPPED.glob("*.json"))]
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict]:
-    """Every case of window_interpreted.py, run once in a process of its own."""
-    script = Path(__file__).with_name("window_interpreted.py")
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return {row["name"]: row for row in rows}
+def interpreted() -> Iterator[Rows]:
+    """Every case of window_interpreted.py, in a process of its own."""
+    with rows_of("window_interpreted.py") as rows:
+        yield rows
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -61,6 +61,13 @@ def test_inspect_json(elsa: Elsa) -> None:
     assert {(site["query_tokens"], site["head_dim"]) for site in found["sites"]} == {(17, 64)}
 
 
+def test_inspect_says_what_its_columns_mean(elsa: Elsa) -> None:
+    out = elsa("inspect", "pvt_v2_b0", "--img", "64").out
+    assert "FLOPs: of q k^T and the product with v alone" in out
+    assert "256:4" in out and "tokens: queries:keys" in out
+    assert "queries:keys" not in elsa("inspect", *TINY).out
+
+
 def test_an_alias_is_shown(elsa: Elsa) -> None:
     answer = elsa("inspect", "vit_tiny", "--img", "64")
     assert answer.out.startswith("vit_tiny → vit_tiny_patch16_224 · ")

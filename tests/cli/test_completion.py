@@ -45,6 +45,13 @@ def test_the_output_options_of_the_script(elsa: Elsa) -> None:
         ("elsa patch x --dtype b", "bf16"),
         ("elsa patch x --arch deit3_s", "deit3_small_patch16_224"),
         ("elsa completion z", "zsh"),
+        ("elsa help pr", "profile"),
+        ("elsa export x --formats torchscript,o", "torchscript,onnx"),
+        ("elsa profile x --dtype fp32,b", "fp32,bf16"),
+        ("elsa profile x --baselines eager,com", "eager,compile"),
+        ("elsa profile x --precision i", "ieee"),
+        ("elsa patch x --device cu", "cuda"),
+        ("elsa bench --table dec", "decode"),
     ],
 )
 def test_offers(words: str, expected: str) -> None:

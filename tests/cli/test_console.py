@@ -86,7 +86,7 @@ LONG = "stages.0-3.blocks.0-17.attention.very_long_name_of_a_module." * 3
 def test_a_table_fits_in_80_columns_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     one, out, _ = session(monkeypatch)
-    one.table(["site", ">error"], [[f"✓ {LONG}", "3.1e-07"]])
+    one.table(["site", ">error"], [[f"✓ {LONG}", "3.1e-07"]], wrap=0)
     lines = out.text().splitlines()
     assert max(map(len, lines)) <= 80
     folded = "".join(line.split("3.1e-07")[0].strip() for line in lines[2:])
@@ -102,11 +102,23 @@ def test_no_terminal_is_too_narrow_for_the_numbers(
     one, out, _ = session(monkeypatch)
     titles = ["  relative error", ">", ">elsa", ">original", ">allowed", "worst input"]
     numbers = ["12x", "3.8e-07", "4.3e-07", "1.1e-06", "constant"]
-    one.table(titles, [[f"✓ {LONG}", *numbers]])
+    one.table(titles, [[f"✓ {LONG}", *numbers]], wrap=0)
     head, _, first, *others = out.text().splitlines()
     assert " ".join(head.split()) == "relative error elsa original allowed worst input"
     assert first.split()[-len(numbers) :] == numbers and first.startswith("✓ stages.0-3")
     assert "".join([first[: first.index("12x")], *others]).replace(" ", "") == f"✓{LONG}"
+
+
+def test_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path in two lines could not be copied: only the column that is named is folded."""
+    monkeypatch.setenv("COLUMNS", "60")
+    one, out, _ = session(monkeypatch)
+    path = "layers.2.blocks.0,2..4.attention"
+    one.table(["site", ">error", "why"], [[path, "3.1e-07", "some words and more words"]], wrap=2)
+    one.table(["site", ">error"], [[path * 2, "3.1e-07"]])
+    lines = out.text().splitlines()
+    assert max(map(len, lines[:4])) <= 60 and lines[2].startswith(f"{path}  3.1e-07")
+    assert any(line.startswith(f"{path * 2}  3.1e-07") for line in lines)
 
 
 def test_a_pipe_is_as_wide_as_a_table_needs(monkeypatch: pytest.MonkeyPatch) -> None:

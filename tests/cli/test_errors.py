@@ -97,6 +97,30 @@ def test_a_signal_ends_the_command_at_once(number: int, code: int) -> None:
     assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_long_import_is_no_reason_to_wait(tmp_path: Path, number: int, code: int) -> None:
+    """On a cold disk an import of torch takes tens of seconds; Ctrl-C waited for its end."""
+    begun = tmp_path / "begun"
+    (tmp_path / "torch.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)\n"
+    )
+    places = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "inspect", "vit_tiny_patch16_224"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(PYTHONPATH=places),
+    )  # fmt: skip
+    while not begun.exists():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+    start = time.perf_counter()
+    os.kill(child.pid, number)
+    out, err = child.communicate(timeout=30)
+    assert time.perf_counter() - start < 5  # 0.1 s on an idle machine, 60 s before
+    assert (child.returncode, out) == (code, "")
+    assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")
+
+
 def test_a_limit_of_memory_is_no_broken_package() -> None:
     """torch could not be mapped, and the line said to repair it."""
     import resource

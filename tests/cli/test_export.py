@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from .conftest import Elsa, environment
@@ -40,6 +41,36 @@ def test_export_and_verify_a_weights_file(elsa: Elsa, tmp_path: Path) -> None:
     again = elsa("verify", "test_vit-elsa", "--files-only")
     assert again.code == 0 and "files match; nothing was run" in again.out
     elsa("export", *TINY, "-o", "test_vit-elsa").fails(2, "exists", "--force")
+
+
+def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
+    """A DeiT's tensors alone: what the bundle took from the architecture's name, it names."""
+    torch.manual_seed(0)
+    name = "vit_tiny_patch16_224"
+    model = timm.create_model("deit_tiny_patch16_224", num_classes=11, img_size=32, depth=1)
+    save_file(model.state_dict(), tmp_path / "mine.safetensors")
+    answer = elsa("export", "mine.safetensors", "--formats", "torchscript")
+    assert answer.code == 0, answer.err
+    assert "does not say its preprocessing" in answer.err
+    bundle = tmp_path / f"{name}-elsa"
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert {"mean", "std"} <= set(manifest["preprocess"]["assumed"])
+    assert manifest["model"]["assumed"] == {"heads": 3}
+    Image.new("RGB", (40, 32), (200, 30, 90)).save(tmp_path / "a.png")
+    ran = subprocess.run(
+        [sys.executable, "-B", str(bundle / "load.py"), str(tmp_path / "a.png")],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        env={key: value for key, value in environment().items() if key != "PYTHONPATH"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "mean [0.5, 0.5, 0.5]" in ran.stderr and "assumed" in ran.stderr
+    assert len(ran.stdout.splitlines()) == 5 and "assumed" not in ran.stdout
+    again = document(elsa("check", bundle, "--json"))["results"]["model"]
+    assert again["assumed"] == {"heads": 3}
+    assert {"mean", "std"} <= set(again["preprocess"]["assumed"])
+    given = ("--mean", "0.5", "--std", "0.5", "--crop-pct", "0.9", "--interpolation", "bicubic")
+    elsa("export", "mine.safetensors", "--formats", "torchscript", "-o", "g", *given)
+    assert json.loads((tmp_path / "g/manifest.json").read_text())["preprocess"]["assumed"] == []
 
 
 @pytest.mark.parametrize(

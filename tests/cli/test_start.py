@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,7 @@ def test_help_lists_every_command_and_fits_in_80_columns(elsa: Elsa) -> None:
 def test_help_says_what_a_model_is(elsa: Elsa, command: str) -> None:
     text = " ".join(elsa(command, "--help").out.split())
     assert text.count("MODEL is a timm name or the beginning of one") == 1
+    assert all(suffix in text for suffix in (".safetensors", ".pth", ".pt", ".bin", ".ckpt"))
     assert ("--images implies it" in text) == (command == "patch")
 
 
@@ -70,6 +72,21 @@ def test_help_says_what_a_model_is(elsa: Elsa, command: str) -> None:
 def test_every_command_has_the_output_options(elsa: Elsa, command: str) -> None:
     text = elsa(command, "--help").out
     assert all(flag in text for flag in ("--json", "--quiet", "--verbose", "--debug"))
+
+
+@pytest.mark.parametrize("command", [("profile", "vit_tiny"), ("bench", "attention")], ids=str)
+def test_a_plot_without_matplotlib_fails_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
+    """It failed after the imports of torch, which take seconds."""
+    hidden = "import sys; sys.modules['matplotlib'] = None\n" + WATCH.format(
+        arguments=[*command, "--plot", str(tmp_path / "a.png")]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60, check=False,
+        env=environment(),
+    )  # fmt: skip
+    line, modules = done.stderr.splitlines()[0], json.loads(done.stderr.splitlines()[-1])
+    assert done.returncode == 3 and "pip install 'elsa-attention[plot]'" in line
+    assert not [name for name in modules if name.split(".")[0] in ("torch", "elsa_core")]
 
 
 def test_version(process: Elsa) -> None:

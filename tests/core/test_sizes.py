@@ -10,8 +10,8 @@ import elsa_core
 ROOT = Path(elsa_core.__file__).parent.parent
 FILES = [path for name in ("elsa_core", "elsa_cli") for path in (ROOT / name).rglob("*.py")]
 LINES, FILE_LINES = 60, 400
-# Tools that measure tiles on a GPU, of one command each.
-LONG_FILES = {"elsa_core/bench/tune/window.py"}
+# Longer: kernels, which are one unit each, and the tools that measure their tiles.
+EXEMPT = ("elsa_core/backends/triton/", "elsa_core/bench/tune/")
 
 
 def _is_kernel(function: ast.FunctionDef) -> bool:
@@ -35,9 +35,11 @@ def test_functions_are_short() -> None:
 
 
 def test_files_are_short() -> None:
-    long = {
-        path.relative_to(ROOT).as_posix()
-        for path in FILES
-        if len(path.read_text(encoding="utf-8").splitlines()) > FILE_LINES
-    }
-    assert long == LONG_FILES
+    names = {path: path.relative_to(ROOT).as_posix() for path in FILES}
+    long = [
+        name
+        for path, name in names.items()
+        if not name.startswith(EXEMPT)
+        and len(path.read_text(encoding="utf-8").splitlines()) > FILE_LINES
+    ]
+    assert not long

@@ -149,17 +149,49 @@ def test_the_readmes_python_leaves_nothing_behind(bundle: Bundle, tmp_path: Path
     assert verify(copy, run=False).ok
 
 
+def test_readme_says_what_goes_in_and_comes_out(bundle: Bundle) -> None:
+    text = " ".join((bundle.path / "README.md").read_text().split())
+    assert "In: RGB images of 64 x 64 pixels" in text and "mean 0.5, 0.5, 0.5" in text
+    assert "Out: logits of 1000 classes, numbered from 0" in text
+    assert "The weights are random" in text
+    assert "Out: features, no classes" in readme(
+        bundle.manifest | {"outputs": [{"name": "features", "dtype": "float32", "shape": [1, 8]}]}
+    )
+    assert "lines of labels.txt" in readme(bundle.manifest | {"labels": "labels.txt"})
+
+
+def test_names_of_classes_are_in_the_bundle(quick: Any, vit: Loaded, tmp_path: Path) -> None:
+    names = [f"class {i}" for i in range(1000)]
+    given = quick(tmp_path / "given", labels=names)
+    assert given.manifest["labels"] == "labels.txt" in given.manifest["files"]
+    assert template.class_names(given.manifest, given.path) == names
+    assert quick(tmp_path / "none").manifest["labels"] is None  # of random weights nothing is known
+    published = dataclasses.replace(vit, weights="pretrained (timm)")
+    known = quick(tmp_path / "known", loaded=published)
+    assert template.class_names(known.manifest, known.path)[281] == "tabby, tabby cat"
+    with pytest.raises(ArgumentError, match="3 names, the model has 1000 classes"):
+        quick(tmp_path / "few", labels=names[:3])
+    assert not (tmp_path / "few").exists()
+
+
+RANDOM = "warning: the weights are random, and so are the results\n"
+
+
 def test_load_py_runs_alone_on_an_image(bundle: Bundle, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (80, 100, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")
     command = [sys.executable, str(bundle.path / "load.py"), "image.png", "--format", "onnx"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    order = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr) == (0, RANDOM), done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head == "image.png"
+    order = [int(line.split()[1]) for line in lines]
     inputs = template.preprocess(tmp_path / "image.png", bundle.path)
     # Here the package has loaded the operators already; load_operators leaves them alone.
     logits = template.load("torchscript", bundle.path)(inputs)[0]
     assert order == logits[0].argsort()[::-1][:5].tolist()
+    share = np.exp(logits[0].max()) / np.exp(logits[0]).sum()
+    assert lines[0].split()[0] == f"{share:.2%}"
 
 
 def test_load_py_beside_the_imported_package(bundle: Bundle) -> None:
@@ -196,11 +228,11 @@ def test_load_py_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_load_py_names_the_formats_that_are_here(bundle: Bundle) -> None:
-    command = [sys.executable, str(bundle.path / "load.py"), "image.png", "--format", "aoti"]
+    command = [sys.executable, str(bundle.path / "load.py"), "README.md", "--format", "aoti"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     line = "error: this bundle holds no 'aoti': choose one of pt2, torchscript, onnx\n"
-    assert done.stderr == line
+    assert done.stderr == RANDOM + line
 
 
 def test_load_py_takes_the_first_format_that_can_run(
@@ -211,7 +243,7 @@ def test_load_py_takes_the_first_format_that_can_run(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert np.array_equal(template.load(bundle=bundle.path)(images)[0], expected)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ImportError, match="needs onnxruntime or torch"):
+    with pytest.raises(ImportError, match=r"needs onnxruntime, .*pip install"):
         template.load(bundle=bundle.path)
 
 

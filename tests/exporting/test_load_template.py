@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import csv
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +27,49 @@ GIVEN: dict[str, Any] = {
 }
 
 
+FACTS: dict[str, Any] = {
+    "preprocess": GIVEN,
+    "model": {"weights": "random (seed 0)", "dtype": "float32", "device": "cpu"},
+    "outputs": [{"name": "logits"}],
+    "labels": None,
+    "artefacts": {"onnx": {"file": "model.onnx", "runtime": {"onnxruntime": ">=1.23"}}},
+}
+
+
 @pytest.fixture
-def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "manifest.json").write_text(json.dumps({"preprocess": GIVEN}))
-    monkeypatch.setattr(template, "HERE", tmp_path)
+def facts() -> dict[str, Any]:
+    return copy.deepcopy(FACTS)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> Path:
+    """A folder whose model answers with logits 0, 1, 2 times the mean pixel of an image."""
+    (tmp_path / "manifest.json").write_text(json.dumps(facts))
+
+    def model(images: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        return [images.mean((1, 2, 3))[:, None] * np.arange(3, dtype=np.float32)]
+
+    monkeypatch.setattr(template, "manifest", lambda *_: facts)
+    monkeypatch.setattr(template, "load", lambda *_: model)
     return tmp_path
 
 
+def pictures(folder: Path, *levels: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for level in levels:
+        Image.new("RGB", (30, 20), (level,) * 3).save(folder / f"{level:03}.png")
+
+
 def test_what_was_assumed_is_said(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path, facts: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    facts = {"preprocess": GIVEN}
-    monkeypatch.setattr(template, "manifest", lambda *_: facts)
-    monkeypatch.setattr(template, "load", lambda *_: lambda x: [np.zeros((1, 3), np.float32)])
+    facts["model"]["weights"] = "a.safetensors"
     Image.new("RGB", (30, 20)).save(bundle / "a.png")
     assert template.main([str(bundle / "a.png")]) == 0
     said = capsys.readouterr()
     assert "mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5] assumed" in said.err
-    assert "assumed" not in said.out
-    facts["preprocess"] = GIVEN | {"assumed": []}
+    assert " assumed" not in said.out
+    facts["preprocess"]["assumed"] = []
     assert template.main([str(bundle / "a.png")]) == 0
     assert capsys.readouterr().err == ""
 
@@ -57,3 +85,99 @@ def test_images_that_are_none(bundle: Path) -> None:
     Image.new("L", (1, 60_000)).save(bundle / "thin.png")
     with pytest.raises(ValueError, match="after resizing"):
         template.preprocess(bundle / "thin.png", bundle)
+
+
+def test_probabilities_with_names(
+    bundle: Path, facts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures(bundle / "images", 255)
+    (bundle / "names.txt").write_text("cat\ndog\nowl, bird\n")
+    arguments = [str(bundle / "images"), "--labels", str(bundle / "names.txt"), "--top", "2"]
+    assert template.main(arguments) == 0
+    said = capsys.readouterr()
+    # A white image is 1 after normalising: logits 0, 1, 2.
+    shares = np.exp([0, 1, 2]) / np.exp([0, 1, 2]).sum()
+    head, first, second = said.out.splitlines()
+    assert head.endswith("255.png")
+    assert first.split(maxsplit=2) == [f"{shares[2]:.2%}", "2", "owl, bird"]
+    assert second.split(maxsplit=2) == [f"{shares[1]:.2%}", "1", "dog"]
+    assert "the weights are random" in said.err
+
+
+def test_names_of_the_bundle(
+    bundle: Path, facts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bundle / "labels.txt").write_text("one\ntwo\nthree\n")
+    facts["labels"] = "labels.txt"
+    assert template.class_names(facts, bundle) == ["one", "two", "three"]
+    facts["labels"] = None
+    assert template.class_names(facts, bundle) == []
+
+
+@pytest.mark.parametrize("size", ["1", "2", "8"])
+def test_folders_in_batches_as_csv_and_json(bundle: Path, size: str) -> None:
+    pictures(bundle / "images", 0, 100, 200)
+    pictures(bundle / "images" / "more", 50)
+    (bundle / "images" / "notes.txt").write_text("no image")
+    given = [str(bundle / "images"), str(bundle / "images" / "000.png"), "--batch-size", size]
+    assert template.main([*given, "-o", str(bundle / "out.csv"), "--top", "1"]) == 0
+    with (bundle / "out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    names = [Path(row["file"]).name for row in rows]
+    assert names == ["000.png", "100.png", "200.png", "050.png", "000.png"]
+    # Dark images are negative after normalising: class 0 leads.
+    assert [row["class"] for row in rows] == ["0", "0", "2", "0", "0"]
+    assert template.main([*given, "-o", str(bundle / "out.json")]) == 0
+    entries = json.loads((bundle / "out.json").read_text())
+    assert len(entries) == 5 and len(entries[0]["classes"]) == 3
+    total = sum(one["probability"] for one in entries[0]["classes"])
+    assert total == pytest.approx(1.0, abs=1e-12)
+
+
+def test_a_damaged_image_is_named_and_the_others_run(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures(bundle / "images", 10, 20)
+    (bundle / "images" / "015.png").write_bytes(b"no image")
+    assert template.main([str(bundle / "images")]) == 1
+    said = capsys.readouterr()
+    assert "010.png" in said.out and "020.png" in said.out
+    assert "error: " in said.err and "015.png" in said.err
+
+
+def test_features_are_written_whole(bundle: Path, facts: dict[str, Any]) -> None:
+    facts["outputs"] = [{"name": "features"}]
+    pictures(bundle / "images", 255)
+    assert template.main([str(bundle / "images"), "-o", str(bundle / "out.csv")]) == 0
+    cells = (bundle / "out.csv").read_text().strip().split(",")
+    assert [float(cell) for cell in cells[1:]] == pytest.approx([0, 1, 2])
+
+
+def test_nothing_to_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bundle / "empty").mkdir()
+    assert template.main([str(bundle / "empty")]) == 1
+    assert "error: no image in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        template.main([str(bundle), "-o", "out.txt"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--format", "onnx"]], ids=str)
+def test_a_missing_runtime_names_the_pip_line(tmp_path: Path, arguments: list[str]) -> None:
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    (tmp_path / "manifest.json").write_text(json.dumps(FACTS))
+    script = tmp_path / "load.py"
+    script.write_text(Path(template.__file__).read_text())
+    hidden = (
+        "import runpy, sys; sys.modules['onnxruntime'] = None; sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, str(script), str(tmp_path / "a.png"), *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last == (
+        "error: model.onnx needs onnxruntime, which is not installed: "
+        "pip install 'onnxruntime>=1.23' numpy pillow"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,19 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elsa_core.backends.support import Request, Support
 from elsa_core.patching.adapters import windows
 from elsa_core.patching.adapters.common import trains_by_pytorch
 from elsa_core.patching.patch import patch, unpatch
-from elsa_core.routing import measured
+from elsa_core.routing import choose, implementation, measured
+from elsa_core.routing.measured import Training
+
+
+def trains_by_original(monkeypatch: pytest.MonkeyPatch, *backward: str) -> None:
+    """As if the table left training on a CPU to the original, but for gradients by `backward`."""
+    monkeypatch.setattr(measured, "originals", lambda operator: ("cpu",))
+    row = Training("", "", (*backward, "eager"))
+    monkeypatch.setattr(measured, "training", lambda *kind: row)
 
 
 @pytest.mark.parametrize("wanted", ["input", "weights", "nothing", "by name"])
@@ -30,7 +40,7 @@ def test_windows_train_by_the_original(monkeypatch: pytest.MonkeyPatch, wanted: 
         return operator(*arguments, **terms)
 
     monkeypatch.setattr(windows, "window_attention", counted)
-    monkeypatch.setattr(measured, "originals", lambda operator: ("cpu",))
+    trains_by_original(monkeypatch)
     x = torch.randn(1, 8, 8, 32, requires_grad=wanted == "input")
     model.requires_grad_(wanted in ("weights", "by name"))
     out = model(x)
@@ -38,6 +48,44 @@ def test_windows_train_by_the_original(monkeypatch: pytest.MonkeyPatch, wanted: 
     if not calls:
         unpatch(model)
         assert torch.equal(out, model(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("served", [False, True])
+def test_windows_train_by_the_operator_where_gradients_are_measured(
+    monkeypatch: pytest.MonkeyPatch, served: bool, compiled: bool
+) -> None:
+    """A backend that says that it has these gradients, for this dtype and window, serves them."""
+    asked = []
+
+    def gradient(request: Request) -> Support:
+        asked.append(request)
+        return Support(served, "" if served else "not measured")
+
+    trains_by_original(monkeypatch, "guest")
+    offered = replace(implementation("window_attention", "eager"), gradient=gradient)
+    known = choose.implementation
+    monkeypatch.setattr(
+        choose, "implementation", lambda op, name: offered if name == "guest" else known(op, name)
+    )
+    model = nn.Sequential(SwinTransformerBlock(32, (8, 8), 2, window_size=4, shift_size=2)).eval()
+    patch(model)
+    site = model[0]
+    assert isinstance(site, SwinTransformerBlock)
+    x = torch.randn(1, 8, 8, 32, requires_grad=True)
+
+    def left(x: torch.Tensor) -> torch.Tensor:
+        terms = (site.attn.qkv, site.attn.num_heads, site.window_size)
+        return x * float(windows.trains_original(site, x, *terms))
+
+    torch.compiler.reset()
+    run = torch.compile(left, backend="eager", fullgraph=True) if compiled else left
+    assert torch.equal(run(x), x * (not served))
+    request = asked[0]
+    assert (request.dtype, request.head_dim, request.tokens) == (torch.float32, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(x)
+    assert asked[-1].dtype == torch.bfloat16
 
 
 def test_the_table_names_devices() -> None:
@@ -73,7 +121,7 @@ def test_checkpointing_meets_the_same_dropout(
     monkeypatch: pytest.MonkeyPatch, reentrant: bool
 ) -> None:
     """A reentrant checkpoint runs without gradients first, and once more for them."""
-    monkeypatch.setattr(measured, "originals", lambda operator: ("cpu",))
+    trains_by_original(monkeypatch)
     block = SwinTransformerBlock(32, (10, 10), 2, window_size=4, shift_size=2, proj_drop=0.3)
     model = nn.Sequential(block).train()
     patch(model)

@@ -6,7 +6,7 @@ From Python:
     model = load()                      # or load("torchscript"), load("onnx"), load("aoti")
     outputs = model(preprocess("cat.jpg"))
 
-From a shell:  python load.py cat.jpg [--format onnx]
+From a shell:  python load.py cat.jpg FOLDER ... [--format onnx] [-o out.csv]
 
 Every model takes and returns numpy arrays here; `load_torch` gives the torch module itself.
 """
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import importlib.util
+import io
 import json
 import os
 import stat
@@ -54,6 +56,8 @@ def load(format: str | None = None, bundle: Path = HERE, *, library: bool = True
     facts = manifest(bundle)
     chosen = format or _first(facts)
     _file(facts, chosen)
+    if line := _missing(facts, chosen):
+        raise ImportError(line)
     if chosen == "onnx":
         return _onnx(facts, bundle, library)
     import torch
@@ -103,10 +107,21 @@ def _file(facts: dict[str, Any], format: str) -> str:
 def _first(facts: dict[str, Any]) -> str:
     """The first format whose runtime is installed."""
     for name in _here(facts):
-        if importlib.util.find_spec("onnxruntime" if name == "onnx" else "torch"):
+        if not _missing(facts, name):
             return name
-    runtimes = {"onnxruntime" if name == "onnx" else "torch" for name in _here(facts)}
-    raise ImportError(f"this bundle needs {' or '.join(sorted(runtimes))}: install one with pip")
+    raise ImportError(_missing(facts, _here(facts)[-1]))
+
+
+def _missing(facts: dict[str, Any], format: str) -> str:
+    """How to install the runtime of a format; "" where it is here."""
+    package = "onnxruntime" if format == "onnx" else "torch"
+    if importlib.util.find_spec(package):
+        return ""
+    oldest = facts["artefacts"][format].get("runtime", {}).get(package, "")
+    return (
+        f"{_file(facts, format)} needs {package}, which is not installed: "
+        f"pip install '{package}{oldest}' numpy pillow"
+    )
 
 
 def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
@@ -199,14 +214,8 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
             f" more than the {MAX_PIXELS} that are read: crop the image first"
         )
     picture = picture.convert("RGB" if channels == 3 else "L")
-    methods = {
-        "nearest": Image.Resampling.NEAREST,
-        "bilinear": Image.Resampling.BILINEAR,
-        "lanczos": Image.Resampling.LANCZOS,
-        "box": Image.Resampling.BOX,
-        "hamming": Image.Resampling.HAMMING,
-    }
-    picture = picture.resize(size, methods.get(given["interpolation"], Image.Resampling.BICUBIC))
+    method = getattr(Image.Resampling, given["interpolation"].upper(), Image.Resampling.BICUBIC)
+    picture = picture.resize(size, method)
     left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
     picture = picture.crop((left, top, left + width, top + height))
     pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
@@ -231,6 +240,11 @@ def _assumed(facts: dict[str, Any]) -> str:
     keys = given.get("assumed", ())
     values = ", ".join(f"{key} {given[key]}" for key in keys)
     return f"the weights did not say their preprocessing: {values} assumed" if keys else ""
+
+
+def _random(facts: dict[str, Any]) -> str:
+    random = facts["model"]["weights"].startswith("random")
+    return "the weights are random, and so are the results" if random else ""
 
 
 def run_reference(format: str, bundle: Path, output: Path, *, library: bool = True) -> None:
@@ -264,25 +278,122 @@ def _to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one image and print the five largest outputs, or the shapes of what comes out."""
-    parser = argparse.ArgumentParser(description="Run the model of this bundle on an image.")
-    parser.add_argument("image", help="an image file")
-    parser.add_argument("--format", choices=ORDER, help="default: the first whose runtime is here")
-    given = parser.parse_args(arguments)
-    try:
-        if line := _assumed(manifest()):
-            print(f"warning: {line}", file=sys.stderr)
-        for array in load(given.format)(preprocess(given.image)):
-            if array.ndim == 2 and array.shape[0] == 1:
-                for index in array[0].argsort()[::-1][:5]:
-                    print(f"{index}\t{float(array[0][index]):.4f}")
+def class_names(facts: dict[str, Any], bundle: Path = HERE, file: str = "") -> list[str]:
+    """The name of each class: the lines of `file`, else of the bundle's labels, if it has any."""
+    path = Path(file) if file else bundle / (facts.get("labels") or os.devnull)
+    return path.read_text(encoding="utf-8-sig").splitlines()
+
+
+def softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Probabilities of the classes, float64 of the logits' shape."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return np.asarray(shifted / shifted.sum(-1, keepdims=True))
+
+
+def images_in(paths: Sequence[str]) -> list[Path]:
+    """The files, and those in folders and their sub-folders whose names are those of images."""
+    from PIL import Image
+
+    known = Image.registered_extensions().items()
+    suffixes = {suffix for suffix, name in known if name in IMAGE_FORMATS}
+    found = []
+    for path in map(Path, paths):
+        inside = sorted(path.rglob("*.*"))
+        found += [each for each in inside if each.suffix.lower() in suffixes and each.is_file()]
+        found += [] if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f"no image in {', '.join(paths)}")
+    return found
+
+
+def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dict[str, Any]]:
+    """One entry for each image: its classes, most likely first, or its outputs; or its error."""
+    facts = manifest()
+    names = class_names(facts, file=given.labels)
+    for start in range(0, len(files), given.batch_size):
+        good, arrays = [], []
+        for file in files[start : start + given.batch_size]:
+            try:
+                arrays.append(preprocess(file))
+                good.append(file)
+            except (OSError, ValueError) as error:
+                yield {"file": str(file), "error": str(error).splitlines()[0]}
+        outputs = model(np.concatenate(arrays)) if arrays else []
+        for row, file in enumerate(good):
+            entry: dict[str, Any] = {"file": str(file)}
+            if facts["outputs"][0]["name"] == "logits":
+                shares = softmax(outputs[0][row])
+                entry["classes"] = [
+                    {"class": i, "name": "".join(names[i : i + 1]), "probability": shares[i].item()}
+                    for i in shares.argsort()[::-1][: given.top].tolist()
+                ]
             else:
-                print(f"output {list(array.shape)} {array.dtype}")
+                entry["outputs"] = [each[row].tolist() for each in outputs]
+            yield entry
+
+
+def shown(entry: dict[str, Any]) -> str:
+    """An entry for people."""
+    lines = [
+        f"{one['probability']:8.2%}  {one['class']:5}  {one['name']}".rstrip()
+        for one in entry.get("classes", ())
+    ]
+    lines += [f"  output {list(np.shape(each))}: -o writes it" for each in entry.get("outputs", ())]
+    return "\n".join([entry["file"], *lines])
+
+
+def as_csv(entries: Sequence[dict[str, Any]]) -> str:
+    """Entries as CSV: one line for each class of an image, or for each image's outputs."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if any("classes" in entry for entry in entries):
+        writer.writerow(["file", "rank", "class", "name", "probability"])
+    for entry in entries:
+        flat = [number for each in entry.get("outputs", ()) for number in np.ravel(each).tolist()]
+        if flat:
+            writer.writerow([entry["file"], *flat])
+        for rank, one in enumerate(entry.get("classes", ()), 1):
+            writer.writerow([entry["file"], rank, one["class"], one["name"], one["probability"]])
+    return text.getvalue()
+
+
+def _arguments(arguments: Sequence[str]) -> Any:
+    parser = argparse.ArgumentParser(description="Run the model of this bundle on images.")
+    parser.add_argument("images", nargs="+", help="image files, and folders of them")
+    parser.add_argument("--format", choices=ORDER, help="default: the first whose runtime is here")
+    parser.add_argument("--labels", default="", help="names of the classes, one a line")
+    parser.add_argument("--top", type=int, default=5, help="classes of an image (default: 5)")
+    parser.add_argument("--batch-size", type=int, default=8, help="images a batch (default: 8)")
+    parser.add_argument("-o", "--output", help="write to this .csv or .json file instead")
+    given = parser.parse_args(arguments)
+    if given.output and not given.output.endswith((".csv", ".json")):
+        parser.error("-o: give a .csv or a .json file")
+    return given
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run images and print the likeliest classes of each, or write them to a file."""
+    given, kept, failed = _arguments(arguments), [], 0
+    try:
+        facts = manifest()
+        for line in filter(None, (_assumed(facts), _random(facts))):
+            print(f"warning: {line}", file=sys.stderr)
+        files = images_in(given.images)
+        for entry in predictions(load(given.format), files, given):
+            if "error" in entry:
+                failed = 1
+                print(f"error: {entry['file']}: {entry['error']}", file=sys.stderr)
+            elif given.output:
+                kept.append(entry)
+            else:
+                print(shown(entry))
+        if given.output:
+            text = as_csv(kept) if given.output.endswith(".csv") else json.dumps(kept, indent=1)
+            Path(given.output).write_text(f"{text.rstrip()}\n", encoding="utf-8")
     except (OSError, ValueError, ImportError, KeyError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    return 0
+    return failed
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ class Derivation(NamedTuple):
         compute: the function of `attention`; its result is a tensor or a tuple of such.
         tensors: the parameters and buffers that it reads itself.
         networks: submodules that it calls; their parameters and buffers are read too.
-        per_call: the function where nothing is kept and no gradient is wanted; None for `compute`.
+        per_call: the function where nothing is kept and no gradient is wanted, and on a GPU where
+            one is; None for `compute`.
         keep: whether the result may be kept at all.
     """
 
@@ -110,7 +111,7 @@ class DerivedTensors:
         sources = _sources(derivation)
         if sources is None or site.training or attention.training or _want_gradients(sources):
             self.drop(site)  # an optimizer may follow, whose writes PyTorch need not count
-            return derivation.compute(attention)
+            return _derive(derivation)
         if not derivation.keep or not _can_keep(sources):
             return (derivation.per_call or derivation.compute)(attention)
         entry = self._valid(derivation, sources)
@@ -165,8 +166,20 @@ DERIVED = DerivedTensors()
 def derived(derivation: Derivation) -> Any:
     """The derivation's value for the weights as they are, kept or computed: see the module."""
     if calls.recorded():
-        return derivation.compute(derivation.attention)
+        return _derive(derivation)
     return DERIVED.get(derivation)
+
+
+def _derive(derivation: Derivation) -> Any:
+    """The value of one call in training, or of a recorded program.
+
+    On a GPU the operator sums the gradient of a table in one order, where the gradient of PyTorch's
+    indexing adds with atomics: other bits in each run.
+    """
+    attention = derivation.attention
+    weight = next(attention.parameters(), None)
+    learnt = weight is not None and weight.is_cuda and calls.wanted(weight=weight)
+    return ((learnt and derivation.per_call) or derivation.compute)(attention)
 
 
 _Module: Any = nn.Module  # untyped, as the classes of the libraries are that stand beside it

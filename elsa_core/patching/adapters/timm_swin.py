@@ -52,7 +52,8 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn, WindowAttention) or trains_original(self, x, attn.qkv):
+        terms = (attn.qkv, attn.num_heads, self.window_size)
+        if must_call(attn, WindowAttention) or trains_original(self, x, *terms):
             out: Tensor = super()._attn(x)
             return out
         bias: Bias = derived(self.elsa_derivation())

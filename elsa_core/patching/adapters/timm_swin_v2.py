@@ -56,7 +56,8 @@ class ElsaSwinTransformerV2Block(Derives, SwinTransformerV2Block):  # type: igno
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        if must_call(attn, WindowAttention) or trains_original(self, x, attn.qkv):
+        kind = (attn.qkv, attn.num_heads, self.window_size)
+        if must_call(attn, WindowAttention) or trains_original(self, x, *kind):
             out: Tensor = super()._attn(x)
             return out
         terms: _Terms = derived(self.elsa_derivation())
@@ -132,7 +133,7 @@ class ElsaSwinTransformerV2CrBlock(Derives, SwinTransformerV2CrBlock):  # type: 
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
         called = must_call(attn, WindowMultiHeadAttention)
-        if called or trains_original(self, x, attn.qkv):
+        if called or trains_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._shifted_window_attn(x)
             return out
         bias, scale = derived(self.elsa_derivation())

@@ -39,7 +39,8 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
-        left = has_hooked_parts(self) or trains_original(self, x, self.qkv)
+        terms = (self.qkv, self.num_heads, (self.ws, self.ws))
+        left = has_hooked_parts(self) or trains_original(self, x, *terms)
         if drop_p(self) > 0.0 or left:
             out: Tensor = super().forward(x, size)
             return out
@@ -71,7 +72,8 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
 
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
-        if is_hooked(attn, WindowAttention) or trains_original(self, x, attn.qkv):
+        terms = (attn.qkv, attn.num_heads, self.window_size)
+        if is_hooked(attn, WindowAttention) or trains_original(self, x, *terms):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -122,7 +124,8 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
 
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
-        if is_hooked(attn, TinyVitAttention) or trains_original(self, x, attn.qkv):
+        terms = (attn.qkv, attn.num_heads, (window, window))
+        if is_hooked(attn, TinyVitAttention) or trains_original(self, x, *terms):
             out: Tensor = super().forward(x)
             return out
         pad = None

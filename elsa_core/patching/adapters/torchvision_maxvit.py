@@ -50,7 +50,8 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)
         hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
-        hooked = hooked or trains_original(self, x, attn.to_qkv)
+        terms = (attn.to_qkv, attn.n_heads, (attn.size, attn.size))
+        hooked = hooked or trains_original(self, x, *terms)
         if hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
             out: Tensor = super().forward(x)
             return out

@@ -61,18 +61,26 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
     return padding
 
 
-def trains_original(site: Any, x: Tensor, projection: nn.Module) -> bool:
+def trains_original(
+    site: Any, x: Tensor, projection: Any, num_heads: int, window: Sequence[int]
+) -> bool:
     """Whether a call that wants gradients keeps the original forward.
 
     That is so where the shipped table says that the operator's forward and gradients together are
     slower than the original's, and no backend was asked for by name.
 
     Args:
-        site: the patched module. x: its input. projection: its first one.
+        site: the patched module. x: its input. projection: its first one, to 3 * C channels.
+        num_heads, window: of the attention.
     """
     if site.elsa_backend != "auto" or not wants_training(site, x, projection):
         return False
-    return routing.trains_original("window_attention", x.device.type)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    head_dim = getattr(projection, "out_features", 3 * x.shape[-1]) // (3 * num_heads)
+    return routing.trains_original(
+        "window_attention", kind, dtype, head_dim, site.elsa_precision, ("qkv",), math.prod(window)
+    )
 
 
 def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:

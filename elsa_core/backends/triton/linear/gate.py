@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from elsa_core import calls
 from elsa_core.backends.support import Request, Support
-from elsa_core.operators.linear import plain
+from elsa_core.operators.linear import epilogue, plain, plain_backward, plain_split
 
 # Of a call outside CUDA graphs and compilers: with fewer multiply-adds eager calls are host-bound,
 # and this kernel takes some microseconds more of the host.
 LEAST_WORK = 1 << 28
+# The same where a gradient is wanted: the operator's formulas take more of the host still.
+LEAST_TRAINED = 1 << 30
 # Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
 # within these bounds.
 HALF_DEPTH = 96
@@ -33,15 +36,81 @@ def support(request: Request) -> Support:
     return Support(True)
 
 
-def kernel(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def kernel(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
     """The CUDA kernel of `elsa::linear`."""
+    out = _computed(input, weight, bias, activation, residual, scale, precision, halves, powers)
+    return plain(input, weight, bias, activation, residual, scale) if out is None else out
+
+
+def _computed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    precision: str,
+    halves: Tensor | None,
+    powers: Tensor | None,
+) -> Tensor | None:
+    """By a kernel of this package; None where none takes such tensors."""
+    if input.dtype == torch.float32:
+        from elsa_core.backends.triton.linear import planner
+
+        return planner.linear(
+            input, weight, bias, activation, residual, scale, precision, halves, powers
+        )
     from elsa_core.backends.triton.linear import gemm
 
-    out = gemm.linear(input, weight, bias)
-    return plain(input, weight, bias) if out is None else out
+    product = gemm.linear(input, weight, bias)
+    return None if product is None else epilogue(product, activation, residual, scale)
 
 
-def serve(input: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> Tensor | None:
+def backward(
+    grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The CUDA kernel of `elsa::linear_backward`."""
+    if grad_out.dtype == torch.float32 and _serves(grad_out.device, torch.float32, precision):
+        from elsa_core.backends.triton.linear import planner
+
+        grads = planner.backward(grad_out, input, weight, needs)
+        if grads is not None:
+            return grads
+    return plain_backward(grad_out, input, weight, precision, needs)
+
+
+def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The CUDA kernel of `elsa::split_weight`."""
+    if _has_kernel(weight.device):
+        from elsa_core.backends.triton.linear import planner
+
+        found = planner.split_weight(weight)
+        if found is not None:
+            return found
+    return plain_split(weight)
+
+
+def serve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor | None:
     """By the kernel of this package; None where PyTorch's own is to serve.
 
     Questions are in the order of their cost: eager calls are host-bound.
@@ -56,16 +125,18 @@ def serve(input: Tensor, weight: Tensor, bias: Tensor | None, precision: str) ->
     ):
         return None
     plain = _plain(input, weight)
-    through = calls.recorded() or calls.differentiates(input, weight, bias)
-    if not small and (through or not plain):
-        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias)
+    recorded = calls.recorded()
+    wanted = calls.differentiates(input, weight, bias)
+    terms = (activation, residual, scale, precision, halves, powers)
+    if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
+        return None
+    if not small and (recorded or wanted or not plain):
+        out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
-    from elsa_core.backends.triton.linear import gemm
-
     if not small:
-        return gemm.linear(input, weight, bias)
-    if plain:
-        gemm.warm(input, weight, bias)
+        return _computed(input, weight, bias, *terms)
+    if plain and not torch.cuda.is_current_stream_capturing():
+        _computed(input, weight, bias, *terms)  # a graph may be recorded of it later
     return None
 
 

@@ -59,6 +59,22 @@ def locate_window(i_window, n_d, n_h, n_w, VOLUME: tl.constexpr):
 
 
 @triton.jit
+def next_window(i_b, w_z, w_y, w_x, n_d, n_h, n_w, VOLUME: tl.constexpr):
+    """As `locate_window` of the number after: its digits, carried instead of divided."""
+    w_x += 1
+    carry = w_x == n_w
+    w_x = tl.where(carry, 0, w_x)
+    w_y += carry.to(tl.int32)
+    carry = w_y == n_h
+    w_y = tl.where(carry, 0, w_y)
+    if VOLUME:
+        w_z += carry.to(tl.int32)
+        carry = w_z == n_d
+        w_z = tl.where(carry, 0, w_z)
+    return i_b + carry.to(tl.int32), w_z, w_y, w_x
+
+
+@triton.jit
 def along(t, w, count, size, shift, W: tl.constexpr, GRID: tl.constexpr):
     """The source coordinate of a window's t-th token on one axis; False where it is padded."""
     if GRID:

@@ -136,30 +136,59 @@ def plan_gather(table: Tensor, index: Tensor) -> Launch:
 
 def planned(given: Given) -> Launch:
     """The launch of a call, cached by layout."""
+    return PLANS.get(layout_key("window", given), plan_call, given)
+
+
+def layout_key(operator: str, given: Given) -> tuple[Any, ...]:
+    """All that a plan depends on, of a call whose bias is dense."""
     q = given.qkv
     terms = tuple(
         None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
         for t in (given.bias, given.pad_qkv, given.logit_scale)
     )  # fmt: skip
-    key = (
-        "window", q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, terms,
+    return (
+        operator, q.shape, q.stride(), q.dtype, q.get_device(), q.data_ptr() % 16, terms,
         given.num_heads, tuple(given.window_size), tuple(given.shift_size), *given[8:],
     )  # fmt: skip
-    return PLANS.get(key, plan_call, given)
+
+
+def shape_of(given: Given) -> WindowShape:
+    """What decides a call's tiles."""
+    q = given.qkv
+    return WindowShape(
+        q.shape[0] * math.prod(counts_of(given)), given.num_heads, math.prod(given.window_size),
+        q.shape[-1] // (3 * given.num_heads),
+    )  # fmt: skip
 
 
 def tile_plan(given: Given) -> WindowPlan:
     """Kernel, tiles and programs of a call, from the table of its GPU."""
-    q = given.qkv
-    index = device.index_of(q.device)
+    index = device.index_of(given.qkv.device)
     _, multiprocessors = device.device_table(index)
-    counts = _counts(given)
-    shape = WindowShape(
-        q.shape[0] * math.prod(counts), given.num_heads, math.prod(given.window_size),
-        q.shape[-1] // (3 * given.num_heads),
-    )  # fmt: skip
     table = tiling.load_table(device.table_of(index))
-    return tiling.plan(shape, device.mode_of(q.dtype, given.precision), table, multiprocessors)
+    mode = device.mode_of(given.qkv.dtype, given.precision)
+    return tiling.plan(shape_of(given), mode, table, multiprocessors)
+
+
+def common_terms(given: Given) -> dict[str, Any]:
+    """The arguments that the forward's and the gradients' kernels share, by name."""
+    q, counts, unit = given.qkv, counts_of(given), _unit(given)
+    shape = shape_of(given)
+    return {
+        "windows": shape.windows, "heads": shape.heads,
+        **dict(zip(("depth", "height", "width"), q.shape[1:4], strict=True)),
+        **dict(zip(("n_d", "n_h", "n_w"), counts, strict=True)),
+        **dict(zip(("shift_d", "shift_h", "shift_w"), given.shift_size, strict=True)),
+        **_factors(given),
+        **dict(zip(("q_b", "q_d", "q_h", "q_w"), (s // unit for s in q.stride()), strict=False)),
+        **_term_strides(given),
+        "SHIFTED": any(given.shift_size), "PADDED": padding(given, counts),
+        "COSINE": given.logit_scale is not None, "HEAD_FIRST": given.layout == "head",
+        "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
+        "WIDE": _extent(q) >= INT32, "UNIT": unit,
+        **dict(zip(("WD", "WH", "WW"), given.window_size, strict=True)), "T": shape.tokens,
+        "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0, "D": shape.head_dim,
+    }  # fmt: skip
 
 
 def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
@@ -171,26 +200,11 @@ def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
     from elsa_core.backends.triton.window.tile import window_tile
 
     p = p or tile_plan(given)
-    q, t = given.qkv, p.tile
-    dim, tokens = q.shape[-1] // (3 * given.num_heads), math.prod(given.window_size)
-    counts, unit, exact = _counts(given), _unit(given), t.mode == "exact"
+    t, tokens, exact = p.tile, math.prod(given.window_size), p.tile.mode == "exact"
     tail: dict[str, Any] = {
-        "windows": q.shape[0] * math.prod(counts), "heads": given.num_heads, "count": p.count,
-        **dict(zip(("depth", "height", "width"), q.shape[1:4], strict=True)),
-        **dict(zip(("n_d", "n_h", "n_w"), counts, strict=True)),
-        **dict(zip(("shift_d", "shift_h", "shift_w"), given.shift_size, strict=True)),
-        **_factors(given),
-        **dict(zip(("q_b", "q_d", "q_h", "q_w"), (s // unit for s in q.stride()), strict=False)),
-        **_term_strides(given),
-        "MODE": device.MODES[t.mode],
-        "SHIFTED": any(given.shift_size), "PADDED": _padding(given, counts),
-        "COSINE": given.logit_scale is not None, "HEAD_FIRST": given.layout == "head",
-        "GRID": given.grid, "VOLUME": q.shape[1] > 1 or given.window_size[0] > 1,
-        "WIDE": _extent(q) >= INT32, "UNIT": unit,
-        **dict(zip(("WD", "WH", "WW"), given.window_size, strict=True)), "T": tokens,
+        **common_terms(given), "count": p.count, "MODE": device.MODES[t.mode],
         "WEIGHT": 2.0 ** -(tokens - 1).bit_length(),
-        "SHIFT": 0.0 if q.dtype == torch.bfloat16 else 7.0,
-        "D": dim, "DP": p.padded_dim, "BM": p.block_m, "BN": p.block_n,
+        "DP": p.padded_dim, "BM": p.block_m, "BN": p.block_n,
         "XM": p.block_m if exact else 16, "XN": p.block_n if exact else 16, "STAGES": t.stages,
         "LOOP": p.count > 1, "UNROLL": t.unroll,
     }  # fmt: skip
@@ -200,7 +214,8 @@ def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
     return Launch(window_tile if p.whole else window_fold, (p.programs,), tail, options)
 
 
-def _counts(given: Given) -> tuple[int, ...]:
+def counts_of(given: Given) -> tuple[int, ...]:
+    """Windows along depth, height and width."""
     return tuple(
         -(-size // window)
         for size, window in zip(given.qkv.shape[1:4], given.window_size, strict=True)
@@ -229,7 +244,8 @@ def _factors(given: Given) -> dict[str, float | int]:
     return {"scale": size, "scale_exp": exponent, "mask_value": given.mask_value * LOG2E}
 
 
-def _padding(given: Given, counts: tuple[int, ...]) -> int:
+def padding(given: Given, counts: tuple[int, ...]) -> int:
+    """PADDED of the kernels, see `window/helpers.py`."""
     sizes = zip(given.qkv.shape[1:4], counts, given.window_size, strict=True)
     if all(size == count * window for size, count, window in sizes):
         return 0

@@ -19,6 +19,7 @@ from elsa_core.backends.triton.window.helpers import (
     locate_tokens,
     locate_window,
     logit_factor,
+    next_window,
     score_factor,
     split_factor,
     split_unit,
@@ -153,18 +154,7 @@ def window_tile(
                 kept = o < tl.where(bad == 0, T, 0)
                 verdicts = verdicts | (bad << (i_window - first))
             store_tokens(x, p_out, heads * D, kept, pixel, inside, D, DP)
-            # the next window: its number's digits, carried by hand instead of divided
-            w_x += 1
-            carry = w_x == n_w
-            w_x = tl.where(carry, 0, w_x)
-            w_y += carry.to(tl.int32)
-            carry = w_y == n_h
-            w_y = tl.where(carry, 0, w_y)
-            if VOLUME:
-                w_z += carry.to(tl.int32)
-                carry = w_z == n_d
-                w_z = tl.where(carry, 0, w_z)
-            i_b += carry.to(tl.int32)
+            i_b, w_z, w_y, w_x = next_window(i_b, w_z, w_y, w_x, n_d, n_h, n_w, VOLUME)
     else:
         offset, pixel, inside = locate_tokens(
             o,

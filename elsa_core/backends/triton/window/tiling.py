@@ -34,7 +34,8 @@ class WindowTile:
     after the other; resident: programs a multiprocessor should have before that. registers: the
     most a thread may use (0: the compiler decides). unroll: the tiles of keys follow one another
     without a loop. least_dim: head dimensions are padded to it. direction: forward or backward;
-    the other direction's rows never serve a call.
+    the other direction's rows never serve a call. reload: each window reads the bias again, which
+    takes fewer registers than to keep it.
     """
 
     mode: str
@@ -51,6 +52,7 @@ class WindowTile:
     folded: bool = False
     least_dim: int = 16
     direction: str = "forward"
+    reload: bool = False
 
     def serves(self, mode: str, dim: int, tokens: int, direction: str = "forward") -> bool:
         """Whether calls of this mode, padded head dimension, length and direction are its own."""
@@ -61,11 +63,16 @@ class WindowTile:
 
 @dataclass(frozen=True)
 class WindowTable:
-    """The window tiles of one GPU, first match first; `measured` as in `tiling.Table`."""
+    """The window tiles of one GPU, first match first; `measured` as in `tiling.Table`.
+
+    gradients: tokens of the longest windows whose forward and gradients together were measured to
+    be faster than those of the models' own operations there; 0: none were.
+    """
 
     gpu: str
     measured: bool
     tiles: tuple[WindowTile, ...]
+    gradients: int = 0
 
 
 class WindowPlan(NamedTuple):
@@ -77,6 +84,21 @@ class WindowPlan(NamedTuple):
     block_n: int
     count: int
     programs: int
+    padded_dim: int
+
+
+class BackwardPlan(NamedTuple):
+    """whole: a program holds whole windows of up to `block` tokens; else tiles of so many. groups:
+    of `count` windows each, a program for each group, head and (not whole) tile of the bias. exact:
+    the tile of the windows that the guard of split products turns away; None where there is no
+    guard."""
+
+    tile: WindowTile
+    exact: WindowTile | None
+    whole: bool
+    block: int
+    count: int
+    groups: int
     padded_dim: int
 
 
@@ -98,7 +120,7 @@ def table_from(data: dict[str, Any]) -> WindowTable:
     tiles = tuple(WindowTile(**row) for row in data["tiles"])
     for tile in tiles:
         check_direction(tile.direction)
-    return WindowTable(data["gpu"], data["measured"], tiles)
+    return WindowTable(data["gpu"], data["measured"], tiles, data.get("gradients", 0))
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -131,3 +153,24 @@ def plan(shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int
     block_n = min(tile.block_n, padded(shape.tokens))
     programs = shape.windows * -(-shape.tokens // block_m) * shape.heads
     return WindowPlan(tile, False, block_m, block_n, 1, programs, max(dim, tile.least_dim))
+
+
+def plan_backward(
+    shape: WindowShape, mode: str, table: WindowTable, multiprocessors: int
+) -> BackwardPlan:
+    """Tiles and programs of the gradients. Of sums: as many programs as a GPU runs at once."""
+    dim = padded(shape.head_dim)
+
+    def of(mode: str) -> WindowTile:
+        return next(t for t in table.tiles if t.serves(mode, dim, shape.tokens, "backward"))
+
+    tile = of(mode)
+    whole = shape.tokens <= WHOLE
+    block = padded(shape.tokens) if whole else tile.block_m
+    tiles = 1 if whole else (-(-shape.tokens // block)) ** 2
+    groups = tile.resident * multiprocessors // (shape.heads * tiles)
+    count = -(-shape.windows // max(1, min(shape.windows, groups)))
+    exact = of("exact") if mode in ("split", "single") else None
+    return BackwardPlan(
+        tile, exact, whole, block, count, -(-shape.windows // count), max(dim, tile.least_dim)
+    )

@@ -1,0 +1,157 @@
+"""`elsa eval`: accuracy and throughput on labelled images, before and after patching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elsa_cli import names
+from elsa_cli.console import Session
+from elsa_cli.errors import ModelFileError
+from elsa_cli.options import (
+    LARGEST_BATCH,
+    Command,
+    FilePath,
+    Options,
+    kernel_options,
+    model_options,
+    output_options,
+    pass_session,
+    site_options,
+)
+
+if TYPE_CHECKING:
+    from elsa_core.evaluating import EvalReport, LabelledImages
+    from elsa_core.loading.load import Loaded
+
+_SHOWN = 10  # images of which the table tells; --json has all
+
+
+@click.command("eval", cls=Command)
+@model_options
+@click.option(
+    "--images", type=FilePath(folder=True), required=True, metavar="DIR",
+    help="Images in one folder a class: its number, ImageNet's synset, or any name.",
+)  # fmt: skip
+@click.option(
+    "--labels", type=FilePath(), metavar="FILE",
+    help="Classes of the images: lines of FILE CLASS or FILE,CLASS. Folders do not matter then.",
+)  # fmt: skip
+@click.option(
+    "--limit", type=click.IntRange(1), metavar="N",
+    help="Take N of the images, at equal distances.",
+)  # fmt: skip
+@click.option(
+    "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=32, show_default=True,
+    help="Images a batch.",
+)  # fmt: skip
+@site_options
+@kernel_options
+@output_options
+@pass_session
+def command(
+    session: Session,
+    /,
+    model: str,
+    images: Path,
+    labels: Path | None,
+    limit: int | None,
+    batch_size: int,
+    **given: Any,
+) -> None:
+    """Run the images of DIR through MODEL as it is and patched: top-1, top-5, the images whose
+    class changed, and the throughput of both.
+
+    Folders are classes by their numbers, by ImageNet's synsets (n01440764), or in sorted order of
+    their names. Reading and preparing images takes no part in the throughput.
+    """
+    from elsa_cli import pipeline, render
+    from elsa_cli.probes import environment
+
+    options = Options.of(given | {"batch_size": batch_size})
+    names.check(model)
+    if not images.is_dir():
+        raise ModelFileError(f"{images}: no such folder of images")
+    if labels is not None and not labels.exists():
+        raise ModelFileError(f"{labels}: no such file of labels")
+    loaded = pipeline.open_model(session, model, options)
+    found = _labelled(loaded, images, labels, limit)
+    report = pipeline.patch_model(session, loaded, options, strict=False)
+    routes = pipeline.routes(session, loaded, report)
+    outcome = _evaluate(session, loaded, found, batch_size)
+    if loaded.weights.startswith("random"):
+        session.warn("weights are random: the accuracy says nothing; give --pretrained or a file")
+    results = {
+        "model": render.described(loaded, options),
+        "patch": report.to_dict(),
+        "routes": {str(dim): route.to_dict() for dim, route in routes.items()},
+        "images": str(images),
+        "classes_from": found.how,
+        "evaluation": _named(outcome, found),
+    }
+    session.document("eval", environment(), results)
+    render.header(session, loaded, options, f"{render.kernels(routes)} · batch {batch_size}")
+    _show(session, outcome, found)
+
+
+def _labelled(
+    loaded: Loaded, images: Path, labels: Path | None, limit: int | None
+) -> LabelledImages:
+    from elsa_core.errors import ModelError
+    from elsa_core.evaluating import labelled_images
+
+    if loaded.num_classes < 1:
+        raise ModelError(f"{loaded.name} has no classifier: eval needs one output a class")
+    return labelled_images(images, loaded.num_classes, labels, limit)
+
+
+def _evaluate(
+    session: Session, loaded: Loaded, found: LabelledImages, batch_size: int
+) -> EvalReport:
+    from elsa_core.evaluating import evaluate
+    from elsa_core.proof.images import reader
+
+    read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
+                  interpolation=loaded.interpolation)  # fmt: skip
+    with session.stage("evaluating", beats=True) as update:
+        batches = found.batches(read, batch_size)
+        return evaluate(loaded.model, batches, total=len(found.files), progress=update)
+
+
+def _named(outcome: EvalReport, found: LabelledImages) -> dict[str, Any]:
+    """The result for JSON, changed images by their names."""
+    result = outcome.to_dict()
+    for entry in result["changed"]:
+        entry["file"] = found.name(entry["index"])
+    return result
+
+
+def _show(session: Session, outcome: EvalReport, found: LabelledImages) -> None:
+    session.line(f"{outcome.images} images, {outcome.labelled} with a class ({found.how})")
+    session.table(["", ">original", ">patched"], outcome.rows())
+    session.line()
+    rows = [
+        [found.name(one.index), str(one.label) if one.label >= 0 else "", str(one.original),
+         str(one.patched), f"{one.margin:.1e}"]
+        for one in outcome.changed[:_SHOWN]
+    ]  # fmt: skip
+    session.table(["class changed", ">label", ">original", ">patched", ">margin"], rows)
+    if rows:
+        more = len(outcome.changed) - len(rows)
+        session.line(f"and {more} more: --json names them" if more > 0 else "")
+    session.line(_verdict(outcome), "bold", even_quiet=True)
+
+
+def _verdict(outcome: EvalReport) -> str:
+    parts = []
+    if outcome.labelled:
+        before, after = (
+            f"{hits / outcome.labelled:.2%}"
+            for hits in (outcome.top1_original, outcome.top1_patched)
+        )
+        parts.append(f"top-1 {before} before, {after} after")
+    parts.append(f"{len(outcome.changed)} of {outcome.images} images changed their class")
+    faster = outcome.rate_patched / outcome.rate_original
+    return " · ".join([*parts, f"{faster:.2f}x the throughput"])

@@ -1,0 +1,63 @@
+"""`elsa list`: the models that MODEL may name, with what can be patched of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elsa_cli.console import Session
+from elsa_cli.options import Command, output_options, pass_session
+
+if TYPE_CHECKING:
+    from elsa_cli.known_models import KnownModel
+
+
+@click.command("list", cls=Command)
+@click.argument("glob", required=False)
+@click.option(
+    "--all", "everything", is_flag=True, help="Also models without attention that can be patched."
+)
+@output_options
+@pass_session
+def command(session: Session, /, glob: str | None, everything: bool, **_: Any) -> None:
+    """List the models of timm, open_clip and torchvision that are installed here: attention sites,
+    how many of them can be patched, and parameters.
+
+    GLOB selects names: 'swin*', 'open_clip:*', '*dino*'; a word without wildcards is looked for
+    anywhere in the name. No model is built: the numbers were counted ahead, at each model's
+    default size, and are left empty for models that are newer. `elsa inspect MODEL` counts.
+    """
+    from elsa_cli import known_models, names
+
+    found = known_models.matching(known_models.installed(), glob)
+    if not found:
+        close = names.close_names(glob or "")
+        hint = f"; close names: {', '.join(close)}" if close else ""
+        raise names.ModelNameError(f"no model of an installed library matches {glob!r}{hint}")
+    shown = found if everything else [model for model in found if model.patchable != 0]
+    if session.json:
+        from elsa_cli.probes import environment
+
+        results = {
+            "counted_with": known_models.read(known_models.TABLE)[0],
+            "models": [model.to_dict() for model in shown],
+        }
+        session.document("list", environment(), results)
+    rows = [[model.name, *map(_number, (model.sites, model.patchable)), _millions(model)]
+            for model in shown]  # fmt: skip
+    session.table(["model", ">sites", ">patchable", ">parameters"], rows)
+    session.line()
+    left = len(found) - len(shown)
+    more = f" · {left} more have nothing to patch: --all lists them" if left else ""
+    session.line(f"{len(shown)} model{'s' * (len(shown) != 1)}{more}", "bold", even_quiet=True)
+    if shown:
+        session.line(f"Next: elsa inspect {shown[0].name}", "dim")
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _millions(model: KnownModel) -> str:
+    return "" if model.parameters is None else f"{model.parameters / 1e6:.1f} M"

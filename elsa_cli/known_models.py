@@ -1,0 +1,121 @@
+"""The models that `elsa list` names: their attention sites and weights, counted ahead.
+
+Counting needs an import of torch and timm and a minute for some hundred models; data/models.tsv
+holds the counts. `elsa inspect --all --state FILE` and `python -m elsa_cli.known_models FILE` write
+it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from elsa_cli import completion
+
+TABLE = Path(__file__).parent / "data" / "models.tsv"
+LIBRARIES = ("timm", "open_clip", "torchvision")
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model of an installed library.
+
+    Attributes:
+        name: as it is typed for MODEL.
+        library: "timm", "open_clip" or "torchvision".
+        sites: attention sites, None where they have not been counted; likewise `patchable`, those
+            that can be patched, and `parameters`, all weights.
+    """
+
+    name: str
+    library: str
+    sites: int | None = None
+    patchable: int | None = None
+    parameters: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def installed() -> list[KnownModel]:
+    """Every model of the libraries that are installed, without importing one."""
+    counted = {model.name: model for model in read(TABLE)[1]}
+    found = []
+    for library in LIBRARIES:
+        prefix = "" if library == "timm" else f"{library}:"
+        named = {f"{prefix}{name}" for name in completion.known(library)}
+        if named:  # the library is here: so are its models that its sources name in another way
+            named |= {name for name, model in counted.items() if model.library == library}
+        found += [counted.get(name, KnownModel(name, library)) for name in sorted(named)]
+    return found
+
+
+def matching(models: Iterable[KnownModel], glob: str | None) -> list[KnownModel]:
+    """The models whose name a glob selects; a text without wildcards is looked for anywhere."""
+    if not glob:
+        return list(models)
+    wanted = glob.lower() if re.search(r"[*?\[]", glob) else f"*{glob.lower()}*"
+    return [
+        model
+        for model in models
+        if fnmatchcase(model.name.lower(), wanted)
+        or fnmatchcase(f"{model.library}:{model.name}".lower(), wanted)
+        or fnmatchcase(model.name.rpartition(":")[2].lower(), wanted)
+    ]
+
+
+def read(path: Path) -> tuple[str, list[KnownModel]]:
+    """What was counted, and with which versions."""
+    head, *lines = path.read_text(encoding="utf-8").splitlines()
+    models = []
+    for line in lines:
+        name, *numbers = line.split("\t")
+        library = name.partition(":")[0] if ":" in name else "timm"
+        models.append(KnownModel(name, library, *map(int, numbers)))
+    return head.lstrip("# "), models
+
+
+def counted_torchvision() -> list[dict[str, Any]]:
+    """The records of torchvision's models, which `elsa inspect --all` leaves out."""
+    from elsa_core.loading.libraries import build_meta, default_recipe
+    from elsa_core.loading.spec import parse
+    from elsa_core.patching.sites import find_sites
+
+    found = []
+    for name in sorted(completion.known("torchvision")):
+        model = build_meta(default_recipe(parse(f"torchvision:{name}")))
+        sites = find_sites(model)
+        found.append({
+            "name": f"torchvision:{name}", "sites": len(sites),
+            "patchable": sum(site.patchable for site in sites),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        })  # fmt: skip
+    return found
+
+
+def write(records: Iterable[dict[str, Any]], path: Path) -> int:
+    """Write the table from the records of `elsa inspect --all --state`; returns how many."""
+    from importlib.metadata import version
+
+    rows = [
+        "\t".join([each["name"].removeprefix("timm:"),
+                   *(str(each[key]) for key in ("sites", "patchable", "parameters"))])
+        for each in records
+        if each["parameters"]
+    ]  # fmt: skip
+    packages = {"timm": "timm", "open_clip": "open_clip_torch", "torchvision": "torchvision"}
+    used = ", ".join(f"{name} {version(package)}" for name, package in packages.items())
+    path.write_text("\n".join([f"# {used}", *sorted(rows)]) + "\n", encoding="utf-8")
+    return len(rows)
+
+
+if __name__ == "__main__":
+    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+    write([*map(json.loads, lines), *counted_torchvision()], TABLE)

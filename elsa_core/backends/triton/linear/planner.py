@@ -1,0 +1,435 @@
+"""float32 linear layers and their gradients by `product.py`: what serves, tiles, launches.
+
+Everything is planned by layouts, never by data, and kept in the cache of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from elsa_core.backends.triton.linear import halves as splitting
+from elsa_core.backends.triton.linear.product import ACTIVATIONS, product
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
+
+# With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
+LEAST_ROWS = 64
+# Sums of fewer products round so little that what 22 bits leave out would show.
+LEAST_DEPTH = 64
+# Columns in one pass of `split_rows`, and the blocks of `split_turned`.
+MOST_COLUMNS = 4096
+BLOCK = 64
+# Chunks that the largest magnitudes of a column are gathered from.
+CHUNKS = 64
+
+
+class Tile(NamedTuple):
+    """Rows, columns and channels of a tile, warps of a program, and tiles under way."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# Measured on one H200; `tile_for` says where each serves.
+LARGE = Tile(128, 128, 64, 8, 3)
+SHALLOW = Tile(64, 128, 32, 4, 4)
+WIDE = Tile(64, 128, 64, 4, 3)
+SMALL = Tile(64, 64, 64, 4, 3)
+MEDIUM = Tile(64, 64, 32, 4, 4)
+# Of the last round of large tiles, one to a multiprocessor, so many must be there.
+FULL = 0.72
+# Products that sum over fewer channels spend their time on the tiles' ends.
+DEEP = 256
+# Gradients of smaller weights, and sums over fewer tokens in large tiles, gain nothing.
+LEAST_WEIGHT = 1 << 17
+LONG = 4096
+# Writing and adding a part takes as long as the products of so many tokens.
+PART = 130
+
+
+# Whether there is a bias, the activation, whether there are a scale and a residual.
+Epilogue = tuple[bool, str, bool, bool]
+NO_EPILOGUE: Epilogue = (False, "none", False, False)
+
+
+class Shape(NamedTuple):
+    """A product [rows, depth] x [columns, depth]^T."""
+
+    rows: int
+    columns: int
+    depth: int
+
+
+def tile_for(shape: Shape, multiprocessors: int) -> Tile:
+    """The tile that serves a product."""
+    if tiles_of(shape, SMALL) <= multiprocessors:
+        return SMALL
+    if _fill(tiles_of(shape, LARGE), multiprocessors) >= FULL:
+        return LARGE if shape.depth >= DEEP else SHALLOW
+    return WIDE if tiles_of(shape, WIDE) <= multiprocessors else MEDIUM
+
+
+def cut_for(shape: Shape, multiprocessors: int) -> tuple[Tile, int]:
+    """The tile of a product with a long sum, and into how many parts its depth is cut, so that few
+    tiles occupy the device.
+    """
+    large, small = tiles_of(shape, LARGE), tiles_of(shape, SMALL)
+    if shape.depth >= LONG and large * 8 >= multiprocessors:
+
+        def gain(parts: int) -> float:
+            return _fill(large * parts, multiprocessors) / (1 + parts * PART / shape.depth)
+
+        return LARGE, max(range(1, 17), key=gain)
+    if _fill(large, multiprocessors) >= FULL:
+        return LARGE, 1
+    return SMALL, max(1, min(2 * multiprocessors // small, shape.depth // 512, 32))
+
+
+def tiles_of(shape: Shape, tile: Tile) -> int:
+    """Tiles of a result."""
+    return -(-shape.rows // tile.rows) * -(-shape.columns // tile.columns)
+
+
+def _fill(programs: int, multiprocessors: int) -> float:
+    """The share of multiprocessors that work in all rounds, one program to each."""
+    return programs / (-(-programs // multiprocessors) * multiprocessors)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Multiply:
+    """The launches of one product; see `product.product`."""
+
+    def __init__(
+        self, shape: Shape, left: tuple[int, int], right: tuple[int, int], device: torch.device, *,
+        single: bool = False, epilogue: Epilogue = NO_EPILOGUE,
+        tile: Tile | None = None, parts: int = 1,
+    ):  # fmt: skip
+        tile = tile or tile_for(shape, _multiprocessors(device))
+        padded = -(-shape.depth // 8) * 8
+        blocks = -(-padded // tile.depth)
+        tiles = tiles_of(shape, tile)
+        chunk = -(-blocks // parts)
+        self.parts = -(-blocks // chunk)
+        bias, activation, scale, residual = epilogue
+        tail = {
+            "rows": shape.rows, "columns": shape.columns // 4, "depth": shape.depth,
+            "padded": padded // 8, "chunk": chunk, "x_row": left[0], "x_depth": left[1],
+            "w_row": right[0], "w_depth": right[1], "SINGLE": single,
+            "EVEN": padded % tile.depth == 0, "BIAS": bias,
+            "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale, "RESIDUAL": residual,
+            "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
+            "XM": 16, "XK": 16,
+        }  # fmt: skip
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self.launch = Launch(product, (tiles, self.parts), tail, options)
+
+
+def split_launch(
+    shape: tuple[int, int, int], x_row: int, w_row: int, single: bool = False
+) -> Launch:
+    """Rows of X [rows, depth] and of W [others, depth] in one launch."""
+    rows, others, depth = shape
+    width = min(MOST_COLUMNS, triton.next_power_of_2(depth))
+    held = max(1, min(4, 1024 // width))
+    tail = {
+        "rows": rows, "others": others, "depth": depth // 8, "x_row": x_row // 4,
+        "w_row": w_row // 4, "SINGLE": single, "R": held, "C": width, "WHOLE": width >= depth,
+    }  # fmt: skip
+    programs = -(-rows // held) + -(-others // held)
+    return Launch(splitting.split_rows, (programs,), tail, {"num_warps": 4})
+
+
+class Turned:
+    """The launches that split the transpose of X [depth, columns]."""
+
+    def __init__(self, depth: int, columns: int, stride: int):
+        steps = -(-depth // (BLOCK * CHUNKS))
+        self.chunks = -(-depth // (BLOCK * steps))
+        self.columns, self.padded = columns, -(-depth // 8) * 8
+        common = {"depth": depth, "columns": columns // 4, "stride": stride // 4}
+        blocks = -(-columns // BLOCK)
+        sizes = {"BK": BLOCK, "BC": BLOCK}
+        self.maxima = Launch(
+            splitting.column_maxima, (self.chunks, blocks), {**common, "steps": steps, **sizes},
+            {"num_warps": 4},
+        )  # fmt: skip
+        self.split = Launch(
+            splitting.split_turned, (-(-depth // BLOCK), blocks),
+            {**common, "chunks": self.chunks, **sizes, "MOST": CHUNKS}, {"num_warps": 4},
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Halves [2, columns, padded depth] and powers [columns]."""
+        maxima = x.new_empty((self.chunks, self.columns), dtype=torch.int32)
+        halves = x.new_empty((2, self.columns, self.padded), dtype=torch.float16)
+        powers = x.new_empty(self.columns)
+        self.maxima(x, maxima)
+        self.split(x, maxima, halves, powers)
+        return halves, powers
+
+
+class Forward:
+    """The launches of a linear layer."""
+
+    def __init__(
+        self, input: Tensor, weight: Tensor, epilogue: Epilogue, single: bool,
+        frozen: bool,
+    ):  # fmt: skip
+        columns, depth = weight.shape
+        rows = input.numel() // depth
+        shape = Shape(rows, columns, depth)
+        self.frozen = frozen
+        others = 0 if frozen else columns
+        self.split = split_launch((rows, others, depth), depth, weight.stride(0), single)
+        self.multiply = Multiply(
+            shape, (depth, 1), (weight.stride(0), 1), input.device, single=single, epilogue=epilogue
+        )
+        self.rows, self.columns, self.depth = shape
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the kernels are compiled and on the device."""
+        return self.split.loaded and self.multiply.launch.loaded
+
+    def __call__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
+        residual: Tensor | None, halves: Tensor | None, powers: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        half = torch.float16
+        left = input.new_empty((2, self.rows, self.depth), dtype=half)
+        left_powers = input.new_empty(self.rows)
+        if halves is None or powers is None:
+            halves = input.new_empty((2, self.columns, self.depth), dtype=half)
+            powers = input.new_empty(self.columns)
+        self.split(input, left, left_powers, weight, halves, powers)
+        out = input.new_empty((*input.shape[:-1], self.columns))
+        absent = left_powers
+        self.multiply.launch(
+            left, left_powers, halves, powers, input, weight, absent if bias is None else bias,
+            absent if scale is None else scale, absent if residual is None else residual, out,
+        )  # fmt: skip
+        return out
+
+
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
+    halves: Tensor | None = None, powers: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """The float32 CUDA kernel of `elsa::linear`.
+
+    Returns:
+        [..., N], dense; None where this is PyTorch's to compute, or to refuse: few rows or
+        channels, rows that do not begin at multiples of 16 bytes, shapes, dtypes or devices that do
+        not fit together, and where kernels would have to be loaded while a CUDA graph is recorded.
+    """
+    call = planned(
+        input, weight, bias, activation, residual, scale, precision, halves is not None
+    )  # fmt: skip
+    if call is None:
+        return None
+    if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with on_device_of(input):
+        return call(input, weight, bias, scale, residual, halves, powers)
+
+
+class on_device_of:  # noqa: N801 (a context manager that is read as a sentence)
+    """Makes a tensor's device the current one, where it is not."""
+
+    __slots__ = ("guard",)
+
+    def __init__(self, t: Tensor):
+        elsewhere = t.is_cuda and t.get_device() != torch.cuda.current_device()
+        self.guard = torch.cuda.device(t.device) if elsewhere else None
+
+    def __enter__(self) -> None:
+        if self.guard is not None:
+            self.guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.guard is not None:
+            self.guard.__exit__(*error)
+
+
+def planned(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    scale: Tensor | None, precision: str, frozen: bool,
+) -> Forward | None:  # fmt: skip
+    """The launches of a call, cached by layout; None where these kernels do not serve it."""
+    key = (
+        "linear", layout(input), layout(weight), layout(bias), activation, layout(residual),
+        layout(scale), precision, frozen,
+    )  # fmt: skip
+    return PLANS.get(
+        key, _plan, input, weight, bias, activation, residual, scale, precision, frozen
+    )  # fmt: skip
+
+
+def layout(t: Tensor | None) -> tuple[Any, ...]:
+    """What a plan depends on."""
+    return () if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+
+
+def _plan(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    scale: Tensor | None, precision: str, frozen: bool,
+) -> Forward | None:  # fmt: skip
+    if not serves(input, weight, (bias, scale), residual):
+        return None
+    epilogue = (bias is not None, activation, scale is not None, residual is not None)
+    return Forward(input, weight, epilogue, precision == "turbo", frozen)
+
+
+def serves(
+    input: Tensor, weight: Tensor, vectors: Sequence[Tensor | None], residual: Tensor | None = None
+) -> bool:  # fmt: skip
+    """Whether these kernels take such a call: see `linear`."""
+    given = [t for t in (input, weight, *vectors, residual) if t is not None]
+    if any(t.dtype != torch.float32 or t.device != input.device for t in given):
+        return False
+    if any(t.data_ptr() % 16 for t in given):
+        return False
+    if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+        return False
+    columns, depth = weight.shape
+    if any(v is not None and (v.shape != (columns,) or not v.is_contiguous()) for v in vectors):
+        return False
+    if residual is not None and not (
+        residual.is_contiguous() and residual.shape == (*input.shape[:-1], columns)
+    ):
+        return False
+    return (
+        depth >= LEAST_DEPTH
+        and input.numel() >= LEAST_ROWS * depth
+        and depth % 8 == 0
+        and columns % 4 == 0
+        and columns > 0
+        and input.is_contiguous()
+        and weight.stride(1) == 1
+        and weight.stride(0) % 4 == 0
+        and max(columns * weight.stride(0), input.numel() // depth) < 1 << 31
+    )
+
+
+class Backward:
+    """The launches of the gradients of input @ weight.T."""
+
+    def __init__(self, grad_out: Tensor, input: Tensor, weight: Tensor, needs: Sequence[bool]):
+        columns = grad_out.shape[-1]
+        rows = grad_out.numel() // columns
+        device = grad_out.device
+        if needs[0]:
+            depth = weight.shape[1]
+            self.rows = split_launch((rows, 0, columns), columns, columns)
+            self.weight = Turned(columns, depth, weight.stride(0))
+            self.of_input = Multiply(
+                Shape(rows, depth, columns), (columns, 1), (1, weight.stride(0)), device
+            )
+        if needs[1]:
+            depth = input.shape[-1]
+            shape = Shape(columns, depth, rows)
+            self.grad = Turned(rows, columns, columns)
+            self.input = Turned(rows, depth, depth)
+            tile, parts = cut_for(shape, _multiprocessors(device))
+            self.of_weight = Multiply(
+                shape, (1, columns), (1, depth), device, tile=tile, parts=parts
+            )
+
+    def grad_input(self, grad_out: Tensor, weight: Tensor) -> Tensor:
+        """grad_out @ weight."""
+        columns, depth = weight.shape
+        rows = grad_out.numel() // columns
+        left = grad_out.new_empty((2, rows, columns), dtype=torch.float16)
+        powers = grad_out.new_empty(rows)
+        self.rows(grad_out, left, powers, grad_out, left, powers)
+        right, right_powers = self.weight(weight)
+        out = grad_out.new_empty((*grad_out.shape[:-1], depth))
+        self.of_input.launch(
+            left, powers, right, right_powers, grad_out, weight, powers, powers, powers, out
+        )
+        return out
+
+    def grad_weight(self, grad_out: Tensor, input: Tensor) -> Tensor:
+        """The rows of grad_out, transposed, times those of input."""
+        left, powers = self.grad(grad_out)
+        right, right_powers = self.input(input)
+        parts = self.of_weight.parts
+        out = input.new_empty((parts, grad_out.shape[-1], input.shape[-1]))
+        self.of_weight.launch(
+            left, powers, right, right_powers, grad_out, input, powers, powers, powers, out
+        )
+        return out[0] if parts == 1 else out.sum(0)
+
+
+def backward(
+    grad_out: Tensor, input: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The float32 CUDA kernel of `elsa::linear_backward`; None where PyTorch's products serve."""
+    call = PLANS.get(
+        ("linear_backward", layout(grad_out), layout(input), layout(weight), tuple(needs)),
+        _plan_backward, grad_out, input, weight, needs,
+    )  # fmt: skip
+    if call is None:
+        return None
+    none = grad_out.new_empty(0)
+    with on_device_of(grad_out):
+        return (
+            call.grad_input(grad_out, weight) if needs[0] else none,
+            call.grad_weight(grad_out, input) if needs[1] else none,
+            grad_out.flatten(0, -2).sum(0) if needs[2] else none,
+        )
+
+
+def _plan_backward(
+    grad_out: Tensor, input: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> Backward | None:
+    used = [grad_out, *([weight] if needs[0] else []), *([input] if needs[1] else [])]
+    columns = grad_out.shape[-1]
+    if any(t.dtype != torch.float32 or t.data_ptr() % 16 for t in used) or grad_out.dim() < 2:
+        return None
+    if columns % 8 or not grad_out.is_contiguous() or not (needs[0] or needs[1]):
+        return None
+    fits = (
+        LEAST_ROWS * columns <= grad_out.numel() < columns << 31
+        and (not needs[0] or _turns(columns, weight.shape[1], weight.stride(0)))
+        and (not needs[0] or weight.stride(1) == 1)
+        and (not needs[1] or _turns(columns, input.shape[-1], input.shape[-1]))
+        and (not needs[1] or input.is_contiguous())
+    )
+    return Backward(grad_out, input, weight, needs) if fits else None
+
+
+def _turns(columns: int, depth: int, stride: int) -> bool:
+    large = columns * depth >= LEAST_WEIGHT and min(columns, depth) >= LEAST_DEPTH
+    return large and depth % 4 == 0 and stride % 4 == 0
+
+
+def split_weight(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The CUDA kernel of `elsa::split_weight`; None where rows do not fit it."""
+    rows, depth = weight.shape
+    fits = rows > 0 and depth > 0 and depth % 8 == 0 and weight.stride(1) == 1
+    if not fits or weight.stride(0) % 4 or weight.data_ptr() % 16:
+        return None
+    halves = weight.new_empty((2, rows, depth), dtype=torch.float16)
+    powers = weight.new_empty(rows)
+    key = ("split_weight", layout(weight))
+    with on_device_of(weight):
+        launch = PLANS.get(key, split_launch, (rows, 0, depth), weight.stride(0), 0)
+        launch(weight, halves, powers, weight, halves, powers)
+    return halves, powers

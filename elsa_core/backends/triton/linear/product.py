@@ -1,0 +1,212 @@
+"""float32 products of linear layers on tensor cores: Out = Left Right^T, [rows, columns].
+
+Both operands come as float16 hi + lo, each row with a power of two of its own (`halves.py`), and a
+tile of the result is the sum of lo * hi, hi * lo and hi * hi. The products of BK channels have an
+accumulator of their own, which float32 additions gather: tensor cores truncate where they
+accumulate, and what they cut leans towards zero.
+
+The guard: what the halves leave out of an operand lies below 2**-39 of its row's largest magnitude.
+Where a row or a column of a tile lies nowhere above 2**-14 of the product of these magnitudes
+(though no operand is zero), or is not finite, the tile is computed again from the float32 operands
+with FMA, in the same launch.
+
+Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from elsa_core.backends.triton.shared.helpers import FLOAT_MAX
+
+# row tiles whose columns follow one another, so that they find their rows in cache
+GROUP: tl.constexpr = tl.constexpr(8)
+# 2**13 * 2**13 * 2**-14: what scaled rows and columns of the result must reach
+REACHED: tl.constexpr = tl.constexpr(4096.0)
+# the scale of largest magnitudes, and what undoes that of both operands
+TOP: tl.constexpr = tl.constexpr(2.0**13)
+UNSCALE: tl.constexpr = tl.constexpr(2.0**-26)
+# names of `elsa.linear`; their places are ACTIVATION
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
+
+
+@triton.jit
+def activated(y, ACTIVATION: tl.constexpr):
+    """The activation of number ACTIVATION."""
+    if ACTIVATION == 1:
+        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    elif ACTIVATION == 2:
+        u = 1.5957691216057308 * (y + 0.044715 * y * y * y)
+        y = y / (1.0 + tl.exp(-u))
+    elif ACTIVATION == 3:
+        y = y / (1.0 + tl.exp(-1.702 * y))
+    elif ACTIVATION == 4:
+        y = y / (1.0 + tl.exp(-y))
+    elif ACTIVATION == 5:
+        y = tl.where(y <= 0.0, 0.0, y)  # a NaN stays
+    return y
+
+
+@triton.jit
+def either(a, b):
+    return a | b
+
+
+@triton.jit
+def fails_guard(acc, live, weighs, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether split products cannot be trusted with a tile of results, [BM, BN].
+
+    live [BM], weighs [BN]: whether a row of Left, of Right, is not zero.
+    """
+    size = tl.abs(acc)
+    # the columns of a row that one thread holds are bits of one number: what reaches the limit
+    o_n = tl.arange(0, BN)
+    bit = 1 << (o_n // 8 * 2 + o_n % 2)
+    reached = tl.where(size >= REACHED, tl.broadcast_to(bit[None, :], [BM, BN]), 0)
+    reached = tl.sum(tl.sum(tl.reshape(reached, [BM, BN // 8, 4, 2]), 3), 1)
+    expected = tl.reshape(tl.where(weighs, bit, 0), [BN // 8, 4, 2])
+    expected = tl.sum(tl.sum(expected, 2), 0)
+    any_column = tl.reduce(expected, 0, either) != 0
+    any_row = tl.max(live.to(tl.int32), 0) != 0
+    low_row = tl.max((live & (tl.reduce(reached, 1, either) == 0)).to(tl.int32), 0) != 0
+    missing = expected & ~tl.reduce(reached, 0, either)
+    low_column = tl.reduce(missing, 0, either) != 0
+    finite = tl.sum(tl.sum(size, 1), 0) <= FLOAT_MAX
+    return (low_row & any_column) | (low_column & any_row) | ~finite
+
+
+@triton.jit
+def finish(
+    y, Bias, Scale, Residual, p_out, o_m, kept, o_n, beside, at, columns,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Write residual + scale * activation(y + bias): the first `kept` rows, `beside` columns."""
+    there = o_n < beside
+    if BIAS:
+        y += tl.load(Bias + o_n, mask=there, other=0.0)[None, :]
+    y = activated(y, ACTIVATION)
+    if SCALE:
+        y *= tl.load(Scale + o_n, mask=there, other=0.0)[None, :]
+    mask = (o_m < kept)[:, None] & there[None, :]
+    offsets = o_m[:, None] * columns + o_n[None, :]
+    if RESIDUAL:
+        y += tl.load(Residual + at + offsets, mask=mask, other=0.0)
+    tl.store(p_out + offsets, y, mask=mask)
+
+
+@triton.jit
+def exact_tile(
+    X, Weight, Bias, Scale, Residual, p_out, rows, o_n, beside, columns, first, last, x_row,
+    x_depth, w_row, w_depth, at, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SCALE: tl.constexpr,
+    RESIDUAL: tl.constexpr, BM: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
+):  # fmt: skip
+    """A tile of the result with float32 FMA, XM rows at a time, in chains of 64 channels."""
+    for r in tl.range(0, BM, XM, num_stages=1):
+        o_m = r + tl.arange(0, XM)
+        y = tl.zeros([XM, o_n.shape[0]], tl.float32)
+        for c0 in tl.range(first, last, 64, num_stages=1):
+            part = tl.zeros([XM, o_n.shape[0]], tl.float32)
+            for k0 in tl.range(c0, c0 + 64, XK, num_stages=1):
+                o_k = k0 + tl.arange(0, XK)
+                deep = o_k < last
+                p_x = X + o_m[:, None] * x_row + o_k.to(tl.int64)[None, :] * x_depth
+                x = tl.load(p_x, mask=(o_m < rows)[:, None] & deep[None, :], other=0.0)
+                p_w = (
+                    Weight + o_n.to(tl.int64)[None, :] * w_row + o_k.to(tl.int64)[:, None] * w_depth
+                )
+                w = tl.load(p_w, mask=(o_n < beside)[None, :] & deep[:, None], other=0.0)
+                part = tl.dot(x, w, part, input_precision="ieee")
+            y += part
+        finish(
+            y, Bias, Scale, Residual, p_out, o_m, rows, o_n, beside, at, columns,
+            BIAS, ACTIVATION, SCALE, RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_half(p, inside, EVEN: tl.constexpr):
+    """A tile of hi or lo; zeros beyond the last channel (if not EVEN)."""
+    if EVEN:
+        return tl.load(p)
+    return tl.load(p, mask=inside, other=0.0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "columns", "depth", "padded", "chunk", "x_row", "x_depth", "w_row", "w_depth",
+    ]
+)  # fmt: skip
+def product(
+    Left, LeftPowers, Right, RightPowers, X, Weight, Bias, Scale, Residual, Out,
+    rows: tl.int32, columns: tl.int32, depth: tl.int32, padded: tl.int32, chunk: tl.int32,
+    x_row: tl.int64, x_depth: tl.int64, w_row: tl.int64, w_depth: tl.int64,
+    SINGLE: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    SCALE: tl.constexpr, RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, XM: tl.constexpr, XK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of BM rows and BN columns, parts of the channels).
+
+    Left [2, rows, padded], Right [2, columns, padded] float16 with LeftPowers [rows], RightPowers
+    [columns]: as `halves.py` writes them of X and Weight, whose steps x_row to w_depth count
+    elements.
+    padded counts units of 8, columns units of 4; EVEN: BK divides padded. SINGLE: only hi * hi is
+    computed, for 11 bits; lo is not read. Each part sums `chunk` times BK channels, to its
+    own place in Out [parts, rows, columns]; several parts have no epilogue.
+    """
+    padded = padded * 8
+    columns = columns * 4
+    tiles_n = tl.cdiv(columns, BN)
+    tiles_m = tl.cdiv(rows, BM)
+    pid = tl.program_id(0)
+    first_m = pid // (GROUP * tiles_n) * GROUP
+    group = tl.minimum(tiles_m - first_m, GROUP)
+    place = pid % (GROUP * tiles_n)
+    i_m = (first_m + place % group).to(tl.int64)
+    i_n = (place // group).to(tl.int64)
+    left = tl.minimum(rows - i_m * BM, BM).to(tl.int32)
+    beside = tl.minimum(columns - i_n * BN, BN).to(tl.int32)
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
+    o_k = tl.arange(0, BK)
+    first = tl.program_id(1) * chunk * BK
+    last = tl.minimum(first + chunk * BK, padded)
+    # rows beyond the last are copies of it, which are not stored
+    p_l = Left + i_m * BM * padded + first
+    p_l = p_l + tl.minimum(o_m, left - 1)[:, None] * padded + o_k[None, :]
+    p_r = Right + i_n * BN * padded + first
+    p_r = p_r + tl.minimum(o_n, beside - 1)[None, :] * padded + o_k[:, None]
+    region_l = rows.to(tl.int64) * padded
+    region_r = columns.to(tl.int64) * padded
+    acc = tl.zeros([BM, BN], tl.float32)
+    for k0 in tl.range(first, last, BK, num_stages=STAGES):
+        deep = k0 + o_k < last
+        lh = load_half(p_l, deep[None, :], EVEN)
+        rh = load_half(p_r, deep[:, None], EVEN)
+        if SINGLE:
+            part = tl.dot(lh, rh)
+        else:
+            part = tl.dot(load_half(p_l + region_l, deep[None, :], EVEN), rh)
+            part = tl.dot(lh, load_half(p_r + region_r, deep[:, None], EVEN), part)
+            part = tl.dot(lh, rh, part)
+        # by name: written with + the compiler lets the products accumulate into acc
+        acc = tl.fma(part, 1.0, acc)
+        p_l += BK
+        p_r += BK
+    of_left = tl.load(LeftPowers + i_m * BM + o_m, mask=o_m < left, other=0.0)
+    of_right = tl.load(RightPowers + i_n * BN + o_n, mask=o_n < beside, other=0.0)
+    bad = fails_guard(acc, of_left != 0.0, of_right != 0.0, BM, BN)
+    y = acc * UNSCALE * ((of_left * TOP)[:, None] * (of_right * TOP)[None, :])
+    part_at = tl.program_id(1).to(tl.int64) * rows * columns
+    at = i_m * BM * columns + i_n * BN
+    p_out = Out + part_at + at
+    finish(
+        y, Bias + i_n * BN, Scale + i_n * BN, Residual, p_out, o_m, tl.where(bad, 0, left), o_n,
+        beside, at, columns, BIAS, ACTIVATION, SCALE, RESIDUAL,
+    )  # fmt: skip
+    if bad:
+        exact_tile(
+            X + i_m * BM * x_row, Weight + i_n * BN * w_row, Bias + i_n * BN, Scale + i_n * BN,
+            Residual, p_out, left, o_n, beside, columns, first, tl.minimum(last, depth), x_row,
+            x_depth, w_row, w_depth, at, BIAS, ACTIVATION, SCALE, RESIDUAL, BM, XM, XK,
+        )  # fmt: skip

@@ -1,0 +1,141 @@
+"""`elsa::window_attention_backward` on the GPU: few launches, planned once for each layout.
+
+Beside the gradients it allocates the partial sums of as many programs as run at once, whatever the
+number of windows; for float32 a word of each window and head; and for windows of more than 64
+tokens three numbers of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.support import Request, Support
+from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared.plans import PLANS
+from elsa_core.backends.triton.window import planner, tiling
+from elsa_core.backends.triton.window.backward_plan import Call, Wants, plan_call
+from elsa_core.backends.triton.window.planner import Given
+
+LARGEST_DIM = 64
+
+
+def support(request: Request) -> Support:
+    """Whether the gradients of such calls were measured to be worth it, as far as lengths do not
+    decide."""
+    if request.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return Support(False, f"dtype {request.dtype} has no kernel of the gradients")
+    if request.head_dim > LARGEST_DIM:
+        return Support(False, f"its gradients take head dimensions up to {LARGEST_DIM}")
+    if request.device_type != "cuda" or not torch.cuda.is_available():
+        return Support(False, "no CUDA device: PyTorch finds no GPU")
+    most = tiling.load_table(device.table_of(torch.cuda.current_device())).gradients
+    if not most:
+        return Support(False, "its gradients were not measured to be faster on this GPU")
+    if request.tokens > most:
+        return Support(
+            False, f"its gradients of windows of more than {most} tokens were not measured"
+        )
+    return Support(True)
+
+
+def window_attention_backward(
+    grad_out: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    bias_index: Tensor | None,
+    pad_qkv: Tensor | None,
+    logit_scale: Tensor | None,
+    num_heads: int,
+    window_size: Sequence[int],
+    shift_size: Sequence[int],
+    scale: float,
+    mask_value: float,
+    layout: str,
+    grid: bool,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Gradients of attention within windows, the CUDA kernel of `elsa::window_attention_backward`.
+
+    Args:
+        grad_out: [B, D, H, W, C] in qkv's dtype, any strides.
+        qkv: [B, D, H, W, 3C], float32, float16 or bfloat16, the last dim dense; head_dim up to 64.
+            The rest as in `planner.window_attention`.
+        needs: which of qkv, bias, pad_qkv and logit_scale get a gradient.
+
+    Returns:
+        Gradients in the dtypes of their inputs, dense, empty where not needed; None for larger head
+        dimensions. Scores, weights and sums are float32. Equal bits for equal arguments on one GPU.
+
+    Source: FlashAttention (arXiv 2205.14135), Algorithm 4, within windows (arXiv 2604.23798).
+    """
+    if qkv.shape[-1] // (3 * num_heads) > LARGEST_DIM or qkv.stride(-1) != 1:
+        return None
+    terms = (qkv, bias, pad_qkv, logit_scale)
+    grads = [
+        t.new_empty(t.shape) if t is not None and needed else qkv.new_empty(0)
+        for t, needed in zip(terms, needs, strict=True)
+    ]
+    given = Given(
+        qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size, shift_size, scale,
+        mask_value, layout, grid, precision,
+    )  # fmt: skip
+    wants = Wants(*(n and t is not None for n, t in zip(needs, terms, strict=True)))
+    if wants.pad:  # nothing comes back to the query of a padded token
+        grads[2].zero_()
+    if not qkv.numel():
+        return grads[0], grads[1].zero_(), grads[2], grads[3].zero_()
+    padded = planner.padding(given, planner.counts_of(given)) == 2
+    wants = wants._replace(pad=wants.pad and padded)
+    if not any(wants):
+        return grads[0], grads[1], grads[2], grads[3]
+    if qkv.is_cuda and qkv.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(qkv.device):
+            _run(given, grad_out.contiguous(), grads, wants)
+    else:
+        _run(given, grad_out.contiguous(), grads, wants)
+    return grads[0], grads[1], grads[2], grads[3]
+
+
+def _run(given: Given, grad_out: Tensor, grads: list[Tensor], wants: Wants) -> None:
+    """The call's launches, on the current device."""
+    qkv, index, pad = given.qkv, given.bias_index, given.pad_qkv
+    if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
+        given = given._replace(pad_qkv=pad.to(qkv.dtype).contiguous())
+    if index is not None:
+        assert given.bias is not None
+        given = given._replace(bias=planner.gathered(given.bias, index), bias_index=None)
+    execute(planned(given, grad_out, wants, grads, index), given, grad_out, grads, index)
+
+
+def execute(
+    call: Call, given: Given, grad_out: Tensor, grads: list[Tensor], index: Tensor | None = None
+) -> None:
+    """Allocate the workspace and launch. given: with a dense bias; index: of the bias's table."""
+    qkv = given.qkv
+    tensors = {
+        name: qkv.new_empty(size, dtype=dtype) for name, (size, dtype) in call.workspace.items()
+    }
+    tensors |= zip(("qkv", "bias", "pad", "logit"), planner.pointers(given), strict=True)
+    tensors |= {"grad": grad_out, "none": qkv, "index": qkv if index is None else index}
+    tensors |= zip(("dqkv", "dbias", "dpad", "dlogit"), grads, strict=True)
+    for launch, names in call.steps:
+        launch(*(tensors[name] for name in names))
+
+
+def planned(
+    given: Given, grad_out: Tensor, wants: Wants, grads: list[Tensor], index: Tensor | None
+) -> Call:
+    """The launches of a call, cached by layout. A bias is dense here."""
+    table = None
+    if index is not None and wants.bias:
+        table = (grads[1], index)
+    key = (
+        *planner.layout_key("window backward", given), grad_out.data_ptr() % 16, wants,
+        None if table is None else (index.shape, index.stride(), index.data_ptr() % 16),
+        *((g.shape, g.dtype, g.data_ptr() % 16) for g in grads),
+    )  # fmt: skip
+    return PLANS.get(key, plan_call, given, wants, table)

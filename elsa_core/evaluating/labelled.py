@@ -1,0 +1,157 @@
+"""A folder of images with their classes: one folder a class, or a file that names them."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.files import located
+from elsa_core.loading.reading import read_text
+from elsa_core.proof.images import image_files
+
+_READERS = 4  # threads; Pillow decodes without Python's lock
+_LARGEST_FILE = 64 * 2**20
+_IMAGENET = 1000
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images and their classes.
+
+    Attributes:
+        root: the folder.
+        files: its images, in order.
+        labels: their classes as the model counts them; -1 where the class is not known.
+        how: how classes were found, in words.
+    """
+
+    root: Path
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+    how: str
+
+    def name(self, index: int) -> str:
+        """An image's path below the folder."""
+        return self.files[index].relative_to(self.root).as_posix()
+
+    def batches(self, read: Callable[[Path], Tensor], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(images [B, C, H, W], classes int64 [B]) of `size` images; the last one has the rest.
+
+        Args:
+            read: of `elsa_core.proof.images.reader`.
+        """
+        with ThreadPoolExecutor(_READERS) as pool:
+            for start in range(0, len(self.files), size):
+                images = list(pool.map(read, self.files[start : start + size]))
+                yield torch.stack(images), torch.tensor(self.labels[start : start + size])
+
+
+def labelled_images(
+    directory: str | os.PathLike[str],
+    classes: int,
+    labels: str | os.PathLike[str] | None = None,
+    limit: int | None = None,
+) -> LabelledImages:
+    """Find the images of a folder and the class of each.
+
+    Without `labels` the folders right below `directory` are the classes: ImageNet's synsets
+    (n01440764) for a model of its 1000 classes, whole numbers, or else their names in sorted order,
+    which must be as many as the model has classes. `labels` is a text file of lines `FILE CLASS` or
+    `FILE,CLASS`: the path below `directory`, and a whole number or one of ImageNet's synsets; a
+    first line that ends in no class is a header.
+
+    Args:
+        directory: the folder.
+        classes: outputs of the model.
+        labels: the file.
+        limit: the most images; they are taken at equal distances, so that all classes take part.
+
+    Raises:
+        ModelError: the folder or the file cannot be read, or holds nothing.
+        ArgumentError: the classes are not those of the model; the line says how to name them.
+    """
+    root = located(directory, ModelError)
+    files, _ = image_files(root)
+    if limit is not None and limit < len(files):
+        files = [files[i * len(files) // limit] for i in range(limit)]
+    names = [file.relative_to(root).as_posix() for file in files]
+    if labels is not None:
+        path = located(labels, ModelError)
+        given = _from_file(path, classes)
+        found = [given.get(name, given.get(name.rpartition("/")[2], -1)) for name in names]
+        if not any(label >= 0 for label in found):
+            raise ArgumentError(f"{path} (--labels) names no image of {root}: {names[0]} is one")
+        return LabelledImages(root, tuple(files), tuple(found), f"classes from {path}")
+    parts = [name.partition("/") for name in names]
+    folders = sorted({folder for folder, slash, _ in parts if slash})
+    if not folders or not all(slash for _, slash, _ in parts):
+        raise ArgumentError(
+            f"{root} (--images) has images outside of class folders: put each into the folder of "
+            "its class, or name their classes in a file (--labels)"
+        )
+    numbers, how = _numbered(root, folders, classes)
+    return LabelledImages(root, tuple(files), tuple(numbers[folder] for folder, _, _ in parts), how)
+
+
+def _numbered(root: Path, folders: Sequence[str], classes: int) -> tuple[Mapping[str, int], str]:
+    """The class of each folder, and how it was found."""
+    synsets = _synsets() if classes == _IMAGENET else {}
+    if all(folder in synsets for folder in folders):
+        return synsets, "folders are ImageNet's synsets"
+    if all(folder.isdecimal() for folder in folders):
+        found = {folder: int(folder) for folder in folders}
+        if max(found.values()) >= classes:
+            raise ArgumentError(
+                f"{root}: folder {max(folders, key=int)} is no class of the model, which has 0 to "
+                f"{classes - 1}"
+            )
+        return found, "folders are numbers of classes"
+    if len(folders) != classes:
+        raise ArgumentError(
+            f"{root} has {len(folders)} class folders ({folders[0]}, ...), the model {classes} "
+            "classes: name the folders by the classes' numbers, or give --labels"
+        )
+    return {folder: i for i, folder in enumerate(folders)}, "folders are classes in sorted order"
+
+
+def _synsets() -> dict[str, int]:
+    from timm.data import ImageNetInfo
+
+    return {name: i for i, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+
+
+def _from_file(path: Path, classes: int) -> dict[str, int]:
+    text = read_text(path, _LARGEST_FILE).removeprefix("\ufeff")
+    synsets = _synsets() if classes == _IMAGENET else {}
+    found: dict[str, int] = {}
+    lines = [line for line in text.splitlines() if line.strip()]
+    for number, line in enumerate(lines, 1):
+        name, given = _fields(line)
+        if given.isdecimal() and int(given) < classes:
+            found[name.removeprefix("./")] = int(given)
+        elif given in synsets:
+            found[name.removeprefix("./")] = synsets[given]
+        elif number > 1 or given.isdecimal():
+            raise ArgumentError(
+                f"{path} (--labels), line {number}: {given[:60]!r} is no class, 0 to {classes - 1}"
+            )
+    if not found:
+        raise ArgumentError(f"{path} (--labels) holds no line of a file and its class")
+    return found
+
+
+def _fields(line: str) -> tuple[str, str]:
+    """File and class of a line: the first two columns of CSV, else the last word is the class."""
+    if "," in line:
+        columns = next(csv.reader([line]))
+        return columns[0].strip(), columns[1].strip() if len(columns) > 1 else ""
+    name, _, given = line.strip().rpartition("\t" if "\t" in line else " ")
+    return name.strip(), given.strip()

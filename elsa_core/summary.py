@@ -1,0 +1,84 @@
+"""A result as a table, for `print`, the Python prompt and notebooks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_GAP = "  "
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is shown of a result.
+
+    Attributes:
+        title: one line above the table.
+        columns: their titles; one that starts with ">" is aligned to the right.
+        rows: cells as text, one for each column. Without rows there is no table.
+        lines: what stands below it.
+        then: a second table, below all that.
+    """
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: Sequence[Sequence[str]] = ()
+    lines: Sequence[str] = ()
+    then: Summary | None = None
+
+    def text(self) -> str:
+        """Plain text, columns in line."""
+        below = [] if self.then is None else [self.then.text()]
+        return "\n".join([self.title, *self._table(), *self.lines, *below])
+
+    def html(self) -> str:
+        """The same as HTML, for a notebook."""
+        parts = [f"<p><b>{html.escape(self.title)}</b></p>"]
+        if self.rows:
+            head = "".join(_cell("th", title, title) for title in self.columns)
+            body = "".join(
+                "<tr>" + "".join(map(_cell, ["td"] * len(row), self.columns, row)) + "</tr>"
+                for row in self.rows
+            )
+            parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        parts += [f"<p>{html.escape(line)}</p>" for line in self.lines]
+        if self.then is not None:
+            parts.append(self.then.html())
+        return "<div>" + "".join(parts) + "</div>"
+
+    def _table(self) -> list[str]:
+        if not self.rows:
+            return []
+        titles = [title.lstrip(">") for title in self.columns]
+        widths = [max(map(len, column)) for column in zip(titles, *self.rows, strict=True)]
+        return [
+            _GAP.join(
+                cell.rjust(width) if title.startswith(">") else cell.ljust(width)
+                for cell, width, title in zip(row, widths, self.columns, strict=True)
+            ).rstrip()
+            for row in (titles, *self.rows)
+        ]
+
+
+class Summarised:
+    """A result that shows itself as its `summary`, wherever Python shows it."""
+
+    def summary(self) -> Summary:
+        """What is shown of the result."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.summary().text()
+
+    def __repr__(self) -> str:
+        return self.summary().text()
+
+    def _repr_html_(self) -> str:
+        return self.summary().html()
+
+
+def _cell(tag: str, title: str, text: str) -> str:
+    side = "right" if title.startswith(">") else "left"
+    shown = html.escape(text.lstrip(">") if tag == "th" else text)
+    return f'<{tag} style="text-align: {side}">{shown}</{tag}>'

@@ -1,0 +1,95 @@
+"""`elsa list` and `elsa help`: names and numbers at once, without an import of torch or timm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from elsa_cli import completion, known_models
+
+from .conftest import Elsa, environment
+from .test_commands import document
+from .test_start import WATCH
+
+
+@pytest.mark.parametrize("arguments", [["list", "swin*"], ["help"], ["help", "patch"]], ids=str)
+def test_answers_without_heavy_imports(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH.format(arguments=arguments)],
+        capture_output=True, text=True, timeout=60, check=False, env=environment(),
+    )  # fmt: skip
+    modules = json.loads(done.stderr.splitlines()[-1])
+    heavy = ("torch", "timm", "open_clip", "triton", "numpy", "onnx", "elsa_core")
+    assert done.returncode == 0
+    assert not [name for name in modules if name.split(".")[0] in heavy]
+
+
+def test_a_glob_selects_names(elsa: Elsa) -> None:
+    answer = elsa("list", "swin_tiny*")
+    assert (answer.code, answer.err) == (0, "")
+    rows = [line.split() for line in answer.out.splitlines()]
+    assert ["swin_tiny_patch4_window7_224", "12", "12", "28.3", "M"] in rows
+    assert all("swin_tiny" in row[0] for row in rows[2:] if len(row) == 5)
+    assert "Next: elsa inspect swin_tiny_patch4_window7_224" in answer.out
+    whole = {row["name"] for row in document(elsa("list", "--json", "--all"))["results"]["models"]}
+    assert {"resnet50", "open_clip:ViT-B-32", "vit_base_patch16_224"} <= whole
+    anywhere = document(elsa("list", "dinov2", "--json"))["results"]["models"]
+    assert len(anywhere) > 5 and all("dinov2" in row["name"] for row in anywhere)
+    library = document(elsa("list", "open_clip:*", "--json"))["results"]["models"]
+    assert library and {row["library"] for row in library} == {"open_clip"}
+
+
+def test_models_without_attention_are_left_out_and_counted(elsa: Elsa) -> None:
+    answer = elsa("list", "resnet18*")
+    assert answer.out.splitlines()[-1].startswith("0 models · ")
+    assert "--all lists them" in answer.out
+    assert "resnet18 " in elsa("list", "resnet18*", "--all").out
+
+
+def test_nothing_matches(elsa: Elsa) -> None:
+    elsa("list", "swintiny").fails(4, "swintiny", "swin_tiny")
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "cait_xxs24_224", "resnet18"]
+)
+def test_the_counts_are_those_of_inspect(name: str) -> None:
+    from elsa_core.loading.libraries import build_meta, default_recipe
+    from elsa_core.loading.spec import parse
+    from elsa_core.patching.sites import find_sites
+
+    counted = {model.name: model for model in known_models.read(known_models.TABLE)[1]}[name]
+    model = build_meta(default_recipe(parse(name)))
+    sites = find_sites(model)
+    assert counted.sites == len(sites)
+    assert counted.patchable == sum(site.patchable for site in sites)
+    assert counted.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_newer_model_has_no_counts(monkeypatch: pytest.MonkeyPatch, elsa: Elsa) -> None:
+    names = {"timm": {"vit_new"}, "open_clip": set(), "torchvision": set()}
+    monkeypatch.setattr(completion, "known", names.get)
+    models = {model.name: model for model in known_models.installed()}
+    assert models["vit_new"].parameters is None and "vit_tiny_patch16_224" in models
+    assert not any(name.startswith("open_clip:") for name in models)
+    assert "vit_new" in elsa("list", "vit_new").out
+
+
+def test_help(elsa: Elsa) -> None:
+    assert elsa("help").out == elsa("--help").out
+    assert elsa("help", "patch").out == elsa("patch", "--help").out
+    elsa("help", "pach").fails(2, "'pach'", "did you mean 'patch'?")
+    assert document(elsa("help", "eval", "--json"))["results"]["command"] == "elsa eval"
+
+
+def test_offered_names_are_those_of_the_core() -> None:
+    from elsa_core.bench import cases, models
+    from elsa_core.model_runs.variants import BASELINES
+
+    assert (*BASELINES, "all") == completion.BASELINES
+    held = [*cases.TABLES.values(), *models.TABLES.values()]
+    named = {name for tables in held for name in tables}
+    assert sorted(completion.TABLES) == sorted(set(named))

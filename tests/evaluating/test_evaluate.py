@@ -1,0 +1,177 @@
+"""Accuracy before and after patching, on real images that a trained model has not seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import elsa_core as elsa
+from elsa_cli.main import run
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.evaluating import labelled_images
+from elsa_core.loading.load import load_model
+from elsa_core.patching.adapters import is_patched
+from elsa_core.proof.images import reader
+
+Elsa = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Elsa:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(each) for each in arguments])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def batches(trained: Path, digits: Path) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    loaded = load_model(trained)
+    read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
+                  interpolation=loaded.interpolation)  # fmt: skip
+    return loaded.model, list(labelled_images(digits, 10).batches(read, 64))
+
+
+def test_a_trained_model_keeps_its_accuracy(trained: Path, digits: Path) -> None:
+    model, given = batches(trained, digits)
+    report = elsa.evaluate(model, given)
+    assert report.images == report.labelled == 360 and report.classes == 10
+    assert report.top1_original == report.top1_patched > 0.85 * 360
+    assert report.top5_original == report.top5_patched > 0.97 * 360
+    assert report.changed == () and report.timed_batches == 5
+    with torch.no_grad():  # the count is that of a plain loop
+        hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in given)
+    assert report.top1_patched == hits
+    assert "360 images · no classes changed" in str(report) and "images per second" in str(report)
+    assert any(is_patched(m) for m in model.modules()) and not model.training
+
+
+def test_changed_classes_are_found_and_named(trained: Path, digits: Path) -> None:
+    """A patched model that computes something else must not pass for the same."""
+    model, given = batches(trained, digits)
+    site = next(m for m in model.modules() if is_patched(m))
+    site.register_forward_hook(lambda m, args, out: 40 * out if is_patched(m) else None)
+    report = elsa.evaluate(model, given)
+    assert report.top1_patched < report.top1_original
+    assert 0 < len(report.changed) <= 360
+    one = report.changed[0]
+    images, labels = torch.cat([x for x, _ in given]), torch.cat([y for _, y in given])
+    assert one.label == int(labels[one.index])
+    with torch.no_grad():
+        assert int(model(images[one.index, None]).argmax()) == one.patched != one.original
+    assert one.margin > 0 and "classes that changed" in str(report)
+
+
+def test_the_model_comes_back_as_it_was(trained: Path, digits: Path) -> None:
+    model, given = batches(trained, digits)
+    model.train()
+    elsa.evaluate(model, given[:1])
+    assert all(module.training for module in model.modules())
+    with pytest.raises(ArgumentError, match="holds no image"):
+        elsa.evaluate(model, [])
+    with pytest.raises(ArgumentError, match="a label of 10: the model has classes 0 to 9"):
+        elsa.evaluate(model, [(given[0][0], torch.full((64,), 10))])
+    elsa.unpatch(model)
+    with pytest.raises(NothingPatchedError, match="call patch first"):
+        elsa.evaluate(model, given)
+
+
+def test_features_are_no_classes() -> None:
+    model = timm.create_model("test_vit", img_size=32, num_classes=0, global_pool="").eval()
+    elsa.patch(model)
+    with pytest.raises(ModelError, match=r"needs logits \[2, classes\]"):
+        elsa.evaluate(model, [(torch.zeros(2, 3, 32, 32), torch.zeros(2))])
+
+
+def test_folders_and_files_name_classes(digits: Path, tmp_path: Path) -> None:
+    found = labelled_images(digits, 10)
+    assert found.how == "folders are numbers of classes" and len(found.files) == 360
+    assert found.labels == tuple(int(file.parent.name) for file in found.files)
+    named = tmp_path / "named"
+    shutil.copytree(digits, named)
+    for folder in list(named.iterdir()):
+        folder.rename(named / f"digit {folder.name}")
+    assert labelled_images(named, 10).how == "folders are classes in sorted order"
+    assert labelled_images(named, 10).labels == found.labels
+    with pytest.raises(ArgumentError, match=r"has 10 class folders .*, the model 11"):
+        labelled_images(named, 11)
+    with pytest.raises(ArgumentError, match="folder 9 is no class of the model"):
+        labelled_images(digits, 9)
+    few = labelled_images(digits, 10, limit=20)
+    assert len(few.files) == 20 and set(few.labels) == set(range(10))
+
+
+def test_imagenets_synsets(digits: Path, tmp_path: Path) -> None:
+    for name in ("n02123045", "n01440764"):
+        shutil.copytree(digits / "0", tmp_path / "images" / name)
+    found = labelled_images(tmp_path / "images", 1000)
+    assert set(found.labels) == {0, 281} and found.how == "folders are ImageNet's synsets"
+
+
+@pytest.mark.parametrize("line", ["{},{}", "{}\t{}", "./{} {}"])
+def test_labels_of_a_file(digits: Path, tmp_path: Path, line: str) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for file in digits.glob("*/*.png"):
+        shutil.copy(file, flat / f"{file.parent.name} {file.name}")
+    text = [line.format(file.name, file.name[0]) for file in sorted(flat.iterdir())][1:]
+    labels = tmp_path / "labels.csv"
+    labels.write_text("\n".join([line.format("file", "class"), *text]))
+    found = labelled_images(flat, 10, labels)
+    assert found.labels[0] == -1  # the one that the file leaves out
+    assert found.labels[1:] == tuple(int(file.name[0]) for file in found.files[1:])
+    with pytest.raises(ArgumentError, match="outside of class folders"):
+        labelled_images(flat, 10)
+    labels.write_text("a.png 1\nb.png twelve\n")
+    with pytest.raises(ArgumentError, match="line 2: 'twelve' is no class, 0 to 9"):
+        labelled_images(flat, 10, labels)
+    labels.write_text("other.png 1\n")
+    with pytest.raises(ArgumentError, match="names no image"):
+        labelled_images(flat, 10, labels)
+
+
+def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
+    code, out, err = command("eval", trained, "--images", digits)
+    assert (code, err) == (0, "")
+    assert "360 images, 360 with a class (folders are numbers of classes)" in out
+    verdict = out.splitlines()[-1]
+    assert verdict.startswith("top-1 9") and "0 of 360 images changed their class" in verdict
+    code, out, err = command("eval", trained, "--images", digits, "--json", "--limit", "30")
+    document: dict[str, Any] = json.loads(out)
+    schema = resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text("utf-8")
+    jsonschema.validate(document, json.loads(schema), cls=jsonschema.Draft202012Validator)
+    assert document["results"]["evaluation"]["images"] == 30
+    assert document["results"]["evaluation"]["changed"] == []
+
+
+def test_the_command_says_what_is_missing(command: Elsa, trained: Path, digits: Path) -> None:
+    for arguments, code, words in (
+        (("test_vit",), 2, "--images"),
+        (("test_vit", "--images", "nowhere"), 4, "no such folder"),
+        (("test_vit", "--images", digits, "--labels", "none.txt"), 4, "no such file of labels"),
+        ((trained, "--images", digits.parent), 2, "class folder"),
+        (("test_vit", "--model-kwargs", "num_classes=0", "--images", digits), 4, "no classifier"),
+    ):
+        found = command("eval", *arguments)
+        assert found[0] == code and found[1] == "", found
+        assert words in found[2] and len(found[2].splitlines()) == 1
+
+
+def test_random_weights_are_said(command: Elsa, digits: Path) -> None:
+    given = ("--model-kwargs", "num_classes=10", "--img", "32", "--limit", "8")
+    code, out, err = command("eval", "test_vit", *given, "--images", digits)
+    assert code == 0 and "weights are random" in err and "images per second" in out

@@ -1,0 +1,1 @@
+"""Changed sources that the tests must notice; see `python -m tests.mutations --help`."""

@@ -1,0 +1,168 @@
+"""Which files are changed, which tests judge them, and how many mutants of each file there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from . import cpp, python
+from .source import Mutant, chosen, identity, mutant
+
+ATTENTION = "tests/backends/test_native.py"
+GRADIENT = "tests/backends/test_native_gradient.py"
+WINDOW = "tests/backends/test_native_window.py"
+MATH = "tests/backends/test_native_math.py"
+RUNTIME = ("tests/backends/test_ort_library.py",)
+FAMILIES = "tests/patching/test_adapters_"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Files and their judges.
+
+    Attributes:
+        pattern: of the files, from the root of the tree.
+        tests: what pytest runs, those first that fail soonest.
+        lines: a file of so many lines has one mutant.
+        language: "c++", "python" or "triton" (functions that Triton compiles).
+    """
+
+    pattern: str
+    tests: tuple[str, ...]
+    lines: int = 36
+    language: str = "c++"
+
+
+def _adapter(pattern: str, *tests: str) -> Suite:
+    paths = tuple(name if "/" in name else f"{FAMILIES}{name}.py" for name in tests)
+    return Suite(f"elsa_core/patching/adapters/{pattern}.py", paths, 34, "python")
+
+
+def _triton(pattern: str, *tests: str, lines: int = 50) -> Suite:
+    return Suite(f"elsa_core/backends/triton/{pattern}.py", tests, lines, "triton")
+
+
+_FORWARD = (
+    *(
+        f"tests/backends/test_triton.py::test_interpreted_{name}"
+        for name in ("error", "finite", "denormals", "schedules")
+    ),
+    "tests/backends/test_triton.py::test_split_falls_back_on_channels_not_on_single_numbers",
+)
+# Of 34 cases, which take minutes, those that between them run every kernel.
+_BACKWARD = tuple(
+    f"tests/backends/test_triton_backward.py::test_interpreted_error[{name}]"
+    for name in (
+        "half", "half, groups, odd widths", "half causal", "half boolean mask", "half bias",
+        "half large scores", "half large lse", "strict", "strict, groups, odd widths",
+        "strict causal",
+    )
+)  # fmt: skip
+_WINDOWS = tuple(
+    f"tests/backends/test_triton_window.py::test_{name}"
+    for name in (
+        "interpreted", "cosine_of_huge_rows", "several_windows_a_program",
+        "index_beyond_the_table",
+    )
+)  # fmt: skip
+_LINEAR = tuple(
+    f"tests/backends/test_triton_linear.py::test_{name}"
+    for name in ("interpreted", "whole_numbers_are_exact")
+)
+
+# Declarations without code: what they say is what the files that include them do.
+_DECLARATIONS = frozenset(
+    f"csrc/elsa/{name}.h"
+    for name in ("attention", "gradient", "gradient_kernel", "kernel", "window", "window_kernel")
+)
+# The first that fits a file is its own.
+SUITES = (
+    Suite("csrc/elsa/gradient*", (GRADIENT,)),
+    Suite("csrc/elsa/window*", (WINDOW,)),
+    Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
+    Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
+    Suite("csrc/elsa/pack.h", (ATTENTION, WINDOW)),
+    Suite("csrc/elsa/*", (ATTENTION,)),
+    Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
+    Suite("csrc/torch/*", (ATTENTION, GRADIENT)),
+    Suite("csrc/onnxruntime/*", RUNTIME, 50),
+    _adapter("timm_swin*", "windows", "swin", "tests/patching/test_stale.py"),
+    _adapter("timm_windows", "windows", "swin", "maxvit"),
+    _adapter("windows", "windows", "swin", "maxvit"),
+    _adapter("torchvision_*", "windows", "swin", "maxvit", "tests/patching/test_stale.py"),
+    _adapter("timm_maxxvit", "maxvit", "windows"),
+    _adapter("derived", "tests/patching/test_stale.py", "swin"),
+    _adapter("torch_multihead", "multihead"),
+    _adapter("hf_transformers", "transformers"),
+    _adapter("redirect", "redirect", "timm", "watched"),
+    _adapter("timm_mvitv2", "eager", "timm"),
+    _adapter("timm_*", "timm", "eager", "redirect", "watched"),
+    _adapter("common", "timm", "eager", "watched", "tests/patching/test_training_route.py"),
+    _adapter("decomposed", "eager", "timm"),
+    _adapter("open_clip_towers", "multihead", "redirect"),
+    _adapter("asked", "timm", "multihead", "watched"),
+    _triton(
+        "attention/fma_fallback",
+        "tests/backends/test_triton_hopper.py::test_flagged_blocks_are_folded_again",
+    ),
+    _triton("attention/backward_*", *_BACKWARD, lines=80),
+    *(_triton(f"attention/{name}", *_FORWARD) for name in ("decode", "exact", "fold", "forward")),
+    *(_triton(f"attention/{name}", *_FORWARD) for name in ("merge", "split")),
+    _triton("window/*", *_WINDOWS),
+    _triton("linear/*", *_LINEAR),
+    _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),
+)
+
+# Defects that no test noticed once: file, text, what it becomes.
+NAMED = (
+    ("csrc/elsa/window_tokens.h", "0.0f : a.mask_value", "0.0f : -100.0f"),
+    ("csrc/elsa/window_tokens.h", "kNormEps = 1e-12f", "kNormEps = 1e-6f"),
+    (
+        "elsa_core/patching/adapters/derived.py",
+        "sources is None or site.training or attention.training or _want_gradients(sources)",
+        "sources is None",
+    ),
+    (
+        "elsa_core/patching/adapters/derived.py",
+        "self.drop(site)  # an optimizer may follow",
+        "pass  # an optimizer may follow",
+    ),
+)
+
+
+def suite_of(file: str) -> Suite | None:
+    """The suite that judges a file."""
+    if file in _DECLARATIONS:
+        return None
+    return next((suite for suite in SUITES if fnmatch(file, suite.pattern)), None)
+
+
+def plan(root: Path, files: list[str]) -> Iterator[tuple[str, Mutant]]:
+    """The mutants of a tree, each with its name.
+
+    Args:
+        root: the tree.
+        files: paths from there; those without a suite have no mutants.
+    """
+    for file in files:
+        suite = suite_of(file)
+        if suite is None or not file.endswith((".cpp", ".h", ".py")):
+            continue
+        text = (root / file).read_text()
+        if suite.language == "c++":
+            found = cpp.mutants(file, text)
+        else:
+            found = python.mutants(file, text, kernels=suite.language == "triton")
+        unique = {identity(one, text): one for one in found}
+        yield from _named(file, text)
+        yield from chosen(unique.items(), -(-text.count("\n") // suite.lines))
+
+
+def _named(file: str, text: str) -> Iterator[tuple[str, Mutant]]:
+    for where, before, after in NAMED:
+        if where == file:
+            start = text.index(before)
+            one = mutant(file, text, start, start + len(before), after, "named")
+            yield identity(one, text), one

@@ -1,0 +1,1 @@
+"""The tests of csrc with the kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""

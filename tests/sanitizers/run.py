@@ -1,0 +1,100 @@
+"""Building the libraries with the sanitizers, and running tests with their runtime loaded first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = "tests/backends"
+# A limit of memory leaves no room for the sanitizers' shadow.
+_NEITHER = ("test_memory_is_linear_at_32768_tokens", "test_memory_is_linear_at_16384_tokens")
+EVERYTHING = (
+    f"{BACKENDS}/test_native.py", f"{BACKENDS}/test_native_gradient.py",
+    f"{BACKENDS}/test_native_window.py", f"{BACKENDS}/test_ort_library.py",
+)  # fmt: skip
+SHORT = (
+    f"{BACKENDS}/test_native.py::test_masks",
+    f"{BACKENDS}/test_native.py::test_dtypes_and_value_dims",
+    f"{BACKENDS}/test_native.py::test_strides",
+    f"{BACKENDS}/test_native_window.py::test_sizes_and_shifts",
+    f"{BACKENDS}/test_native_gradient.py::test_masks",
+    f"{BACKENDS}/test_native_gradient.py::test_shifts_masks_and_layouts",
+    f"{BACKENDS}/test_ort_library.py::test_a_hostile_model_is_an_error_not_a_crash",
+    f"{BACKENDS}/test_ort_library.py::test_one_true_is_no_mask_and_one_false_hides_everything",
+)
+_BUILD = """
+from elsa_core.backends import native
+from elsa_core.exporting import ort_library
+native.build(), ort_library.build()
+"""
+
+
+def missing() -> str:
+    """Why the sanitizers cannot be had here, in words; "" where they can."""
+    if sys.platform != "linux":
+        return f"the sanitizers' runtime is loaded first on Linux alone, not on {sys.platform}"
+    if shutil.which("g++") is None:
+        return "no g++"
+    for name in ("libasan.so", "libubsan.so", "libstdc++.so"):
+        if not Path(_library(name)).is_absolute():
+            return f"g++ has no {name}"
+    return ""
+
+
+def _library(name: str) -> str:
+    """The path of one of the compiler's libraries; the name alone where it has none."""
+    done = subprocess.run(
+        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def build(folder: Path, name: str) -> None:
+    """Compile both libraries for one instruction set into a cache of their own.
+
+    Raises:
+        RuntimeError: the compiler failed.
+    """
+    command = [sys.executable, "-c", _BUILD]
+    done = subprocess.run(
+        command, cwd=ROOT, env=_environment(folder, name), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+
+
+def run(folder: Path, name: str, tests: tuple[str, ...]) -> tuple[int, str]:
+    """Run tests with the libraries that `build` left in `folder`.
+
+    Returns:
+        pytest's exit code, and the end of what it and the sanitizers said.
+    """
+    options = ("-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist")
+    left_out = [f"--deselect={file}::{test}" for file in EVERYTHING for test in _NEITHER]
+    first = " ".join(_library(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so"))
+    env = _environment(folder, name) | {
+        "LD_PRELOAD": first,
+        # Python's own memory is freed at its end or never; torch mixes malloc with delete.
+        "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *left_out, *tests],
+        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout[-6000:]
+
+
+def _environment(folder: Path, name: str) -> dict[str, str]:
+    places = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    compiler = f"{sys.executable} -I -S {Path(__file__).with_name('compile.py')}"
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(places), "CXX": compiler, "ELSA_SET": name,
+        "ELSA_CPU_ISA": name, "ELSA_OBJECTS": str(folder), "ELSA_CACHE_DIR": str(folder),
+        "OMP_NUM_THREADS": "2", "PYTHONMALLOC": "malloc",
+    }  # fmt: skip
