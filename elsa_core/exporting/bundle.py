@@ -38,6 +38,7 @@ from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
 from elsa_core.loading import save as saving
 from elsa_core.loading.fill import separate
 from elsa_core.loading.plan import PLAN_NAME
+from elsa_core.precision import dtype_name
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -187,7 +188,7 @@ def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
 
 def _check_support(exported: ExportTarget, chosen: Choices) -> None:
     for name in chosen.formats:
-        answer = support(name, exported.device, str(exported.dtype).removeprefix("torch."))
+        answer = support(name, exported.device, dtype_name(exported.dtype))
         if not answer.ok:
             raise ArgumentError(f"format {name}: {answer.reason}, or leave it out of --formats")
 

@@ -14,6 +14,7 @@ from elsa_core.exporting.artefacts import FILES, Choices, size_step
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
 from elsa_core.exporting.reference import Reference
+from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def describe(
             "class": f"{type(exported.model).__module__}.{type(exported.model).__qualname__}",
             "tower": exported.tower,
             "weights": "".join(c if c.isprintable() else "?" for c in exported.weights),
-            "dtype": str(exported.dtype).removeprefix("torch."),
+            "dtype": dtype_name(exported.dtype),
             "device": exported.device,
             "precision": exported.plan.precision,
             "sites": list(exported.plan.sites),
@@ -60,7 +61,7 @@ def describe(
         "outputs": [
             {
                 "name": name,
-                "dtype": str(exported.dtype).removeprefix("torch."),
+                "dtype": dtype_name(exported.dtype),
                 "shape": ["batch", *tensor.shape[1:]],
             }
             for name, tensor in zip(exported.output_names, reference.oracle, strict=False)
@@ -85,7 +86,7 @@ def _inputs(exported: ExportTarget, chosen: Choices) -> list[dict[str, Any]]:
         shape: list[str | int] = ["batch", *tensor.shape[1:]]
         entry: dict[str, Any] = {
             "name": name,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": dtype_name(tensor.dtype),
             "shape": shape,
             "dynamic": {"0": "batch"},
         }

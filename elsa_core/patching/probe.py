@@ -15,7 +15,7 @@ import math
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from elsa_core.calls import plain_multihead
 from elsa_core.errors import ArgumentError
 from elsa_core.messages import first_line, quiet
 from elsa_core.patching import adapters
@@ -202,7 +203,7 @@ def _run(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, int
         stack.enter_context(torch.no_grad())
         # The math path spells attention out as two products and a softmax, which the recorder sees.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(_no_fast_path())
+        stack.enter_context(plain_multihead())
         stack.enter_context(recorder)
         _call(model, image)
     return Probe(recorder.total_flops, recorder.observations)
@@ -216,17 +217,6 @@ def _call(model: nn.Module, image: Tensor) -> None:
         model(image, text)
     else:
         model(image)
-
-
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Keep nn.MultiheadAttention from its one fused operator, whose FLOPs are not counted."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _Recorder(TorchDispatchMode):

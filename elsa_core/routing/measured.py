@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elsa_core.precision import dtype_name
+
 TABLE = Path(__file__).with_name("measured.json")
 
 
@@ -67,7 +69,7 @@ def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, 
             row["multiple"], tuple(row["ratio"]),
         )
         for row in _table()["inference"]
-        if row["operator"] == operator and row["gpu"] in gpu and _short(dtype) in row["dtypes"]
+        if row["operator"] == operator and row["gpu"] in gpu and dtype_name(dtype) in row["dtypes"]
     )  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
     """The row for calls of which a gradient is wanted; None where plain PyTorch recomputes."""
     for row in _table()["training"]:
         alike = row["operator"] == operator and row["device"] == device_type
-        if alike and _short(dtype) in row["dtypes"]:
+        if alike and dtype_name(dtype) in row["dtypes"]:
             return Training(
                 row["whole"], row["otherwise"], tuple(row["backward"]), row.get("small", ""),
                 row.get("small_below", 0),
@@ -88,10 +90,6 @@ def originals(operator: str) -> tuple[str, ...]:
     """The devices on which a patched site trains by its original module's forward."""
     found: list[str] = _table()["training_by_original"].get(operator, [])
     return tuple(found)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
