@@ -1,7 +1,8 @@
 """`freeze`, `unfreeze` and `refresh`: what patched sites keep of tensors derived from weights.
 
 Some sites use functions of weights alone: the bias that SwinV2's position network computes, a
-table of relative positions read for every pair of tokens. `elsa_core.patching.adapters.derived`
+table of relative positions read for every pair of tokens, the halves of a float32 weight that
+tensor cores multiply. `elsa_core.patching.adapters.derived`
 says when such a tensor is computed anew.
 """
 
@@ -24,7 +25,7 @@ class FreezeReport:
     """What `freeze` keeps.
 
     Attributes:
-        sites: patched sites for which derived tensors are kept.
+        sites: patched sites, and layers within them, for which derived tensors are kept.
         tensors: how many there are.
         nbytes: their memory in bytes, on the model's device.
     """
@@ -50,14 +51,17 @@ def freeze(model: nn.Module) -> FreezeReport:
     """Derive what patched sites derive from weights alone, once, and keep it.
 
     For inference with weights that do not change. It saves a GPU the derivation in every forward
-    (the position network of SwinV2, gathered tables of biases) and a CPU the comparison that shows
-    that nothing was written. Without it no write is missed; after it, a write that PyTorch does not
+    (the position network of SwinV2, gathered tables of biases, the halves of float32 weights, which
+    take as much memory as the weights) and a CPU the comparison that shows that nothing was
+    written. Without it no write is missed; after it, a write that PyTorch does not
     count (a fused optimizer, `.data`, a numpy view) is.
 
     `model.train()`, `load_state_dict`, a forward in training mode or one that wants gradients of
     these weights, a write that PyTorch counts, `unfreeze` and `unpatch` end it, for the sites that
-    they reach. A CUDA graph records the derivation itself, frozen or not, so that its replays
-    follow the weights.
+    they reach. So does moving or casting a layer. A CUDA graph records the derivation itself,
+    frozen or not, so that its replays follow the weights; but of the halves of a layer's weight,
+    where it was captured frozen, it reads those: capture again after the weights have changed.
+    Compiled and exported programs derive in every run.
 
     Args:
         model: patched, in eval mode, any dtype and device. Copies and pickles of it are not frozen.
@@ -101,7 +105,8 @@ def refresh(model: nn.Module) -> int:
 
 
 def _derivations(model: nn.Module) -> Iterator[Derivation]:
-    sites = patched_sites(plain_model(model))
+    model = plain_model(model)
+    sites = patched_sites(model)
     if not sites:
         raise NothingPatchedError(
             f"freeze: no site of {type(model).__name__} is patched; call patch first"
@@ -111,8 +116,8 @@ def _derivations(model: nn.Module) -> Iterator[Derivation]:
         raise ArgumentError(
             f"freeze: {training or 'the model'} is in training mode: call model.eval() first"
         )
-    for site in sites.values():
-        derive = getattr(site, "elsa_derivation", None)
+    for module in model.modules():  # also the layers within an MLP, which are no sites
+        derive = getattr(module, "elsa_derivation", None)
         derivation: Derivation | None = None if derive is None else derive()
         if derivation is not None:
             yield derivation

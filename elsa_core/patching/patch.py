@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: swap the class of each attention module for elsa's, in place.
+"""`patch` and `unpatch`: swap the class of each site's module for elsa's, in place.
 
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
 two strings (`elsa_precision`, `elsa_backend`); only its class differs. So state dicts, deepcopy,
@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ArgumentError, NothingPatchedError, UnavailableError
-from elsa_core.patching import adapters
+from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
-from elsa_core.patching.text import reasons, sites_table
+from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.precision import validate
 from elsa_core.summary import Summarised, Summary
 
@@ -39,6 +39,7 @@ class PatchReport(Summarised):
         backend: the backend that they ask for.
         include: the globs given, empty for all.
         exclude: the globs given.
+        scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
     """
 
     patched: tuple[AttentionSite, ...]
@@ -47,6 +48,7 @@ class PatchReport(Summarised):
     backend: str
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    scope: str = layers.ATTENTION
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -57,12 +59,13 @@ class PatchReport(Summarised):
             "backend": self.backend,
             "include": list(self.include),
             "exclude": list(self.exclude),
+            "scope": self.scope,
         }
 
     def summary(self) -> Summary:
         """The patched sites as a table, and why the others were kept."""
         done, found = len(self.patched), len(self.patched) + len(self.kept)
-        title = f"{done} of {found} attention sites patched"
+        title = f"{done} of {found} {sites_of(self.scope)} patched"
         return Summary(
             f"{title} · precision {self.precision} · backend {self.backend}",
             *sites_table(self.patched),
@@ -78,8 +81,9 @@ def patch(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     strict: bool = False,
+    scope: str = layers.AUTO,
 ) -> PatchReport:
-    """Make the attention sites of a model run on elsa, in place.
+    """Make the sites of a model run on elsa, in place.
 
     Patching again updates precision and backend; sites that this call does not select stay as they
     are, patched or not. The model changes only if the call succeeds.
@@ -91,21 +95,26 @@ def patch(
         include: globs over site paths ("blocks.[0-5].attn"); default: every site.
         exclude: globs over site paths that are left alone.
         strict: make it an error if a selected site cannot be patched.
+        scope: "attention": the attention sites alone. "model": linear layers, MLPs and patch
+            embeddings too, with what follows a product (activation, LayerScale, residual) in its
+            call. "auto": "model" where the shipped measurements say that it is faster, which is
+            float32 on sm_90, else "attention". On a CPU layers keep PyTorch's own products.
 
     Returns:
         The sites patched and those kept, with reasons.
 
     Raises:
         TypeError: `model` is no `nn.Module`, or include or exclude no text.
-        ArgumentError: precision or backend is unknown, the model's dtype does not take it, or a
-            glob matches no site.
+        ArgumentError: precision, backend or scope is unknown, the model's dtype does not take it,
+            or a glob matches no site.
         UnavailableError: the backend asked for by name does not serve the model's device or dtype.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
     """
     model = plain_model(model)
     asked.check_names(precision, backend)
     wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
-    sites = find_sites(model)
+    scope = layers.scope_of(model, scope)
+    sites = find_sites(model, scope)
     selected, kept = [], []
     for site in sites:
         reason = _why_not_selected(site.path, wanted, unwanted)
@@ -115,8 +124,8 @@ def patch(
             kept.append(replace(site, reason=reason or site.reason))
     refused = [site for site in kept if _why_not_selected(site.path, wanted, unwanted) is None]
     if not selected:
-        raise NothingPatchedError(_nothing_line(model, sites, refused))
-    _check_globs(sites, include=wanted, exclude=unwanted)
+        raise NothingPatchedError(_nothing_line(model, sites, refused, sites_of(scope)))
+    _check_globs(sites, sites_of(scope), include=wanted, exclude=unwanted)
     if strict and refused:
         raise NothingPatchedError(
             f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
@@ -124,7 +133,7 @@ def patch(
         )
     _swap(model, selected, precision, backend)
     done = tuple(replace(site, patched=True) for site in selected)
-    return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted)
+    return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted, scope)
 
 
 def unpatch(model: nn.Module) -> int:
@@ -153,9 +162,12 @@ def unpatch(model: nn.Module) -> int:
 
 
 def patched_sites(model: nn.Module) -> dict[str, nn.Module]:
-    """The patched modules by path, in the model's order."""
+    """The patched modules that are sites by path, in the model's order."""
     model = plain_model(model)
-    return {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
+    patched = {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
+    others = {part for module in patched.values() for part in adapters.parts(module)}
+    others.update(module for module in patched.values() if adapters.is_companion(module))
+    return {path: module for path, module in patched.items() if module not in others}
 
 
 @contextmanager
@@ -164,7 +176,8 @@ def original(model: nn.Module) -> Iterator[nn.Module]:
 
     Not for use while another thread runs the model: it is the same object.
     """
-    patched = {m: (type(m), _own_class(m)) for m in patched_sites(model).values()}
+    modules = plain_model(model).modules()
+    patched = {m: (type(m), _own_class(m)) for m in modules if adapters.is_patched(m)}
     for module, (_, own) in patched.items():
         module.__class__ = own
     try:
@@ -182,6 +195,7 @@ def _swap(
     modules = [model.get_submodule(site.path) for site in selected]
     for module, site in zip(modules, selected, strict=True):
         _check_served(module, site, precision, backend)
+    modules += layers.companions(model, modules)
     # Every class is made before the first is swapped: a failure leaves the model as it was.
     classes = [
         adapters.with_base(
@@ -222,13 +236,13 @@ def _globs(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_globs(sites: Sequence[AttentionSite], **given: tuple[str, ...]) -> None:
+def _check_globs(sites: Sequence[AttentionSite], what: str, **given: tuple[str, ...]) -> None:
     """A glob that matches nothing is a mistake: the site that it means is not treated as asked."""
     for name, globs in given.items():
         for glob in globs:
             if not any(fnmatchcase(site.path, glob) for site in sites):
                 raise ArgumentError(
-                    f"{name} (--{name}) {glob!r} matches none of the {len(sites)} attention sites "
+                    f"{name} (--{name}) {glob!r} matches none of the {len(sites)} {what} "
                     f"(the first is {sites[0].path!r})"
                 )
 
@@ -243,14 +257,17 @@ def _why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, .
 
 
 def _nothing_line(
-    model: nn.Module, sites: Sequence[AttentionSite], refused: Sequence[AttentionSite]
+    model: nn.Module,
+    sites: Sequence[AttentionSite],
+    refused: Sequence[AttentionSite],
+    what: str,
 ) -> str:
     name = type(model).__name__
     if not sites:
-        return f"nothing to patch: {name} has no attention site"
+        return f"nothing to patch: {name} has no {what.removesuffix('s')}"
     if not refused:
         return (
-            f"nothing to patch: include and exclude leave none of the {len(sites)} attention sites "
+            f"nothing to patch: include and exclude leave none of the {len(sites)} {what} "
             f"of {name} (the first is {sites[0].path!r})"
         )
     return f"nothing to patch in {name}: {_named(refused)}"

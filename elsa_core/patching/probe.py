@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _DEFAULT_SIZE = 224
 _QUICK_VALUES, _QUICK_PIXELS = 2**25, 2**18  # weights and image of a ViT-S at 512 pixels
+# Where the weight of a layer's product stands among its arguments: [K, N], or of a convolution
+# [N, C, h, w].
+_LAYER_PRODUCTS = {"mm": 1, "addmm": 2, "convolution": 1}
 _MAX_SIDE = 2**20  # beyond it the image alone would not fit in any memory
 
 
@@ -52,7 +55,7 @@ class Observation:
         problems: independent softmax matrices: heads, times windows.
         heads: the size of the dim before the queries.
         head_dim: the length that queries and keys were multiplied over.
-        flops: of all products of two activations inside the site.
+        flops: of all products of two activations inside the site; of a layer, of all products.
         terms: further terms seen in the arguments: "mask", "rope", "causal", "returns weights".
     """
 
@@ -74,8 +77,9 @@ class Probe:
     observations: Mapping[str, Observation]
 
 
-def probe(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, int]) -> Probe:
-    """Run a copy of `model` once on one image of `input_size` and observe the modules at `paths`.
+def probe(model: nn.Module, paths: Mapping[str, bool], input_size: tuple[int, int, int]) -> Probe:
+    """Run a copy of `model` once on one image of `input_size` and observe the modules at `paths`,
+    which say whether each is a layer and no attention.
 
     Raises:
         ProbeError: neither the fake nor the real run came to an end.
@@ -193,7 +197,7 @@ def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:
     return twin.eval()
 
 
-def _run(model: nn.Module, paths: Sequence[str], input_size: tuple[int, int, int]) -> Probe:
+def _run(model: nn.Module, paths: Mapping[str, bool], input_size: tuple[int, int, int]) -> Probe:
     recorder = _Recorder(paths)
     for path in paths:
         recorder.observe(model.get_submodule(path), path)
@@ -222,10 +226,11 @@ def _call(model: nn.Module, image: Tensor) -> None:
 class _Recorder(TorchDispatchMode):
     """Counts the model's FLOPs, and products and softmaxes for the innermost observed module."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Mapping[str, bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = {path: Observation() for path in paths}
         self.total_flops = 0
+        self._layers = paths
         self._stack: list[str] = []
         self._products: list[tuple[int, int]] = []  # (elements of the result, inner length)
 
@@ -262,6 +267,11 @@ class _Recorder(TorchDispatchMode):
             name = func._schema.name.removeprefix("aten::")
             if name in ("bmm", "baddbmm"):
                 self._product(args[-2:] if name == "bmm" else args[1:3])
+            elif name in _LAYER_PRODUCTS and self._layers[self._stack[-1]]:
+                weight = args[_LAYER_PRODUCTS[name]]
+                # each value of the result is a sum over what one output channel of the weight holds
+                inner = weight.shape[0] if name != "convolution" else weight[0].numel()
+                self.observations[self._stack[-1]].flops += 2 * out.numel() * int(inner)
             elif name in ("_softmax", "_safe_softmax"):
                 self._softmax(out, int(args[1]))
         return out

@@ -1,6 +1,7 @@
 """`inspect`: every place in a model that computes attention, and whether elsa can take it over.
 
-A site is a module whose own code computes attention: a class known by name, a class that calls
+In the scope "model" layers are sites too (`elsa_core.patching.layers`). An attention site is a
+module whose own code computes attention: a class known by name, a class that calls
 `scaled_dot_product_attention`, or one that multiplies matrices around a softmax. Where an adapter
 replaces the block around such a module (Swin), the block is the site. What the code does not
 say (tokens, windows, FLOPs, masks) is learned by running a copy of the model once on fake tensors
@@ -18,15 +19,16 @@ from torch import Tensor, nn
 
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
-from elsa_core.patching import adapters, bytecode
+from elsa_core.patching import adapters, bytecode, layers
 from elsa_core.patching.adapters import redirect, table
 from elsa_core.patching.probe import Observation, Probe, ProbeError, probe, resolved_input_size
-from elsa_core.patching.text import reasons, sites_table
+from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.summary import Summarised, Summary
 
 _EAGER = "computes its softmax in eager PyTorch, and no adapter is written for it yet"
 _FUNCTIONAL = "calls torch.nn.functional.multi_head_attention_forward, which has no adapter yet"
 _NOT_OVER_TOKENS = ("linear", "channel", "other")
+_NO_ATTENTION = (table.BLOCK, table.COMPANION, *table.LAYERS)  # kinds of rows
 _BIAS_NAMES = (
     "relative_position_bias_table",
     "relative_position_bias",
@@ -46,14 +48,16 @@ class AttentionSite:
         path: its name in the model ("blocks.0.attn"); "" is the model itself.
         module_class: its class before patching, qualified.
         kind: "global", "window", "cross", "pooling", "class", "linear", "channel",
-            "talking-heads", "gated-positional", "outlook" or "other".
+            "talking-heads", "gated-positional", "outlook" or "other"; in the scope "model" also
+            "linear-layer", "mlp" and "patch-embedding".
         num_heads: heads of the queries, None where the module does not say.
         head_dim: channels of a query head.
         query_tokens: queries in one attention problem (one window); None before a run and where the
             softmax is not over tokens (linear, channel).
         key_tokens: keys in one attention problem.
         extra: what comes on top of softmax(Q K^T * s) V: "relative bias", "mask", "rope", ...
-        flops: of the two attention products for one image, without the projections.
+        flops: for one image: of the two attention products without the projections, which are
+            sites of their own in the scope "model"; of all products of a layer.
         flops_share: `flops` over the model's FLOPs.
         patchable: whether `patch` can take the site over.
         reason: how, or why not.
@@ -91,6 +95,7 @@ class Inspection(Summarised):
         total_flops: of the model for one image; None where it could not be run.
         sites: in the model's own order.
         note: why tokens and FLOPs are missing, where they are.
+        scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
     """
 
     model_class: str
@@ -98,6 +103,7 @@ class Inspection(Summarised):
     total_flops: int | None
     sites: tuple[AttentionSite, ...]
     note: str = ""
+    scope: str = layers.ATTENTION
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -107,6 +113,7 @@ class Inspection(Summarised):
             "total_flops": self.total_flops,
             "sites": [site.to_dict() for site in self.sites],
             "note": self.note,
+            "scope": self.scope,
         }
 
     def summary(self) -> Summary:
@@ -117,14 +124,19 @@ class Inspection(Summarised):
             title += f" · {self.total_flops / 1e9:.2f} GFLOPs"
         stay = [site for site in self.sites if not site.patchable]
         return Summary(
-            f"{title} · {patchable} of {len(self.sites)} attention sites patchable",
+            f"{title} · {patchable} of {len(self.sites)} {sites_of(self.scope)} patchable",
             *sites_table(self.sites),
             [*reasons(stay, "not patchable:"), *([self.note] if self.note else ())],
         )
 
 
-def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -> Inspection:
-    """Find every attention site of a model. The model itself is neither run nor changed.
+def inspect(
+    model: nn.Module,
+    input_size: int | tuple[int, ...] | None = None,
+    *,
+    scope: str = layers.AUTO,
+) -> Inspection:
+    """Find every site of a model. The model itself is neither run nor changed.
 
     A copy of its structure runs once on fake tensors, in eval mode, without memory for weights or
     activations; a model that fake tensors cannot run is copied and run for real.
@@ -133,21 +145,25 @@ def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -
         model: any module; patched ones report the same sites with `patched` set.
         input_size: (C, H, W), (H, W), or H = W; default: the model's own (timm's `img_size` and
             `pretrained_cfg`, open_clip's `visual.image_size`), else 224.
+        scope: "attention", "model" or "auto", see `elsa_core.patch`.
 
     Returns:
         The sites with tokens and FLOPs for one image of that size.
 
     Raises:
         TypeError: `model` is no `nn.Module`.
-        ArgumentError: `input_size` is no image size, or the model does not run on it.
+        ArgumentError: `input_size` is no image size, the model does not run on it, or there is no
+            such scope.
     """
     model = plain_model(model)
     size = resolved_input_size(model, input_size)
-    sites = find_sites(model)
+    scope = layers.scope_of(model, scope)
+    sites = find_sites(model, scope)
     note, total = "", None
     result: Probe | None = None
     try:
-        result = probe(model, [site.path for site in sites], size)
+        kinds = {site.path: site.kind in table.LAYERS for site in sites}
+        result = probe(model, kinds, size)
     except ProbeError as error:
         if input_size is not None:
             raise ArgumentError(
@@ -158,7 +174,7 @@ def inspect(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -
         total = result.total_flops
         sites = tuple(_observed(site, result) for site in sites)
     cls = adapters.base_class(model)
-    return Inspection(f"{cls.__module__}.{cls.__qualname__}", size, total, sites, note)
+    return Inspection(f"{cls.__module__}.{cls.__qualname__}", size, total, sites, note, scope)
 
 
 def plain_model(model: object) -> nn.Module:
@@ -174,15 +190,20 @@ def plain_model(model: object) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def find_sites(model: nn.Module) -> tuple[AttentionSite, ...]:
+def find_sites(model: nn.Module, scope: str = layers.ATTENTION) -> tuple[AttentionSite, ...]:
     """The sites by code alone: nothing runs, so tokens and FLOPs are None."""
-    return tuple(_sites(model))
+    return tuple(_sites(model, scope == layers.MODEL))
 
 
-def _sites(model: nn.Module) -> Iterator[AttentionSite]:
-    within: set[nn.Module] = set()  # computed by the adapter of the block around them
+def _sites(model: nn.Module, whole: bool) -> Iterator[AttentionSite]:
+    within: set[nn.Module] = set()  # computed by the adapter of the block or MLP around them
     for path, module in model.named_modules():
         if module in within:
+            continue
+        layer = layers.support(module) if whole else None
+        if layer is not None:
+            within.update(adapters.parts(module))
+            yield _layer_site(path, module, layer)
             continue
         attention = adapters.attention_within(module) or module
         if attention is not module:
@@ -209,6 +230,26 @@ def _sites(model: nn.Module) -> Iterator[AttentionSite]:
             adapter=adapters.name_of(cls) if answer.ok else None,
             patched=adapters.is_patched(module),
         )
+
+
+def _layer_site(path: str, module: nn.Module, answer: Support) -> AttentionSite:
+    cls = adapters.base_class(module)
+    return AttentionSite(
+        path=path,
+        module_class=table.qualified(cls),
+        kind=layers.kind_of(cls) or table.LAYER,
+        num_heads=None,
+        head_dim=None,
+        query_tokens=None,
+        key_tokens=None,
+        extra=(),
+        flops=None,
+        flops_share=None,
+        patchable=answer.ok,
+        reason=answer.reason,
+        adapter=adapters.name_of(cls) if answer.ok else None,
+        patched=adapters.is_patched(module),
+    )
 
 
 def _kind_of(cls: type) -> str | None:
@@ -239,7 +280,7 @@ def _row(cls: type) -> table.Row | None:
     """What is known of the class whose forward this is."""
     for base in cls.__mro__:
         row = table.row_of(base)
-        if row is not None and row.kind != table.BLOCK:
+        if row is not None and row.kind not in _NO_ATTENTION:
             return row
         if "forward" in base.__dict__:
             break  # what is known of further bases says nothing about this forward
@@ -263,6 +304,9 @@ def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
     seen = result.observations.get(site.path)
     if seen is None or not seen.ran:
         return site
+    share = seen.flops / result.total_flops if result.total_flops else None
+    if site.kind in table.LAYERS:
+        return replace(site, flops=seen.flops, flops_share=share)
     heads = site.num_heads or seen.heads
     return replace(
         site,
@@ -273,7 +317,7 @@ def _observed(site: AttentionSite, result: Probe) -> AttentionSite:
         key_tokens=None if site.kind in _NOT_OVER_TOKENS else seen.key_tokens,
         extra=site.extra + tuple(term for term in seen.terms if term not in site.extra),
         flops=seen.flops,
-        flops_share=seen.flops / result.total_flops if result.total_flops else None,
+        flops_share=share,
     )
 
 

@@ -34,6 +34,11 @@ def reasons(sites: Sequence[AttentionSite], word: str) -> list[str]:
     return lines
 
 
+def sites_of(scope: str) -> str:
+    """What the sites of a scope are called in a sentence."""
+    return "attention sites" if scope == "attention" else "sites"
+
+
 def _row(label: str, members: Sequence[AttentionSite]) -> tuple[str, ...]:
     one = members[0]
     share = sum(site.flops_share or 0.0 for site in members)

@@ -31,6 +31,7 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
+from elsa_core.routing.measured import scope
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
@@ -51,6 +52,7 @@ __all__ = [
     "plain_alone",
     "register",
     "route",
+    "scope",
     "select",
     "support",
     "training_name",

@@ -92,6 +92,23 @@ def originals(operator: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def scope(device: torch.device, dtype: torch.dtype) -> str:
+    """What `patch` takes over by default: "model" where that was measured to be faster."""
+    for row in _table()["scope"]:
+        if row["device"] != device.type or dtype_name(dtype) not in row["dtypes"]:
+            continue
+        capability = row.get("capability")
+        if capability is None or _capability(device) == tuple(capability):
+            return str(row["scope"])
+    return "attention"
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    if not torch.cuda.is_available() or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 @functools.cache
 def _table() -> dict[str, Any]:
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))

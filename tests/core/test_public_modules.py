@@ -16,17 +16,14 @@ ROOT = PACKAGE.parent
 # The modules that others import.
 PUBLIC = {
     "loading": {"load", "save", "spec", "plan", "recipe", "reading"},
-    "patching": {"patch", "sites", "freeze", "adapters.table", "labels"},
-    "proof": {"check", "report", "cases", "images"},
+    "patching": {"patch", "sites", "layers", "freeze", "adapters", "adapters.table", "labels"},
+    "proof": {"check", "report", "cases", "compare", "images"},
 }
 # Who imports more than these, and why. A line that is no longer true fails.
 FURTHER = {
     # a model built again: at another size, or with fewer blocks
     ("profiling/sweep.py", "loading"): {"fromfile", "imagesize", "libraries", "shards"},
     ("surveying/coverage.py", "loading"): {"alike", "libraries"},
-    # the criterion of a proof, held against files and whole architectures
-    ("exporting/reference.py", "proof"): {"compare"},
-    ("surveying/coverage.py", "proof"): {"compare"},
     # all names, and what a user did not say
     ("elsa_cli/known_models.py", "loading"): {"libraries"},
     ("elsa_cli/render.py", "loading"): {"unsaid"},
@@ -35,9 +32,9 @@ FURTHER = {
     # images: what --mean and its like say of them, the size of an input
     ("elsa_cli/options.py", "loading"): {"preprocessing"},
     ("exporting/export_target.py", "patching"): {"probe"},
-    # what a patched module is, and how its attention is found within it
-    ("proof/run.py", "patching"): {"adapters"},
-    ("profiling/boundaries.py", "patching"): {"adapters"},
+    # a copy of a model over the very same weights
+    ("proof/paths.py", "patching"): {"copies"},
+    # what the original's fused branch depends on
     ("model_runs/variants.py", "patching"): {"adapters.redirect"},
 }
 

@@ -89,6 +89,19 @@ def attention_within(module: nn.Module) -> nn.Module | None:
     return None if name is None or adapter.elsa_why_not(module) else module.get_submodule(name)
 
 
+def parts(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules within a layer that its adapter computes: they are no sites of their own."""
+    adapter: Any = written(base_class(module))
+    find = getattr(adapter, "elsa_parts", None)
+    found: tuple[nn.Module, ...] = () if find is None else find(module)
+    return found
+
+
+def is_companion(module: nn.Module) -> bool:
+    """Whether a patched module is no site, but was swapped beside one within it."""
+    return bool(getattr(patched_class(module), "elsa_companion", False))
+
+
 def entry(module: nn.Module) -> str:
     """The method of a site that computes its attention: what a check calls and compares."""
     name: str = getattr(written(base_class(module)), "elsa_entry", "forward")

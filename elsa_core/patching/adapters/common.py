@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from elsa_core import calls, routing
 from elsa_core.attention import attention
-from elsa_core.linear import linear
+from elsa_core.linear import served
+from elsa_core.operators.linear import epilogue
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,29 +35,92 @@ def join_heads(out: Tensor) -> Tensor:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a forward replaced on the instance."""
-    return "forward" in vars(module) or bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    """Whether the module has hooks, or a forward replaced on the instance.
 
-
-def project(site: Any, layer: nn.Module, x: Tensor) -> Tensor:
-    """`layer(x)`, a projection of the patched site: by `project_by` where it is a plain linear
-    layer without hooks. On a CPU a recorded program calls the layer.
+    Hooks that a check watches sites with (`elsa_observer`) are none: what it judges must be what
+    runs without them.
     """
-    shown = has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
-    if type(layer) is nn.Linear and not shown and (x.is_cuda or not calls.recorded()):
-        return project_by(site, x, layer.weight, layer.bias)
-    projected: Tensor = layer(x)
-    return projected
+    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not getattr(hook, "elsa_observer", False) for hook in hooks)
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether a layer is PyTorch's own `nn.Linear`, patched or not."""
+    cls = type(layer)
+    return cls is nn.Linear or cls.__dict__.get("elsa_base") is nn.Linear
+
+
+def why_no_weight(layer: Any) -> str:
+    """Why the weight of a layer is none that a kernel may read; empty if it is one."""
+    weight: Any = getattr(layer, "weight", None)
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"its weight is a {type(weight).__qualname__}"
+    floating: bool = weight.is_floating_point()
+    return "" if floating else f"its weight is {weight.dtype}"
+
+
+def is_shown(layer: nn.Module) -> bool:
+    """Whether a layer must be called, since a hook reads or changes what passes through it."""
+    return has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
+
+
+def project(
+    site: Any,
+    layer: nn.Module,
+    x: Tensor,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """residual + scale * activation(layer(x)), a projection of the patched site: one call where
+    that is a plain linear layer without hooks. On a CPU a recorded program calls the layer.
+    """
+    if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
+        kept: Any = getattr(layer, "elsa_halves", None)
+        halves = (None, None) if kept is None else kept()
+        return served(
+            x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
+            site.elsa_backend, *halves,
+        )  # fmt: skip
+    return epilogue(layer(x), activation, residual, scale)
 
 
 def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias with the patched site's precision and backend: [..., K] -> [..., N]."""
-    return linear(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
+    return served(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
+
+
+# Activations by their class; of nn.GELU its argument decides.
+_ACTIVATIONS = {
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+    "timm.layers.activations.Swish": "silu",
+    "open_clip.transformer.QuickGELU": "quick_gelu",
+}
+
+
+def activation_of(module: nn.Module) -> str:
+    """The operator's name for an activation module; empty where it has none."""
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    cls = type(module)
+    return _ACTIVATIONS.get(f"{cls.__module__}.{cls.__qualname__}", "")
+
+
+def passed(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x), without the call where it changes nothing: an identity, dropout in eval mode."""
+    cls = type(module)
+    idle = cls is nn.Identity or (cls is nn.Dropout and (not module.training or module.p == 0.0))  # type: ignore[comparison-overlap]
+    if idle and not is_shown(module):
+        return x
+    out: Tensor = module(x)
+    return out
 
 
 def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:

@@ -8,6 +8,7 @@ its version and its address as they are. So what is kept is used in two cases on
   weight; it is told apart by identity, version and address.
 - After `elsa_core.freeze`, on any device: the caller has said that the weights do not change.
   Writes that PyTorch counts, training mode and a forward that wants gradients end it all the same.
+  The halves of a layer's weight (`elsa_core.patching.adapters.halves`) are kept in this case alone.
 
 Everything else derives per call: a GPU, where a comparison would wait for the device; a CUDA graph
 under capture, so that its replays read the weights and no tensor that may be dropped; and a
@@ -97,6 +98,9 @@ class DerivedTensors:
 
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[nn.Module, _Entries] = weakref.WeakKeyDictionary()
+        # What CUDA graphs read; bound: one value each time that a site is frozen and captured.
+        self._captured: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]
+        self._captured = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -118,6 +122,25 @@ class DerivedTensors:
         if entry is None and not sources[0].is_cpu:
             return (derivation.per_call or derivation.compute)(attention)
         return (entry or self._keep(derivation, sources, frozen=False)).value
+
+    def frozen(self, site: nn.Module, sources: tuple[Tensor, ...]) -> Any:
+        """The value that `freeze` keeps of a site, while it holds; None if there is none.
+
+        Nothing is derived here. What a CUDA graph reads under capture is held as long as the site:
+        its replays find it there, and stay with the weights that were frozen.
+        """
+        entries = self._kept.get(site)
+        if not entries or calls.recorded():
+            return None
+        entry = next(iter(entries.values()))
+        if not entry.frozen:
+            return None
+        if site.training or _want_gradients(sources) or not _fit(entry.sources, sources):
+            self.drop(site)
+            return None
+        if sources[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.setdefault(site, {})[id(entry.value)] = entry.value
+        return entry.value
 
     def freeze(self, derivation: Derivation) -> list[Tensor]:
         """Keep the value until it is dropped or a write is noticed.
@@ -186,7 +209,7 @@ _Module: Any = nn.Module  # untyped, as the classes of the libraries are that st
 
 
 class Derives(_Module):  # type: ignore[misc]
-    """What sites with a derivation inherit: training and loading drop what is kept of them."""
+    """What sites with a derivation inherit: training, loading and moving drop what is kept."""
 
     def train(self, mode: bool = True) -> Any:
         if mode:
@@ -196,6 +219,10 @@ class Derives(_Module):  # type: ignore[misc]
     def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
         DERIVED.drop(self)
         super()._load_from_state_dict(*given, **named)
+
+    def _apply(self, *given: Any, **named: Any) -> Any:
+        DERIVED.drop(self)  # `to`, `half`, `cuda`
+        return super()._apply(*given, **named)
 
     def elsa_derivation(self) -> Derivation | None:
         """What the site derives from its weights as it is now; None for nothing."""

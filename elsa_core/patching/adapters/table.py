@@ -23,6 +23,10 @@ GLOBAL, WINDOW, CROSS, POOLING, CLASS = "global", "window", "cross", "pooling", 
 BLOCK = "block"
 # Found by its code, but no attention between tokens.
 NONE = "none"
+# No attention: what the scope "model" adds. A companion is no site: it hands terms to the sites
+# within it.
+LAYER, MLP, PATCHES, COMPANION = "linear-layer", "mlp", "patch-embedding", "companion"
+LAYERS = (LAYER, MLP, PATCHES)
 KINDS = (
     GLOBAL, WINDOW, CROSS, POOLING, CLASS, "linear", "channel", "talking-heads",
     "gated-positional", "outlook", "other",
@@ -35,7 +39,7 @@ class Row:
 
     Attributes:
         name: its qualified name; in a library's rows without the library.
-        kind: one of KINDS, BLOCK or NONE.
+        kind: one of KINDS or LAYERS, or BLOCK, NONE or COMPANION.
         adapter: where its adapter is, "module.Class" in this package, imported when a model brings
             the class; "" where none is written.
         reason: why the class is never rewritten; "" otherwise.
@@ -59,6 +63,9 @@ _TALKING = "mixes heads around the softmax, so that no head is softmax(QK^T)V al
 _CHANNEL = "attends over channels: its scores are channels x channels"
 
 _TORCH = (
+    Row("nn.modules.linear.Linear", LAYER, "torch_layers.ElsaLinear"),
+    Row("nn.modules.conv.Conv2d", PATCHES, "torch_layers.ElsaPatchConv2d"),
+    Row("nn.modules.container.Sequential", MLP, "torch_layers.ElsaSequential"),
     Row(
         "nn.modules.activation.MultiheadAttention", GLOBAL, "torch_multihead.ElsaMultiheadAttention"
     ),
@@ -83,6 +90,8 @@ _TIMM = (
         "linear",
         reason="a lambda layer: softmax over keys alone, then K^T V",
     ),
+    Row("layers.mlp.Mlp", MLP, "timm_mlp.ElsaMlp"),
+    Row("layers.mlp.SwiGLU", MLP, "timm_mlp.ElsaSwiGLU"),
     Row("layers.non_local_attn.NonLocalAttn", GLOBAL),
     Row("layers.other_pool.SimPool1d", POOLING),
     Row("layers.other_pool.SimPool2d", POOLING),
@@ -182,6 +191,7 @@ _TIMM = (
     Row("models.twins.GlobalSubSampleAttn", GLOBAL),
     Row("models.twins.LocallyGroupedAttn", WINDOW, "timm_windows.ElsaLocallyGroupedAttn"),
     Row("models.visformer.Attention", GLOBAL),
+    Row("models.vision_transformer.Block", COMPANION, "timm_blocks.ElsaBlock"),
     Row("models.vision_transformer.DiffParallelScalingBlock", GLOBAL),
     Row("models.vision_transformer.ParallelScalingBlock", GLOBAL),
     Row("models.vision_transformer_relpos.RelPosAttention", GLOBAL),
@@ -218,8 +228,10 @@ _TORCHVISION = (
         WINDOW,
         "torchvision_swin.ElsaShiftedWindowAttentionV2",
     ),
+    Row("models.vision_transformer.MLPBlock", MLP, "torchvision_mlp.ElsaMLPBlock"),
     Row("models.video.mvit.MultiscaleAttention", GLOBAL),
     Row("models.video.swin_transformer.ShiftedWindowAttention3d", WINDOW),
+    Row("ops.misc.MLP", MLP, "torchvision_mlp.ElsaMLP"),
 )
 
 LIBRARIES = (

@@ -17,6 +17,7 @@ from timm.layers import apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from torch import Tensor
 
+from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
@@ -39,13 +40,24 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
+        return self.elsa_added(x, None, None, attn_mask, is_causal)
+
+    def elsa_added(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        scale: Tensor | None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """residual + scale * forward(x); the two are for calls without dropout."""
         if weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv):
             shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
-            return shown
+            return epilogue(shown, "none", residual, scale)
         gate = gate_of(self, x)
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
-        return attended(self, q, k, v, attn_mask, is_causal, gate)
+        return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
 
 
 class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
@@ -113,8 +125,13 @@ def attended(
     attn_mask: Tensor | None,
     is_causal: bool,
     gate: Tensor | None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """The operator and what timm does after it: join heads, norm, gate, projection, dropout."""
+    """The operator and what timm does after it: join heads, norm, gate, projection, dropout.
+
+    `residual` and `scale` are terms of `project`, for calls without dropout.
+    """
     out = attend(
         module,
         q,
@@ -129,5 +146,7 @@ def attended(
     x = module.norm(join_heads(out))
     if gate is not None:
         x = x * gate
-    joined: Tensor = module.proj_drop(project(module, module.proj, x))
+    joined: Tensor = module.proj_drop(
+        project(module, module.proj, x, residual=residual, scale=scale)
+    )
     return joined

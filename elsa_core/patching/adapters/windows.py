@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import routing
-from elsa_core.patching.adapters.common import drop_p, has_hooks, wants_training
+from elsa_core.patching.adapters.common import drop_p, has_hooks, is_plain_linear, wants_training
 from elsa_core.window import window_attention
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
@@ -52,8 +52,9 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
 
     None for zeros, and where none is asked for.
     """
-    if type(projection) is nn.Linear:
-        return projection.bias
+    if is_plain_linear(projection):
+        bias: Tensor | None = projection.bias  # type: ignore[assignment]
+        return bias
     if not any(n % w for n, w in zip(x.shape[1:3], window, strict=True)):
         return None
     # Not the library's own layer: a quantised one, or one with a low-rank addition.

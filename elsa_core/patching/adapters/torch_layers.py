@@ -1,0 +1,158 @@
+"""PyTorch's own layers on `elsa_core.linear`: `nn.Linear`, the convolution of a patch embedding,
+and chains of linear layers and activations.
+
+Read against torch 2.10 to 2.15. On a CPU a recorded program holds PyTorch's own operators: bundles
+of a model patched as a whole need no library for its layers there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from elsa_core import calls
+from elsa_core.linear import served
+from elsa_core.patching.adapters.common import (
+    activation_of,
+    has_hooks,
+    is_plain_linear,
+    passed,
+    project,
+    why_no_weight,
+)
+from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
+from elsa_core.patching.adapters.halves import NONE, Halves, of_layer
+
+
+class ElsaLinear(Derives, nn.Linear):
+    """A linear layer: [..., K] -> [..., N], any floating dtype."""
+
+    elsa_base = nn.Linear
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_no_weight(module)
+
+    def elsa_derivation(self) -> Derivation | None:
+        """The halves of the weight, where a kernel reads them."""
+        return of_layer(self)
+
+    def elsa_halves(self) -> Halves:
+        """What `freeze` keeps of the weight, if it still holds."""
+        return DERIVED.frozen(self, (self.weight,)) or NONE
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not input.is_cuda and calls.recorded():
+            return super().forward(input)
+        return served(
+            input, self.weight, self.bias, "none", None, None, self.elsa_precision,
+            self.elsa_backend, *self.elsa_halves(),
+        )  # fmt: skip
+
+
+class ElsaPatchConv2d(Derives, nn.Conv2d):
+    """A convolution whose stride is its kernel, as a product: [B, C, H, W] -> [B, N, H/h, W/w].
+
+    The result lies in memory as [B, H/h, W/w, N], which is the tokens that embeddings make of it.
+    """
+
+    elsa_base = nn.Conv2d
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        whole = (
+            tuple(module.stride) == tuple(module.kernel_size)
+            and math.prod(module.kernel_size) > 1
+            and module.groups == 1
+            and all(step == 1 for step in module.dilation)
+            and module.padding in ((0, 0), "valid")
+        )
+        return why_no_weight(module) if whole else "its windows overlap, are padded or grouped"
+
+    def elsa_derivation(self) -> Derivation | None:
+        """The halves of the weight [N, C * h * w], where a kernel reads them."""
+        return of_layer(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() != 4 or (not input.is_cuda and calls.recorded()):
+            return super().forward(input)
+        height, width = self.kernel_size
+        rows, columns = input.shape[2] // height, input.shape[3] // width
+        cut = input[:, :, : rows * height, : columns * width]
+        tiles = cut.unflatten(3, (columns, width)).unflatten(2, (rows, height))
+        patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [B, H/h, W/w, C * h * w]
+        halves = DERIVED.frozen(self, (self.weight,)) or NONE
+        out = served(
+            patches, self.weight.flatten(1), self.bias, "none", None, None, self.elsa_precision,
+            self.elsa_backend, *halves,
+        )  # fmt: skip
+        return out.permute(0, 3, 1, 2)
+
+
+class ElsaSequential(nn.Sequential):
+    """Linear layers, each with the activation behind it in one call; the rest as it is."""
+
+    elsa_base = nn.Sequential
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return why_no_chain(module)
+
+    @staticmethod
+    def elsa_parts(module: Any) -> tuple[nn.Module, ...]:
+        """The linear layers that it computes."""
+        return linear_parts(module)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return chained(self, input)
+
+
+def why_no_chain(module: Any) -> str:
+    """Why a sequence is no MLP of plain linear layers, of which one is followed by an activation
+    that the operator knows; empty if it is."""
+    layers = list(module)
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if len(linears) < 2 or any(map(why_not_plain, linears)):
+        return "is no sequence of plain linear layers"
+    pairs = itertools.pairwise(layers)
+    fuses = any(isinstance(a, nn.Linear) and activation_of(b) for a, b in pairs)
+    return "" if fuses else "has no activation that the product takes"
+
+
+def why_not_plain(layer: nn.Module) -> str:
+    """Why a layer within an MLP is no plain linear one; empty if it is."""
+    if not is_plain_linear(layer):
+        return f"holds a {type(layer).__qualname__}"
+    return why_no_weight(layer)
+
+
+def linear_parts(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The linear layers among a module's children."""
+    return tuple(layer for layer in module.children() if is_plain_linear(layer))
+
+
+def chained(site: Any, x: Tensor) -> Tensor:
+    """What the layers of a sequence make of x, in as few calls as there are linear layers."""
+    layers = list(site)
+    while layers:
+        layer = layers.pop(0)
+        if not is_plain_linear(layer):
+            x = passed(layer, x)
+            continue
+        activation = activation_of(layers[0]) if layers and not has_hooks(layers[0]) else ""
+        if activation:
+            layers.pop(0)
+        x = project(site, layer, x, activation=activation or "none")
+    return x

@@ -1,0 +1,103 @@
+"""What the scope "model" patches beside attention: linear layers, MLPs and patch embeddings.
+
+A linear layer is a site wherever it stands, but within an MLP that is one. Layers that look like
+linear ones and are none (quantised, parametrised, with a low-rank addition) are sites that stay as
+they are, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from elsa_core import routing
+from elsa_core.backends.support import Support
+from elsa_core.errors import ArgumentError
+from elsa_core.patching import adapters
+from elsa_core.patching.adapters import table
+
+AUTO, ATTENTION, MODEL = "auto", "attention", "model"
+SCOPES = (AUTO, ATTENTION, MODEL)
+
+# The output projection of nn.MultiheadAttention, which that module computes.
+_NO_LAYER = "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"
+
+
+def scope_of(model: nn.Module, scope: str) -> str:
+    """ "attention" or "model": the scope asked for, or for "auto" what the shipped measurements say
+    of the device and dtype of the model's weights.
+
+    Raises:
+        ArgumentError: no such scope.
+    """
+    if scope not in SCOPES:
+        raise ArgumentError(f"scope={scope!r} is unknown: choose one of {', '.join(SCOPES)}")
+    if scope != AUTO:
+        return scope
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    return ATTENTION if weight is None else routing.scope(weight.device, weight.dtype)
+
+
+def patched_scope(model: nn.Module) -> str:
+    """The scope that a patched model has: "model" where a layer is patched."""
+    patched = (m for m in model.modules() if adapters.is_patched(m))
+    return MODEL if any(is_layer(m) or adapters.is_companion(m) for m in patched) else ATTENTION
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module that is a site is a layer, and no attention."""
+    return kind_of(adapters.base_class(module)) != ""
+
+
+def kind_of(cls: type) -> str:
+    """The kind of a class that is a layer, one of `table.LAYERS`; empty for any other."""
+    row = table.row_of(cls)
+    if row is not None:
+        return row.kind if row.kind in table.LAYERS else ""
+    return table.LAYER if issubclass(cls, nn.Linear) else ""
+
+
+def support(module: nn.Module) -> Support | None:
+    """Whether a layer can be patched, and how or why not; None where it is no site at all.
+
+    A sequence or an MLP that its adapter does not take is none: its layers are. So is an ordinary
+    convolution.
+    """
+    cls = adapters.base_class(module)
+    row = table.row_of(cls)
+    if row is not None and row.kind in table.LAYERS:
+        answer = adapters.support(module)
+        if row.kind != table.LAYER and not answer.ok:
+            return None
+        return answer
+    if table.qualified(cls) == _NO_LAYER or not _is_linear_site(module):
+        return None
+    name = cls.__qualname__
+    return Support(False, f"is no plain nn.Linear but a {name}, which may compute something else")
+
+
+def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The modules whose classes are swapped beside those of `selected`: the linear layers within
+    MLPs, and the blocks that hand terms to a selected site."""
+    chosen = set(selected)
+    for module in selected:
+        yield from adapters.parts(module)
+    if not any(is_layer(module) for module in selected):
+        return
+    for module in model.modules():
+        adapter: Any = adapters.written(adapters.base_class(module))
+        if not getattr(adapter, "elsa_companion", False) or not adapters.support(module).ok:
+            continue
+        if chosen.intersection(adapter.elsa_serves(module)):
+            yield module
+
+
+def _is_linear_site(module: nn.Module) -> bool:
+    """Whether a module looks like a linear layer, and holds no other that is one."""
+    if isinstance(module, nn.Linear):
+        return True
+    sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
+    inner = any(isinstance(part, nn.Linear) for part in module.modules())
+    return all(type(size) is int for size in sizes) and hasattr(module, "weight") and not inner
