@@ -55,8 +55,8 @@ def command(
     whether it can be patched or why not.
 
     Of a bundle that `elsa export` wrote its manifest is shown. With --all, every architecture of
-    timm and open_clip is examined, or those whose name a glob selects ('timm:swin*',
-    'open_clip:*').
+    timm, open_clip and torchvision is examined, or those whose name a glob selects
+    ('timm:swin*', 'open_clip:*').
     """
     from elsa_cli import coverage_view, pipeline, render, targets
     from elsa_cli.probes import environment

@@ -231,7 +231,7 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
     def kept() -> None:
         output[:] = [call()]
 
-    def ready() -> None:  # the workspaces of the libraries are made, and are nobody's in particular
+    def ready() -> None:  # the libraries' workspaces exist from here on and are not counted
         nonlocal before
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
