@@ -28,6 +28,7 @@ PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
 # torch. A test compares them.
 BACKENDS = ("auto", "native", "triton", "sdpa", "eager")
+SCOPES = ("auto", "attention", "model")
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
 LARGEST_SIDE = 32768
 LARGEST_BATCH = 65536
@@ -206,6 +207,7 @@ class Options:
     backend: str = "auto"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    scope: str = "auto"
     images: Path | None = None
 
     @classmethod
@@ -350,7 +352,7 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
 
 
 def site_options(function: Function) -> Function:
-    """--include and --exclude."""
+    """--include, --exclude and --scope."""
     options: list[Callable[[Function], Function]] = [
         click.option(
             "--include", multiple=True, metavar="GLOB",
@@ -361,7 +363,17 @@ def site_options(function: Function) -> Function:
             help="Leave sites whose path matches as they are (repeatable).",
         ),
     ]  # fmt: skip
-    return _apply(options)(function)
+    return _apply(options)(scope_option(function))
+
+
+def scope_option(function: Function) -> Function:
+    """--scope alone."""
+    option: Callable[[Function], Function] = click.option(
+        "--scope", type=click.Choice(SCOPES), default="auto", show_default=True,
+        help="Attention alone, or also linear layers, MLPs and patch embedding; auto: what was "
+        "measured to be faster on the device.",
+    )  # fmt: skip
+    return option(function)
 
 
 def kernel_options(function: Function) -> Function:

@@ -17,6 +17,7 @@ from elsa_cli.options import (
     optional_model_options,
     output_options,
     pass_session,
+    scope_option,
     typed,
 )
 
@@ -35,6 +36,7 @@ from elsa_cli.options import (
     type=FilePath(),
     help="With --all: write the table as Markdown.",
 )
+@scope_option
 @click.option("--force", is_flag=True, help="With --all: replace the file of --page.")
 @output_options
 @pass_session
@@ -49,8 +51,8 @@ def command(
     force: bool,
     **given: Any,
 ) -> None:
-    """List every attention site of MODEL: class, kind, heads, tokens, share of the FLOPs, and
-    whether it can be patched or why not.
+    """List every attention site of MODEL, with --scope model also its layers: class, kind, heads,
+    tokens, share of the FLOPs, and whether it can be patched or why not.
 
     Of a bundle that `elsa export` wrote its manifest is shown. With --all, every architecture of
     timm and open_clip is examined, or those whose name a glob selects ('timm:swin*',
@@ -76,7 +78,7 @@ def command(
     with session.stage("inspecting"):
         from elsa_core.patching.sites import inspect
 
-        found = inspect(loaded.model, loaded.input_size)
+        found = inspect(loaded.model, loaded.input_size, scope=options.scope)
     results = {"model": render.described(loaded, options), "inspection": found.to_dict()}
     session.document("inspect", environment(), results)
     render.header(session, loaded, options)

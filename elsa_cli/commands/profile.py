@@ -198,6 +198,7 @@ def _planned(
     settings = {
         "baselines": list(baselines), "backend": given["backend"],
         "include": list(given["include"]), "exclude": list(given["exclude"]),
+        "scope": given["scope"],
         "rounds": given["rounds"], "budget_seconds": given["budget"],
         "sites": sites, "device": str(device),
         "errors": not (sites is False or given["no_errors"]),
@@ -205,6 +206,7 @@ def _planned(
     options = {
         "baselines": baselines, "backend": given["backend"],
         "include": list(given["include"]) or None, "exclude": list(given["exclude"]) or None,
+        "scope": given["scope"],
         "rounds": given["rounds"], "budget_seconds": given["budget"],
         # A policy judges sites: it needs them whatever the budget says.
         "sites": True if given["policy"] is not None else sites,

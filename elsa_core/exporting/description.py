@@ -51,6 +51,7 @@ def describe(
             "dtype": str(subject.dtype).removeprefix("torch."),
             "device": subject.device,
             "precision": subject.plan.precision,
+            "scope": subject.plan.scope,
             "sites": list(subject.plan.sites),
             "reloads_in_elsa": subject.loaded is not None,
             # What the architecture's name says and the weights' file does not.

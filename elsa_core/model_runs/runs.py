@@ -17,6 +17,7 @@ from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentil
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
+from elsa_core.patching.layers import patched_scope
 from elsa_core.patching.patch import PatchReport, patch, patched_sites
 from elsa_core.patching.sites import find_sites
 from elsa_core.proof.cases import ModelInput, as_cases
@@ -210,6 +211,7 @@ def prepare(
     backend: str,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
 ) -> Prepared:
     """Copy, patch and build; a model that is patched already keeps its patches.
 
@@ -222,7 +224,7 @@ def prepare(
     first = first_tensor(arguments)
     names = variants.chosen(baselines, first.device)
     tell("patching", 0, 0)
-    plain, patched, report = _both(model, precision, backend, include, exclude)
+    plain, patched, report = _both(model, precision, backend, include, exclude, scope)
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
     return Prepared(plain, patched, arguments, first, report, built)
 
@@ -285,6 +287,7 @@ def _both(
     backend: str,
     include: str | Sequence[str] | None,
     exclude: str | Sequence[str] | None,
+    scope: str,
 ) -> tuple[nn.Module, nn.Module, PatchReport]:
     """Copies over the same weights: unpatched and patched."""
     plain = variants.unpatched_copy(model)
@@ -292,17 +295,24 @@ def _both(
     if not already:
         patched = variants.shared_copy(plain)
         report = patch(
-            patched, precision=precision, backend=backend, include=include, exclude=exclude
+            patched,
+            precision=precision,
+            backend=backend,
+            include=include,
+            exclude=exclude,
+            scope=scope,
         )
         return plain, patched, report
     patched = variants.shared_copy(model).eval()
     one = vars(next(iter(already.values())))
-    everything = find_sites(patched)
+    scope = patched_scope(patched)
+    everything = find_sites(patched, scope)
     report = PatchReport(
         tuple(site for site in everything if site.patched),
         tuple(site for site in everything if not site.patched),
         str(one["elsa_precision"]),
         str(one["elsa_backend"]),
+        scope=scope,
     )
     return plain, patched, report
 
