@@ -441,3 +441,56 @@ def test_a_cpu_has_no_halves_to_keep():
     model = vit()
     elsa.patch(model, scope="model")
     assert elsa.freeze(model).tensors == 0
+
+
+def test_frozen_attention_of_pytorch(reads_halves, monkeypatch):
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        wanted = model(x)
+        elsa.patch(model, scope="model")
+        seen = Calls(monkeypatch)
+        torch.testing.assert_close(model(x), wanted)
+        assert [call[:2] for call in seen] == [
+            (48, "none"), (16, "none"), (32, "relu"), (16, "none")]  # fmt: skip
+        assert not any(seen.halves)
+        seen.halves.clear()
+        assert elsa.freeze(model).tensors == 8
+        torch.testing.assert_close(model(x), wanted)
+        assert len(seen.halves) == 4 and all(seen.halves)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.SiLU(), nn.Tanh()])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_of_pytorch(activation, norm_first):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.3, activation, norm_first=norm_first)
+    model, x = nn.Sequential(layer), torch.randn(5, 2, 16)
+    torch.manual_seed(1)
+    wanted = model(x)
+    elsa.patch(model, scope="model", exclude="*.self_attn")
+    torch.manual_seed(1)
+    torch.testing.assert_close(model(x), wanted)
+    assert type(pickle.loads(pickle.dumps(model))[0]).__name__ == "ElsaTransformerEncoderLayer"
+    elsa.unpatch(model)
+    assert type(model[0]) is nn.TransformerEncoderLayer
+
+
+def test_a_swin_block_adds_in_the_product(monkeypatch):
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=32, window_size=4, patch_size=2, embed_dim=16,
+        depths=(2, 2), num_heads=(2, 2), num_classes=5,
+    ).eval()  # fmt: skip
+    x = image(32)
+    with torch.no_grad():
+        wanted = model(x)
+        report = elsa.patch(model, scope="model")
+        assert "layers.1.downsample.reduction" in {site.path for site in report.patched}
+        seen = Calls(monkeypatch)
+        torch.testing.assert_close(model(x), wanted)
+    assert seen.count((16, "none", True, False)) == seen.count((64, "gelu", False, False)) == 2
+    verdict = elsa.check(model, x, stress=False)
+    windows = {site.path for site in report.patched if site.kind == "window"}
+    assert verdict.ok and len(windows) == 4
+    # the check's own hooks on the projections within must not send a block to its original
+    assert all(site.operator_calls for site in verdict.sites if site.path in windows)
