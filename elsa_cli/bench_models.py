@@ -1,4 +1,5 @@
-"""`elsa bench models`: whole models, patched against every way one would otherwise run them."""
+"""`elsa bench models` and `elsa bench training`: whole models, patched against every way one would
+otherwise run or train them."""
 
 from __future__ import annotations
 
@@ -18,31 +19,37 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 
-def run(session: Session, given: dict[str, Any], published: Document | None) -> None:
-    """Measure the models that the options name, keep them in --output as they come, show them."""
+def run(
+    session: Session, given: dict[str, Any], published: Document | None, *, steps: bool = False
+) -> None:
+    """Measure the models that the options name, keep them in --output as they come, show them.
+
+    `steps`: their training steps.
+    """
     import torch
 
-    from elsa_core.bench import models
+    from elsa_core.bench import models, training
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import environment
 
+    bench: Any = training if steps else models
     # Listing what a GPU would measure needs none.
     listed = given["dry_run"] and given["device"] != "auto"
     device = torch.device(given["device"] if listed else resolve_device(given["device"]))
-    cases = models.select(
+    cases = bench.select(
         device.type, tables=given["tables"], patterns=given["patterns"], quick=given["quick"],
         dtype=given["dtype"],
     )  # fmt: skip
     if given["dry_run"]:
-        _list(session, cases, device)
+        _list(session, cases, device, bench.COMMAND)
         return
     target: Path | None = given["output"]
     _check_target(target, device, given)
-    settings = models.settings(
+    settings = bench.settings(
         device, baselines=given["baselines"], rounds=given["rounds"],
         budget_seconds=given["budget"], seed=given["seed"], backend=given["backend"],
     )  # fmt: skip
-    document = models.started(settings, environment.describe(device))
+    document = bench.started(settings, environment.describe(device))
     if given["resume"] and target is not None and target.exists():
         document = models.read(target, document)
 
@@ -54,7 +61,7 @@ def run(session: Session, given: dict[str, Any], published: Document | None) -> 
 
     try:
         with session.stage("measuring", beats=True) as update:
-            models.run(
+            bench.run(
                 cases, document, device=device, keep=keep, limit_seconds=given["limit"],
                 progress=update,
             )  # fmt: skip
@@ -93,14 +100,16 @@ def _check_target(target: Path | None, device: torch.device, given: dict[str, An
         raise UnavailableError(f"{why}: wait until the machine is free, or use --allow-busy")
 
 
-def _list(session: Session, cases: tuple[ModelCase, ...], device: torch.device) -> None:
+def _list(
+    session: Session, cases: tuple[ModelCase, ...], device: torch.device, command: str
+) -> None:
     from torch.cuda import is_available
 
     from elsa_core.measuring import environment
 
     there = device.type == "cpu" or is_available()
     results = {"dry_run": True, "models": [case.to_dict() for case in cases]}
-    session.document("bench models", environment.describe(device if there else "cpu"), results)
+    session.document(command, environment.describe(device if there else "cpu"), results)
     rows = [
         [case.name, case.model, "-" if case.window is None else str(case.window)]
         for case in cases
@@ -114,7 +123,7 @@ def _show(session: Session, document: Document, published: Document | None) -> N
     from elsa_core.measuring import environment
 
     results = document["results"] | bench_compare.added(document, published)
-    session.document("bench models", document["environment"], results)
+    session.document(document["command"], document["environment"], results)
     session.line(environment.label(document["environment"]), "bold")
     rows = []
     for case in document["results"]["cases"]:

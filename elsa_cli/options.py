@@ -29,6 +29,8 @@ PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # torch. A test compares them.
 BACKENDS = ("auto", "native", "triton", "sdpa", "eager")
 SCOPES = ("auto", "attention", "model")
+# Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.
+CHECKED_ROWS = 3
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
 LARGEST_SIDE = 32768
 LARGEST_BATCH = 65536
@@ -192,7 +194,7 @@ class Options:
     """The shared options as one value; a command without one of them sees its default."""
 
     img_size: tuple[int, int] | None = None
-    batch_size: int = 1
+    batch_size: int = CHECKED_ROWS
     seed: int = 0
     dtype: str = "fp32"
     device: str = "auto"
@@ -209,6 +211,8 @@ class Options:
     exclude: tuple[str, ...] = ()
     scope: str = "auto"
     images: Path | None = None
+    paths: tuple[str, ...] | None = None
+    grad: bool = False
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Options:
@@ -286,7 +290,9 @@ def _session_flag(*names: str, field: str, text: str) -> Callable[[Function], Fu
     )
 
 
-def _apply(options: list[Callable[[Function], Function]]) -> Callable[[Function], Function]:
+def apply(options: list[Callable[[Function], Function]]) -> Callable[[Function], Function]:
+    """The options as one decorator, in this order on the help page."""
+
     def decorate(function: Function) -> Function:
         # The option that is applied last comes first on the help page.
         for option in reversed(options):
@@ -304,7 +310,7 @@ def output_options(function: Function) -> Function:
         _session_flag("--verbose", "-v", field="verbose", text="Log each step and all warnings."),
         _session_flag("--debug", field="debug", text="Show the traceback of an error."),
     ]
-    return _apply(options)(function)
+    return apply(options)(function)
 
 
 def model_options(function: Function) -> Function:
@@ -348,7 +354,7 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
         ),
     ]  # fmt: skip
     options += file_options.all_of_them()
-    return _apply(options)(function)
+    return apply(options)(function)
 
 
 def site_options(function: Function) -> Function:
@@ -363,7 +369,7 @@ def site_options(function: Function) -> Function:
             help="Leave sites whose path matches as they are (repeatable).",
         ),
     ]  # fmt: skip
-    return _apply(options)(scope_option(function))
+    return apply(options)(scope_option(function))
 
 
 def scope_option(function: Function) -> Function:
@@ -388,19 +394,19 @@ def kernel_options(function: Function) -> Function:
             help="Kernels to use.",
         ),
     ]  # fmt: skip
-    return _apply(options)(function)
+    return apply(options)(function)
 
 
 def input_options(function: Function) -> Function:
     """--batch-size and --images."""
     options: list[Callable[[Function], Function]] = [
         click.option(
-            "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=1,
-            show_default=True, help="Images a batch.",
+            "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
+            show_default=True, help="Images a batch of the check. One shows nothing of the others.",
         ),
         click.option(
             "--images", type=FilePath(folder=True), metavar="DIR",
             help="Check on the images of this folder too.",
         ),
     ]  # fmt: skip
-    return _apply(options)(function)
+    return apply(options)(function)

@@ -149,7 +149,14 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
         if options.images is not None:
             inputs = {"images": _images(session, loaded, options.images), **inputs}
     with session.stage("checking") as update:
-        return check(loaded.model, inputs, batch_size=options.batch_size, progress=update)
+        return check(
+            loaded.model,
+            inputs,
+            batch_size=options.batch_size,
+            paths=options.paths,
+            grad=options.grad,
+            progress=update,
+        )
 
 
 def _images(session: Session, loaded: Loaded, folder: Path) -> Any:

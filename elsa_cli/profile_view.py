@@ -111,6 +111,8 @@ def _one(session: Session, row: Document) -> None:
     for name, why in found["left_out"].items():
         session.line(f"without {name}: {why}", "dim")
     session.line()
+    if words.is_step(found):
+        _steps(session, found["runs"])
     if len(found["sites"]) > 1:
         _sites(session, found["sites"])
     bound = words.bound_text(found)
@@ -118,6 +120,14 @@ def _one(session: Session, row: Document) -> None:
         session.line(bound)
     sites = f"{found['patched']} of {found['patched'] + found['kept']} sites patched"
     session.line(f"{sites} · {words.verdict_text(found)}", "bold", even_quiet=True)
+
+
+def _steps(session: Session, runs: list[Document]) -> None:
+    """What the parts of a training step take."""
+    names = list(runs[0]["parts"])
+    rows = [[run["name"], *(_ms(run["parts"][name]) for name in names)] for run in runs]
+    session.table(("run", *(f">{name}, ms" for name in names)), rows)
+    session.line()
 
 
 def _sites(session: Session, sites: list[Document]) -> None:

@@ -131,10 +131,17 @@ def checked(session: Session, report: CheckReport) -> None:
         agree = (
             f"top-1 {case.top1_rows - case.top1_flips}/{case.top1_rows}" if case.top1_rows else ""
         )
-        rows.append([f"{_mark(case)} model: {case.case}", "", *_errors(case), agree])
+        by = "" if case.path == "eager" else f", {case.path}"
+        rows.append([f"{_mark(case)} model: {case.case}{by}", "", *_errors(case), agree])
+    for label, alike in group(report.gradients, lambda one: one.ok):
+        slope = max(alike, key=lambda one: _severity(one.excess))
+        title, of = f"{_mark(slope)} gradients: {label}", f"{slope.worst}, {slope.worst_case}"
+        rows.append([title, f"{len(alike)}x", *_errors(slope), of])
     titles = ["  relative error", ">", ">elsa", ">original", ">allowed", "worst input"]
     session.table(titles, rows, wrap=5)
     session.line()
+    for path, reason in report.left_out.items():
+        session.line(f"path {path} is left out: {reason}", "yellow")
     if report.fault_injection:
         session.line(f"ELSA_FAULT_INJECTION is on: {report.fault_injection}", "yellow")
 

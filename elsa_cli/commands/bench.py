@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @click.command("bench", cls=Command)
 @click.argument(
-    "subject", type=click.Choice(["attention", "models"]), metavar="[attention|models]",
-    required=False,
+    "subject", type=click.Choice(["attention", "models", "training"]),
+    metavar="[attention|models|training]", required=False,
 )  # fmt: skip
 @click.option(
     "--device", type=DeviceName(), default="auto", show_default=True,
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 @click.option(
     "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
     shell_complete=completion.baselines,
-    help="Of models: what to measure against, as in `elsa profile`.",
+    help="Of models and training: what to measure against, as in `elsa profile`.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     "--plot", type=FilePath(), metavar="FILE",
     help="Draw time and memory against tokens (.png or .svg).",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Models: go on with what --output holds.")
+@click.option("--resume", is_flag=True, help="Models, training: go on with what --output holds.")
 @click.option(
     "--compare", metavar="FILE",
     help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
 @pass_session
 def command(session: Session, /, subject: str | None, **given: Any) -> None:
     """Time exact attention against every peer that takes the same case, side by side; or whole
-    models, patched against every way one would otherwise run them.
+    models, or their training steps, patched against every way one would otherwise run them.
 
     Peers are PyTorch's attention backends, an eager softmax, ONNX Runtime (CPU) and FlexAttention
     (--flex). Rounds are interleaved; errors are against float64; a ratio above 1 means that elsa
@@ -127,8 +127,8 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
         given["patterns"] = bench_compare.names(published)
     if given["plot"] is not None:
         targets.check_plot(given["plot"])
-    if subject == "models":
-        bench_models.run(session, given, published)
+    if subject != "attention":
+        bench_models.run(session, given, published, steps=subject == "training")
         return
     from torch import device as torch_device
     from torch.cuda import is_available
@@ -194,7 +194,7 @@ def _subject(subject: str | None, published: dict[str, Any] | None, given: dict[
         raise click.UsageError("--from goes with --compare")
     of_file = None if published is None else published["command"].partition(" ")[2]
     if subject is None and of_file is None:
-        raise click.UsageError("Missing argument 'attention' or 'models'")
+        raise click.UsageError("Missing argument 'attention', 'models' or 'training'")
     if None not in (subject, of_file) and subject != of_file:
         raise click.UsageError(f"--compare: {given['compare']} holds {of_file}, not {subject}")
     chosen = str(subject or of_file)

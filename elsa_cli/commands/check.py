@@ -18,11 +18,13 @@ from elsa_cli.options import (
     pass_session,
     site_options,
 )
+from elsa_cli.proof_options import proof_options
 
 
 @click.command("check", cls=Command)
 @model_options
 @input_options
+@proof_options
 @site_options
 @kernel_options
 @output_options
@@ -31,7 +33,8 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     """Patch MODEL in memory and compare it with the original, site by site, against float64.
 
     The patched model's error may be at most twice the original's own (and a rounding band), for
-    every site and for the model's output. Exit code 1 when it is not so.
+    every site, for the model's output by every --path, and for gradients with --grad. Exit code 1
+    when it is not so.
     """
     from elsa_cli import pipeline, render
     from elsa_cli.probes import environment

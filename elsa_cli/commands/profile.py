@@ -64,6 +64,10 @@ class OutOfMemoryError(CommandError):
     "compile+graph, or all.  [default: eager; on CUDA also sdpa, compile and CUDA graphs]",
 )  # fmt: skip
 @click.option(
+    "--train", is_flag=True,
+    help="Measure training steps: forward, backward, AdamW; --dtype fp16 and bf16 are autocast.",
+)  # fmt: skip
+@click.option(
     "--rounds", type=click.IntRange(3, 1000), default=20, show_default=True,
     help="Samples of each run at least; more until the interval decides.",
 )  # fmt: skip
@@ -105,8 +109,9 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     left of it goes to the sites.
 
     "as it is" means the baselines: as loaded (eager), with PyTorch's fused attention (sdpa),
-    compiled, and as a CUDA graph. `control` is eager once more, to see what this machine can tell
-    apart. Several sizes, batches, dtypes or precisions make a sweep, which --resume continues.
+    compiled, and as a CUDA graph (a training step: not as a graph). `control` is eager once more,
+    to see what this machine can tell apart. Several sizes, batches, dtypes or precisions make a
+    sweep, which --resume continues.
     """
     from elsa_cli import profile_view
 
@@ -144,6 +149,12 @@ def _targets(given: dict[str, Any]) -> dict[str, Path]:
         raise click.UsageError("--policy needs one --precision: a plan has one")
     if given["policy"] is None and typed(("plan",)):
         raise click.UsageError("--plan is what --policy writes: name a --policy")
+    if given["train"]:
+        flags = {"--sites": given["sites"], "--policy": given["policy"],
+                 "--no-errors": given["no_errors"]}  # fmt: skip
+        for flag, value in flags.items():
+            if value:
+                raise click.UsageError(f"{flag} is about sites, and --train about whole steps")
     if given["policy"] is not None and given["sites"] is False:
         raise click.UsageError("--policy judges sites: leave --no-sites out")
     named = {name: given[name] for name in ("output", "html", "plot") if given[name] is not None}
@@ -170,11 +181,11 @@ def _planned(
     device = torch.device(resolve_device(given["device"]))
     from elsa_core.loading.load import Loaded, load_model
     from elsa_core.loading.spec import parse
-    from elsa_core.model_runs import variants
+    from elsa_core.model_runs import training, variants
     from elsa_core.profiling import sweep
 
     spec = parse(model)
-    baselines = variants.chosen(given["baselines"], device)
+    baselines = (training if given["train"] else variants).chosen(given["baselines"], device)
     sizes = given["img_size"] or (None,)
     points = sweep.grid(sizes, given["batch_size"], given["dtype"], given["precision"])
     sweep.check_sizes(spec, [size for size in sizes if size is not None])
@@ -201,18 +212,20 @@ def _planned(
         "scope": given["scope"],
         "rounds": given["rounds"], "budget_seconds": given["budget"],
         "sites": sites, "device": str(device),
-        "errors": not (sites is False or given["no_errors"]),
+        "errors": not (sites is False or given["no_errors"]), "train": given["train"],
     }  # fmt: skip
     options = {
         "baselines": baselines, "backend": given["backend"],
         "include": list(given["include"]) or None, "exclude": list(given["exclude"]) or None,
         "scope": given["scope"],
         "rounds": given["rounds"], "budget_seconds": given["budget"],
-        # A policy judges sites: it needs them whatever the budget says.
-        "sites": True if given["policy"] is not None else sites,
-        "errors": not given["no_errors"],
     }  # fmt: skip
-    return sweep.Plan(load, about, settings, options, device, given["seed"]), points
+    if not given["train"]:
+        # A policy judges sites: it needs them whatever the budget says.
+        options["sites"] = True if given["policy"] is not None else sites
+        options["errors"] = not given["no_errors"]
+    plan = sweep.Plan(load, about, settings, options, device, given["seed"], train=given["train"])
+    return plan, points
 
 
 def _document(plan: Plan, given: dict[str, Any], environment: Document) -> Document:

@@ -1,4 +1,4 @@
-"""Tables of `elsa bench models`, and of results of `elsa profile`."""
+"""Tables of `elsa bench models` and `elsa bench training`, and of results of `elsa profile`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elsa_core.measuring.environment import label
-from elsa_core.measuring.intervals import FEWEST_ROUNDS, NO_DIFFERENCE, UNSURE
+from elsa_core.measuring.intervals import FEWEST_ROUNDS, NO_DIFFERENCE, SLOWER, UNSURE
 
 Document = dict[str, Any]
 
@@ -19,6 +19,8 @@ def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
     columns = ["model", ">px", ">batch", *(["dtype"] if len(dtypes) > 1 else [])]
     columns += [f">{name}, ms" for name in names]
     columns += [">gain (95%)", ">MB best baseline / elsa", ">error elsa / original"]
+    parts = any("parts" in m for case in cases for m in case["measurements"])
+    columns += [">forward + backward + optimizer of elsa, ms"] if parts else []
     rows = []
     for case in cases:
         asked = case["case"]
@@ -27,7 +29,8 @@ def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
         found = {m["contender"]: m for m in case["measurements"]}
         row += [_time(found.get(name), case) for name in names]
         best = (case["best_peer"], case["best_own"])
-        rows.append([*row, _gain(case), _memory_of(found, best), _errors(case)])
+        row += [_gain(case), _memory_of(found, best), _errors(case)]
+        rows.append([*row, *([_parts(found.get(case["best_own"]))] if parts else [])])
     return columns, rows
 
 
@@ -40,6 +43,10 @@ def summary(document: Document) -> str:
     text += f"{verdicts.count('slower')}; no difference in {verdicts.count(NO_DIFFERENCE)}"
     unsure = verdicts.count(UNSURE)
     text += f", undecided in {unsure} for want of rounds." if unsure else "."
+    lost = [c for c in cases if c["gain"]["verdict"] == SLOWER]
+    if lost and document["command"] == "bench training":
+        named = ", ".join(f"{c['case']['name']} ({c['gain']['value']:.2f})" for c in lost)
+        text += f" Slower: {named}."
     failed = [c for c in document["results"]["cases"] if c["gain"] is None]
     if failed:
         named = ", ".join(
@@ -108,6 +115,13 @@ def _memory_of(found: dict[str, Document], best: Sequence[str]) -> str:
         held = found.get(name, {}).get("memory_bytes")
         cells.append("-" if held is None else f"{held / 1e6:.0f}")
     return " / ".join(cells)
+
+
+def _parts(measured: Document | None) -> str:
+    """The parts of a training step."""
+    if measured is None:
+        return "-"
+    return " + ".join(f"{seconds * 1e3:.3g}" for seconds in measured["parts"].values())
 
 
 def _errors(case: Document) -> str:

@@ -73,6 +73,9 @@ class ModelCase:
         return {"name": self.name, **asdict(self)}
 
 
+Tables = dict[str, dict[str, tuple[ModelCase, ...]]]
+Measured = Callable[[ModelCase, torch.device, Document, Progress], Document]
+
 _PAPER: Final = (
     # label, model, side, window, too long for a CPU at batch 8
     ("ViT-T", "timm:vit_tiny_patch16_224", 224, None, False),
@@ -116,7 +119,7 @@ def _sweeps(device_type: str) -> Iterable[ModelCase]:
                 yield ModelCase("resolution", label, model, side, 1, dtype, quick=quick)
 
 
-TABLES: Final[dict[str, dict[str, tuple[ModelCase, ...]]]] = {
+TABLES: Final[Tables] = {
     device_type: {"batch8": tuple(_paper(device_type)), "resolution": tuple(_sweeps(device_type))}
     for device_type in ("cpu", "cuda")
 }
@@ -124,19 +127,17 @@ TABLES: Final[dict[str, dict[str, tuple[ModelCase, ...]]]] = {
 
 
 def select(
-    device_type: str,
-    *,
-    tables: Sequence[str] = (),
-    patterns: Sequence[str] = (),
-    quick: bool = False,
-    dtype: str | None = None,
-) -> tuple[ModelCase, ...]:
+    device_type: str, *, tables: Sequence[str] = (), patterns: Sequence[str] = (),
+    quick: bool = False, dtype: str | None = None, among: Tables | None = None,
+) -> tuple[ModelCase, ...]:  # fmt: skip
     """The cases of a device; arguments as of `elsa_core.bench.cases.select`.
+
+    `among` are the tables of another bench; None for `TABLES`.
 
     Raises:
         ArgumentError: a table that does not exist, or nothing matches.
     """
-    of_device = TABLES.get(device_type, {})
+    of_device = (TABLES if among is None else among).get(device_type, {})
     for table in tables:
         if table not in of_device:
             raise ArgumentError(f"table: no table {table!r}; use one of {', '.join(of_device)}")
@@ -185,6 +186,7 @@ def run(
     keep: Callable[[Document], None] = lambda document: None,
     limit_seconds: float | None = None,
     progress: Progress | None = None,
+    measured: Measured | None = None,
 ) -> Document:
     """Measure the cases that the document does not hold yet.
 
@@ -197,8 +199,9 @@ def run(
         keep: called with the document after each case.
         limit_seconds: of the whole run; None for no limit.
         progress: called with (what, index, number of cases).
+        measured: as `measure`, which it is by default.
     """
-    results = document["results"]
+    results, measured = document["results"], measured or measure
     missing = left(cases, document)
     results["complete"] = not missing
     end = None if limit_seconds is None else time.monotonic() + limit_seconds
@@ -214,7 +217,7 @@ def run(
                 if progress is not None:
                     progress(f"{name}: {what}", i, len(missing))
 
-            results["cases"].append(measure(case, device, results["settings"], tell))
+            results["cases"].append(measured(case, device, results["settings"], tell))
             _in_order(results["cases"], cases)
             results["complete"] = not left(cases, document)
             keep(document)
@@ -248,7 +251,7 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
             tell("checking", 0, 0)
             return result(case, found, *_checked(model, images, case, settings["backend"]))
     except (ElsaError, RuntimeError, MemoryError) as error:
-        return _empty(case, first_line(error))
+        return empty(case, first_line(error))
 
 
 def result(
@@ -293,7 +296,8 @@ def _checked(
     return (one.patched_error, one.original_error), list(found.failures)
 
 
-def _empty(case: ModelCase, reason: str) -> Document:
+def empty(case: ModelCase, reason: str) -> Document:
+    """The plain data of a case that was not measured."""
     return {
         "case": case.to_dict(), "measurements": [], "best_peer": "", "best_own": "", "gain": None,
         "sites": [0, 0], "errors": None, "wrong": [], "left_out": {"all": reason}, "warnings": [],
@@ -319,14 +323,9 @@ def _free(device: torch.device) -> None:
 
 
 def settings(
-    device: torch.device,
-    *,
-    baselines: Sequence[str] | None = None,
-    rounds: int = 20,
-    budget_seconds: float = 20.0,
-    seed: int = 0,
-    backend: str = "auto",
-) -> Document:
+    device: torch.device, *, baselines: Sequence[str] | None = None, rounds: int = 20,
+    budget_seconds: float = 20.0, seed: int = 0, backend: str = "auto",
+) -> Document:  # fmt: skip
     """How to measure, as plain data.
 
     Raises:
@@ -341,12 +340,12 @@ def settings(
     }
 
 
-def started(chosen: Document, described: Document) -> Document:
+def started(chosen: Document, described: Document, command: str = COMMAND) -> Document:
     """An empty document: settings from `settings`, environment from `environment.describe`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "elsa_version": __version__,
-        "command": COMMAND,
+        "command": command,
         "environment": described,
         "results": {"settings": chosen, "busy": "", "complete": False, "cases": []},
     }
@@ -364,19 +363,20 @@ def read(path: Path, fresh: Document) -> Document:
         ArgumentError: it is of another machine, of other versions or of other settings.
         ModelError: it cannot be read, or is no such document.
     """
+    alien = f"{path} is no result of `elsa {fresh['command']}`"
     try:
         document: Document = json.loads(path.read_text(encoding="utf-8"))
         found = document["results"]
-        right = document["command"] == COMMAND and isinstance(found["busy"], str)
+        right = document["command"] == fresh["command"] and isinstance(found["busy"], str)
         right = right and isinstance(document["environment"], dict)
         names = [str(each["case"]["name"]) for each in found["cases"]]
         held = {key: found["settings"].get(key) for key in fresh["results"]["settings"]}
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} is no result of `elsa bench models`") from error
+        raise ModelError(alien) from error
     if not right or len(set(names)) < len(names):
-        raise ModelError(f"{path} is no result of `elsa bench models`")
+        raise ModelError(alien)
     if held != fresh["results"]["settings"]:
         raise ArgumentError(f"{path} was measured with other settings; use another file or --force")
     differs = environment.difference(document, fresh)

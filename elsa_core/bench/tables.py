@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elsa_core.bench import cases as attention_cases
-from elsa_core.bench import model_tables, models
+from elsa_core.bench import model_tables, models, training
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring.documents import side
 from elsa_core.measuring.environment import label
@@ -39,7 +39,8 @@ _BLOCK: Final = re.compile(
 )
 _MARKER: Final = re.compile(r"<!-- (?:begin|end):bench:[^\n]*?-->")
 
-_COMMANDS: Final = ("bench attention", "bench models", "profile")
+_MODELS: Final = {bench.COMMAND: bench.TABLES for bench in (models, training)}
+_COMMANDS: Final = ("bench attention", *_MODELS, "profile")
 _NAMED: Final = 8  # cases that a summary names; the table has them all
 
 Document = dict[str, Any]
@@ -122,7 +123,7 @@ def render(document: Document, table: str) -> str:
     Raises:
         ArgumentError: the document has no such table.
     """
-    whole = document["command"] == models.COMMAND
+    whole = document["command"] in _MODELS
     if table == "summary":
         return (model_tables.summary if whole else summary)(document) + "\n"
     if table == "command":
@@ -173,6 +174,7 @@ def command_line(document: Document) -> str:
     words += ["--backend", settings["backend"]] if settings["backend"] != "auto" else []
     for flag, present in (
         ("--flex", settings.get("flex", False)),
+        ("--train", settings.get("train", False)),
         ("--no-sites", settings.get("sites", True) is False),
         ("--sites", settings.get("sites") is True and settings.get("device") == "cpu"),
         ("--no-errors", settings.get("sites", False) and not settings.get("errors", True)),
@@ -184,9 +186,9 @@ def command_line(document: Document) -> str:
 def _bench_words(document: Document) -> list[str]:
     """The device, and the tables where they are not all of it."""
     device, held = document["environment"]["device"], _tables_in(document)
-    known = models.TABLES if document["command"] == models.COMMAND else attention_cases.all_tables()
+    known = _MODELS.get(document["command"]) or attention_cases.all_tables()
     words = ["--device", device]
-    if set(held) != set(known.get(device, ())):
+    if set(held) != set(known.get(device, ())):  # type: ignore[attr-defined]
         words += [word for table in held for word in ("--table", table)]
     return words
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -158,6 +158,7 @@ class Prepared:
         arguments: of a call; `first` is the first tensor of them.
         report: what was patched.
         built: the contenders, baselines first.
+        trains: whether a call is a training step.
     """
 
     plain: nn.Module
@@ -166,6 +167,7 @@ class Prepared:
     first: Tensor
     report: PatchReport
     built: variants.Built
+    trains: bool = False
 
 
 def measure_runs(
@@ -212,8 +214,11 @@ def prepare(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     scope: str = "auto",
+    step: variants.Calling | None = None,
 ) -> Prepared:
     """Copy, patch and build; a model that is patched already keeps its patches.
+
+    `step` makes the training step of a copy; None: calls are inference.
 
     Raises:
         ArgumentError: an argument is wrong, or the model cannot be copied.
@@ -225,24 +230,27 @@ def prepare(
     names = variants.chosen(baselines, first.device)
     tell("patching", 0, 0)
     plain, patched, report = _both(model, precision, backend, include, exclude, scope)
-    built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell)
-    return Prepared(plain, patched, arguments, first, report, built)
+    built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
+    return Prepared(plain, patched, arguments, first, report, built, step is not None)
 
 
-def timed(ready: Prepared, settings: Settings, tell: Progress) -> tuple[ModelRuns, Samples]:
+def timed(
+    ready: Prepared, settings: Settings, tell: Progress,
+    clocks: Mapping[str, rounds.Clock] | None = None,
+) -> tuple[ModelRuns, Samples]:  # fmt: skip
     """The runs of what was prepared, and the samples that they were made of."""
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
     tell("rounds", 0, 0)
     samples = rounds.take_samples(
-        built.contenders, first.device, settings,
+        built.contenders, first.device, settings, clocks,
         progress=lambda done, total: tell("rounds", done, total), first=built.first_seconds,
     )  # fmt: skip
     spreads = {name: _spread(_seconds(samples, name)) for name in samples}
     warnings = watch.warnings(spreads)
     tell("memory", 0, 0)
     judge = _Judge(samples, settings)
-    runs = _runs(built, judge, first.device, first.shape[0])
+    runs = _runs(ready, judge)
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(
         device=str(first.device),
@@ -282,26 +290,18 @@ def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
 
 
 def _both(
-    model: nn.Module,
-    precision: str,
-    backend: str,
-    include: str | Sequence[str] | None,
-    exclude: str | Sequence[str] | None,
-    scope: str,
-) -> tuple[nn.Module, nn.Module, PatchReport]:
+    model: nn.Module, precision: str, backend: str,
+    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None, scope: str,
+) -> tuple[nn.Module, nn.Module, PatchReport]:  # fmt: skip
     """Copies over the same weights: unpatched and patched."""
     plain = variants.unpatched_copy(model)
     already = patched_sites(model)
     if not already:
         patched = variants.shared_copy(plain)
         report = patch(
-            patched,
-            precision=precision,
-            backend=backend,
-            include=include,
-            exclude=exclude,
+            patched, precision=precision, backend=backend, include=include, exclude=exclude,
             scope=scope,
-        )
+        )  # fmt: skip
         return plain, patched, report
     patched = variants.shared_copy(model).eval()
     one = vars(next(iter(already.values())))
@@ -335,10 +335,9 @@ class _Judge:
         return ratio(self.seconds[reference], self.seconds[name], self._settings.seed, pair)
 
 
-def _runs(
-    built: variants.Built, judge: _Judge, device: torch.device, batch: int
-) -> tuple[Run, ...]:
-    counter = energy.meter(device)
+def _runs(ready: Prepared, judge: _Judge) -> tuple[Run, ...]:
+    built, device, batch = ready.built, ready.first.device, ready.first.shape[0]
+    counter = None if ready.trains else energy.meter(device)
     names = [contender.name for contender in built.contenders]
     baselines = [name for name in names if not name.startswith("patched")]
     fit = (name for name in baselines if name != variants.CONTROL)
@@ -354,7 +353,8 @@ def _runs(
         host = busy = joules = None
         if device.type == "cuda":
             host = digits(statistics.median(judge.hosts[name]))
-            busy = rounds.busy_seconds(contender, is_graph=name.endswith(variants.GRAPH))
+            if not ready.trains:
+                busy = rounds.busy_seconds(contender, is_graph=name.endswith(variants.GRAPH))
             if counter is not None:
                 joules = _joules(counter, contender)
         runs.append(
@@ -392,9 +392,8 @@ def _joules(counter: energy.Meter, contender: Contender) -> float | None:
 
 def _spread(seconds: Sequence[float]) -> float:
     """Distance of the 10th and 90th percentile over the median."""
-    return digits(
-        (percentile(seconds, 0.9) - percentile(seconds, 0.1)) / statistics.median(seconds)
-    )
+    width = percentile(seconds, 0.9) - percentile(seconds, 0.1)
+    return digits(width / statistics.median(seconds))
 
 
 def _seconds(samples: Samples, name: str) -> list[float]:

@@ -44,6 +44,8 @@ _OURS: Final = {
     "sdpa+graph": "patched+graph",
     "compile+graph": "patched+compile+graph",
 }
+Calling = Callable[[Callable[..., object]], Callable[[], object]]
+"""Makes the call that is timed of a model or of its compiled form."""
 
 
 def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
@@ -116,6 +118,7 @@ def build(
     inputs: tuple[Any, ...],
     names: Sequence[str],
     progress: Callable[[str, int, int], None] | None = None,
+    calling: Calling | None = None,
 ) -> Built:
     """Make and warm up the contenders `names`; one that fails is left out with its reason.
 
@@ -125,6 +128,7 @@ def build(
         inputs: the model's arguments, on its device.
         names: of `BASELINES` and `ours`.
         progress: called with (name, index, number).
+        calling: makes the calls; None: each runs its model on `inputs`.
 
     Raises:
         ModelError: "eager" or "patched" do not run on the inputs.
@@ -135,11 +139,12 @@ def build(
     graph_bytes: dict[str, int] = {}
     first_seconds: dict[str, float] = {}
     eager_parts: dict[str, Callable[[], object]] = {}
+    calling = calling or (lambda module: lambda: module(*inputs))
     for i, name in enumerate(names):
         if progress is not None:
             progress(name, i, len(names))
         try:
-            call = _part(name.removesuffix(GRAPH), model, patched, inputs, eager_parts)
+            call = _part(name.removesuffix(GRAPH), model, patched, calling, eager_parts)
             if name.endswith(GRAPH):
                 call, graph_bytes[name] = graphed(call)
             contender = Contender(name, call)
@@ -176,13 +181,12 @@ def _part(
     name: str,
     model: nn.Module,
     patched: nn.Module,
-    inputs: tuple[Any, ...],
+    calling: Calling,
     made: dict[str, Callable[[], object]],
 ) -> Callable[[], object]:
     """The call for a name without its graph, made once."""
     if name not in made:
-        module = _module(name, model, patched)
-        made[name] = lambda: module(*inputs)
+        made[name] = calling(_module(name, model, patched))
     return made[name]
 
 

@@ -93,13 +93,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
     """The gradients of `elsa::attention`: only those that somebody needs are computed."""
-    out, lse = ctx.saved_tensors[4:]
+    saved = ctx.saved_tensors  # once: a checkpoint that is not reentrant gives them one time
+    out, lse = saved[4:]
     needs = list(ctx.needs_input_grad[:4])
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is None:
         grad_lse = lse.new_zeros(0) if lse.device.type == "cuda" else torch.zeros_like(lse)
-    grads = operator(grad_out, grad_lse, *ctx.saved_tensors, *ctx.terms, needs)
+    grads = operator(grad_out, grad_lse, *saved, *ctx.terms, needs)
     return *needed(grads, needs), None, None, None
 
 

@@ -64,6 +64,24 @@ def site_chart(sites: Sequence[Document]) -> str:
     return _svg(parts, 54 * len(ordered)) + legend
 
 
+def parts_chart(runs: Sequence[Document]) -> str:
+    """SVG of every run's training step: forward, backward and optimizer side by side."""
+    names = list(runs[0]["parts"])
+    longest = max(sum(run["parts"].values()) for run in runs)
+    parts = []
+    for i, run in enumerate(runs):
+        top, left = _ROW * i, 0.0
+        parts.append(_text(0, top + 13, run["name"]))
+        for k, seconds in enumerate(run["parts"].values()):
+            width = _WIDEST * seconds / longest
+            parts.append(_bar(top + 18, width, 14, f"b{k + 1}", left))
+            left += width
+        whole = duration(sum(run["parts"].values()))
+        parts.append(_text(left, top + 30, whole, dx=6, dim=True))
+    legend = _legend([(f"b{k + 1}", name) for k, name in enumerate(names)])
+    return _svg(parts, _ROW * len(runs)) + legend
+
+
 def _bars(series: Sequence[Series]) -> str:
     values = [one.points[0][2] for one in series]
     longest = max(*values, 1e-12)
@@ -125,9 +143,10 @@ def _svg(parts: Sequence[str], height: int) -> str:
     return f'<svg width="100%" height="{height}" role="presentation">{"".join(parts)}</svg>'
 
 
-def _bar(top: float, width: float, height: int, name: str) -> str:
+def _bar(top: float, width: float, height: int, name: str, left: float = 0.0) -> str:
+    place = f"{left:.2f}%" if left else "0"
     return (
-        f'<rect x="0" y="{top}" width="{max(width, 0.2):.2f}%" height="{height}" rx="2" '
+        f'<rect x="{place}" y="{top}" width="{max(width, 0.2):.2f}%" height="{height}" rx="2" '
         f'class="{name}"/>'
     )
 

@@ -97,6 +97,7 @@ _SHAPES: Final[dict[str, dict[str, tuple[type, ...]]]] = {
         "value": _NUMBER, "low": _NUMBER, "high": _NUMBER, "rounds": (int,), "verdict": _TEXT,
     },
 }  # fmt: skip
+_PARTS: Final = ("forward", "backward", "optimizer")
 _POSITIVE: Final = ("seconds", "seconds_before", "seconds_after", "value", "low", "high", "batch")
 
 
@@ -126,6 +127,7 @@ def _check_profile(found: Any) -> None:
     _fits(found["gain"], "ratio")
     for run in found["runs"]:
         _fits(run, "run")
+        _fits_parts(run.get("parts"))
         for name in ("ratio", "ratio_to_best"):
             if run[name] is not None:
                 _fits(run[name], "ratio")
@@ -152,6 +154,17 @@ def _fits(value: Any, kind: str) -> None:
             raise _MisfitError(f"{name} of a {kind} is not finite")
         if name in _POSITIVE and isinstance(held, int | float) and not held > 0:
             raise _MisfitError(f"{name} of a {kind} is not positive")
+
+
+def _fits_parts(parts: Any) -> None:
+    """The parts of a training step; other runs have none."""
+    if parts is None:
+        return
+    spans: list[Any] = [None]
+    if isinstance(parts, dict) and tuple(parts) == _PARTS:
+        spans = list(parts.values())
+    if not all(type(span) in _NUMBER and math.isfinite(span) and span >= 0 for span in spans):
+        raise _MisfitError("the parts of a run are no seconds of forward, backward, optimizer")
 
 
 def _fits_size(size: Any) -> None:

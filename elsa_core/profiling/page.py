@@ -17,6 +17,7 @@ from elsa_core.profiling.words import (
     bound_text,
     duration,
     heads_text,
+    is_step,
     megabytes,
     point_name,
     ratio_text,
@@ -100,6 +101,11 @@ def page(document: Document) -> str:
         drawn = (_figure(title, chart) for title, chart in charts.metric_charts(rows))
         parts += ['<div class="charts">', *drawn, "</div>"]
     parts += [_points(results["points"])]
+    for row in rows:
+        runs = row["profile"]["runs"]
+        if is_step(row["profile"]):
+            chart = _figure("parts of a training step", charts.parts_chart(runs))
+            parts += [f"<h2>{_text(point_name(row))}</h2>", chart, _steps(runs)]
     with_sites = [row for row in rows if len(row["profile"]["sites"]) > 1]
     if with_sites:
         parts.append("<h2>Where the time goes</h2>")
@@ -148,6 +154,12 @@ def _points(rows: Sequence[Document]) -> str:
         lines += [["", name, f"left out: {why}", *[""] * 5]
                   for name, why in row["profile"]["left_out"].items()]  # fmt: skip
     return "<h2>All runs</h2>" + _table(columns, lines)
+
+
+def _steps(runs: Sequence[Document]) -> str:
+    names = list(runs[0]["parts"])
+    lines = [[run["name"], *(duration(run["parts"][name]) for name in names)] for run in runs]
+    return _table((".run", *names), lines)
 
 
 def _sites(sites: Sequence[Document]) -> str:

@@ -43,6 +43,7 @@ from elsa_core.profiling.document import (
     read,
 )
 from elsa_core.profiling.profile import profile
+from elsa_core.profiling.training import profile_training
 from elsa_core.version import __version__
 
 Progress = Callable[[str, int, int], None]
@@ -78,7 +79,8 @@ class Configuration:
 class Plan:
     """What a sweep measures, apart from its points: `model` and `settings` name it in the document.
 
-    `load` gives the model for an image size and a dtype; `options` go to `profile`.
+    `load` gives the model for an image size and a dtype; `options` go to `profile`, or where
+    `train` is set to `profile_training`, for which the model is float32 and the dtype autocast's.
     """
 
     load: Callable[[tuple[int, int] | None, str], Loaded]
@@ -87,6 +89,7 @@ class Plan:
     options: dict[str, Any]
     device: torch.device
     seed: int
+    train: bool = False
 
 
 def grid(
@@ -238,12 +241,16 @@ def _measured(
     try:
         with limited(plan.device):
             if loaded is None:
-                loaded = plan.load(group.image_size, group.dtype)
+                loaded = plan.load(group.image_size, "fp32" if plan.train else group.dtype)
             arguments = loaded.example_inputs(point.batch, plan.seed)
-            found = profile(
-                loaded.model, arguments, precision=point.precision, seed=plan.seed,
-                progress=tell, **plan.options,
-            )  # fmt: skip
+            options: dict[str, Any] = {
+                "precision": point.precision,
+                "seed": plan.seed,
+            } | plan.options
+            if plan.train:
+                options |= {"dtype": point.dtype}
+            measure = profile_training if plan.train else profile
+            found = measure(loaded.model, arguments, progress=tell, **options)
     except (TooLargeError, MemoryError, RuntimeError) as error:
         if not isinstance(error, TooLargeError) and not is_out_of_memory(error):
             raise

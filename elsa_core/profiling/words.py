@@ -11,11 +11,18 @@ from elsa_core.summary import Summary
 
 
 def point_name(row: Document) -> str:
-    """A point in words: `384 px, batch 8, fp32, strict`."""
+    """A point in words: `384 px, batch 8, fp32, strict`, and `training step` where it is one."""
     found, asked = row["profile"], row["configuration"]
     size = found["image_size"] if found else asked["image_size"]
     pixels = [f"{side(size)} px"] if size else []
-    return ", ".join([*pixels, f"batch {asked['batch']}", asked["dtype"], asked["precision"]])
+    step = ["training step"] if found and is_step(found) else []
+    named = [f"batch {asked['batch']}", asked["dtype"], asked["precision"]]
+    return ", ".join([*pixels, *named, *step])
+
+
+def is_step(found: Document) -> bool:
+    """Whether a point's runs are training steps, which have parts."""
+    return all(run.get("parts") for run in found["runs"])
 
 
 def duration(seconds: float) -> str:

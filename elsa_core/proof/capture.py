@@ -24,9 +24,17 @@ _SAMPLE = 1 << 18
 # Values of qkv that one call of the window operator is judged on: 16 MiB in float64.
 _WINDOW_SAMPLE = 1 << 21
 
+# At least so many images and rows of each image are sampled, whatever the length: a fault may begin
+# at the second image, or at the second block of rows.
+_FEWEST_IMAGES = 2
+_FEWEST_ROWS = 8
+
 # Nearby samples, where one alone condemns a call. Two equally good errors of n samples that one
 # dot product dominates differ by more than 2x once in 3 at n = 1 and once in 10^4 at n = 32.
 _SAMPLES = 32
+
+# Of errors that are all more than 10 times what is allowed, so many say as much.
+_HOPELESS_SAMPLES = 8
 
 
 _Pair = tuple[float, float]
@@ -47,6 +55,9 @@ class OperatorCall:
 
     The window operator returns no lse, so that its P is not known (0 of 0); Y is judged in the same
     way, against PyTorch's own products in float32.
+
+    `keys` is the length of a row of P; `padded` says whether windows were filled up with padded
+    tokens, None for the attention operator.
     """
 
     drift: Drift
@@ -56,6 +67,8 @@ class OperatorCall:
     p_allowed: float
     y_error: float
     y_allowed: float
+    keys: int = 0
+    padded: bool | None = None
 
     def reason(self) -> str:
         """Why the call fails, or an empty string."""
@@ -122,32 +135,33 @@ def _measure(
 ) -> OperatorCall:
     query, key, value, scale = (given[name] for name in ("query", "key", "value", "scale"))
     batch, heads, length, _ = query.shape
-    images = min(batch, max(1, _SAMPLE // (heads * key.shape[2])))
-    count = min(length, max(1, _SAMPLE // (images * heads * key.shape[2])))
-    rows = torch.linspace(0, length - 1, count, device=query.device).round().long().unique()
-    q, k, v = query[:images, :, rows], key[:images], value[:images]
+    images = _spread(batch, max(_FEWEST_IMAGES, _SAMPLE // (heads * key.shape[2])), query.device)
+    each = _SAMPLE // (len(images) * heads * key.shape[2])
+    rows = _spread(length, max(_FEWEST_ROWS, each), query.device)
+    q, k, v = query[images][:, :, rows], key[images], value[images]
     mask = _rows_of_mask(given["attn_mask"], images, rows)
     if given["is_causal"]:
         mask = _with_causal(mask, rows, key.shape[2])
     p_ref = reference.probabilities(q, k, mask, scale=scale)
     y_ref, _ = reference.attention(q, k, v, mask, scale=scale)
     scores = _scores(q, k, mask, scale)
-    row_lse = lse[:images, :, rows].unsqueeze(-1)
+    row_lse = lse[images][:, :, rows].unsqueeze(-1)
     p = torch.where(row_lse == -math.inf, torch.zeros_like(scores), torch.exp(scores - row_lse))
-    y = out[:images, :, rows]
+    y = out[images][:, :, rows]
     turbo = given["precision"] == "turbo" and query.dtype == torch.float32
     lse_ulp = (TURBO_EPS if turbo else torch.finfo(lse.dtype).eps) * max(1.0, _largest(row_lse))
 
     def sample(query: Tensor, out: Tensor, lse: Tensor) -> tuple[_Pair, _Pair]:
         """Errors of P and of Y, the operator's and the peer's."""
-        q, scores = query[:images, :, rows], _scores(query[:images, :, rows], k, mask, scale)
-        row_lse = lse[:images, :, rows].unsqueeze(-1)
+        q = query[images][:, :, rows]
+        scores = _scores(q, k, mask, scale)
+        row_lse = lse[images][:, :, rows].unsqueeze(-1)
         p = torch.where(row_lse == -math.inf, torch.zeros_like(scores), (scores - row_lse).exp())
         p_peer, y_peer = reference.algorithm2(q, k, v, mask, scale=scale)
         p_exact = reference.probabilities(q, k, mask, scale=scale)
         y_exact, _ = reference.attention(q, k, v, mask, scale=scale)
         of_p = reference.relative_l2(p, p_exact), reference.relative_l2(p_peer, p_exact)
-        return of_p, _errors(out[:images, :, rows], y_peer, y_exact)
+        return of_p, _errors(out[images][:, :, rows], y_peer, y_exact)
 
     def again(seed: int) -> tuple[_Pair, _Pair]:
         other = jittered(query, seed)
@@ -159,25 +173,27 @@ def _measure(
     y_error, y_allowed = _settled(first[1], factor, eps, lambda seed: again(seed)[1])
     return OperatorCall(
         drift=reference.drift(p, p_ref, y, y_ref),
-        rows=images * heads * len(rows),
+        rows=len(images) * heads * len(rows),
         largest_logit=_largest(scores),
         p_error=p_error,
         p_allowed=p_allowed,
         y_error=y_error,
         y_allowed=y_allowed,
+        keys=key.shape[2],
     )
 
 
 def _measure_windows(
     operator: Any, given: dict[str, Any], out: Tensor, factor: float
 ) -> OperatorCall:
-    """One call of the window operator on its first images, as many as the sample allows."""
+    """One call of the window operator on some of its images, as many as the sample allows."""
     qkv = given["qkv"]
-    images = min(qkv.shape[0], max(1, _WINDOW_SAMPLE // qkv[0].numel()))
-    given = given | {"qkv": qkv[:images]}
+    most = max(_FEWEST_IMAGES, _WINDOW_SAMPLE // qkv[0].numel())
+    images = _spread(qkv.shape[0], most, qkv.device)
+    given = given | {"qkv": qkv[images]}
     exact, wide = _cast(given, torch.float64), _cast(given, torch.float32)
     y_ref = eager_window.attention(**exact)
-    y = out[:images]
+    y = out[images]
 
     def again(seed: int) -> tuple[float, float]:
         other = {"qkv": jittered(given["qkv"], seed)}
@@ -203,6 +219,10 @@ def _measure_windows(
         p_allowed=0.0,
         y_error=y_error,
         y_allowed=y_allowed,
+        keys=math.prod(given["window_size"]),
+        padded=any(
+            size % window for size, window in zip(qkv.shape[1:4], given["window_size"], strict=True)
+        ),
     )
 
 
@@ -220,7 +240,13 @@ def _settled(
     """(error, allowed) of one sample, or of many where that one condemns the call."""
     error, peer = first
     if not error <= factor * peer + ulp:
-        samples = [first, *(again(seed) for seed in range(1, _SAMPLES))]
+        samples = [first]
+        for seed in range(1, _SAMPLES):
+            samples.append(again(seed))
+            if seed + 1 >= _HOPELESS_SAMPLES and all(
+                e > 10 * (factor * p + ulp) for e, p in samples
+            ):
+                break
         error, peer = (math.sqrt(fmean(x * x for x in each)) for each in zip(*samples, strict=True))
     return error, factor * peer + ulp
 
@@ -250,10 +276,17 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Te
     return scores + mask.to(wide)
 
 
-def _rows_of_mask(mask: Tensor | None, images: int, rows: Tensor) -> Tensor | None:
+def _spread(size: int, most: int, device: torch.device) -> Tensor:
+    """At most so many places in 0..size-1, evenly spread, the first and the last among them."""
+    places = torch.linspace(0, size - 1, min(size, most), dtype=torch.float64)
+    distinct: Tensor = places.round().long().unique()
+    return distinct.to(device)
+
+
+def _rows_of_mask(mask: Tensor | None, images: Tensor, rows: Tensor) -> Tensor | None:
     if mask is None:
         return None
-    mask = mask if mask.shape[0] == 1 else mask[:images]
+    mask = mask if mask.shape[0] == 1 else mask[images]
     return mask if mask.shape[2] == 1 else mask[:, :, rows]
 
 

@@ -1,11 +1,8 @@
-"""Inputs for `check`: generated images, a caller's cases, and hard cases for one site."""
+"""Inputs of a model for `check`: generated images, a caller's cases, and samples near them."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +12,6 @@ from torch.utils import _pytree as pytree
 from elsa_core.errors import ArgumentError
 
 ModelInput = Tensor | tuple[Any, ...]
-
-# exp overflows at 88.7 in float32 and at 11.1 in float16: logits of 100 need a running maximum.
-TARGET_LOGIT = 100.0
-MAX_GAIN = 64.0
-
-# Words in the names of a forward's arguments that are no tokens: scaling them would be no hard
-# case but another model.
-_NO_TOKENS = ("mask", "rope", "bias", "pos", "freq", "shape", "size", "index")
 
 
 def generated_inputs(
@@ -180,36 +169,6 @@ def nudged(value: Any, seed: int) -> Any:
     return pytree.tree_map(nudge, value)
 
 
-def hard_cases(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    largest_logit: float,
-    entry: str = "forward",
-) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Hard cases for one attention site, made from arguments that it really received.
-
-    `large logits`: tokens scaled so that the largest logit, which grows with the square, becomes
-    100 (a site that normalises its queries and keys keeps its logits); `constant rows`: every
-    token is the mean token; `dominant token`: the first token scaled up, so that its key outweighs
-    every other for some queries and vanishes for the rest.
-
-    Args:
-        largest_logit: The largest |logit| that the arguments gave; 0 or inf where unknown.
-        entry: The method of the site that takes the arguments.
-    """
-    known = 0.0 < largest_logit < math.inf
-    ratio = TARGET_LOGIT / largest_logit if known else MAX_GAIN
-    channels = _in_channels(module)
-    gains = {
-        "large logits": lambda x: x * min(max(math.sqrt(ratio), 1.0), MAX_GAIN),
-        "constant rows": lambda x: _constant_rows(x, channels),
-        "dominant token": lambda x: _dominant_token(x, channels, min(max(ratio, 4.0), MAX_GAIN)),
-    }
-    for name, change in gains.items():
-        yield (name, *_change_tokens(getattr(type(module), entry), args, kwargs, change))
-
-
 def random_weight(
     name: str, like: Tensor, generator: torch.Generator, spread: float = 1.0
 ) -> Tensor:
@@ -222,90 +181,3 @@ def random_weight(
     gain = like.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
     width = fan_in**-0.5 if like.ndim > 1 else 0.1
     return float(gain) + spread * width * noise
-
-
-def zeros_filled(module: nn.Module, entry: str) -> nn.Module | None:
-    """A copy of a site with random weights for those that are all zero, None where none is.
-
-    A last gain of zero (of a norm, as many models begin) hides everything that a site computes; a
-    bias of zeros hides itself.
-    """
-    zeros = [name for name, weight in module.named_parameters() if _is_zero(weight)]
-    if not zeros:
-        return None
-    twin = copy.deepcopy(module)
-    vars(twin).pop(entry, None)  # what watches the module itself
-    twin.train()  # until they train, some models keep what they made of a table of biases
-    twin.eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name in zeros:
-            weight = twin.get_parameter(name)
-            weight.copy_(random_weight(name, weight, generator))
-    return twin
-
-
-def _is_zero(weight: Tensor) -> bool:
-    return weight.is_floating_point() and weight.numel() > 0 and not bool(weight.any())
-
-
-def _change_tokens(
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    change: Callable[[Tensor], Tensor],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Changes the token tensors among the arguments; one tensor given twice stays one tensor."""
-    names = [
-        parameter.name
-        for parameter in inspect.signature(method).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ][1:]
-    changed: dict[int, Tensor] = {}
-
-    def visit(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
-            return value
-        if any(word in name.lower() for word in _NO_TOKENS):
-            return value
-        if id(value) not in changed:
-            changed[id(value)] = change(value)
-        return changed[id(value)]
-
-    names += [""] * (len(args) - len(names))
-    return (
-        tuple(visit(name, value) for name, value in zip(names, args, strict=False)),
-        {name: visit(name, value) for name, value in kwargs.items()},
-    )
-
-
-def _in_channels(module: nn.Module) -> int | None:
-    """The channels a site takes: the inner size of its first matrix or convolution.
-
-    A table of relative positions is a matrix too, so that layers are asked before bare parameters.
-    """
-    layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    for parameter in (*(layer.weight for layer in layers), *module.parameters()):
-        if parameter.ndim in (2, 4):
-            return int(parameter.shape[1])
-    return None
-
-
-def _token_dims(x: Tensor, channels: int | None) -> list[int]:
-    """The dims that count tokens: all but the batch and the channels (last, or 1 as in NCHW)."""
-    at_one = x.ndim == 4 and x.shape[1] == channels != x.shape[-1]
-    return [2, 3] if at_one else list(range(1, x.ndim - 1))
-
-
-def _constant_rows(x: Tensor, channels: int | None) -> Tensor:
-    mean = x.float().mean(dim=_token_dims(x, channels), keepdim=True)
-    return mean.to(x.dtype).expand_as(x).contiguous()
-
-
-def _dominant_token(x: Tensor, channels: int | None, gain: float) -> Tensor:
-    x = x.clone()
-    first: list[Any] = [slice(None)] * x.ndim
-    for dim in _token_dims(x, channels):
-        first[dim] = 0
-    x[tuple(first)] *= gain
-    return x

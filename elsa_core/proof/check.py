@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -16,12 +16,16 @@ from torch import nn
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.patching.layers import is_layer
 from elsa_core.patching.patch import original, patched_sites
+from elsa_core.proof import paths as run_paths
 from elsa_core.proof.cases import ModelInput, as_cases, generated_inputs, text_shape
-from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck
-from elsa_core.proof.run import CheckRun, Fault, Progress
+from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
+from elsa_core.proof.run import CheckRun
+from elsa_core.proof.sides import Fault
+from elsa_core.proof.site_run import Asked, Progress
 
 __all__ = [
     "CheckReport",
+    "GradientCheck",
     "ModelCheck",
     "SiteCheck",
     "check",
@@ -39,6 +43,8 @@ def check(
     factor: float = 2.0,
     stress: bool = True,
     batch_size: int = 8,
+    paths: Sequence[str] | None = None,
+    grad: bool = False,
     progress: Progress | None = None,
 ) -> CheckReport:
     """Judges a patched model against the original one, with float64 as the oracle.
@@ -61,13 +67,21 @@ def check(
         stress: Also hard cases for each site, made from the first case that reaches it, and one
             with random weights for those that are all zero. That one is made without `stress` too,
             where a site's output is zero and would show nothing.
-        batch_size: Rows for one forward. Sites are judged on the first batch of each case.
+        batch_size: Rows for one forward. Sites are judged on the first batch of each case. Inputs
+            of one row show nothing of the rows after the first.
+        paths: How the whole patched model runs, "eager", "graph" (a CUDA graph), "compile"
+            (`torch.compile`) or several of them; the original runs eagerly. Default: "eager", and
+            on CUDA "graph" too unless the original cannot be captured. Sites run eagerly.
+        grad: Also gradients, of the first case: of every parameter that wants one and of each
+            input, for each site (its hard cases too) and for the model, by the same rule.
         progress: Called with (what, steps done, steps in all).
 
     Raises:
         NothingPatchedError: No site of the model is patched.
-        ArgumentError: `factor`, `batch_size`, an input or the fault switch is wrong.
-        ModelError: The original model does not run on the inputs, or not in float64.
+        ArgumentError: `factor`, `batch_size`, `paths`, an input or the fault switch is wrong.
+        ModelError: The original model does not run on the inputs, not by a path that was asked
+            for, or not in float64.
+        UnavailableError: A path needs a GPU or a compiler that is not there.
     """
     if not (math.isfinite(factor) and factor >= 1.0):
         raise ArgumentError(f"factor={factor}: expected a finite number of at least 1")
@@ -80,20 +94,17 @@ def check(
     cases = as_cases(inputs)
     fault = _fault(sites)
     dtype, device = _home(model)
+    chosen = run_paths.chosen(paths, device)
+    asked = Asked(factor, batch_size, stress, grad, chosen, by_name=paths is not None)
     with _undisturbed(model, device):
         with original(model):
             oracle = _oracle(model)
-        run = CheckRun(model, sites, oracle, dtype, device, factor, batch_size, fault, progress)
-        checks = run.cases(cases, stress)
+        run = CheckRun(model, sites, oracle, asked, dtype, device, fault, progress)
+        checks = run.cases(cases)
         seconds, timed_runs = run.timings(next(iter(cases.values())))
-        run.tick("timing", 1)
-    results = run.site_checks()
-    failures = _bad_weights(model)
-    failures += [f"{site.path}: {site.reason}" for site in results if not site.ok]
-    failures += [f"model on {one.case!r}: {one.reason}" for one in checks if not one.ok]
+    results, slopes = run.site_run.checks(), run.gradient_checks()
     attends = not all(is_layer(site) for site in sites.values())
-    if not failures and attends and not any(site.operator_calls for site in results):
-        failures.append("no site ran elsa's operator on these inputs, so nothing is known about it")
+    failures = _bad_weights(model) + _failures(results, checks, slopes, attends)
     return CheckReport(
         sites=results,
         cases=checks,
@@ -107,7 +118,25 @@ def check(
         timed_runs=timed_runs,
         failures=tuple(failures),
         fault_injection=None if fault is None else f"{fault.path}:{fault.amount:g}",
+        paths=tuple(run.by_path),
+        left_out=run.left_out,
+        gradients=slopes,
     )
+
+
+def _failures(
+    sites: Sequence[SiteCheck], cases: Sequence[ModelCheck], slopes: Sequence[GradientCheck],
+    attends: bool,
+) -> list[str]:  # fmt: skip
+    """One line for each thing that failed; `attends`: a site is more than a layer."""
+    failures = [f"{site.path}: {site.reason}" for site in sites if not site.ok]
+    for one in cases:
+        by = "" if one.path == run_paths.EAGER else f" by {one.path}"
+        failures += [] if one.ok else [f"model on {one.case!r}{by}: {one.reason}"]
+    failures += [f"{one.path}: gradients: {one.reason}" for one in slopes if not one.ok]
+    if not failures and attends and not any(site.operator_calls for site in sites):
+        failures.append("no site ran elsa's operator on these inputs, so nothing is known about it")
+    return failures
 
 
 def _fault(sites: Mapping[str, nn.Module]) -> Fault | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elsa_core.proof.capture import worst
-from elsa_core.proof.compare import Comparison, Top1, plain
+from elsa_core.proof.capture import OperatorCall, worst
+from elsa_core.proof.compare import Comparison, plain
+from elsa_core.proof.judge import Judgement
 from elsa_core.proof.text import check_summary
 from elsa_core.reference import Drift
 from elsa_core.summary import Summarised, Summary
@@ -57,13 +58,15 @@ class SiteCheck:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """The whole model on one case: numbers as in `SiteCheck`, for its worst output.
+    """The whole model on one case by one path: numbers as in `SiteCheck`, for its worst output.
 
+    `path` says how the patched model ran: "eager", "graph" (a CUDA graph) or "compile".
     `top1_rows` is 0 where the output is no [rows, classes]. `top1_ties` are rows whose two best
     classes the original's own rounding can swap; `top1_tie_flips` of them did swap.
     """
 
     case: str
+    path: str
     output: str
     inputs: int
     max_abs: float
@@ -84,10 +87,39 @@ class ModelCheck:
         return dict(plain(self))
 
 
+@dataclass(frozen=True)
+class GradientCheck:
+    """The gradients of the site at `path`, or of the whole where that is "model".
+
+    Numbers as in `SiteCheck`, for the gradient `worst` in `worst_case`: an input ("input[0]") or a
+    parameter by its name. `gradients` counts those compared, `wrong` names those that fail.
+    """
+
+    path: str
+    worst: str
+    max_abs: float
+    relative_l2: float
+    original_error: float
+    patched_error: float
+    allowed: float
+    excess: float
+    worst_case: str
+    gradients: int
+    wrong: tuple[str, ...]
+    ok: bool
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(plain(self))
+
+
 @dataclass(frozen=True, repr=False)
 class CheckReport(Summarised):
     """The verdict on a patched model.
 
+    `paths` says how the whole model was run; `left_out` why it could not be by one that was not
+    asked for. Sites run eagerly. `gradients` is empty unless they were asked for.
     `failures` has one line for each thing that failed and names the site or the case.
     `seconds_original` and `seconds_patched` are medians of `timed_runs` interleaved forwards of
     the first batch: an indication, no benchmark. `fault_injection` is the switch that was on.
@@ -105,6 +137,9 @@ class CheckReport(Summarised):
     timed_runs: int
     failures: tuple[str, ...]
     fault_injection: str | None = None
+    paths: tuple[str, ...] = ("eager",)
+    left_out: dict[str, str] = field(default_factory=dict)
+    gradients: tuple[GradientCheck, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return dict(plain(self))
@@ -131,9 +166,16 @@ class SiteRecord:
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, case: str, comparisons: Mapping[str, Comparison]) -> None:
-        """Takes the outputs of one run of the site; the worst of all runs is kept."""
+    def add(
+        self, case: str, comparisons: Mapping[str, Comparison], operator: Sequence[OperatorCall]
+    ) -> None:
+        """Takes the outputs of one run of the site, and the operator's calls in it; the worst of
+        all runs is kept."""
         self.calls += 1
+        self.operator_calls += len(operator)
+        self.drifts += [each.drift for each in operator]
+        self.errors += [f"{case}: {each.reason()}" for each in operator if each.reason()]
+        self.largest_logit = max([self.largest_logit, *(each.largest_logit for each in operator)])
         for comparison in comparisons.values():
             if comparison.oracle.maximum > 0.0:
                 self.clearest = min(self.clearest, comparison.original_error)
@@ -188,14 +230,64 @@ class SiteRecord:
         )
 
 
-def model_check(
-    name: str, inputs: int, comparisons: Mapping[str, Comparison], top1: Top1, error: str
-) -> ModelCheck:
-    """The verdict on one case; `error` is what the patched model raised, if it did."""
+@dataclass
+class GradientRecord:
+    """What was seen of the gradients of one site, or of the model, so far."""
+
+    worst: Comparison | None = None
+    name: str = ""
+    case: str = ""
+    count: int = 0
+    wrong: list[str] = field(default_factory=list)
+    error: str = ""
+
+    def add(self, case: str, judgement: Judgement) -> None:
+        """Takes the gradients of one case; the worst of all cases is kept."""
+        if judgement.error:
+            self.error = self.error or f"{case}: {judgement.error}"
+        self.count += len(judgement.comparisons)
+        for name, comparison in judgement.comparisons.items():
+            if comparison.reason() and name not in self.wrong:
+                self.wrong.append(name)
+            if self.worst is None or comparison.excess > self.worst.excess:
+                self.worst, self.name, self.case = comparison, name, case
+
+    def reason(self) -> str:
+        """Why the gradients fail, or an empty string."""
+        if self.error:
+            return self.error
+        if self.worst is None:
+            return "no gradient was compared, so nothing is known about them"
+        why = self.worst.reason()
+        more = f" (and {len(self.wrong) - 1} more)" if len(self.wrong) > 1 else ""
+        return f"{self.case}: gradient of {self.name}{more}: {why}" if why else ""
+
+    def result(self, path: str) -> GradientCheck:
+        """The verdict on them."""
+        reason = self.reason()
+        notes: tuple[str, ...] = ()
+        if self.worst is not None and self.worst.samples > 1:
+            notes = (f"{self.case}: {_SAMPLES.format(self.worst.samples)}",)
+        return GradientCheck(
+            path=path,
+            worst=self.name,
+            **_numbers(self.worst),
+            worst_case=self.case,
+            gradients=self.count,
+            wrong=tuple(self.wrong),
+            ok=not reason,
+            reason=reason,
+            notes=notes,
+        )
+
+
+def model_check(case: str, path: str, inputs: int, judgement: Judgement) -> ModelCheck:
+    """The verdict on one case by one path."""
+    comparisons, top1 = judgement.comparisons, judgement.top1
     output = max(comparisons, key=lambda key: comparisons[key].excess, default="")
     worst_one = comparisons.get(output)
     why = worst_one.reason() if worst_one is not None else "nothing was compared"
-    reason = error or why or top1.reason()
+    reason = judgement.error or why or top1.reason()
     notes = []
     if worst_one is not None and worst_one.oracle.maximum == 0.0:
         notes.append("the output is zero, so it shows nothing: the sites carry the proof")
@@ -204,7 +296,8 @@ def model_check(
     if worst_one is not None and worst_one.samples > 1:
         notes.append(_SAMPLES.format(worst_one.samples))
     return ModelCheck(
-        case=name,
+        case=case,
+        path=path,
         output=output,
         inputs=inputs,
         **_numbers(worst_one),

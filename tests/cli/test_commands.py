@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 
 import elsa_core
 from elsa_cli import pipeline
+from elsa_cli.options import CHECKED_ROWS
+from elsa_cli.proof_options import PATHS
 from elsa_core.patching.patch import patched_sites
+from elsa_core.proof import paths
 from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck
 
 from .conftest import TINY, Answer, Elsa
@@ -117,9 +121,50 @@ def test_a_wrong_kernel_fails_and_is_named(elsa: Elsa, monkeypatch: pytest.Monke
     assert list(Path().iterdir()) == []
 
 
+def test_a_check_has_rows_beyond_the_first(elsa: Elsa) -> None:
+    assert set(PATHS) == set(paths.PATHS)
+    cases = document(elsa("check", *FEW, "--json"))["results"]["check"]["cases"]
+    assert {case["inputs"] for case in cases} == {CHECKED_ROWS} and {
+        case["path"] for case in cases
+    } == {"eager"}
+
+
+def test_check_of_gradients(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = document(elsa("check", *FEW, "--grad", "--json"))["results"]["check"]
+    assert [one["path"] for one in found["gradients"]] == [
+        "blocks.2.attn",
+        "blocks.3.attn",
+        "model",
+    ]
+    assert all(one["ok"] for one in found["gradients"])
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.3.attn:1e-3")
+    answer = elsa("check", *FEW, "--grad")
+    assert answer.code == 1
+    lines = answer.out.splitlines()
+    assert any(line.startswith("✓ gradients: blocks.2.attn") for line in lines)
+    assert any(line.startswith("✗ gradients: blocks.3.attn") for line in lines)
+    assert any(line.startswith("✗ gradients: model") for line in lines)
+
+
+def test_check_by_paths(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    answer = elsa("check", *FEW, "--path", "eager,compile")
+    assert answer.code == 0
+    for name in ("model: noise ", "model: noise, compile "):
+        assert any(name in line for line in answer.out.splitlines()), answer.out
+    torch._dynamo.reset()
+    elsa("check", *FEW, "--path", "fast").fails(2, "--path", "'fast'")
+    if not torch.cuda.is_available():
+        elsa("check", *FEW, "--path", "graph").fails(3, "graph", "CUDA")
+
+
 def filled(cls: Any, **known: Any) -> Any:
     """A report with these values, and zeros for whatever else it has no default for."""
-    needed = [each.name for each in fields(cls) if each.default is MISSING]
+    needed = [
+        each.name
+        for each in fields(cls)
+        if each.default is MISSING and each.default_factory is MISSING
+    ]
     return cls(**dict.fromkeys(needed, 0) | known)
 
 
@@ -129,7 +174,9 @@ def test_a_failed_check_prints_its_document(elsa: Elsa, monkeypatch: pytest.Monk
     bad = {"max_abs": nan, "patched_error": nan, "original_error": 1e-7, "excess": nan, "ok": False}
     site = filled(SiteCheck, path="blocks.3.attn", worst_case="large", drift=None, reason="no",
                   **bad)  # fmt: skip
-    case = filled(ModelCheck, case="large", output="output", reason="no", top1_rows=1, **bad)
+    case = filled(
+        ModelCheck, case="large", path="eager", output="output", reason="no", top1_rows=1, **bad
+    )
     failures = ("blocks.3.attn: large: not finite", "another")
     report = filled(CheckReport, sites=(site,), cases=(case,), ok=False, dtype="float32",
                     device="cpu", stress=True, failures=failures)  # fmt: skip

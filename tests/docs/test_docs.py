@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elsa_core.bench import training
+from elsa_core.bench import training_tables
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -64,9 +64,9 @@ def test_the_chart_is_drawn_from_the_results() -> None:
 def test_the_tables_of_training_are_those_of_the_results(name: str) -> None:
     tuning = ROOT / "elsa_core" / "backends" / "triton" / "tuning"
     render, path = {
-        "training": (training.table, DOCS / "training_h200.json"),
-        "training_cpu": (training.table, DOCS / "training_cpu.json"),
-        "gradients": (training.gradients_table, tuning / "backward" / "measured_h200.json"),
+        "training": (training_tables.table, DOCS / "training_h200.json"),
+        "training_cpu": (training_tables.table, DOCS / "training_cpu.json"),
+        "gradients": (training_tables.gradients_table, tuning / "backward" / "measured_h200.json"),
     }[name]
     table = render(json.loads(path.read_text(encoding="utf-8")))
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")

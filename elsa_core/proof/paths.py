@@ -1,0 +1,147 @@
+"""The ways to run a patched model that `check` judges: eager, as a CUDA graph, compiled.
+
+They are made as `elsa_core.model_runs.variants` makes what is timed: over the same weights, in
+inference mode, `torch.compile(dynamic=False)`, one graph for each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.measuring import timing
+from elsa_core.patching.copies import shared_copy
+from elsa_core.proof.sides import Fault, Given
+
+EAGER: Final = "eager"
+GRAPH: Final = "graph"
+COMPILE: Final = "compile"
+PATHS: Final = {
+    EAGER: "the patched model as it is",
+    GRAPH: "replayed as a CUDA graph",
+    COMPILE: "through torch.compile",
+}
+_DEFAULTS: Final = {"cuda": (EAGER, GRAPH)}
+# What torch.compile raises where a machine lacks the compiler that it needs.
+_NO_COMPILER: Final = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
+
+
+def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    """The paths to judge, in the order of `PATHS`.
+
+    Args:
+        paths: names of `PATHS`; None for the device's own: eager, and on CUDA a graph too.
+        device: where the model runs.
+
+    Raises:
+        ArgumentError: no path, or one that does not exist.
+        UnavailableError: a CUDA graph of a model that is not on a GPU.
+    """
+    if paths is None:
+        return _DEFAULTS.get(device.type, (EAGER,))
+    if isinstance(paths, str):
+        paths = (paths,)
+    for name in paths:
+        if name not in PATHS:
+            raise ArgumentError(f"paths: {name!r} is unknown; choose from {', '.join(PATHS)}")
+    if not paths:
+        raise ArgumentError(f"paths: none is given; choose from {', '.join(PATHS)}")
+    if GRAPH in paths and device.type != "cuda":
+        raise UnavailableError(f"path graph needs a CUDA GPU, and this model is on {device.type}")
+    return tuple(name for name in PATHS if name in paths)
+
+
+def runner(name: str, model: nn.Module, fault: Fault | None) -> Callable[[Given], Any]:
+    """What runs a copy of the model by the path `name`, "graph" or "compile".
+
+    A deliberate error is part of the copy.
+    """
+    copied = shared_copy(model)
+    held: AbstractContextManager[None]
+    held = nullcontext() if fault is None else fault.on(copied.get_submodule(fault.path))
+    held.__enter__()  # for the life of the copy
+    return _Graphs(copied, held) if name == GRAPH else _Compiled(copied, held)
+
+
+def lacks_compiler(error: BaseException | None) -> bool:
+    """Whether torch.compile failed for want of a compiler on this machine."""
+    while error is not None:
+        names = {cls.__name__ for cls in type(error).__mro__}
+        if names.intersection(_NO_COMPILER) or any(f"{n}:" in str(error) for n in _NO_COMPILER):
+            return True
+        error = error.__cause__
+    return False
+
+
+class _Compiled:
+    def __init__(self, model: nn.Module, held: object) -> None:
+        self._held = held
+        self._run: Callable[..., Any] = torch.compile(model, dynamic=False)
+
+    def __call__(self, given: Given) -> Any:
+        args, kwargs = given
+        with _compiling(), torch.inference_mode():
+            return _copied(self._run(*_copied(args), **_copied(kwargs)))
+
+
+class _Graphs:
+    """A graph for each shape of the arguments; its inputs are written before each replay."""
+
+    def __init__(self, model: nn.Module, held: object) -> None:
+        self._model, self._held = model, held
+        self._graphs: dict[Any, tuple[Given, Callable[[], object], list[Any]]] = {}
+
+    def __call__(self, given: Given) -> Any:
+        leaves, spec = pytree.tree_flatten(given)
+        key = (str(spec), *(_kind(leaf) for leaf in leaves))
+        with torch.inference_mode():
+            if key not in self._graphs:
+                self._graphs[key] = self._captured(given)
+            held, replay, result = self._graphs[key]
+            for mine, leaf in zip(pytree.tree_leaves(held), leaves, strict=True):
+                if isinstance(leaf, Tensor):
+                    mine.copy_(leaf)
+            replay()
+            torch.cuda.synchronize()
+            return _copied(result[0])
+
+    def _captured(self, given: Given) -> tuple[Given, Callable[[], object], list[Any]]:
+        held: Given = _copied(given)
+        result: list[Any] = []
+
+        def run() -> None:
+            args, kwargs = held
+            result[:] = [self._model(*args, **kwargs)]
+
+        for _ in range(3):  # what is tuned or built at first calls is there before the capture
+            run()
+        return held, timing.captured(run), result
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    return repr(leaf)
+
+
+def _copied(value: Any) -> Any:
+    """The same nested value with tensors of its own memory."""
+    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """The compiler at work, also where it is turned off around; and no silent return to eager."""
+    import torch._dynamo
+
+    with (
+        torch.compiler.set_stance("default"),
+        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+    ):
+        yield

@@ -1,0 +1,180 @@
+"""One computation three times: of the original, patched, and in float64. A model, or a site of it.
+
+A module that is no copy has the original's class while it is judged (`original`), and the patched
+one for the length of a patched run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.errors import ElsaError, ModelError
+from elsa_core.messages import first_line
+from elsa_core.patching import adapters
+from elsa_core.patching.patch import original
+from elsa_core.proof.compare import map_floating
+from elsa_core.proof.entry import call, watched
+
+# Positional and named arguments of one call.
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+Run = Callable[[Given], Any]
+
+
+class PatchedError(Exception):
+    """The patched code raised where the original did not."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A deliberate error: the output of the patched site `path` times 1 + amount."""
+
+    path: str
+    amount: float
+
+    @contextmanager
+    def on(self, site: nn.Module) -> Iterator[None]:
+        """The error, for the length of a `with` block; `site` is the module at `path`."""
+
+        def disturb(_module: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
+            gain = 1.0 + self.amount
+            if isinstance(output, Tensor):
+                return output * gain
+            return tuple(x * gain if isinstance(x, Tensor) else x for x in output)
+
+        with watched(site, adapters.entry(site), disturb):
+            yield
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The three runs of one computation.
+
+    Attributes:
+        what: the path of the site, or "the model".
+        weights: the module whose parameters original and patched read.
+        oracle: the same in float64.
+        run_original, run_patched, run_exact: each takes the arguments of a call.
+        fault: entered around a patched run.
+    """
+
+    what: str
+    weights: nn.Module
+    oracle: nn.Module
+    run_original: Run
+    run_patched: Run
+    run_exact: Run
+    fault: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def original(self, given: Given) -> Any:
+        """What the original makes of the arguments."""
+        return self.run_original(given)
+
+    def patched(self, given: Given) -> Any:
+        """What the patched code makes of them.
+
+        Raises:
+            PatchedError: it raised.
+            ElsaError: a backend or package is missing.
+        """
+        with self.fault():
+            return finding(lambda: self.run_patched(given))
+
+    def exact(self, given: Given) -> Any:
+        """What the original makes of them in float64.
+
+        Raises:
+            ModelError: it does not run in float64.
+        """
+        try:
+            args, kwargs = map_floating(given, torch.float64)
+            return self.run_exact((args, kwargs))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self.what} does not run in float64, which the oracle needs ({first_line(error)})"
+            ) from error
+
+
+def of_model(
+    model: nn.Module, oracle: nn.Module, sites: Mapping[str, nn.Module], fault: Fault | None
+) -> Sides:
+    """The whole model, which is patched; every run gets tensors of its own to write to."""
+
+    def run_original(given: Given) -> Any:
+        with original(model):
+            return _run(model, "forward", own(given))
+
+    def disturbed() -> AbstractContextManager[None]:
+        return nullcontext() if fault is None else fault.on(sites[fault.path])
+
+    return Sides(
+        "the model",
+        model,
+        oracle,
+        run_original,
+        lambda given: _run(model, "forward", own(given)),
+        lambda given: _run(oracle, "forward", own(given)),
+        disturbed,
+    )
+
+
+def of_site(
+    path: str,
+    module: nn.Module,
+    patched_class: type[nn.Module],
+    oracle: nn.Module,
+    entry: str,
+    fault: Fault | None,
+) -> Sides:
+    """One site, whose `module` has the original's class now."""
+
+    def run_patched(given: Given) -> Any:
+        before = type(module)
+        module.__class__ = patched_class
+        try:
+            return _run(module, entry, given)
+        finally:
+            module.__class__ = before
+
+    def disturbed() -> AbstractContextManager[None]:
+        return nullcontext() if fault is None or fault.path != path else fault.on(module)
+
+    return Sides(
+        path,
+        module,
+        oracle,
+        lambda given: _run(module, entry, given),
+        run_patched,
+        lambda given: _run(oracle, entry, given),
+        disturbed,
+    )
+
+
+def finding(run: Callable[[], Any]) -> Any:
+    """Runs patched code; what it raises is a finding, except where elsa says what is missing."""
+    try:
+        return run()
+    except (ElsaError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PatchedError(
+            f"the patched code raises {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def own(given: Given) -> Given:
+    """Copies for one run: a model may write to its inputs (`x.sub_(mean)`)."""
+    args, kwargs = given
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in args), kwargs
+
+
+def _run(module: nn.Module, entry: str, given: Given) -> Any:
+    args, kwargs = given
+    return call(module, entry, args, kwargs)

@@ -1,0 +1,116 @@
+"""`elsa bench training`: cases, documents, tables, and gradients that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from elsa_cli.main import run
+from elsa_core.bench import models, tables, training
+from elsa_core.bench.models import ModelCase
+from elsa_core.measuring import busy
+from elsa_core.patching.adapters import timm_attention
+
+TINY = {
+    "cpu": {
+        "steps": (
+            ModelCase("steps", "ViT-T", "timm:vit_tiny_patch16_224", 32, 2, quick=True),
+            ModelCase("steps", "Swin-T W4", "timm:swin_tiny_patch4_window7_224", 64, 1, window=4),
+        ),
+        "paper": (ModelCase("paper", "ViT-T", "timm:vit_tiny_patch16_224", 32, 2, "bf16"),),
+    }
+}
+SHORT = ("--device", "cpu", "--rounds", "3", "--budget", "0.3")
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(busy, "reason", lambda _: "")
+    monkeypatch.setattr(training, "TABLES", TINY)
+
+
+def test_the_papers_table_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    cases = training.select("cuda", tables=["paper"])
+    assert {(case.label, case.dtype) for case in cases} == {
+        (label, dtype) for label in ("ViT-T", "Swin-T") for dtype in ("fp32", "fp16")
+    }
+    for device in ("cpu", "cuda"):
+        cases = training.select(device)
+        assert len({case.name for case in cases}) == len(cases)
+        assert len(training.select(device, quick=True)) >= 2
+
+
+def test_steps_are_kept_resumed_and_rendered(
+    capsys: pytest.CaptureFixture[str], schema: jsonschema.Draft202012Validator
+) -> None:
+    line = ["bench", "training", *SHORT, "-o", "t.json", "--json"]
+    assert run([*line, "--table", "steps", "--quick"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    schema.validate(document)
+    assert document["command"] == "bench training" and document["results"]["complete"]
+    assert run([*line, "--resume"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    schema.validate(again)
+    assert again["results"]["cases"][0] == document["results"]["cases"][0]
+    assert len(again["results"]["cases"]) == 3
+    for case in again["results"]["cases"]:
+        assert case["wrong"] == [] and case["sites"] == [12, 12]
+        assert 0 < case["errors"][0] <= 2 * case["errors"][1] + 5e-7
+        for measured in case["measurements"]:
+            assert set(measured["parts"]) == {"forward", "backward", "optimizer"}
+            assert all(seconds > 0 for seconds in measured["parts"].values())
+    assert again["results"]["cases"][2]["errors"][1] > 1e-4  # bf16 was asked for
+    kept = tables.load(Path("t.json"))
+    lines = tables.render(kept, "steps").splitlines()
+    assert lines[0].endswith("| forward + backward + optimizer of elsa, ms |") and len(lines) == 4
+    assert "faster than the fastest baseline in " in tables.render(kept, "summary")
+    words = tables.render(kept, "command")
+    assert words.startswith("Written by `elsa bench training --device cpu --baselines eager ")
+    assert run(["bench", "models", *SHORT, "-o", "t.json", "--resume"]) == 4
+    assert "no result of `elsa bench models`" in capsys.readouterr().err
+
+
+def test_a_case_that_loses_is_named() -> None:
+    document = models.started(training.settings(torch.device("cpu")), {}, training.COMMAND)
+    gain = {"value": 0.8, "low": 0.7, "high": 0.9, "rounds": 9, "verdict": "slower"}
+    case = TINY["cpu"]["steps"][0]
+    document["results"]["cases"] = [models.empty(case, "") | {"gain": gain}]
+    assert "Slower: steps/ViT-T-32x2-fp32 (0.80)." in tables.render(document, "summary")
+
+
+def test_a_wrong_gradient_ends_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value is right and its gradient is not."""
+
+    def attend(module: object, query: torch.Tensor, *rest: object, **more: object) -> torch.Tensor:
+        return real(module, query.detach(), *rest, **more)
+
+    real = timm_attention.attend
+    monkeypatch.setattr(timm_attention, "attend", attend)
+    assert run(["bench", "training", *SHORT, "--quick"]) == 1
+    answer = capsys.readouterr()
+    assert "FAIL wrong" in answer.out and "wrong results" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--baselines", "eager+graph"], 2, "eager+graph is for inference"),
+        (["--baselines", "x"], 2, "'x' is unknown"),
+        (["--shape", "1,2,3,4"], 2, "--shape is not for training"),
+        (["--table", "batch8"], 2, "no table 'batch8'"),
+    ],
+)
+def test_bad_input(
+    capsys: pytest.CaptureFixture[str], options: list[str], code: int, words: str
+) -> None:
+    assert run(["bench", "training", "--device", "cpu", *options]) == code
+    err = capsys.readouterr().err
+    assert words in err and len(err.splitlines()) == 1

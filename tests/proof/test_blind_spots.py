@@ -1,0 +1,146 @@
+"""Broken kernels that a check of one image, of whole windows or of few keys does not see.
+
+Each test shows both: the check that passes, and the default one, which fails and names the site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from elsa_cli.options import CHECKED_ROWS
+from elsa_core.backends import eager, eager_window
+from elsa_core.patching.adapters import timm_swin_v2
+from elsa_core.patching.patch import patch
+from elsa_core.proof import capture
+from elsa_core.proof.check import CheckReport, check, generated_inputs
+from elsa_core.proof.site_cases import CLAMPED, CROPPED, LONG, MANY_KEYS
+
+WINDOWS = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 24, "num_classes": 40}
+
+
+@contextmanager
+def kernel(name: str, broken: Callable[..., Any]) -> Iterator[None]:
+    """`elsa::<name>` on the CPU, replaced for the length of a `with` block."""
+    with torch.library._scoped_library("elsa", "IMPL") as library:
+        library.impl(name, broken, "CPU")
+        yield
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
+    model = VisionTransformer(**sizes, num_classes=40).eval()
+    patch(model, backend="eager")
+    return model
+
+
+def swin(cls: type[nn.Module] = SwinTransformer) -> nn.Module:
+    torch.manual_seed(0)
+    model = cls(**WINDOWS, depths=(2,), num_heads=(2,)).eval()
+    patch(model, backend="eager")
+    return model
+
+
+def checked(model: nn.Module, rows: int = CHECKED_ROWS, **how: Any) -> CheckReport:
+    given = generated_inputs((3, 32, 32), rows, seed=0, dtype=torch.float32, device="cpu")
+    return check(model, {"noise": given["noise"]}, **how)
+
+
+def failing(report: CheckReport) -> dict[str, str]:
+    assert report.ok is not bool(report.failures)
+    return {site.path: site.worst_case for site in report.sites if not site.ok}
+
+
+def test_a_key_left_out_from_the_second_image_on() -> None:
+    def broken(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out, lse = eager.attention(q, k, v, *rest)
+        other, other_lse = eager.attention(q[1:], k[1:, :, :-1], v[1:, :, :-1], *rest)
+        out[1:], lse[1:] = other, other_lse
+        return out, lse
+
+    model = vit()
+    assert CHECKED_ROWS >= 2 and CHECKED_ROWS % 2
+    assert checked(model).ok
+    with kernel("attention_eager", broken):
+        assert checked(model, rows=1).ok
+        assert set(failing(checked(model))) == {"blocks.0.attn", "blocks.1.attn"}
+
+
+@pytest.mark.parametrize("cls", [SwinTransformer, SwinTransformerV2])
+def test_padded_tokens_taken_for_zeros(cls: type[nn.Module]) -> None:
+    """At its own size no window of a Swin is padded."""
+
+    def broken(qkv: Tensor, bias: Any, index: Any, pad: Any, *rest: Any) -> Tensor:
+        return eager_window.attention(qkv, bias, index, None, *rest)
+
+    model = swin(cls)
+    assert checked(model).ok
+    with kernel("window_attention_eager", broken):
+        assert checked(model, stress=False).ok
+        found = failing(checked(model))
+    assert found == dict.fromkeys(("layers.0.blocks.0", "layers.0.blocks.1"), f"noise, {CROPPED}")
+
+
+def test_a_shift_without_its_mask() -> None:
+    def broken(qkv: Tensor, *rest: Any) -> Tensor:
+        terms = list(rest)
+        terms[8] = 0.0  # mask_value
+        return eager_window.attention(qkv, *terms)
+
+    model = swin()
+    with kernel("window_attention_eager", broken):
+        assert set(failing(checked(model))) == {"layers.0.blocks.1"}
+
+
+def test_the_last_key_of_a_second_block_left_out() -> None:
+    def broken(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        kept = k.shape[2] - (k.shape[2] > 1024)
+        return eager.attention(q, k[:, :, :kept], v[:, :, :kept], *rest)
+
+    model = vit()
+    report = checked(model)
+    assert report.ok
+    assert MANY_KEYS > 1024 and report.sites[0].calls == report.sites[1].calls + 1
+    with kernel("attention_eager", broken):
+        assert checked(model, stress=False).ok
+        assert failing(checked(model)) == {"blocks.0.attn": f"noise, {LONG}"}
+
+
+def test_a_logit_scale_without_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swin-V2 begins at a scale of 10; only training brings it to the limit of 100."""
+    model = swin(SwinTransformerV2)
+    assert checked(model).ok
+    unbounded = lambda scale: scale.flatten().exp()  # noqa: E731
+    monkeypatch.setattr(timm_swin_v2, "cosine_scale", unbounded)
+    assert checked(model, stress=False).ok
+    found = failing(checked(model))
+    assert found == dict.fromkeys(("layers.0.blocks.0", "layers.0.blocks.1"), f"noise, {CLAMPED}")
+
+
+def test_few_rows_of_long_calls_are_sampled_from_all_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long row of P leaves room for few: they are of the first and of the last image."""
+    monkeypatch.setattr(capture, "_SAMPLE", 256)
+
+    def broken(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        out, lse = eager.attention(q, k, v, *rest)
+        lse[-1, :, -1] += 1e-2
+        return out, lse
+
+    q, k, v = (torch.randn(5, 8, n, 8) for n in (40, 90, 90))
+    with capture.OperatorCapture() as right, torch.no_grad():
+        torch.ops.elsa.attention_eager(q, k, v, None, False, 0.3, "strict")
+    with kernel("attention_eager", broken), capture.OperatorCapture() as wrong, torch.no_grad():
+        torch.ops.elsa.attention_eager(q, k, v, None, False, 0.3, "strict")
+    assert right.calls[0].reason() == "" and right.calls[0].rows == 2 * 8 * 8
+    assert "weights P" in wrong.calls[0].reason()

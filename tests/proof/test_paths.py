@@ -1,0 +1,127 @@
+"""`check(paths=...)`: the model through torch.compile, by the same rule; graphs need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+
+from elsa_core.errors import ArgumentError, ModelError, UnavailableError
+from elsa_core.patching.adapters.timm_attention import ElsaAttention
+from elsa_core.proof import paths
+
+from .test_blind_spots import checked, vit
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile traces and runs the trace as it is: what is tested is who gets compiled."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    yield
+    torch._dynamo.reset()
+
+
+class WrongCompiled(ElsaAttention):
+    """Right in eager mode, off by a thousandth in compiled code."""
+
+    elsa_base = Attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(*args, **kwargs)
+        return out * 1.001 if torch.compiler.is_compiling() else out
+
+
+def test_each_verdict_names_its_path(quick: None) -> None:
+    report = checked(vit(), paths=("compile", "eager"))
+    assert report.ok, report.failures
+    assert report.paths == ("eager", "compile")
+    assert [(case.case, case.path) for case in report.cases] == [
+        ("noise", "eager"), ("noise", "compile"),
+    ]  # fmt: skip
+    assert {case.inputs for case in report.cases} == {3}
+
+
+def test_compiled_by_inductor() -> None:
+    report = checked(vit(), paths=["compile"])
+    assert report.ok, report.failures
+    assert [case.path for case in report.cases] == ["compile"]
+    assert report.cases[0].patched_error > 0
+    torch._dynamo.reset()
+
+
+def test_what_is_wrong_only_compiled(quick: None) -> None:
+    model = vit()
+    model.blocks[1].attn.__class__ = WrongCompiled
+    assert checked(model).ok
+    report = checked(model, paths=("eager", "compile"))
+    assert [case.ok for case in report.cases] == [True, False]
+    assert report.failures[0].startswith("model on 'noise' by compile: error")
+
+
+def test_the_switch_for_deliberate_errors(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.1.attn:1e-3")
+    report = checked(vit(), paths=("eager", "compile"))
+    assert [case.ok for case in report.cases] == [False, False]
+
+
+def test_the_compiler_that_was_turned_off_for_eager_runs(quick: None) -> None:
+    """A model that is compiled in place runs eagerly by path eager, compiled by path compile."""
+    model = vit()
+    model.compile(backend="eager")
+    model(torch.randn(1, 3, 32, 32))
+    assert checked(model, paths=("eager", "compile")).ok
+
+
+def test_what_cannot_be_chosen() -> None:
+    model = vit()
+    with pytest.raises(ArgumentError, match="'fast' is unknown; choose from eager, graph"):
+        checked(model, paths=("fast",))
+    with pytest.raises(ArgumentError, match="none is given"):
+        checked(model, paths=())
+    with pytest.raises(UnavailableError, match="graph needs a CUDA GPU"):
+        checked(model, paths=("eager", "graph"))
+    assert paths.chosen(None, torch.device("cpu")) == ("eager",)
+    assert paths.chosen(None, torch.device("cuda")) == ("eager", "graph")
+
+
+def _refused(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("no such operator")
+
+    return run
+
+
+def test_what_the_original_cannot_take_either_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", _refused)
+    with pytest.raises(ModelError, match=r"path compile: the original .* no such operator"):
+        checked(vit(), paths=("compile",))
+
+
+def test_what_the_original_can_take_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(model: nn.Module, **how: Any) -> Any:
+        patched = type(model.blocks[0].attn) is not Attention
+        return _refused() if patched else model
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    report = checked(vit(), paths=("eager", "compile"))
+    assert [case.ok for case in report.cases] == [True, False]
+    assert "by compile: the patched code raises NotImplementedError" in report.failures[0]
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def compile_(model: nn.Module, **how: Any) -> Any:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    with pytest.raises(UnavailableError, match="path compile"):
+        checked(vit(), paths=("compile",))

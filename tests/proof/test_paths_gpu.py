@@ -1,0 +1,68 @@
+"""`check(paths=...)` on a GPU: the model as a CUDA graph and compiled, by the same rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+
+from elsa_core.errors import ModelError
+from elsa_core.patching.adapters.timm_attention import ElsaAttention
+from elsa_core.proof.check import check
+
+from .test_blind_spots import checked, vit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+class WrongCaptured(ElsaAttention):
+    """Right in eager mode, off by a thousandth in a CUDA graph."""
+
+    elsa_base = Attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(*args, **kwargs)
+        return out * 1.001 if torch.cuda.is_current_stream_capturing() else out
+
+
+def test_a_graph_is_judged_by_default_on_a_gpu() -> None:
+    model = vit().cuda()
+    images = torch.randn(7, 3, 32, 32)
+    report = check(model, {"a": images, "b": images * 2}, batch_size=3)
+    assert report.ok, report.failures
+    assert report.paths == ("eager", "graph") and not report.left_out
+    assert [case.path for case in report.cases] == ["eager", "graph"] * 2
+    assert {case.inputs for case in report.cases} == {7}
+    model.blocks[1].attn.__class__ = WrongCaptured
+    report = check(model, images, batch_size=3)
+    assert [case.ok for case in report.cases] == [True, False]
+    assert report.failures[0].startswith("model on 'input' by graph: error")
+
+
+def test_a_model_that_no_graph_can_hold() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if float(x.sum()) > -1e9 else -x  # waits for the GPU
+
+    model = vit().cuda()
+    model.blocks[0].drop_path1 = Looks()
+    report = checked(model)
+    assert report.ok, report.failures
+    assert report.paths == ("eager",)
+    assert "the original does not run by it either" in report.left_out["graph"]
+    with pytest.raises(ModelError, match="path graph"):
+        checked(model, paths=("graph",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_paths_on_a_gpu(dtype: torch.dtype) -> None:
+    report = checked(vit().to("cuda", dtype), paths=("eager", "graph", "compile"))
+    assert report.ok, report.failures
+    assert [case.path for case in report.cases] == ["eager", "graph", "compile"]
+    torch._dynamo.reset()
