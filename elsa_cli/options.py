@@ -28,7 +28,6 @@ PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
 # torch. A test compares them.
 BACKENDS = ("auto", "native", "triton", "sdpa", "eager")
-SCOPES = ("auto", "attention", "model")
 # Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.
 CHECKED_ROWS = 3
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
@@ -355,31 +354,6 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
     ]  # fmt: skip
     options += file_options.all_of_them()
     return apply(options)(function)
-
-
-def site_options(function: Function) -> Function:
-    """--include, --exclude and --scope."""
-    options: list[Callable[[Function], Function]] = [
-        click.option(
-            "--include", multiple=True, metavar="GLOB",
-            help="Only sites whose path matches (repeatable), like 'blocks.*'.",
-        ),
-        click.option(
-            "--exclude", multiple=True, metavar="GLOB",
-            help="Leave sites whose path matches as they are (repeatable).",
-        ),
-    ]  # fmt: skip
-    return apply(options)(scope_option(function))
-
-
-def scope_option(function: Function) -> Function:
-    """--scope alone."""
-    option: Callable[[Function], Function] = click.option(
-        "--scope", type=click.Choice(SCOPES), default="auto", show_default=True,
-        help="Attention alone, or also linear layers, MLPs and patch embedding; auto: what was "
-        "measured to be faster on the device.",
-    )  # fmt: skip
-    return option(function)
 
 
 def kernel_options(function: Function) -> Function:

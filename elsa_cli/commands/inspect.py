@@ -17,9 +17,9 @@ from elsa_cli.options import (
     optional_model_options,
     output_options,
     pass_session,
-    scope_option,
     typed,
 )
+from elsa_cli.site_options import scope_option
 
 
 @click.command("inspect", cls=Command)

@@ -22,10 +22,10 @@ from elsa_cli.options import (
     output_options,
     pass_session,
     resolve_device,
-    site_options,
     swept_model_options,
     typed,
 )
+from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
     from elsa_core.profiling.sweep import Configuration, Plan

@@ -17,9 +17,8 @@ from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentil
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
-from elsa_core.patching.layers import patched_scope
-from elsa_core.patching.patch import PatchReport, patch, patched_sites
-from elsa_core.patching.sites import find_sites
+from elsa_core.model_runs.pair import both
+from elsa_core.patching.patch import PatchReport
 from elsa_core.proof.cases import ModelInput, as_cases
 
 Progress = Callable[[str, int, int], None]
@@ -229,7 +228,7 @@ def prepare(
     first = first_tensor(arguments)
     names = variants.chosen(baselines, first.device)
     tell("patching", 0, 0)
-    plain, patched, report = _both(model, precision, backend, include, exclude, scope)
+    plain, patched, report = both(model, precision, backend, include, exclude, scope)
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
     return Prepared(plain, patched, arguments, first, report, built, step is not None)
 
@@ -287,34 +286,6 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
     fit = (run for run in runs if run.patched is patched and run.name != variants.CONTROL)
     return min(fit, key=lambda run: run.seconds).name
-
-
-def _both(
-    model: nn.Module, precision: str, backend: str,
-    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None, scope: str,
-) -> tuple[nn.Module, nn.Module, PatchReport]:  # fmt: skip
-    """Copies over the same weights: unpatched and patched."""
-    plain = variants.unpatched_copy(model)
-    already = patched_sites(model)
-    if not already:
-        patched = variants.shared_copy(plain)
-        report = patch(
-            patched, precision=precision, backend=backend, include=include, exclude=exclude,
-            scope=scope,
-        )  # fmt: skip
-        return plain, patched, report
-    patched = variants.shared_copy(model).eval()
-    one = vars(next(iter(already.values())))
-    scope = patched_scope(patched)
-    everything = find_sites(patched, scope)
-    report = PatchReport(
-        tuple(site for site in everything if site.patched),
-        tuple(site for site in everything if not site.patched),
-        str(one["elsa_precision"]),
-        str(one["elsa_backend"]),
-        scope=scope,
-    )
-    return plain, patched, report
 
 
 class _Judge:
