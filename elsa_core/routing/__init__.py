@@ -32,7 +32,7 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
-from elsa_core.routing.measured import scope
+from elsa_core.routing.measured import eager_least, scope
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Chosen",
     "Route",
     "chosen",
+    "eager_least",
     "gradient_name",
     "implementation",
     "kernels_of",
