@@ -30,7 +30,7 @@ def test_the_kernels_are_clean(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("int* a = new int[4]; return a[argc + 3];", "heap-buffer-overflow"),
+        ("int* volatile a = new int[4]{}; return a[argc + 3];", "heap-buffer-overflow"),
         ("int a = 2147483647; return a + argc;", "signed integer overflow"),
     ],
 )
