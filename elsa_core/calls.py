@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +64,25 @@ def _watched(observers: int) -> bool:
     )
 
 
+_KINDS: set[Any] = set()
+_MOST_KINDS = 4096
+
+
+def first_of_kind(kind: Any) -> bool:
+    """Whether no call of this kind (a hashable value) was here before.
+
+    Nothing can be loaded while a CUDA graph is recorded. So the first eager call that PyTorch's own
+    kernels serve because it is small, in the run that warms up, has the kernels loaded that serve
+    its like in the graph.
+    """
+    if kind in _KINDS:
+        return False
+    if len(_KINDS) >= _MOST_KINDS:
+        _KINDS.clear()
+    _KINDS.add(kind)
+    return True
+
+
 def exporting_onnx() -> bool:
     """Whether `torch.onnx.export` is tracing: then calls are written in operations it knows."""
     onnx = sys.modules.get("torch.onnx")  # it takes a tenth of a second to import
@@ -111,3 +132,15 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
+
+
+@contextmanager
+def plain_multihead() -> Iterator[None]:
+    """Keep nn.MultiheadAttention from its one fused operator, which no exporter and no count of
+    FLOPs knows."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
