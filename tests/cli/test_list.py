@@ -88,10 +88,14 @@ def test_help(elsa: Elsa) -> None:
 
 
 def test_offered_names_are_those_of_the_core() -> None:
-    from elsa_core.bench import cases, models
+    from elsa_core.bench import cases, models, training
     from elsa_core.model_runs.variants import BASELINES
 
     assert (*BASELINES, "all") == completion.BASELINES
-    held = [*cases.TABLES.values(), *models.TABLES.values()]
+    held = [
+        tables
+        for bench in (cases.all_tables(), models.TABLES, training.TABLES)
+        for tables in bench.values()
+    ]
     named = {name for tables in held for name in tables}
     assert sorted(completion.TABLES) == sorted(set(named))
