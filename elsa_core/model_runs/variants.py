@@ -21,7 +21,8 @@ from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
 from elsa_core.patching.adapters.redirect import FUSED_SWITCHES
 from elsa_core.patching.copies import shared_copy
-from elsa_core.patching.patch import unpatch
+from elsa_core.patching.patch import PatchReport, patch, patched_sites, unpatch
+from elsa_core.patching.sites import find_sites
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"
@@ -264,3 +265,28 @@ def unpatched_copy(model: nn.Module) -> nn.Module:
     plain = shared_copy(model)
     unpatch(plain)
     return plain.eval()
+
+
+def both(
+    model: nn.Module, precision: str, backend: str,
+    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None,
+) -> tuple[nn.Module, nn.Module, PatchReport]:  # fmt: skip
+    """Copies over the same weights: unpatched and patched."""
+    plain = unpatched_copy(model)
+    already = patched_sites(model)
+    if not already:
+        patched = shared_copy(plain)
+        report = patch(
+            patched, precision=precision, backend=backend, include=include, exclude=exclude
+        )
+        return plain, patched, report
+    patched = shared_copy(model).eval()
+    one = vars(next(iter(already.values())))
+    everything = find_sites(patched)
+    report = PatchReport(
+        tuple(site for site in everything if site.patched),
+        tuple(site for site in everything if not site.patched),
+        str(one["elsa_precision"]),
+        str(one["elsa_backend"]),
+    )
+    return plain, patched, report
