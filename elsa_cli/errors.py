@@ -169,7 +169,7 @@ def _system(error: BaseException) -> tuple[int, str] | None:
         line = f"out of memory: {_memory_hint()}" + (f" ({detail})" if detail else "")
         return ENVIRONMENT, line
     if isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
-        hint = "install or repair it; `elsa doctor` shows what is there"
+        hint = "install it again; `elsa doctor` shows what is there"
         return ENVIRONMENT, f"{error.name or 'a package'} cannot be imported: {error}; {hint}"
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" {one_line(error.filename)}" if error.filename else ""

@@ -50,7 +50,7 @@ class ModelCase:
         model: `timm:...` or `open_clip:...` (its image tower).
         image_size: side in pixels.
         window: window size of a Swin, None for its own.
-        quick: whether the short run includes it.
+        quick: whether --quick includes it.
     """
 
     table: str

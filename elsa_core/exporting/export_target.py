@@ -14,6 +14,7 @@ from elsa_core.exporting.reference import BATCH_SIZES
 from elsa_core.exporting.towers import TextTower
 from elsa_core.loading.plan import Plan
 from elsa_core.loading.recipe import Preprocess
+from elsa_core.patching.layers import patched_scope
 from elsa_core.patching.patch import patched_sites
 from elsa_core.patching.probe import resolved_input_size
 from elsa_core.proof.cases import generated_inputs, text_shape
@@ -26,7 +27,7 @@ _LIBRARY_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct")
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExportTarget:
     """One export.
 
     Attributes:
@@ -80,12 +81,12 @@ class Subject:
         return {key: _listed(value) for key, value in asdict(self.preprocess).items()}
 
 
-def subject_of(
+def export_target(
     model: nn.Module,
     loaded: Loaded | None,
     inputs: Tensor | tuple[Tensor, ...] | None,
     seed: int,
-) -> Subject:
+) -> ExportTarget:
     """Look at the model once and refuse what cannot be exported.
 
     Raises:
@@ -101,14 +102,14 @@ def subject_of(
     dtype, device = _home(model)
     found = _inputs(model, loaded, inputs, seed, dtype, device)
     whole = loaded is not None and loaded.model is model and loaded.tower is None
-    return Subject(
+    return ExportTarget(
         model=model,
         inputs=found,
         input_names=_names(found),
         preprocess=_preprocess(model, loaded) if found[0].ndim == 4 else None,
         dtype=dtype,
         device=device.type,
-        plan=_plan(sites),
+        plan=_plan(model, sites),
         name=type(model).__name__ if loaded is None else loaded.name,
         weights="the model's own" if loaded is None else loaded.weights,
         tower="text" if isinstance(model, TextTower) else loaded.tower if loaded else None,
@@ -188,7 +189,7 @@ def _names(inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
     return tuple(f"input_{index}" for index in range(len(inputs)))
 
 
-def _plan(sites: Mapping[str, nn.Module]) -> Plan:
+def _plan(model: nn.Module, sites: Mapping[str, nn.Module]) -> Plan:
     """The plan that repeats the patching of these sites."""
     ways = {(vars(m)["elsa_precision"], vars(m)["elsa_backend"]) for m in sites.values()}
     if len(ways) > 1:
@@ -196,7 +197,7 @@ def _plan(sites: Mapping[str, nn.Module]) -> Plan:
             "export: the sites are patched with several precisions or backends; patch with one"
         )
     precision, backend = ways.pop()
-    return Plan(precision, backend, (), (), tuple(sites))
+    return Plan(precision, backend, (), (), tuple(sites), scope=patched_scope(model))
 
 
 def _preprocess(model: nn.Module, loaded: Loaded | None) -> Preprocess | None:

@@ -17,6 +17,7 @@ from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.errors import UNKNOWN, RunErrors, run_errors
+from elsa_core.model_runs.pair import both
 from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.patching.patch import PatchReport
 from elsa_core.proof.cases import ModelInput, as_cases
@@ -217,6 +218,7 @@ def prepare(
     backend: str,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
     step: variants.Calling | None = None,
 ) -> Prepared:
     """Copy, patch and build; a model that is patched already keeps its patches.
@@ -232,7 +234,7 @@ def prepare(
     first = first_tensor(arguments)
     names = variants.chosen(baselines, first.device)
     tell("patching", 0, 0)
-    plain, patched, report = variants.both(model, precision, backend, include, exclude)
+    plain, patched, report = both(model, precision, backend, include, exclude, scope)
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
     return Prepared(plain, patched, arguments, first, report, built, step is not None)
 

@@ -21,7 +21,13 @@ from elsa_core.errors import ArgumentError
 from elsa_core.measuring.intervals import digits, middle_means
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.model_runs import variants
-from elsa_core.model_runs.runs import ModelRuns, Progress, Run, prepare, timed
+from elsa_core.model_runs.runs import (
+    ModelRuns,
+    Progress,
+    Run,
+    prepare,
+    timed,
+)
 from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.proof.cases import ModelInput, as_cases
 from elsa_core.proof.compare import Comparison, floating_outputs, map_floating

@@ -21,8 +21,7 @@ from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
 from elsa_core.patching.adapters.redirect import FUSED_SWITCHES
 from elsa_core.patching.copies import shared_copy
-from elsa_core.patching.patch import PatchReport, patch, patched_sites, unpatch
-from elsa_core.patching.sites import find_sites
+from elsa_core.patching.patch import unpatch
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"
@@ -232,7 +231,7 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
     def kept() -> None:
         output[:] = [call()]
 
-    def ready() -> None:  # the workspaces of the libraries are made, and are nobody's in particular
+    def ready() -> None:  # the libraries' workspaces exist from here on and are not counted
         nonlocal before
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -265,28 +264,3 @@ def unpatched_copy(model: nn.Module) -> nn.Module:
     plain = shared_copy(model)
     unpatch(plain)
     return plain.eval()
-
-
-def both(
-    model: nn.Module, precision: str, backend: str,
-    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None,
-) -> tuple[nn.Module, nn.Module, PatchReport]:  # fmt: skip
-    """Copies over the same weights: unpatched and patched."""
-    plain = unpatched_copy(model)
-    already = patched_sites(model)
-    if not already:
-        patched = shared_copy(plain)
-        report = patch(
-            patched, precision=precision, backend=backend, include=include, exclude=exclude
-        )
-        return plain, patched, report
-    patched = shared_copy(model).eval()
-    one = vars(next(iter(already.values())))
-    everything = find_sites(patched)
-    report = PatchReport(
-        tuple(site for site in everything if site.patched),
-        tuple(site for site in everything if not site.patched),
-        str(one["elsa_precision"]),
-        str(one["elsa_backend"]),
-    )
-    return plain, patched, report

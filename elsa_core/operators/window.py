@@ -68,7 +68,7 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
 
 
 def _gradients(operator: Any, ctx: Any, wanted: Sequence[bool], grad_out: Tensor) -> Grads:
-    """The gradients of `elsa::window_attention`: only those that somebody needs are computed."""
+    """The gradients of `elsa::window_attention`: only those that are wanted are computed."""
     needs = [wanted[0], wanted[1], wanted[3], wanted[4]]
     grads = operator(grad_out, *ctx.saved_tensors, *ctx.terms, needs)
     grad_qkv, grad_bias, grad_pad, grad_scale = needed(grads, needs)

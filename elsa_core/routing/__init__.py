@@ -15,7 +15,6 @@ from elsa_core.routing.choose import (
     RUNS,
     SERVING,
     Chosen,
-    Route,
     chosen,
     gradient_name,
     implementation,
@@ -34,6 +33,7 @@ from elsa_core.routing.choose import (
 )
 from elsa_core.routing.gradients import recorded
 from elsa_core.routing.measured import eager_least, scope
+from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,31 +15,8 @@ from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.routing import measured
 from elsa_core.routing.measured import Row
+from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED, reference
-
-
-@dataclass(frozen=True)
-class Route:
-    """How a call would be served, and why.
-
-    Attributes:
-        backend: one of `names()` but "auto".
-        schedule: how keys and queries are cut, in words.
-        precision: the precision asked for.
-        arithmetic: what that precision means on this backend.
-        reasons: one line for each backend that was asked first and could not serve the call, and
-            for anything the caller should know (a measured table, a gradient path, dropout).
-    """
-
-    backend: str
-    schedule: str
-    precision: str
-    arithmetic: str
-    reasons: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self) | {"reasons": list(self.reasons)}
 
 
 class Chosen(NamedTuple):
