@@ -61,7 +61,8 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     if not outcome.ok:
         raise VerdictError(f"check failed: {failure(outcome.failures)}")
     if loaded.report is None:
-        session.line(f"Next: {session.again('patch', '-o', 'DIR')}", "dim")
+        step = session.again("patch", "-o", "DIR", without=("--grad",), valued=("--path",))
+        session.line(f"Next: {step}", "dim")
 
 
 def failure(lines: tuple[str, ...]) -> str:

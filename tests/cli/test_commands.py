@@ -161,6 +161,8 @@ def test_check_by_paths(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     answer = elsa("check", *FEW, "--path", "eager,compile")
     assert answer.code == 0
+    assert answer.out.splitlines()[-1].startswith("Next: elsa patch vit_tiny_patch16_224")
+    assert "--path" not in answer.out.splitlines()[-1]
     for name in ("model: noise ", "model: noise, compile "):
         assert any(name in line for line in answer.out.splitlines()), answer.out
     torch._dynamo.reset()
