@@ -19,6 +19,7 @@ from elsa_cli.options import (
     pass_session,
     typed,
 )
+from elsa_cli.site_options import scope_option
 
 
 @click.command("inspect", cls=Command)
@@ -35,6 +36,7 @@ from elsa_cli.options import (
     type=FilePath(),
     help="With --all: write the table as Markdown.",
 )
+@scope_option
 @click.option("--html", type=FilePath(), metavar="FILE", help="Write the sites as a page.")
 @click.option("--force", is_flag=True, help="Replace the file of --page or --html.")
 @output_options
@@ -51,8 +53,8 @@ def command(
     force: bool,
     **given: Any,
 ) -> None:
-    """List every attention site of MODEL: class, kind, heads, tokens, share of the FLOPs, and
-    whether it can be patched or why not.
+    """List every attention site of MODEL, with --scope model also its layers: class, kind, heads,
+    tokens, share of the FLOPs, and whether it can be patched or why not.
 
     Of a bundle that `elsa export` wrote its manifest is shown. With --all, every architecture of
     timm, open_clip and torchvision is examined, or those whose name a glob selects
@@ -83,7 +85,7 @@ def command(
     with session.stage("inspecting"):
         from elsa_core.patching.sites import inspect
 
-        found = inspect(loaded.model, loaded.input_size)
+        found = inspect(loaded.model, loaded.input_size, scope=options.scope)
     results = {"model": render.described(loaded, options), "inspection": found.to_dict()}
     session.document("inspect", environment(), results)
     render.header(session, loaded, options)

@@ -17,10 +17,9 @@ from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.errors import UNKNOWN, RunErrors, run_errors
+from elsa_core.model_runs.pair import both
 from elsa_core.model_runs.variants import first_tensor, on_device
-from elsa_core.patching.copies import shared_copy
-from elsa_core.patching.patch import PatchReport, patch, patched_sites
-from elsa_core.patching.sites import find_sites
+from elsa_core.patching.patch import PatchReport
 from elsa_core.proof.cases import ModelInput, as_cases
 
 Progress = Callable[[str, int, int], None]
@@ -219,6 +218,7 @@ def prepare(
     backend: str,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
     step: variants.Calling | None = None,
 ) -> Prepared:
     """Copy, patch and build; a model that is patched already keeps its patches.
@@ -234,7 +234,7 @@ def prepare(
     first = first_tensor(arguments)
     names = variants.chosen(baselines, first.device)
     tell("patching", 0, 0)
-    plain, patched, report = _both(model, precision, backend, include, exclude)
+    plain, patched, report = both(model, precision, backend, include, exclude, scope)
     built = variants.build(plain, patched, arguments, (*names, *variants.ours(names)), tell, step)
     return Prepared(plain, patched, arguments, first, report, built, step is not None)
 
@@ -288,31 +288,6 @@ def timed(
 def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
     fit = (run for run in runs if run.patched is patched and run.name != variants.CONTROL)
     return min(fit, key=lambda run: run.seconds).name
-
-
-def _both(
-    model: nn.Module, precision: str, backend: str,
-    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None,
-) -> tuple[nn.Module, nn.Module, PatchReport]:  # fmt: skip
-    """Copies over the same weights: unpatched and patched."""
-    plain = variants.unpatched_copy(model)
-    already = patched_sites(model)
-    if not already:
-        patched = shared_copy(plain)
-        report = patch(
-            patched, precision=precision, backend=backend, include=include, exclude=exclude
-        )
-        return plain, patched, report
-    patched = shared_copy(model).eval()
-    one = vars(next(iter(already.values())))
-    everything = find_sites(patched)
-    report = PatchReport(
-        tuple(site for site in everything if site.patched),
-        tuple(site for site in everything if not site.patched),
-        str(one["elsa_precision"]),
-        str(one["elsa_backend"]),
-    )
-    return plain, patched, report
 
 
 class _Judge:

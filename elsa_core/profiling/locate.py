@@ -20,6 +20,7 @@ from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Prepared, Progress
 from elsa_core.model_runs.variants import first_tensor
+from elsa_core.patching import adapters
 from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.patch import PatchReport, patched_sites
 from elsa_core.patching.sites import AttentionSite, find_sites, inspect
@@ -253,12 +254,24 @@ def _profiled(cuts: Sequence[Cut], busy_seconds: float, seed: int) -> Ratio:
 def _sites_of(plain: nn.Module, report: PatchReport, first: Tensor) -> tuple[AttentionSite, ...]:
     """The sites whose times add up, with tokens where they can be found out, and whether elsa
     serves them."""
-    everything: tuple[AttentionSite, ...] = find_sites(plain)
+    everything: tuple[AttentionSite, ...] = find_sites(plain, report.scope)
     if first.dim() == 4:
         with contextlib.suppress(ElsaError):  # only the tokens are missing then
-            everything = inspect(plain, tuple(first.shape[1:])).sites
+            everything = inspect(plain, tuple(first.shape[1:]), scope=report.scope).sites
     known = {site.path: site for site in (*report.patched, *report.kept)}
-    return tuple(_marked(site, known) for site in outermost(everything))
+    return tuple(_marked(site, known) for site in outermost(everything, _timed(plain, everything)))
+
+
+def _timed(model: nn.Module, sites: Sequence[AttentionSite]) -> dict[str, str]:
+    """Of each block that is watched in a method of its own, the path of its attention."""
+    paths = {module: path for path, module in model.named_modules()}
+    blocks = {site.path: model.get_submodule(site.path) for site in sites}
+    found = {path: adapters.attention_within(block) for path, block in blocks.items()}
+    return {
+        path: paths[inner]
+        for path, inner in found.items()
+        if inner is not None and adapters.entry(blocks[path]) != "forward"
+    }
 
 
 def _marked(site: AttentionSite, known: Mapping[str, AttentionSite]) -> AttentionSite:

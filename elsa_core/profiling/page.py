@@ -135,6 +135,7 @@ _WORDS: Final = {
     "arch": "architecture given", "architecture": "architecture", "weights": "weights",
     "weights_sha256": "SHA-256 of the weights", "baselines": "measured against",
     "backend": "kernels asked for", "include": "sites included", "exclude": "sites excluded",
+    "scope": "what may be patched",
     "rounds": "rounds at least", "budget_seconds": "budget, seconds", "sites": "sites timed",
     "errors": "errors checked", "device": "device", "date": "measured on (UTC)",
     "python": "Python", "platform": "system", "machine": "architecture of the processor",

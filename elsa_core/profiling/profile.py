@@ -65,6 +65,7 @@ def profile(
     backend: str = "auto",
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
     rounds: int = 20,
     budget_seconds: float = 60.0,
     seed: int = 0,
@@ -80,11 +81,12 @@ def profile(
 
     Args:
         model: any module with attention sites that can be patched. One that is patched already
-            keeps its patches, and `precision`, `backend`, `include` and `exclude` do not matter.
+            keeps its patches; `precision`, `backend`, `include`, `exclude` and `scope` do not
+            matter then.
         inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
         baselines: names of `elsa_core.model_runs.variants.BASELINES`, or "all"; default: "eager"
             on a CPU; on CUDA also "sdpa", "compile" and CUDA graphs. "eager" always takes part.
-        precision, backend, include, exclude: as for `elsa_core.patch`.
+        precision, backend, include, exclude, scope: as for `elsa_core.patch`.
         rounds: samples of each at least; more until the intervals decide.
         budget_seconds: of warming up, rounds and sites; under it there are fewer rounds, but never
             under 3.
@@ -116,7 +118,7 @@ def profile(
     with on_device(device):
         ready = prepare(
             model, arguments, baselines, tell, precision=precision, backend=backend,
-            include=include, exclude=exclude,
+            include=include, exclude=exclude, scope=scope,
         )  # fmt: skip
         if device.type == "cuda":  # compiling and capturing are not what the budget is for
             start = time.perf_counter()

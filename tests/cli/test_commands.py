@@ -295,3 +295,24 @@ def test_stdout_is_one_document_in_a_process_of_its_own(process: Elsa) -> None:
     answer = process("patch", *FEW, "--check", "--json")
     document(answer)
     assert answer.err == ""
+
+
+def test_the_scope_reaches_every_command(elsa: Elsa) -> None:
+    """inspect lists the layers, patch writes them into the plan, and check judges each one."""
+    small = ("vit_tiny_patch16_224", "--img", "32", "--model-kwargs", "depth=1")
+    found = document(elsa("inspect", *small, "--scope", "model", "--json"))["results"]["inspection"]
+    kinds = [site["kind"] for site in found["sites"]]
+    assert found["scope"] == "model" and kinds.count("mlp") == 1 and "patch-embedding" in kinds
+    assert document(elsa("inspect", *small, "--json"))["results"]["inspection"]["scope"] == (
+        "attention"
+    )
+    done = document(elsa("patch", *small, "--scope", "model", "-o", "kept", "--check", "--json"))
+    assert done["results"]["patch"]["scope"] == "model"
+    assert len(done["results"]["check"]["sites"]) == len(kinds)
+    plan = json.loads(Path("kept/elsa_plan.json").read_text())
+    assert plan["scope"] == "model" and "blocks.0.mlp" in plan["sites"]
+    again = document(elsa("check", "kept", "--json"))["results"]
+    assert again["patch"]["scope"] == "model" and again["check"]["ok"]
+    alone = ("--include", "*.mlp", "--scope", "model")
+    assert document(elsa("check", *small, *alone, "--json"))["results"]["routes"] == {}
+    assert "1 of 6 sites patched" in elsa("check", *small, *alone).out

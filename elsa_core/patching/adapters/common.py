@@ -89,9 +89,17 @@ def project(
     return epilogue(layer(x), activation, residual, scale)
 
 
-def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def project_by(
+    site: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    halves: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
     """x @ weight.T + bias with the patched site's precision and backend: [..., K] -> [..., N]."""
-    return served(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
+    return served(
+        x, weight, bias, "none", None, None, site.elsa_precision, site.elsa_backend, *halves
+    )
 
 
 # Activations by their class; of nn.GELU its argument decides.
