@@ -136,6 +136,8 @@ def _described(error: BaseException) -> tuple[int, str]:
 
 def _usage(error: click.UsageError) -> str:
     message = one_line(error.format_message()).rstrip(".")
+    if isinstance(error, click.MissingParameter) and "MODEL" in message:
+        message += "; `elsa list` names models"
     source = _source(error)
     hint = f" (see {error.ctx.command_path} --help)" if error.ctx and not source else ""
     return f"{message}{source}{hint}"

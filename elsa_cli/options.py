@@ -208,6 +208,7 @@ class Options:
     backend: str = "auto"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    scope: str = "auto"
     images: Path | None = None
     paths: tuple[str, ...] | None = None
     grad: bool = False
@@ -352,21 +353,6 @@ def _model_options(function: Function, size: Any, dtype: Any, *, required: bool 
         ),
     ]  # fmt: skip
     options += file_options.all_of_them()
-    return apply(options)(function)
-
-
-def site_options(function: Function) -> Function:
-    """--include and --exclude."""
-    options: list[Callable[[Function], Function]] = [
-        click.option(
-            "--include", multiple=True, metavar="GLOB",
-            help="Only sites whose path matches (repeatable), like 'blocks.*'.",
-        ),
-        click.option(
-            "--exclude", multiple=True, metavar="GLOB",
-            help="Leave sites whose path matches as they are (repeatable).",
-        ),
-    ]  # fmt: skip
     return apply(options)(function)
 
 

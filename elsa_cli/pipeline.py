@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from elsa_core.proof.report import CheckReport
     from elsa_core.routing import Route
 
-_CHOICES = ("precision", "backend", "include", "exclude", "all_sites")
+_CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites")
 
 
 def open_model(session: Session, text: str, options: Options) -> Loaded:
@@ -73,6 +73,7 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
             include=list(options.include) or None,
             exclude=list(options.exclude) or None,
             strict=strict,
+            scope=options.scope,
         )
 
 
@@ -83,8 +84,8 @@ def check_plan_alone() -> None:
     """
     if typed(_CHOICES):
         raise click.UsageError(
-            "--plan names sites and kernels itself: leave --include, --exclude, --precision, "
-            "--backend and --all-sites out"
+            "--plan names sites and kernels itself: leave --include, --exclude, --scope, "
+            "--precision, --backend and --all-sites out"
         )
 
 
@@ -103,7 +104,7 @@ def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
 
 
 def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, Route]:
-    """Which backend serves the patched sites, by their head dimensions.
+    """Which backend serves the patched attention sites, by their head dimensions.
 
     Asking compiles the native library at its first use. A site whose head dimension is not known
     before a run counts as one of 64.
@@ -114,8 +115,10 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
         import torch
 
         from elsa_core.attention import explain
+        from elsa_core.patching.adapters.table import LAYERS
 
-        dims = sorted({site.head_dim or 64 for site in report.patched})
+        attention = [site for site in report.patched if site.kind not in LAYERS]
+        dims = sorted({site.head_dim or 64 for site in attention})
         place = next(loaded.model.parameters())
         found = {}
         for dim in dims:

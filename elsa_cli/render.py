@@ -91,7 +91,9 @@ def inspection(session: Session, found: Inspection) -> None:
 
 
 def kernels(routes: dict[int, Route]) -> str:
-    """The header's words for what serves the patched sites."""
+    """The header's words for what serves the patched attention sites, if there are any."""
+    if not routes:
+        return ""
     names = dict.fromkeys(route.backend for route in routes.values())
     precision = next(iter(routes.values())).precision
     return f" · {'/'.join(names)} kernels, {precision}"

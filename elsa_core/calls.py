@@ -64,6 +64,25 @@ def _watched(observers: int) -> bool:
     )
 
 
+_KINDS: set[Any] = set()
+_MOST_KINDS = 4096
+
+
+def first_of_kind(kind: Any) -> bool:
+    """Whether no call of this kind (a hashable value) was here before.
+
+    Nothing can be loaded while a CUDA graph is recorded. So the first eager call that PyTorch's own
+    kernels serve because it is small, in the run that warms up, has the kernels loaded that serve
+    its like in the graph.
+    """
+    if kind in _KINDS:
+        return False
+    if len(_KINDS) >= _MOST_KINDS:
+        _KINDS.clear()
+    _KINDS.add(kind)
+    return True
+
+
 def exporting_onnx() -> bool:
     """Whether `torch.onnx.export` is tracing: then calls are written in operations it knows."""
     onnx = sys.modules.get("torch.onnx")  # it takes a tenth of a second to import

@@ -16,9 +16,9 @@ from elsa_cli.options import (
     model_options,
     output_options,
     pass_session,
-    site_options,
 )
 from elsa_cli.proof_options import proof_options
+from elsa_cli.site_options import site_options
 
 
 @click.command("check", cls=Command)

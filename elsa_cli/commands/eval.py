@@ -19,8 +19,8 @@ from elsa_cli.options import (
     model_options,
     output_options,
     pass_session,
-    site_options,
 )
+from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
     from elsa_core.evaluating import EvalReport, LabelledImages

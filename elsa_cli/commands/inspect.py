@@ -19,6 +19,7 @@ from elsa_cli.options import (
     pass_session,
     typed,
 )
+from elsa_cli.site_options import scope_option
 
 
 @click.command("inspect", cls=Command)
@@ -35,7 +36,9 @@ from elsa_cli.options import (
     type=FilePath(),
     help="With --all: write the table as Markdown.",
 )
-@click.option("--force", is_flag=True, help="With --all: replace the file of --page.")
+@scope_option
+@click.option("--html", type=FilePath(), metavar="FILE", help="Write the sites as a page.")
+@click.option("--force", is_flag=True, help="Replace the file of --page or --html.")
 @output_options
 @pass_session
 def command(
@@ -46,28 +49,34 @@ def command(
     checked: bool,
     state: Path | None,
     page: Path | None,
+    html: Path | None,
     force: bool,
     **given: Any,
 ) -> None:
-    """List every attention site of MODEL: class, kind, heads, tokens, share of the FLOPs, and
-    whether it can be patched or why not.
+    """List every attention site of MODEL, with --scope model also its layers: class, kind, heads,
+    tokens, share of the FLOPs, and whether it can be patched or why not.
 
     Of a bundle that `elsa export` wrote its manifest is shown. With --all, every architecture of
     timm, open_clip and torchvision is examined, or those whose name a glob selects
     ('timm:swin*', 'open_clip:*').
     """
-    from elsa_cli import coverage_view, pipeline, render
+    from elsa_cli import coverage_view, pipeline, render, targets
     from elsa_cli.probes import environment
+    from elsa_cli.version import version
 
     if everything:
-        if alone := typed(field.name for field in fields(Options)):
+        if alone := typed((*(field.name for field in fields(Options)), "html")):
             raise click.UsageError(f"{alone[0]} is not for --all: it takes models as they are")
         coverage_view.run(session, model, checked, state, page, force)
         return
-    if alone := typed(("checked", "state", "page", "force")):
+    if alone := typed(("checked", "state", "page")):
         raise click.UsageError(f"{alone[0]} goes with --all")
     if model is None:
         raise click.UsageError("missing MODEL; --all inspects every architecture")
+    if html is not None:
+        targets.check_new(html, force)
+    elif typed(("force",)):
+        raise click.UsageError("--force goes with --html, or with --all and --page")
     options = Options.of(given)
     if _is_bundle(model):
         _show_bundle(session, Path(model))
@@ -76,7 +85,7 @@ def command(
     with session.stage("inspecting"):
         from elsa_core.patching.sites import inspect
 
-        found = inspect(loaded.model, loaded.input_size)
+        found = inspect(loaded.model, loaded.input_size, scope=options.scope)
     results = {"model": render.described(loaded, options), "inspection": found.to_dict()}
     session.document("inspect", environment(), results)
     render.header(session, loaded, options)
@@ -84,8 +93,17 @@ def command(
     good = [site for site in found.sites if site.patchable]
     session.line(_verdict(loaded.name, len(good), len(found.sites), found.total_flops),
                  "bold", even_quiet=True)  # fmt: skip
+    if html is not None:
+        from elsa_core.patching import page as sites_page
+
+        about = f"weights: {loaded.weights} · {options.dtype} · elsa {version()}"
+        session.written.append(sites_page.write(loaded.name, about, found, html))
+        session.line(f"html: {html}")
     if good:
-        session.line(f"Next: {session.again('patch', '--check')}", "dim")
+        session.line(
+            f"Next: {session.again('patch', '--check', without=('--force',), valued=('--html',))}",
+            "dim",
+        )
 
 
 def _is_bundle(model: str) -> bool:

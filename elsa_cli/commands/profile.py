@@ -22,10 +22,10 @@ from elsa_cli.options import (
     output_options,
     pass_session,
     resolve_device,
-    site_options,
     swept_model_options,
     typed,
 )
+from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
     from elsa_core.profiling.sweep import Configuration, Plan
@@ -209,6 +209,7 @@ def _planned(
     settings = {
         "baselines": list(baselines), "backend": given["backend"],
         "include": list(given["include"]), "exclude": list(given["exclude"]),
+        "scope": given["scope"],
         "rounds": given["rounds"], "budget_seconds": given["budget"],
         "sites": sites, "device": str(device),
         "errors": not (sites is False or given["no_errors"]), "train": given["train"],
@@ -216,6 +217,7 @@ def _planned(
     options = {
         "baselines": baselines, "backend": given["backend"],
         "include": list(given["include"]) or None, "exclude": list(given["exclude"]) or None,
+        "scope": given["scope"],
         "rounds": given["rounds"], "budget_seconds": given["budget"],
     }  # fmt: skip
     if not given["train"]:

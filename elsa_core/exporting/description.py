@@ -52,6 +52,7 @@ def describe(
             "dtype": dtype_name(exported.dtype),
             "device": exported.device,
             "precision": exported.plan.precision,
+            "scope": exported.plan.scope,
             "sites": list(exported.plan.sites),
             "reloads_in_elsa": exported.loaded is not None,
             # What the architecture's name says and the weights' file does not.

@@ -14,6 +14,7 @@ from elsa_core.exporting.reference import BATCH_SIZES
 from elsa_core.exporting.towers import TextTower
 from elsa_core.loading.plan import Plan
 from elsa_core.loading.recipe import Preprocess
+from elsa_core.patching.layers import patched_scope
 from elsa_core.patching.patch import patched_sites
 from elsa_core.patching.probe import resolved_input_size
 from elsa_core.proof.cases import generated_inputs, text_shape
@@ -108,7 +109,7 @@ def export_target(
         preprocess=_preprocess(model, loaded) if found[0].ndim == 4 else None,
         dtype=dtype,
         device=device.type,
-        plan=_plan(sites),
+        plan=_plan(model, sites),
         name=type(model).__name__ if loaded is None else loaded.name,
         weights="the model's own" if loaded is None else loaded.weights,
         tower="text" if isinstance(model, TextTower) else loaded.tower if loaded else None,
@@ -188,7 +189,7 @@ def _names(inputs: tuple[Tensor, ...]) -> tuple[str, ...]:
     return tuple(f"input_{index}" for index in range(len(inputs)))
 
 
-def _plan(sites: Mapping[str, nn.Module]) -> Plan:
+def _plan(model: nn.Module, sites: Mapping[str, nn.Module]) -> Plan:
     """The plan that repeats the patching of these sites."""
     ways = {(vars(m)["elsa_precision"], vars(m)["elsa_backend"]) for m in sites.values()}
     if len(ways) > 1:
@@ -196,7 +197,7 @@ def _plan(sites: Mapping[str, nn.Module]) -> Plan:
             "export: the sites are patched with several precisions or backends; patch with one"
         )
     precision, backend = ways.pop()
-    return Plan(precision, backend, (), (), tuple(sites))
+    return Plan(precision, backend, (), (), tuple(sites), scope=patched_scope(model))
 
 
 def _preprocess(model: nn.Module, loaded: Loaded | None) -> Preprocess | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from elsa_core.patching.text import sites_of
+
 _TORCH = """## Python with torch
 
 ```bash
@@ -47,7 +49,7 @@ def readme(manifest: dict[str, Any]) -> str:
     parts = [
         f"# {model['name']}\n\n"
         f"Exported by elsa {manifest['elsa_version']}: {model['weights']}, {model['dtype']}, "
-        f"{len(model['sites'])} attention sites on exact linear-scan attention "
+        f"{len(model['sites'])} {sites_of(model['scope'])} on exact linear-scan attention "
         f"(precision {model['precision']}). Everything about it is in manifest.json.\n"
     ]
     parts.append(_tensors(manifest))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from elsa_core.version import __version__
 
 if TYPE_CHECKING:
     from elsa_core.patching.patch import PatchReport
+    from elsa_core.patching.sites import AttentionSite
 
 PLAN_NAME = "elsa_plan.json"
 SCHEMA_VERSION = 1
@@ -25,6 +27,8 @@ class Plan:
     """The arguments of `patch` and the paths of the sites that it patched.
 
     `kept` are (path, reason) of sites left alone on purpose, because a profile found them slower.
+    In the scope "model" a projection goes with the attention that it lies in, whose time a profile
+    measures as one, unless `include`, `exclude` or `kept` say otherwise.
     """
 
     precision: str
@@ -33,6 +37,7 @@ class Plan:
     exclude: tuple[str, ...]
     sites: tuple[str, ...]
     kept: tuple[tuple[str, str], ...] = ()
+    scope: str = "attention"
 
     def to_dict(self) -> dict[str, Any]:
         """Return elsa_plan.json."""
@@ -45,6 +50,7 @@ class Plan:
             "exclude": list(self.exclude),
             "sites": list(self.sites),
             "kept": dict(self.kept),
+            "scope": self.scope,
         }
 
 
@@ -56,6 +62,7 @@ def plan_of(report: PatchReport) -> Plan:
         _names(report.include),
         _names(report.exclude),
         tuple(site.path for site in report.patched),
+        scope=report.scope,
     )
 
 
@@ -83,9 +90,12 @@ def read_plan(path: Path) -> Plan:
         raise ModelError(f"{path}: kept must map sites to reasons")
     if not lists[2]:
         raise ModelError(f"{path} names no sites: nothing was patched in it")
+    scope = content.get("scope", "attention")  # plans of elsa 0.1 do not say it
+    if scope not in ("attention", "model"):
+        raise ModelError(f"{path}: scope must be attention or model")
     include, exclude, sites = (tuple(values or ()) for values in lists)
     reasons = tuple((str(site), why[:200]) for site, why in kept.items())
-    return Plan(str(texts[0]), str(texts[1]), include, exclude, sites, reasons)
+    return Plan(str(texts[0]), str(texts[1]), include, exclude, sites, reasons, str(scope))
 
 
 def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
@@ -96,18 +106,22 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
     """
     from elsa_core.patching.patch import patch
     from elsa_core.patching.sites import find_sites
+    from elsa_core.patching.text import sites_of
 
     modules = dict(model.named_modules())
     absent = [site for site in plan.sites if site not in modules]
     if absent:
         raise ModelError(f"{path} does not fit the model: it has no module {absent[0][:120]!r}")
-    reasons = {site.path: "" if site.patchable else site.reason for site in find_sites(model)}
+    found = find_sites(model, plan.scope)
+    reasons = {site.path: "" if site.patchable else site.reason for site in found}
     for site in plan.sites:
-        if why := reasons.get(site, "it is no attention site"):
+        if why := reasons.get(site, f"it is none of its {sites_of(plan.scope)}"):
             raise ModelError(f"{path} does not fit the model: {site!r} was not patched: {why}")
-    include = [_literal(site) for site in plan.sites]
+    include = [_literal(site) for site in (*plan.sites, *_projections(model, plan, found))]
     try:
-        report = patch(model, precision=plan.precision, backend=plan.backend, include=include)
+        report = patch(
+            model, precision=plan.precision, backend=plan.backend, include=include, scope=plan.scope
+        )
     except (ArgumentError, NothingPatchedError) as error:
         raise ModelError(f"{path} cannot be applied: {error}") from None
     why_kept = dict(plan.kept)
@@ -116,6 +130,24 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
         for site in report.kept
     )
     return dataclasses.replace(report, kept=left, include=plan.include, exclude=plan.exclude)
+
+
+def _projections(model: nn.Module, plan: Plan, found: Sequence[AttentionSite]) -> Iterator[str]:
+    """The layers within the plan's attention modules that it neither names nor leaves out."""
+    from elsa_core.patching.adapters import attention_within
+    from elsa_core.patching.adapters.table import LAYERS
+    from elsa_core.patching.patch import why_not_selected
+
+    paths = {module: path for path, module in model.named_modules()}
+    named = {*plan.sites, *(path for path, _ in plan.kept)}
+    attention = [site.path for site in found if site.kind not in LAYERS and site.path in plan.sites]
+    modules = [model.get_submodule(path) for path in attention]
+    around = tuple(f"{paths[attention_within(module) or module]}." for module in modules)
+    for site in found:
+        if site.kind in LAYERS and site.path.startswith(around) and site.path not in named:
+            left = why_not_selected(site.path, plan.include, plan.exclude)
+            if site.patchable and left is None:
+                yield site.path
 
 
 def _literal(path: str) -> str:

@@ -117,12 +117,12 @@ def patch(
     sites = find_sites(model, scope)
     selected, kept = [], []
     for site in sites:
-        reason = _why_not_selected(site.path, wanted, unwanted)
+        reason = why_not_selected(site.path, wanted, unwanted)
         if reason is None and site.patchable:
             selected.append(site)
         else:
             kept.append(replace(site, reason=reason or site.reason))
-    refused = [site for site in kept if _why_not_selected(site.path, wanted, unwanted) is None]
+    refused = [site for site in kept if why_not_selected(site.path, wanted, unwanted) is None]
     if not selected:
         raise NothingPatchedError(_nothing_line(model, sites, refused, sites_of(scope)))
     _check_globs(sites, sites_of(scope), include=wanted, exclude=unwanted)
@@ -247,7 +247,8 @@ def _check_globs(sites: Sequence[AttentionSite], what: str, **given: tuple[str, 
                 )
 
 
-def _why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
+def why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
+    """Why include and exclude leave a site out; None where they do not."""
     hit = next((glob for glob in exclude if fnmatchcase(path, glob)), None)
     if hit is not None:
         return f"excluded by {hit!r}"

@@ -19,11 +19,13 @@ from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Prepared, Progress
+from elsa_core.model_runs.variants import first_tensor
+from elsa_core.patching import adapters
+from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.patch import PatchReport, patched_sites
 from elsa_core.patching.sites import AttentionSite, find_sites, inspect
 from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
 from elsa_core.profiling.timeline import Cut, Marked, timelines
-from elsa_core.proof.cases import chunks
 from elsa_core.proof.check import check
 
 # The watched models take part in the rounds under names that no baseline has.
@@ -32,7 +34,7 @@ _PAIR: Final = ("eager", "patched")
 _SHARE: Final = 0.25  # of the budget, for the sites
 _SHARE_ASKED: Final = 0.5  # where they were asked for
 _LEAST_ROUNDS: Final = FEWEST_ROUNDS + 2  # that the sites' budget has to have room for
-_CHECK_CALLS: Final = 12  # forwards of one image that take as long as a check of errors, roughly
+_CHECK_CALLS: Final = 12  # forwards that take as long as a check of errors, roughly
 _COVERED: Final = 0.05  # by which the rows' sum may differ from the whole
 _DISTURBED: Final = 0.1  # by which the profiler may slow a graph whose sites it tells apart
 
@@ -53,7 +55,7 @@ class Asked:
 
     Attributes:
         sites: whether to time them; None: on a CPU only if the budget has room left for it.
-        errors: with sites, also check each one's error on one image against float64.
+        errors: with sites, also check each one's error on the same inputs against float64.
         settings: rounds, budget and seed of the whole profile.
         end: when the budget is over, by `time.perf_counter`.
     """
@@ -110,7 +112,7 @@ def locate(
         timed = _from_hooks(ready, places, how, tell)
     more: tuple[str, ...] = ()
     judged: dict[str, tuple[float, float]] = {}
-    if asked.errors and not always and asked.left < _CHECK_CALLS * both / found.batch:
+    if asked.errors and not always and asked.left < _CHECK_CALLS * both:
         more = ("the budget ended before the sites' errors were checked: --sites checks them",)
     elif asked.errors:
         tell("errors", 0, 0)
@@ -161,7 +163,7 @@ def _watched(
     contenders: list[Contender] = []
     clocks: dict[str, SiteClock] = {}
     for name, source in zip(_WATCHED, (ready.plain, ready.patched), strict=True):
-        copied = variants.shared_copy(source)
+        copied = shared_copy(source)
         clocks[name] = SiteClock(copied, [site.path for site in places], ready.first.device)
         contenders.append(Contender(name, _caller(copied, ready.arguments)))
     return contenders, clocks
@@ -213,7 +215,7 @@ def _timelines(
     paths = [site.path for site in places]
     try:
         marked = [
-            Marked(variants.shared_copy(model), ready.arguments, paths)
+            Marked(shared_copy(model), ready.arguments, paths)
             for model in (ready.plain, ready.patched)
         ]
         lines = timelines(marked, budget_seconds, progress)
@@ -252,12 +254,24 @@ def _profiled(cuts: Sequence[Cut], busy_seconds: float, seed: int) -> Ratio:
 def _sites_of(plain: nn.Module, report: PatchReport, first: Tensor) -> tuple[AttentionSite, ...]:
     """The sites whose times add up, with tokens where they can be found out, and whether elsa
     serves them."""
-    everything: tuple[AttentionSite, ...] = find_sites(plain)
+    everything: tuple[AttentionSite, ...] = find_sites(plain, report.scope)
     if first.dim() == 4:
         with contextlib.suppress(ElsaError):  # only the tokens are missing then
-            everything = inspect(plain, tuple(first.shape[1:])).sites
+            everything = inspect(plain, tuple(first.shape[1:]), scope=report.scope).sites
     known = {site.path: site for site in (*report.patched, *report.kept)}
-    return tuple(_marked(site, known) for site in outermost(everything))
+    return tuple(_marked(site, known) for site in outermost(everything, _timed(plain, everything)))
+
+
+def _timed(model: nn.Module, sites: Sequence[AttentionSite]) -> dict[str, str]:
+    """Of each block that is watched in a method of its own, the path of its attention."""
+    paths = {module: path for path, module in model.named_modules()}
+    blocks = {site.path: model.get_submodule(site.path) for site in sites}
+    found = {path: adapters.attention_within(block) for path, block in blocks.items()}
+    return {
+        path: paths[inner]
+        for path, inner in found.items()
+        if inner is not None and adapters.entry(blocks[path]) != "forward"
+    }
 
 
 def _marked(site: AttentionSite, known: Mapping[str, AttentionSite]) -> AttentionSite:
@@ -268,9 +282,10 @@ def _marked(site: AttentionSite, known: Mapping[str, AttentionSite]) -> Attentio
 def _errors(
     patched: nn.Module, arguments: tuple[Any, ...]
 ) -> tuple[dict[str, tuple[float, float]], tuple[str, ...]]:
-    """(patched, original) error of each patched site on one image, and what went wrong."""
+    """(patched, original) error of each patched site on these inputs, and what went wrong."""
+    rows = len(first_tensor(arguments))
     try:
-        outcome = check(patched, next(chunks(arguments, 1)), stress=False, batch_size=1)
+        outcome = check(patched, arguments, stress=False, batch_size=rows, paths=("eager",))
     except (ElsaError, RuntimeError, MemoryError) as error:
         return {}, (f"errors were not checked: {first_line(error)}",)
     found = {site.path: (site.patched_error, site.original_error) for site in outcome.sites}

@@ -10,6 +10,7 @@ from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.files import write_text
 from elsa_core.loading.plan import Plan
 from elsa_core.measuring.intervals import UNSURE
+from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.profiling.document import DONE, Document
 
 
@@ -55,6 +56,7 @@ def faster(document: Document) -> Plan:
         exclude=tuple(map(str, settings.get("exclude", ()))),
         sites=tuple(path for path in _in_order(verdicts) if path not in kept),
         kept=tuple((path, kept[path]) for path in _in_order(verdicts) if path in kept),
+        scope=_scope(groups),
     )
 
 
@@ -79,6 +81,12 @@ def write(plan: Plan, path: Path) -> Path:
         return write_text(json.dumps(plan.to_dict(), indent=2) + "\n", path)
     except OSError as error:
         raise UnavailableError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _scope(groups: dict[str, list[Document]]) -> str:
+    """The scope of what was patched: its kinds tell."""
+    kinds = {site["kind"] for members in groups.values() for site in members}
+    return "model" if kinds.intersection(LAYERS) else "attention"
 
 
 def _slower(members: list[Document]) -> tuple[bool, float]:

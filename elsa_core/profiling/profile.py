@@ -15,11 +15,10 @@ from elsa_core.model_runs.runs import (
     ModelRuns,
     Prepared,
     Progress,
-    first_tensor,
-    on_device,
     prepare,
     timed,
 )
+from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.patching.sites import plain_model
 from elsa_core.profiling.locate import Asked, locate
 from elsa_core.profiling.sites import SiteProfile
@@ -66,6 +65,7 @@ def profile(
     backend: str = "auto",
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
     rounds: int = 20,
     budget_seconds: float = 60.0,
     seed: int = 0,
@@ -81,18 +81,20 @@ def profile(
 
     Args:
         model: any module with attention sites that can be patched. One that is patched already
-            keeps its patches, and `precision`, `backend`, `include` and `exclude` do not matter.
+            keeps its patches; `precision`, `backend`, `include`, `exclude` and `scope` do not
+            matter then.
         inputs: a tensor [B, C, H, W], or a tuple of the model's arguments, on its device.
         baselines: names of `elsa_core.model_runs.variants.BASELINES`, or "all"; default: "eager"
             on a CPU; on CUDA also "sdpa", "compile" and CUDA graphs. "eager" always takes part.
-        precision, backend, include, exclude: as for `elsa_core.patch`.
+        precision, backend, include, exclude, scope: as for `elsa_core.patch`.
         rounds: samples of each at least; more until the intervals decide.
         budget_seconds: of warming up, rounds and sites; under it there are fewer rounds, but never
             under 3.
         seed: of the bootstrap.
         sites: also time every attention site, before and after, whatever is left of the budget;
             None: on a CPU only if there is room for it.
-        errors: with sites, also check each site's error on one image against float64.
+        errors: also measure the error of every run's output against float64, and with sites that
+            of each site, both on the inputs that are timed.
         progress: called with (what, steps done, steps in all; 0 unknown).
 
     Returns:
@@ -116,7 +118,7 @@ def profile(
     with on_device(device):
         ready = prepare(
             model, arguments, baselines, tell, precision=precision, backend=backend,
-            include=include, exclude=exclude,
+            include=include, exclude=exclude, scope=scope,
         )  # fmt: skip
         if device.type == "cuda":  # compiling and capturing are not what the budget is for
             start = time.perf_counter()
@@ -126,7 +128,8 @@ def profile(
 def _measured(ready: Prepared, asked: Asked, tell: Progress) -> ProfileReport:
     """The verdict first, then the sites."""
     budget = max(asked.left, asked.settings.budget_seconds / 2)
-    found, samples = timed(ready, replace(asked.settings, budget_seconds=budget), tell)
+    how = replace(asked.settings, budget_seconds=budget)
+    found, samples = timed(ready, how, tell, errors=asked.errors)
     located = locate(ready, found, samples, asked, tell)
     own = {each.name: getattr(found, each.name) for each in fields(ModelRuns)}
     own["warnings"] += located.warnings

@@ -113,15 +113,22 @@ class SiteClock:
         return event
 
 
-def outermost(sites: Sequence[AttentionSite]) -> tuple[AttentionSite, ...]:
-    """The sites that lie in no other one: their times add up."""
-    paths = [site.path for site in sites]
+def outermost(
+    sites: Sequence[AttentionSite], timed: Mapping[str, str] | None = None
+) -> tuple[AttentionSite, ...]:
+    """The sites that lie in no other one: their times add up.
+
+    Args:
+        timed: of a site of which only a part is timed (the attention of a Swin block) the path of
+            that part.
+    """
+    paths = {site.path: (timed or {}).get(site.path, site.path) for site in sites}
     return tuple(
         site
         for site in sites
         if not any(
-            other != site.path and (other == "" or site.path.startswith(f"{other}."))
-            for other in paths
+            own != site.path and (other == "" or site.path.startswith(f"{other}."))
+            for own, other in paths.items()
         )
     )
 

@@ -31,7 +31,8 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
-from elsa_core.routing.measured import scope
+from elsa_core.routing.gradients import recorded
+from elsa_core.routing.measured import eager_least, scope
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
@@ -43,6 +44,7 @@ __all__ = [
     "Chosen",
     "Route",
     "chosen",
+    "eager_least",
     "gradient_name",
     "implementation",
     "kernels_of",
@@ -50,6 +52,7 @@ __all__ = [
     "name_of",
     "names",
     "plain_alone",
+    "recorded",
     "register",
     "route",
     "scope",

@@ -92,6 +92,13 @@ def originals(operator: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=64)
+def eager_least(operator: str, dtype: torch.dtype) -> int:
+    """The multiply-adds from which an eager call on a GPU takes longer there than on the host."""
+    least: int = _table()["eager"][operator].get(dtype_name(dtype), 0)
+    return least
+
+
 def scope(device: torch.device, dtype: torch.dtype) -> str:
     """What `patch` takes over by default: "model" where that was measured to be faster."""
     for row in _table()["scope"]:

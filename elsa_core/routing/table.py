@@ -171,6 +171,7 @@ _TRITON = {
         run=operators.WINDOW_ATTENTION.overload,
         schedule=_whole_windows,
         arithmetic=_split,
+        direct=_late("triton.window.planner", "window_attention"),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),

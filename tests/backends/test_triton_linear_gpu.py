@@ -243,7 +243,7 @@ def launches(monkeypatch):
         return out
 
     monkeypatch.setattr(gate, "_computed", counted)
-    monkeypatch.setattr(gate, "LEAST_WORK", 0)
+    monkeypatch.setattr(gate, "_least", lambda dtype: 0)
     monkeypatch.setattr(gate, "LEAST_TRAINED", 0)
     return counts
 

@@ -72,6 +72,17 @@ def test_inspect_says_what_its_columns_mean(elsa: Elsa) -> None:
     assert "queries:keys" not in elsa("inspect", *TINY).out
 
 
+def test_inspect_writes_a_page(elsa: Elsa) -> None:
+    answer = elsa("inspect", *TINY, "--html", "sites.html")
+    assert (answer.code, answer.err) == (0, "") and "html: sites.html" in answer.out
+    assert answer.out.splitlines()[-1] == "Next: elsa patch vit_tiny_patch16_224 --img 64 --check"
+    page = Path("sites.html").read_text(encoding="utf-8")
+    assert ">blocks.0-11.attn</td>" in page and "12 of 12 attention sites can be patched" in page
+    elsa("inspect", *TINY, "--html", "sites.html").fails(2, "sites.html exists", "--force")
+    assert elsa("inspect", *TINY, "--html", "sites.html", "--force").code == 0
+    elsa("inspect", "--all", "--html", "a.html").fails(2, "--html")
+
+
 def test_an_alias_is_shown(elsa: Elsa) -> None:
     answer = elsa("inspect", "vit_tiny", "--img", "64")
     assert answer.out.startswith("vit_tiny → vit_tiny_patch16_224 · ")
@@ -284,3 +295,24 @@ def test_stdout_is_one_document_in_a_process_of_its_own(process: Elsa) -> None:
     answer = process("patch", *FEW, "--check", "--json")
     document(answer)
     assert answer.err == ""
+
+
+def test_the_scope_reaches_every_command(elsa: Elsa) -> None:
+    """inspect lists the layers, patch writes them into the plan, and check judges each one."""
+    small = ("vit_tiny_patch16_224", "--img", "32", "--model-kwargs", "depth=1")
+    found = document(elsa("inspect", *small, "--scope", "model", "--json"))["results"]["inspection"]
+    kinds = [site["kind"] for site in found["sites"]]
+    assert found["scope"] == "model" and kinds.count("mlp") == 1 and "patch-embedding" in kinds
+    assert document(elsa("inspect", *small, "--json"))["results"]["inspection"]["scope"] == (
+        "attention"
+    )
+    done = document(elsa("patch", *small, "--scope", "model", "-o", "kept", "--check", "--json"))
+    assert done["results"]["patch"]["scope"] == "model"
+    assert len(done["results"]["check"]["sites"]) == len(kinds)
+    plan = json.loads(Path("kept/elsa_plan.json").read_text())
+    assert plan["scope"] == "model" and "blocks.0.mlp" in plan["sites"]
+    again = document(elsa("check", "kept", "--json"))["results"]
+    assert again["patch"]["scope"] == "model" and again["check"]["ok"]
+    alone = ("--include", "*.mlp", "--scope", "model")
+    assert document(elsa("check", *small, *alone, "--json"))["results"]["routes"] == {}
+    assert "1 of 6 sites patched" in elsa("check", *small, *alone).out

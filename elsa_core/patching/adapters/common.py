@@ -5,6 +5,7 @@ Helpers take the module as Any: model libraries are untyped, and attributes diff
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,9 +89,17 @@ def project(
     return epilogue(layer(x), activation, residual, scale)
 
 
-def project_by(site: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def project_by(
+    site: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    halves: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
     """x @ weight.T + bias with the patched site's precision and backend: [..., K] -> [..., N]."""
-    return served(x, weight, bias, precision=site.elsa_precision, backend=site.elsa_backend)
+    return served(
+        x, weight, bias, "none", None, None, site.elsa_precision, site.elsa_backend, *halves
+    )
 
 
 # Activations by their class; of nn.GELU its argument decides.
@@ -121,6 +130,30 @@ def passed(module: nn.Module, x: Tensor) -> Tensor:
         return x
     out: Tensor = module(x)
     return out
+
+
+def is_host_bound(
+    site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object]
+) -> bool:
+    """Whether an eager call on a GPU keeps the original forward, because the host would be waited
+    for: the original's few calls take less of it.
+
+    Args:
+        site: a patched module. operator: "attention" or "linear". x: what it is called with.
+        work: multiply-adds of its largest call of the operator.
+        by_elsa: calls the site by elsa's operators; so the first call of its kind loads kernels for
+            a CUDA graph, and its result is not used.
+    """
+    if calls.watched() or not x.is_cuda or site.elsa_backend != "auto":
+        return False
+    if site.elsa_precision != "strict" or work >= routing.eager_least(operator, x.dtype):
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    if calls.first_of_kind((operator, x.shape, x.dtype, x.device, work)):
+        with torch.no_grad():
+            by_elsa()
+    return True
 
 
 def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:

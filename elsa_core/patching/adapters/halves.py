@@ -40,6 +40,11 @@ def are_read(site: Any, weight: Tensor) -> bool:
     return routing.support(request, kernels).ok
 
 
-def _split(layer: Any) -> tuple[Tensor, Tensor]:
-    halves, powers = SPLIT_WEIGHT.overload(layer.weight.detach().flatten(1))
+def split(weight: Tensor) -> Halves:
+    """Halves [2, N, K] and powers [N] of a weight [N, ...]."""
+    halves, powers = SPLIT_WEIGHT.overload(weight.detach().flatten(1))
     return halves, powers
+
+
+def _split(layer: Any) -> Halves:
+    return split(layer.weight)

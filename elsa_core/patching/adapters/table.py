@@ -67,6 +67,11 @@ _TORCH = (
     Row("nn.modules.conv.Conv2d", PATCHES, "torch_layers.ElsaPatchConv2d"),
     Row("nn.modules.container.Sequential", MLP, "torch_layers.ElsaSequential"),
     Row(
+        "nn.modules.transformer.TransformerEncoderLayer",
+        COMPANION,
+        "torch_layers.ElsaTransformerEncoderLayer",
+    ),
+    Row(
         "nn.modules.activation.MultiheadAttention", GLOBAL, "torch_multihead.ElsaMultiheadAttention"
     ),
 )

@@ -21,6 +21,7 @@ from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
+    is_host_bound,
     join_heads,
     project,
     split_heads,
@@ -54,10 +55,17 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         if weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv):
             shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
             return epilogue(shown, "none", residual, scale)
-        gate = gate_of(self, x)
-        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
-        q, k = self.q_norm(q), self.k_norm(k)
-        return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
+
+        def by_elsa() -> Tensor:
+            gate = gate_of(self, x)
+            q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+            q, k = self.q_norm(q), self.k_norm(k)
+            return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
+
+        if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
+            shown = super().forward(x, attn_mask, **_causal(is_causal))
+            return epilogue(shown, "none", residual, scale)
+        return by_elsa()
 
 
 class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped

@@ -11,7 +11,14 @@ from typing import Any
 from timm.layers.mlp import Mlp, SwiGLU
 from torch import Tensor, nn
 
-from elsa_core.patching.adapters.common import activation_of, is_shown, passed, project
+from elsa_core.operators.linear import epilogue
+from elsa_core.patching.adapters.common import (
+    activation_of,
+    is_host_bound,
+    is_shown,
+    passed,
+    project,
+)
 from elsa_core.patching.adapters.torch_layers import linear_parts, why_not_plain
 
 
@@ -39,7 +46,14 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
         self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
         """residual + scale * forward(x); the two are for calls without dropout."""
-        return _second(self, _activated(self, self.fc1, x), residual, scale)
+
+        def by_elsa() -> Tensor:
+            return _second(self, _activated(self, self.fc1, x), residual, scale)
+
+        work = x.numel() * self.fc1.weight.shape[0]
+        if is_host_bound(self, "linear", x, work, by_elsa):
+            return epilogue(super().forward(x), "none", residual, scale)
+        return by_elsa()
 
 
 class ElsaSwiGLU(SwiGLU):  # type: ignore[misc]  # timm is untyped

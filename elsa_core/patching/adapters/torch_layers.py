@@ -1,5 +1,5 @@
 """PyTorch's own layers on `elsa_core.linear`: `nn.Linear`, the convolution of a patch embedding,
-and chains of linear layers and activations.
+chains of linear layers and activations, the encoder layer.
 
 Read against torch 2.10 to 2.15. On a CPU a recorded program holds PyTorch's own operators: bundles
 of a model patched as a whole need no library for its layers there.
@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elsa_core import calls
 from elsa_core.linear import served
@@ -19,6 +20,7 @@ from elsa_core.patching.adapters.common import (
     activation_of,
     has_hooks,
     is_plain_linear,
+    is_shown,
     passed,
     project,
     why_no_weight,
@@ -117,6 +119,34 @@ class ElsaSequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         return chained(self, input)
+
+
+_FUNCTIONS = {functional.relu: "relu", functional.gelu: "gelu"}
+
+
+class ElsaTransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """PyTorch's encoder layer, whose first linear layer takes the activation: no site itself."""
+
+    elsa_base = nn.TransformerEncoderLayer
+    elsa_companion = True
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
+        """The sites whose products take the layer's terms."""
+        return (module.linear1,)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        activate: Any = self.activation
+        if isinstance(activate, nn.Module):
+            name = "" if is_shown(activate) else activation_of(activate)
+        else:
+            name = _FUNCTIONS.get(activate, "")
+        if not name:
+            return super()._ff_block(x)
+        x = passed(self.dropout, project(self, self.linear1, x, activation=name))
+        return passed(self.dropout2, project(self, self.linear2, x))
 
 
 def why_no_chain(module: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +11,14 @@ from torch import Tensor, nn
 from elsa_core import calls
 from elsa_core.backends.support import Request, Support
 from elsa_core.operators.linear import epilogue, plain, plain_backward, plain_split
+from elsa_core.routing.measured import eager_least
 
-# Of a call outside CUDA graphs and compilers: with fewer multiply-adds eager calls are host-bound,
-# and this kernel takes some microseconds more of the host.
-LEAST_WORK = 1 << 28
-# The same where a gradient is wanted: the operator's formulas take more of the host still.
+# Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 30
 # Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
 # within these bounds.
 HALF_DEPTH = 96
 HALF_ROWS = (2048, 65536)
-MOST_KINDS = 4096
 
 
 def support(request: Request) -> Support:
@@ -140,6 +136,10 @@ def serve(
     return None
 
 
+def _least(dtype: torch.dtype) -> int:
+    return eager_least("linear", dtype)
+
+
 def _plain(input: Tensor, weight: Tensor) -> bool:
     return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
@@ -156,27 +156,14 @@ def _suits(input: Tensor, weight: Tensor) -> bool:
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether the host would be waited for: not where a CUDA graph or a program is recorded."""
-    if calls.recorded() or input.numel() * weight.shape[0] >= LEAST_WORK:
+    if calls.recorded() or input.numel() * weight.shape[0] >= _least(input.dtype):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
 
-_SEEN: set[Any] = set()
-
-
 def _seen(input: Tensor, weight: Tensor) -> bool:
-    """Whether such a small call was here before.
-
-    Nothing can be loaded while a CUDA graph is recorded. So the first small call of its kind, in
-    the run that warms up, has the kernel loaded that serves its like in the graph.
-    """
-    kind = (input.shape, weight.shape, input.dtype, input.device)
-    if kind in _SEEN:
-        return True
-    if len(_SEEN) >= MOST_KINDS:
-        _SEEN.clear()
-    _SEEN.add(kind)
-    return False
+    """Whether such a small call was here before; the first one has its kernels loaded."""
+    return not calls.first_of_kind((input.shape, weight.shape, input.dtype, input.device))
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -1,0 +1,496 @@
+"""`patch(scope="model")`: linear layers, MLPs, patch embeddings and blocks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+import elsa_core as elsa
+from elsa_core import routing
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.loading.plan import apply_plan, plan_of, read_plan
+from elsa_core.patching import adapters, layers
+from elsa_core.patching.adapters import common, torch_layers
+from elsa_core.patching.patch import original, patched_sites
+from elsa_core.patching.sites import find_sites
+
+timm = pytest.importorskip("timm")
+
+VIT = {"img_size": 48, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
+
+
+def vit(**more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", **(VIT | more)).eval()
+
+
+def image(side: int = 48) -> Tensor:
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+class Calls(list[tuple[int, str, bool, bool]]):
+    """What layers ask `served` for: (columns, activation, residual given, scale given)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.halves: list[bool] = []
+        inner = common.served
+
+        def called(x, w, b, activation="none", residual=None, scale=None, *rest, **named):
+            self.append((w.shape[0], activation, residual is not None, scale is not None))
+            self.halves.append(len(rest) == 4 and rest[2] is not None)
+            return inner(x, w, b, activation, residual, scale, *rest, **named)
+
+        for module in (common, torch_layers):
+            monkeypatch.setattr(module, "served", called)
+
+
+def test_a_cpu_keeps_its_layers_by_default():
+    model = vit()
+    report = elsa.patch(model)
+    assert report.scope == "attention" and {site.kind for site in report.patched} == {"global"}
+    assert type(model.head) is nn.Linear and layers.patched_scope(model) == "attention"
+
+
+def test_the_table_says_where_layers_are_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda")
+    assert routing.scope(gpu, torch.float32) == "model"
+    assert routing.scope(gpu, torch.float16) == "attention"
+    assert routing.scope(torch.device("cpu"), torch.float32) == "attention"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert routing.scope(gpu, torch.float32) == "attention"
+
+
+def test_every_layer_of_a_vit_is_a_site():
+    found = elsa.inspect(vit(), scope="model")
+    kinds = Counter(site.kind for site in found.sites)
+    assert kinds == {"global": 2, "linear-layer": 5, "mlp": 2, "patch-embedding": 1}
+    assert found.scope == "model" and all(site.patchable for site in found.sites)
+    # products, all of them: nothing is counted twice and nothing is missing
+    assert sum(site.flops or 0 for site in found.sites) == found.total_flops
+    by_path = {site.path: site for site in found.sites}
+    tokens, width = 10, 32
+    assert by_path["blocks.1.mlp"].flops == 2 * 2 * tokens * width * 4 * width
+    assert by_path["blocks.0.attn.qkv"].flops == 2 * tokens * width * 3 * width
+    assert by_path["patch_embed.proj"].flops == 2 * 9 * width * 3 * 16 * 16
+    assert "10 of 10 sites" in str(found)
+
+
+@pytest.mark.parametrize("init_values", [None, 0.5])
+def test_what_follows_a_product_is_in_its_call(monkeypatch, init_values):
+    model = vit(init_values=init_values)
+    with torch.no_grad():
+        wanted = model(image())
+        elsa.patch(model, scope="model")
+        seen = Calls(monkeypatch)
+        out = model(image())
+    torch.testing.assert_close(out, wanted)
+    scaled = init_values is not None
+    block = [(96, "none", False, False), (32, "none", True, scaled),
+             (128, "gelu", False, False), (32, "none", True, scaled)]  # fmt: skip
+    assert seen == [(32, "none", False, False), *block, *block, (5, "none", False, False)]
+
+
+def test_the_check_judges_every_site():
+    model = vit(init_values=0.5)
+    report = elsa.patch(model, scope="model")
+    verdict = elsa.check(model, image())
+    assert verdict.ok and [s.path for s in verdict.sites] == [s.path for s in report.patched]
+    assert all(site.calls for site in verdict.sites)
+
+
+def test_the_check_sees_a_wrong_layer(monkeypatch):
+    model = vit()
+    elsa.patch(model, scope="model")
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.1.mlp:1e-3")
+    verdict = elsa.check(model, image(), stress=False)
+    assert not verdict.ok and any(line.startswith("blocks.1.mlp") for line in verdict.failures)
+
+
+def test_unpatch_copies_and_pickles():
+    model = vit(init_values=0.5)
+    classes = [type(m) for m in model.modules()]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    wanted = model(image())
+    elsa.patch(model, scope="model")
+    assert model.state_dict().keys() == before.keys()
+    model.load_state_dict(before, strict=True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other.blocks[0].mlp).__name__ == "ElsaMlp"
+        assert type(other.blocks[0]).__name__ == "ElsaBlock"
+        torch.testing.assert_close(other(image()), wanted)
+    with original(model):
+        assert [type(m) for m in model.modules()] == classes
+        assert torch.equal(model(image()), wanted)
+    assert adapters.is_patched(model.head)
+    elsa.unpatch(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert not any("elsa_precision" in vars(m) for m in model.modules())
+
+
+def test_parts_of_an_mlp_are_no_sites():
+    model = vit()
+    elsa.patch(model, scope="model")
+    assert adapters.is_patched(model.blocks[0].mlp.fc1)
+    paths = patched_sites(model)
+    assert "blocks.0.mlp" in paths and "blocks.0.mlp.fc1" not in paths and "blocks.0" not in paths
+    assert layers.patched_scope(model) == "model"
+
+
+def test_globs_choose_among_all_sites():
+    model = vit()
+    report = elsa.patch(model, scope="model", include="blocks.*", exclude="*.mlp")
+    assert {site.path.rpartition(".")[2] for site in report.patched} == {"attn", "qkv", "proj"}
+    assert type(model.blocks[0].mlp.fc1) is nn.Linear and type(model.head) is nn.Linear
+    with pytest.raises(ArgumentError, match="fc1"):
+        elsa.patch(model, scope="model", include=["head", "*.fc1"])
+    with pytest.raises(ArgumentError, match="scope"):
+        elsa.patch(model, scope="everything")
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Wrapped(torch.Tensor):
+    """A weight as quantisers make them."""
+
+
+def test_what_is_no_plain_layer_is_left_alone_with_the_reason():
+    model = vit()
+    model.blocks[0].mlp.fc1 = Doubled(32, 128)
+    quantised = model.blocks[1].attn.qkv
+    quantised.weight = nn.Parameter(quantised.weight.detach().as_subclass(Wrapped), False)
+    parametrize.register_parametrization(model.head, "weight", nn.Identity())
+    wanted = model(image())
+    report = elsa.patch(model, scope="model")
+    reasons = {site.path: site.reason for site in report.kept}
+    assert reasons.keys() == {"blocks.0.mlp.fc1", "blocks.1.attn.qkv", "head"}
+    assert "Doubled" in reasons["blocks.0.mlp.fc1"] and "Wrapped" in reasons["blocks.1.attn.qkv"]
+    assert "Parametrized" in reasons["head"]
+    assert {"blocks.0.mlp.fc2", "blocks.1.mlp"} <= {site.path for site in report.patched}
+    torch.testing.assert_close(model(image()), wanted)
+    with pytest.raises(NothingPatchedError, match="strict"):
+        elsa.patch(model, scope="model", strict=True)
+
+
+def test_dynamically_quantised_layers_are_left_alone():
+    quantised = pytest.importorskip("torch.ao.nn.quantized.dynamic").Linear
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.append(quantised(4, 4))
+    found = {site.path: site for site in find_sites(model, "model")}
+    assert found["0"].patchable and not found["2"].patchable
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["blocks.0.mlp.fc1", "blocks.0.mlp.act", "blocks.0.mlp.fc2", "blocks.0.mlp", "blocks.0.attn",
+     "blocks.0.attn.proj", "blocks.0.ls1", "blocks.0.drop_path2", "blocks.0.mlp.norm", "head"],
+)  # fmt: skip
+def test_hooks_see_what_they_saw(path):
+    model = vit(init_values=0.5)
+    seen: list[tuple[Tensor, Tensor]] = []
+    model.get_submodule(path).register_forward_hook(
+        lambda module, args, out: seen.append((args[0].clone(), out.clone()))
+    )
+    with torch.no_grad():
+        model(image())
+        elsa.patch(model, scope="model")
+        model(image())
+    assert len(seen) == 2
+    for before, after in zip(*seen, strict=True):
+        torch.testing.assert_close(after, before)
+
+
+def test_a_hook_that_changes_an_output():
+    model = vit()
+    model.blocks[0].mlp.fc1.register_forward_hook(lambda module, args, out: out * 2)
+    wanted = model(image())
+    elsa.patch(model, scope="model")
+    torch.testing.assert_close(model(image()), wanted)
+
+
+def test_training_drops_and_learns_as_before():
+    model = vit(proj_drop_rate=0.3, drop_path_rate=0.5, init_values=0.5).train()
+
+    def step() -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss = model(image()).square().sum()
+        loss.backward()
+        return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    loss, grads = step()
+    elsa.patch(model, scope="model")
+    again, own = step()
+    torch.testing.assert_close(again, loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(own[name], grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_recorded_programs_hold_pytorchs_own_layers():
+    """Bundles of the CPU need no library for them, and compilers fuse them as before."""
+    model = vit(init_values=0.5)
+    wanted = model(image())
+    elsa.patch(model, scope="model")
+    program = torch.export.export(model, (image(),))
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert "elsa.linear.default" not in targets and "aten.conv2d.default" in targets
+    torch.testing.assert_close(program.module()(image()), wanted)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(image()), wanted)
+
+
+def test_weights_may_be_tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    x = torch.randn(3, 8)
+    wanted = model(x)
+    elsa.patch(model, scope="model")
+    assert model[2].weight is model[0].weight
+    torch.testing.assert_close(model(x), wanted)
+
+
+def test_a_sequence_of_layers(monkeypatch):
+    """open_clip's and torchvision's MLPs, and what is none."""
+    body = [("c_fc", nn.Linear(8, 16)), ("gelu", nn.GELU("tanh")), ("c_proj", nn.Linear(16, 8))]
+    mlp = nn.Sequential()
+    for name, layer in body:
+        mlp.add_module(name, layer)
+    model = nn.Sequential(mlp, nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 4), nn.Tanh()))
+    x = torch.randn(3, 8)
+    wanted = model(x)
+    report = elsa.patch(model, scope="model")
+    assert {site.path: site.kind for site in report.patched} == {"0": "mlp", "2.0": "linear-layer"}
+    seen = Calls(monkeypatch)
+    torch.testing.assert_close(model(x), wanted)
+    assert seen == [(16, "gelu_tanh", False, False), (8, "none", False, False),
+                    (4, "none", False, False)]  # fmt: skip
+    assert model[0].c_fc.out_features == 16
+
+
+@pytest.mark.parametrize("name", ["MLP", "MLPBlock"])
+def test_torchvision(monkeypatch, name):
+    vision = pytest.importorskip("torchvision")
+    if name == "MLP":
+        mlp = vision.ops.misc.MLP(8, [16, 8], activation_layer=nn.GELU, inplace=None, dropout=0.5)
+    else:
+        mlp = vision.models.vision_transformer.MLPBlock(8, 16, 0.5)
+    model = nn.Sequential(mlp).eval()
+    x = torch.randn(3, 8)
+    wanted = model(x)
+    report = elsa.patch(model, scope="model")
+    assert [site.kind for site in report.patched] == ["mlp"]
+    seen = Calls(monkeypatch)
+    torch.testing.assert_close(model(x), wanted)
+    assert [call[1] for call in seen] == ["gelu", "none"]
+    model.train()
+    torch.manual_seed(0)
+    dropped = model(x)
+    elsa.unpatch(model)
+    torch.manual_seed(0)
+    torch.testing.assert_close(model(x), dropped)
+
+
+def test_gated_mlps(monkeypatch):
+    mlp = pytest.importorskip("timm.layers.mlp")
+    model = nn.ModuleDict({
+        "split": mlp.SwiGLU(8, 12, norm_layer=nn.LayerNorm), "packed": mlp.SwiGLUPacked(8, 24),
+        "conv": mlp.Mlp(8, 16, use_conv=True), "other": mlp.Mlp(8, 16, act_layer=nn.Tanh),
+    }).eval()  # fmt: skip
+    x = torch.randn(3, 8)
+    inputs = {"split": x, "packed": x, "other": x, "conv": torch.randn(1, 8, 2, 2)}
+    wanted = {name: model[name](given) for name, given in inputs.items()}
+    report = elsa.patch(model, scope="model")
+    assert {site.path: site.kind for site in report.patched} == {
+        "split": "mlp", "packed.fc1": "linear-layer", "packed.fc2": "linear-layer",
+        "other.fc1": "linear-layer", "other.fc2": "linear-layer",
+    }  # fmt: skip
+    seen = Calls(monkeypatch)
+    for name, given in inputs.items():
+        torch.testing.assert_close(model[name](given), wanted[name])
+    assert [call[1] for call in seen[:3]] == ["silu", "none", "none"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_patch_embedding_is_a_product(bias):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 10, (4, 2), (4, 2), bias=bias)
+    model = nn.Sequential(conv)
+    assert elsa.patch(model, scope="model").patched[0].kind == "patch-embedding"
+    plain = torch.randn(2, 3, 13, 9)  # what does not fill a window is left out
+    for x in (plain, plain.to(memory_format=torch.channels_last), plain[0], plain[:, :, 1:, 1:]):
+        exact = functional.conv2d(
+            x.double(), conv.weight.double(), None if conv.bias is None else conv.bias.double(),
+            conv.stride,
+        )  # fmt: skip
+        out = model(x)
+        assert out.shape == exact.shape
+        peer = (functional.conv2d(x, conv.weight, conv.bias, conv.stride) - exact).norm()
+        assert (out - exact).norm() <= 2 * peer + 1e-7 * exact.norm()
+    x = plain.double().requires_grad_()
+    assert torch.autograd.gradcheck(model.double(), x)
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 4, 2, 2, padding=1), nn.Conv2d(4, 4, 2, 2, groups=2),
+     nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 2, 2, dilation=2)],
+)  # fmt: skip
+def test_other_convolutions_are_no_sites(conv):
+    assert find_sites(nn.Sequential(conv), "model") == ()
+
+
+def test_a_plan_knows_the_scope(tmp_path):
+    model = vit()
+    report = elsa.patch(model, scope="model", exclude="head")
+    plan = plan_of(report)
+    elsa.unpatch(model)
+    again = apply_plan(model, plan, tmp_path)
+    assert again.scope == "model" and again.patched == report.patched
+    # a profile's plan has one row for attention and its projections
+    bare = dataclasses.replace(plan, sites=("blocks.0.attn", "blocks.1.mlp"), exclude=())
+    elsa.unpatch(model)
+    paths = [site.path for site in apply_plan(model, bare, tmp_path).patched]
+    assert paths == ["blocks.0.attn", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.mlp"]
+
+
+def test_a_plan_of_no_scope(tmp_path):
+    model = vit()
+    content = plan_of(elsa.patch(model)).to_dict()
+    file = tmp_path / "elsa_plan.json"
+    del content["scope"]  # as elsa wrote it before there were scopes
+    file.write_text(json.dumps(content))
+    assert read_plan(file).scope == "attention"
+    file.write_text(json.dumps(content | {"scope": ["model"]}))
+    with pytest.raises(ModelError, match="scope"):
+        read_plan(file)
+
+
+@pytest.fixture
+def reads_halves(monkeypatch):
+    """As where a kernel reads halves: on sm_90."""
+    from elsa_core.patching.adapters import halves
+
+    monkeypatch.setattr(halves, "are_read", lambda site, weight: weight.dtype == torch.float32)
+
+
+def frozen(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each product of a forward, whether it was given halves."""
+    with monkeypatch.context() as patch, torch.no_grad():
+        seen = Calls(patch)
+        model(image())
+    return seen.halves
+
+
+def test_frozen_layers_keep_their_halves(reads_halves, monkeypatch):
+    model = vit()
+    elsa.patch(model, scope="model")
+    assert not any(frozen(model, monkeypatch))
+    with torch.no_grad():
+        wanted = model(image())
+    report = elsa.freeze(model)
+    matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert report.tensors == 2 * len(matrices)
+    powers = sum(4 * weight.shape[0] for weight in matrices)
+    assert report.nbytes == sum(4 * weight.numel() for weight in matrices) + powers
+    assert all(frozen(model, monkeypatch))
+    with torch.no_grad():
+        assert torch.equal(model(image()), wanted)
+    assert not any(frozen(copy.deepcopy(model), monkeypatch))
+    assert model.state_dict().keys() == vit().state_dict().keys()
+    assert elsa.unfreeze(model) == len(matrices)
+    assert not any(frozen(model, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    "thaw",
+    [
+        lambda model: model.train().eval(),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: model.double().float(),
+        lambda model: [p.data.mul_(1) for p in model.parameters()] and elsa.refresh(model),
+        lambda model: [p.detach().mul_(1) for p in model.parameters()],
+        lambda model: model(image()),  # wants gradients: an optimizer may follow
+        elsa.unpatch,
+    ],
+    ids=["train", "load", "cast", "refresh", "write", "gradients", "unpatch"],
+)
+def test_what_ends_a_freeze(reads_halves, monkeypatch, thaw):
+    model = vit()
+    elsa.patch(model, scope="model")
+    elsa.freeze(model)
+    assert all(frozen(model, monkeypatch))
+    thaw(model)
+    assert not any(frozen(model, monkeypatch))
+
+
+def test_a_cpu_has_no_halves_to_keep():
+    model = vit()
+    elsa.patch(model, scope="model")
+    assert elsa.freeze(model).tensors == 0
+
+
+def test_frozen_attention_of_pytorch(reads_halves, monkeypatch):
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        wanted = model(x)
+        elsa.patch(model, scope="model")
+        seen = Calls(monkeypatch)
+        torch.testing.assert_close(model(x), wanted)
+        assert [call[:2] for call in seen] == [
+            (48, "none"), (16, "none"), (32, "relu"), (16, "none")]  # fmt: skip
+        assert not any(seen.halves)
+        seen.halves.clear()
+        assert elsa.freeze(model).tensors == 8
+        torch.testing.assert_close(model(x), wanted)
+        assert len(seen.halves) == 4 and all(seen.halves)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.SiLU(), nn.Tanh()])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_of_pytorch(activation, norm_first):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.3, activation, norm_first=norm_first)
+    model, x = nn.Sequential(layer), torch.randn(5, 2, 16)
+    torch.manual_seed(1)
+    wanted = model(x)
+    elsa.patch(model, scope="model", exclude="*.self_attn")
+    torch.manual_seed(1)
+    torch.testing.assert_close(model(x), wanted)
+    assert type(pickle.loads(pickle.dumps(model))[0]).__name__ == "ElsaTransformerEncoderLayer"
+    elsa.unpatch(model)
+    assert type(model[0]) is nn.TransformerEncoderLayer
+
+
+def test_a_swin_block_adds_in_the_product(monkeypatch):
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=32, window_size=4, patch_size=2, embed_dim=16,
+        depths=(2, 2), num_heads=(2, 2), num_classes=5,
+    ).eval()  # fmt: skip
+    x = image(32)
+    with torch.no_grad():
+        wanted = model(x)
+        report = elsa.patch(model, scope="model")
+        assert "layers.1.downsample.reduction" in {site.path for site in report.patched}
+        seen = Calls(monkeypatch)
+        torch.testing.assert_close(model(x), wanted)
+    assert seen.count((16, "none", True, False)) == seen.count((64, "gelu", False, False)) == 2
+    verdict = elsa.check(model, x, stress=False)
+    windows = {site.path for site in report.patched if site.kind == "window"}
+    assert verdict.ok and len(windows) == 4
+    # the check's own hooks on the projections within must not send a block to its original
+    assert all(site.operator_calls for site in verdict.sites if site.path in windows)
