@@ -327,7 +327,7 @@ def test_a_disk_that_is_full(quick: Any, tmp_path: Path, monkeypatch: pytest.Mon
     try:
         with pytest.raises(UnavailableError, match="MB are free"):
             quick(small / "out", formats=("torchscript", "onnx", "pt2"))
-        monkeypatch.setattr(bundling, "_check_room", lambda *_: None)
+        monkeypatch.setattr(bundling, "_check_disk_space", lambda *_: None)
         for zipped in (False, True):
             with pytest.raises(UnavailableError, match="No space left"):
                 quick(small / "out", zip=zipped)
