@@ -79,6 +79,12 @@ def judge(session: Session, own: Document, other: Document) -> None:
     times = (">ms now/then",) if found.same_machine else ()
     columns = ("case", ">ratio", ">", ">published", ">", *times, "")
     session.table(columns, rows)
+    if not found.same_machine:
+        here = environment.label(own["environment"])
+        session.line(
+            f"Not the same processor (here {here}): ratios to the peers of each run are compared, "
+            "times are not; a ratio may differ because the processor does.", "dim"
+        )  # fmt: skip
     worse = found.regressions
     missing = f"; {len(found.missing)} of its cases were not measured" if found.missing else ""
     line = f"{len(found.rows)} cases compared, {len(worse)} worse{missing}"
@@ -86,7 +92,9 @@ def judge(session: Session, own: Document, other: Document) -> None:
     if worse:
         named = ", ".join(row.name for row in worse[:5])
         more = f" and {len(worse) - 5} more" if len(worse) > 5 else ""
-        raise VerdictError(f"worse than published: {named}{more}")
+        busy = own["results"].get("busy")
+        free = f"; the machine was not free: {busy}" if busy else ""
+        raise VerdictError(f"worse than published: {named}{more}{free}")
 
 
 def _compared(own: Document, other: Document) -> Comparison:

@@ -10,7 +10,6 @@ import errno
 import io
 import json
 import logging
-import math
 import os
 import shlex
 import sys
@@ -19,11 +18,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elsa_cli import signals
 from elsa_cli.errors import INTERRUPTED, OutputError, cut, one_line, printable
+from elsa_cli.plain import jsonable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 Update = Callable[[str, int, int], None]
+_Words = tuple[str, ...]
 
 # For terminals and files whose encoding lacks a character that elsa's own texts use.
 _ASCII = {"·": "-", "→": "->", "…": "...", "✓": "ok", "✗": "no", "≤": "<=", "—": "-"}
@@ -112,9 +114,16 @@ class Session:
         # A file or a pipe gets the line whole, so that it can be searched.
         self._draw(console, Text(self.fit(text), style=style), whole=not console.is_terminal)
 
-    def again(self, command: str, *added: str, without: tuple[str, ...] = ()) -> str:
-        """A next step: this command line as `command`, with words added and flags left out."""
-        words = [word for word in self.arguments[1:] if word not in without]
+    def again(self, command: str, *added: str, without: _Words = (), valued: _Words = ()) -> str:
+        """A next step: this command line as `command`, with words added and flags left out, those
+        that are `valued` with their values."""
+        words = [
+            word
+            for last, word in pairwise(self.arguments)
+            if word not in (*without, *valued)
+            and last not in valued
+            and not word.startswith(tuple(f"{flag}=" for flag in valued))
+        ]
         return shlex.join(["elsa", command, *words, *(a for a in added if a not in words)])
 
     def table(
@@ -384,17 +393,3 @@ class _Relay(logging.Handler):
             self._session.log(f"{record.name}: {record.getMessage()}")
         elif record.name.startswith("elsa") and record.levelno >= logging.WARNING:
             self._session.warn(record.getMessage())
-
-
-def jsonable(value: Any) -> Any:
-    """`value` as plain JSON data: paths and other objects as text, non-finite floats as null,
-    because JSON has no such numbers."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [jsonable(item) for item in value]
-    return str(value)

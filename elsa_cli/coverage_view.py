@@ -13,7 +13,7 @@ from elsa_cli import targets
 from elsa_cli.console import Session
 
 if TYPE_CHECKING:
-    from elsa_core.patching.coverage import Coverage
+    from elsa_core.surveying.coverage import Coverage
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     if state is not None:
         targets.check_writable(state)
     with session.stage("listing architectures"):
-        from elsa_core.patching import catalogue, coverage
+        from elsa_core.surveying import catalogue, coverage
 
         names = catalogue.architectures(match or "*")
     if not names:

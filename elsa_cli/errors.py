@@ -136,6 +136,8 @@ def _described(error: BaseException) -> tuple[int, str]:
 
 def _usage(error: click.UsageError) -> str:
     message = one_line(error.format_message()).rstrip(".")
+    if isinstance(error, click.MissingParameter) and "MODEL" in message:
+        message += "; `elsa list` names models"
     source = _source(error)
     hint = f" (see {error.ctx.command_path} --help)" if error.ctx and not source else ""
     return f"{message}{source}{hint}"
@@ -167,7 +169,7 @@ def _system(error: BaseException) -> tuple[int, str] | None:
         line = f"out of memory: {_memory_hint()}" + (f" ({detail})" if detail else "")
         return ENVIRONMENT, line
     if isinstance(error, ImportError) and not str(error.name).startswith("elsa"):
-        hint = "install or repair it; `elsa doctor` shows what is there"
+        hint = "install it again; `elsa doctor` shows what is there"
         return ENVIRONMENT, f"{error.name or 'a package'} cannot be imported: {error}; {hint}"
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" {one_line(error.filename)}" if error.filename else ""

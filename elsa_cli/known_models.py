@@ -58,17 +58,19 @@ def installed() -> list[KnownModel]:
 
 
 def matching(models: Iterable[KnownModel], glob: str | None) -> list[KnownModel]:
-    """The models whose name a glob selects; a text without wildcards is looked for anywhere."""
+    """The models whose name a glob selects; a text without wildcards is looked for anywhere, and
+    names that begin with it come first."""
     if not glob:
         return list(models)
     wanted = glob.lower() if re.search(r"[*?\[]", glob) else f"*{glob.lower()}*"
-    return [
+    found = [
         model
         for model in models
         if fnmatchcase(model.name.lower(), wanted)
         or fnmatchcase(f"{model.library}:{model.name}".lower(), wanted)
         or fnmatchcase(model.name.rpartition(":")[2].lower(), wanted)
     ]
+    return sorted(found, key=lambda model: not model.name.lower().startswith(glob.lower()))
 
 
 def read(path: Path) -> tuple[str, list[KnownModel]]:

@@ -9,6 +9,7 @@ import click
 
 from elsa_cli import names
 from elsa_cli.console import Session
+from elsa_cli.lazy_compiler import import_timm
 from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
         # The device is asked for first: a missing one is known before seconds go into loading.
         device = resolve_device(options.device)
     with session.stage(f"looking up {text}", imports=True):
+        import_timm()
         from elsa_core.loading.load import load_model
         from elsa_core.loading.spec import parse
 

@@ -200,7 +200,7 @@ def _direct(
         if not return_lse and row.holds(shape, others):
             out = serve(*arguments)
             if out is not None:
-                return out, out  # nobody reads the second
+                return out, out  # the lse was not asked for
     result: tuple[Tensor, Tensor]
     if choice.direct is not None and not torch._C._autograd._profiler_enabled():
         result = choice.direct(*arguments)

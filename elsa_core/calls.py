@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,3 +132,15 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
+
+
+@contextmanager
+def plain_multihead() -> Iterator[None]:
+    """Keep nn.MultiheadAttention from its one fused operator, which no exporter and no count of
+    FLOPs knows."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

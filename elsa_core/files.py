@@ -31,7 +31,7 @@ def located(given: str | os.PathLike[str], error: type[ElsaError] = ArgumentErro
 
     Raises:
         TypeError: no text and no path.
-        ElsaError: of class `error`: nobody's home, a name that is too long, a loop of links.
+        ElsaError: of class `error`: an unknown home, a name that is too long, a loop of links.
     """
     if not isinstance(given, str | os.PathLike):
         raise TypeError(f"the path must be text or a pathlib.Path, not {type(given).__name__}")

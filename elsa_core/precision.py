@@ -90,12 +90,12 @@ def validate(precision: str, dtype: torch.dtype) -> str:
     fitting = [p.name for p in _TABLE if dtype in p.dtypes]
     if not fitting:
         raise ArgumentError(
-            f"precision: no precision takes {_short(dtype)} inputs; convert them to "
-            f"{_names(_short(t) for t in PRECISIONS['strict'].dtypes)}"
+            f"precision: no precision takes {dtype_name(dtype)} inputs; convert them to "
+            f"{_names(dtype_name(t) for t in PRECISIONS['strict'].dtypes)}"
         )
     raise ArgumentError(
-        f"precision: {precision!r} takes {_names(_short(t) for t in known.dtypes)} inputs, not "
-        f"{_short(dtype)}; use {_names(fitting)}, or convert the inputs"
+        f"precision: {precision!r} takes {_names(dtype_name(t) for t in known.dtypes)} inputs, not "
+        f"{dtype_name(dtype)}; use {_names(fitting)}, or convert the inputs"
     )
 
 
@@ -145,7 +145,8 @@ def _ceil_log2(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """PyTorch's name of a dtype: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -417,7 +417,7 @@ class Worker {
   }
 
   // Fetches what this key block's scores of a row will add. Rows after a head's last are the next
-  // one's where the bias is dense, and else nobody's.
+  // one's where the bias is dense, and else not read.
   ELSA_INLINE void fetch_bias(int64_t row) const {
     const float* p = plan_.bias + head_ * plan_.bias_stride[0] + row * plan_.bias_stride[1];
     for (int64_t j = 0; j < keys_; j += 64) {

@@ -64,7 +64,7 @@ class Queues {
       queue_[i].end = (i + 1) * items / count_;
     }
   }
-  // An item that nobody has taken, or -1; `end`: that of the run it is from.
+  // An item that no worker has taken, or -1; `end`: that of the run it is from.
   int64_t take(int64_t worker, int64_t* end = nullptr) {
     for (int64_t i = 0; i < count_; ++i) {
       Queue& q = queue_[(worker + i) % count_];

@@ -165,7 +165,7 @@ class Context {
     check_status(status);
   }
 
-  // The runtime tells nobody how many threads its pool has: the machine's number bounds it, and
+  // The C API does not say how many threads the pool has: the machine's number bounds it, and
   // workers without a thread of their own find no work left.
   static int threads() {
     static const int count = static_cast<int>(std::thread::hardware_concurrency());

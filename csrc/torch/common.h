@@ -47,7 +47,7 @@ Tensor empty(const std::array<int64_t, N>& size, const std::array<int64_t, N>& s
   return Tensor(handle);
 }
 
-// What comes back in place of a gradient that nobody needs.
+// What comes back in place of a gradient that is not wanted.
 Tensor nothing() { return empty<1>({0}, {1}, aoti_torch_dtype_float32()); }
 
 void parallel_for(int64_t count, elsa::Body body, void* context) {

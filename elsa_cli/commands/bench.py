@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @click.command("bench", cls=Command)
 @click.argument(
-    "subject", type=click.Choice(["attention", "models", "training"]),
+    "kind", type=click.Choice(["attention", "models", "training"]),
     metavar="[attention|models|training]", required=False,
 )  # fmt: skip
 @click.option(
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 @click.option("--allow-busy", is_flag=True, help="Write results although others use the machine.")
 @output_options
 @pass_session
-def command(session: Session, /, subject: str | None, **given: Any) -> None:
+def command(session: Session, /, kind: str | None, **given: Any) -> None:
     """Time exact attention against every peer that takes the same case, side by side; or whole
     models, or their training steps, patched against every way one would otherwise run them.
 
@@ -116,7 +116,7 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
     """
     _check_modes(given)
     published = bench_compare.published(given["compare"])
-    subject = _subject(subject, published, given)
+    kind = _kind_of(kind, published, given)
     if given["earlier"] is not None:
         alone = typed(name for name in given if name not in ("compare", "earlier"))
         if alone:
@@ -127,8 +127,8 @@ def command(session: Session, /, subject: str | None, **given: Any) -> None:
         given["patterns"] = bench_compare.names(published)
     if given["plot"] is not None:
         targets.check_plot(given["plot"])
-    if subject != "attention":
-        bench_models.run(session, given, published, steps=subject == "training")
+    if kind != "attention":
+        bench_models.run(session, given, published, steps=kind == "training")
         return
     from torch import device as torch_device
     from torch.cuda import is_available
@@ -188,16 +188,16 @@ def _measure(
         bench_compare.judge(session, results.document(report), published)
 
 
-def _subject(subject: str | None, published: dict[str, Any] | None, given: dict[str, Any]) -> str:
+def _kind_of(kind: str | None, published: dict[str, Any] | None, given: dict[str, Any]) -> str:
     """What is measured: named, or that of the document to compare with."""
     if given["earlier"] is not None and published is None:
         raise click.UsageError("--from goes with --compare")
     of_file = None if published is None else published["command"].partition(" ")[2]
-    if subject is None and of_file is None:
+    if kind is None and of_file is None:
         raise click.UsageError("Missing argument 'attention', 'models' or 'training'")
-    if None not in (subject, of_file) and subject != of_file:
-        raise click.UsageError(f"--compare: {given['compare']} holds {of_file}, not {subject}")
-    chosen = str(subject or of_file)
+    if None not in (kind, of_file) and kind != of_file:
+        raise click.UsageError(f"--compare: {given['compare']} holds {of_file}, not {kind}")
+    chosen = str(kind or of_file)
     of_models = {"--limit": given["limit"], "--baselines": given["baselines"],
                  "--resume": given["resume"]}  # fmt: skip
     of_attention = {"--trace": given["trace"], "--tune": given["tune"], "--shape": given["shapes"],

@@ -51,7 +51,7 @@ def _verdict(probes: list[Probe]) -> str:
     off = {probe.name: probe.reason for probe in probes if probe.ok is False}
     if not ready:
         if "torch" in off:
-            return "No backend is ready: repair torch first."
+            return "No backend is ready: install torch again first."
         return f"No backend is ready: {off.get('eager') or off.get('backends', 'see above')}"
     fast = [name for name in ready if name != "eager"]
     if not fast:

@@ -37,7 +37,8 @@ from elsa_cli.site_options import scope_option
     help="With --all: write the table as Markdown.",
 )
 @scope_option
-@click.option("--force", is_flag=True, help="With --all: replace the file of --page.")
+@click.option("--html", type=FilePath(), metavar="FILE", help="Write the sites as a page.")
+@click.option("--force", is_flag=True, help="Replace the file of --page or --html.")
 @output_options
 @pass_session
 def command(
@@ -48,6 +49,7 @@ def command(
     checked: bool,
     state: Path | None,
     page: Path | None,
+    html: Path | None,
     force: bool,
     **given: Any,
 ) -> None:
@@ -55,21 +57,26 @@ def command(
     tokens, share of the FLOPs, and whether it can be patched or why not.
 
     Of a bundle that `elsa export` wrote its manifest is shown. With --all, every architecture of
-    timm and open_clip is examined, or those whose name a glob selects ('timm:swin*',
-    'open_clip:*').
+    timm, open_clip and torchvision is examined, or those whose name a glob selects
+    ('timm:swin*', 'open_clip:*').
     """
-    from elsa_cli import coverage_view, pipeline, render
+    from elsa_cli import coverage_view, pipeline, render, targets
     from elsa_cli.probes import environment
+    from elsa_cli.version import version
 
     if everything:
-        if alone := typed(field.name for field in fields(Options)):
+        if alone := typed((*(field.name for field in fields(Options)), "html")):
             raise click.UsageError(f"{alone[0]} is not for --all: it takes models as they are")
         coverage_view.run(session, model, checked, state, page, force)
         return
-    if alone := typed(("checked", "state", "page", "force")):
+    if alone := typed(("checked", "state", "page")):
         raise click.UsageError(f"{alone[0]} goes with --all")
     if model is None:
         raise click.UsageError("missing MODEL; --all inspects every architecture")
+    if html is not None:
+        targets.check_new(html, force)
+    elif typed(("force",)):
+        raise click.UsageError("--force goes with --html, or with --all and --page")
     options = Options.of(given)
     if _is_bundle(model):
         _show_bundle(session, Path(model))
@@ -86,8 +93,17 @@ def command(
     good = [site for site in found.sites if site.patchable]
     session.line(_verdict(loaded.name, len(good), len(found.sites), found.total_flops),
                  "bold", even_quiet=True)  # fmt: skip
+    if html is not None:
+        from elsa_core.patching import page as sites_page
+
+        about = f"weights: {loaded.weights} · {options.dtype} · elsa {version()}"
+        session.written.append(sites_page.write(loaded.name, about, found, html))
+        session.line(f"html: {html}")
     if good:
-        session.line(f"Next: {session.again('patch', '--check')}", "dim")
+        session.line(
+            f"Next: {session.again('patch', '--check', without=('--force',), valued=('--html',))}",
+            "dim",
+        )
 
 
 def _is_bundle(model: str) -> bool:

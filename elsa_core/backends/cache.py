@@ -180,11 +180,11 @@ def _not_own(folder: Path) -> str:
     for place in (folder, folder.parent):
         try:
             facts = place.stat()
-        except OSError:  # not there yet; whoever reads it is told of anything else
+        except OSError:  # not there yet; other errors are raised where it is read
             continue
         if not _is_own(facts):
             return f"the cache {place} belongs to another user"
-        # In a sticky folder (/tmp) nobody can move what is another's.
+        # In a sticky folder (/tmp) only the owner of a file can move it.
         sticky = place is not folder and facts.st_mode & stat.S_ISVTX
         if facts.st_mode & _WRITABLE_BY_OTHERS and not sticky:
             return f"other users may write to the cache {place} (`chmod go-w` closes it)"

@@ -148,7 +148,7 @@ def library_path(recipe: Recipe) -> Path:
     except UnavailableError as error:
         return _built_ahead(start, error)
     path = start.with_name(f"{start.name}-{hashlib.sha256(version.encode()).hexdigest()[:8]}.so")
-    is_sound(path)  # whoever asks for the path learns here that the cache cannot be read
+    is_sound(path)  # raises where the cache cannot be read
     return path
 
 

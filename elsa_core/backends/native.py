@@ -27,6 +27,7 @@ from elsa_core.backends import compiler, native_backward
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
+from elsa_core.precision import dtype_name
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_OWNER = "ELSA_SCHEMA_DEFINED_BY_PYTHON"
@@ -40,7 +41,9 @@ _TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 def support(request: Request) -> Support:
     """Whether the library can serve a call; builds and loads it at the first request it fits."""
     if request.dtype not in DTYPES:
-        return Support(False, f"takes float32, float16 and bfloat16, not {_short(request.dtype)}")
+        return Support(
+            False, f"takes float32, float16 and bfloat16, not {dtype_name(request.dtype)}"
+        )
     widest = max(request.head_dim, request.value_dim)
     if widest > LARGEST_HEAD_DIM:
         return Support(False, f"takes head_dim up to {LARGEST_HEAD_DIM}, not {widest}")
@@ -213,7 +216,3 @@ def _isa_of(library: ctypes.CDLL) -> str:
             "unset it for the best kernels"
         )
     return name.decode()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

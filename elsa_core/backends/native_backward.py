@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.limits import LARGEST_HEAD_DIM
+from elsa_core.precision import dtype_name
 
 _SCHEMAS = {
     "attention_backward_native": "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
@@ -41,16 +42,12 @@ def define() -> None:
 def support(request: Request) -> Support:
     """Whether the kernels take gradients of such calls, as far as lengths do not decide."""
     if request.dtype != torch.float32:
-        return Support(False, f"gradients are float32, not {_short(request.dtype)}")
+        return Support(False, f"gradients are float32, not {dtype_name(request.dtype)}")
     if "attn_mask" in request.gradient:
         return Support(False, "has no gradient of a mask")
     if max(request.head_dim, request.value_dim) > LARGEST_HEAD_DIM:
         return Support(False, f"takes head dimensions up to {LARGEST_HEAD_DIM}")
     return Support(True)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _float32(operands: Sequence[Tensor]) -> bool:

@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 # Scores of the oracle for one case; beyond it, two heads and then evenly spread rows are judged.
 _ORACLE_SCORES: Final = {"cpu": 2**25, "cuda": 2**30}
 _GEMM_SIZE: Final = {"cpu": 1024, "cuda": 8192}
-_LOOK_BACK: Final = 1.5  # seconds in which the driver's utilisation forgets this process's own work
+_LOOK_BACK: Final = 1.5  # seconds after which the driver's utilisation no longer holds our own work
 
 
 def run(

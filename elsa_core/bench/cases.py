@@ -37,7 +37,7 @@ class Case:
             mask being the bias, and peers are given windows ready-made.
         precisions: the precisions of `elsa_core.attention` to measure side by side.
         goal: the least ratio (best peer's time / time of the first precision) aimed at.
-        quick: whether the short run includes it.
+        quick: whether --quick includes it.
     """
 
     table: str
@@ -261,7 +261,7 @@ def select(
         device_type: "cpu" or "cuda".
         tables: names of tables; all of the device's where empty.
         patterns: globs over the cases' names; a case that matches any of them is taken.
-        quick: only the cases of the short run.
+        quick: only the cases of --quick.
         dtype: only the cases with inputs of this dtype, a key of `DTYPES`.
 
     Raises:

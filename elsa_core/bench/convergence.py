@@ -327,7 +327,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", nargs="+", default=list(_PACKAGES), metavar="NAME|FILE.npz")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--pack", type=Path, metavar="DIR", help="write the data, train nothing")
     parser.add_argument("-o", "--output", type=Path)

@@ -29,6 +29,7 @@ from elsa_core.measuring.rounds import Settings
 from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Progress, measure_runs
+from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.patch import patch
 from elsa_core.precision import DTYPES
 from elsa_core.proof.check import check
@@ -49,7 +50,7 @@ class ModelCase:
         model: `timm:...` or `open_clip:...` (its image tower).
         image_size: side in pixels.
         window: window size of a Swin, None for its own.
-        quick: whether the short run includes it.
+        quick: whether --quick includes it.
     """
 
     table: str
@@ -249,21 +250,23 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
                 backend=settings["backend"], progress=tell,
             )  # fmt: skip
             tell("checking", 0, 0)
-            return result(case, found, *_checked(model, images, case, settings["backend"]))
+            return result(case, found, _checked(model, images, case, settings["backend"]))
     except (ElsaError, RuntimeError, MemoryError) as error:
         return empty(case, first_line(error))
 
 
-def result(
-    case: ModelCase, found: ModelRuns, errors: tuple[float, float] | None, failures: list[str]
-) -> Document:
+def result(case: ModelCase, found: ModelRuns, failures: list[str]) -> Document:
     """The plain data of a measured case.
 
     `measurements` are runs (`elsa_core.model_runs.runs.Run`) without `ratio`, which becomes
-    `ratio_to_best` for elsa's; `errors` are (elsa's, the original's) relative errors against
-    float64 on one image, None where they could not be checked.
+    `ratio_to_best` for elsa's; `errors` are (the fastest elsa run's, "eager"'s) relative errors
+    against float64 of the very calls that were timed, None where they are not known; `wrong` are
+    the elsa runs whose error is too large, and "patched" where a site failed its check.
     """
     runs = []
+    own, original = (found.run(name).error for name in (found.best_patched, "eager"))
+    wrong = ["patched"] if failures else []
+    wrong += [run.name for run in found.runs if run.patched and run.name in found.wrong]
     for run_ in found.runs:
         plain = run_.to_dict()
         plain["contender"] = plain.pop("name")
@@ -276,24 +279,22 @@ def result(
         "best_own": found.best_patched,
         "gain": found.gain.to_dict(),
         "sites": [found.patched, found.patched + found.kept],
-        "errors": None if errors is None else list(errors),
-        "wrong": ["patched"] if failures else [],
+        "errors": None if original is None else [own, original],
+        "wrong": list(dict.fromkeys(wrong)),
         "left_out": dict(found.left_out),
         "warnings": [*found.warnings, *failures],
     }
 
 
-def _checked(
-    model: nn.Module, images: torch.Tensor, case: ModelCase, backend: str
-) -> tuple[tuple[float, float] | None, list[str]]:
-    patched = variants.shared_copy(model)
+def _checked(model: nn.Module, images: torch.Tensor, case: ModelCase, backend: str) -> list[str]:
+    """Which sites disagree on one image, each alone; the runs' own errors show less of one site."""
+    patched = shared_copy(model)
     patch(patched, precision=case.precision, backend=backend)
     try:
-        found = check(patched, images[:1], stress=False, batch_size=1)
+        found = check(patched, images[:1], stress=False, batch_size=1, paths=("eager",))
     except (ElsaError, RuntimeError, MemoryError):
-        return None, []
-    one = found.cases[0]
-    return (one.patched_error, one.original_error), list(found.failures)
+        return []
+    return list(found.failures)
 
 
 def empty(case: ModelCase, reason: str) -> Document:

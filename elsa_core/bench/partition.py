@@ -59,7 +59,7 @@ class Partition:
         split_keys: keys of a split, a multiple of `key_tile`; the last split may have fewer.
         chain_keys: keys of a split that one state folds before a fresh one begins, which is merged
             with those before it.
-        programs: pieces of work that could all run at once.
+        programs: tiles that could all run at once.
         ahead_bytes: operands (not states) written ahead of the fold.
         states: the states' round trip.
     """

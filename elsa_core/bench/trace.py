@@ -196,10 +196,10 @@ def _chain(
     """The leaves of a chain, rounded to `dtype`."""
     first, last = chain
     ragged = first + (last - first) // partition.key_tile * partition.key_tile
-    pieces = [(first, ragged, partition.key_tile), (ragged, last, last - ragged)]
+    ranges = [(first, ragged, partition.key_tile), (ragged, last, last - ragged)]
     return [
         State(*(part.to(dtype) for part in leaf))
-        for start, stop, size in pieces
+        for start, stop, size in ranges
         if stop > start
         for leaf in _leaves(scores[..., start:stop], value[..., start:stop, :], size)
     ]

@@ -23,6 +23,7 @@ from elsa_core.measuring.rounds import Settings
 from elsa_core.messages import first_line
 from elsa_core.model_runs import training, variants
 from elsa_core.model_runs.runs import Progress
+from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.patch import patch
 
 COMMAND: Final = "bench training"
@@ -133,8 +134,8 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
                 precision=case.precision, backend=settings["backend"], progress=tell,
             )  # fmt: skip
             tell("checking", 0, 0)
-            checked = _checked(model, images, case, settings["backend"])
-            return models.result(case, found, *checked)
+            errors, failures = _checked(model, images, case, settings["backend"])
+            return models.result(case, found, failures) | {"errors": errors}
     except (ElsaError, RuntimeError, MemoryError) as error:
         return models.empty(case, first_line(error))
 
@@ -143,7 +144,7 @@ def _checked(
     model: nn.Module, images: torch.Tensor, case: ModelCase, backend: str
 ) -> tuple[tuple[float, float] | None, list[str]]:
     """Relative errors of all gradients, elsa's and the original's, on one image."""
-    patched = variants.shared_copy(model)
+    patched = shared_copy(model)
     patch(patched, precision=case.precision, backend=backend)
     try:
         found = training.gradient_comparison(model, patched, images[:1], case.dtype)

@@ -68,7 +68,7 @@ def unpacked(path: Path) -> Iterator[Path]:
     Raises:
         ModelError: no bundle, or a zip that is not one: links, paths outside, names that occur
             twice or are another's folder, more data than it holds.
-        UnavailableError: no room to unpack it.
+        UnavailableError: no disk space to unpack it.
     """
     if path.is_dir():
         yield path

@@ -15,7 +15,7 @@ from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
 from elsa_core.exporting import exported_program, operators, ort_library, torchscript
-from elsa_core.exporting.export_target import Subject
+from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.reference import flat, judge, make_reference
 from elsa_core.exporting.verify import platform_tag
@@ -29,7 +29,7 @@ FILES = {
 }
 TORCH_LIBRARY = "lib/libelsa_torch.so"
 ONNX_LIBRARY = "lib/libelsa_onnxruntime.so"
-# Less room than this on the target's disk means that a failed write ran out of it.
+# Less free space than this on the disk means that a failed write ran out of it.
 _NO_ROOM = 1 << 20
 
 Say = Callable[[str], None]
@@ -47,7 +47,7 @@ class Choices:
 
 
 def write_artefact(
-    name: str, subject: Subject, chosen: Choices, staging: Path, say: Say
+    name: str, exported: ExportTarget, chosen: Choices, staging: Path, say: Say
 ) -> tuple[str, ...]:
     """Write one artefact; returns elsa's operators in its graph, torch's or ONNX's names.
 
@@ -61,19 +61,19 @@ def write_artefact(
     try:
         if name == "torchscript":
             return torchscript.export_torchscript(
-                subject.model, subject.first, path, facts=_facts(subject)
+                exported.model, exported.first, path, facts=_facts(exported)
             )
         if name == "onnx":
-            return _write_onnx(subject, chosen, path)
+            return _write_onnx(exported, chosen, path)
         program = exported_program.export_program(
-            subject.model,
-            subject.first,
+            exported.model,
+            exported.first,
             dynamic_size=chosen.dynamic_size and name == "pt2",
-            step=size_step(subject),
+            step=size_step(exported),
         )
         if name == "pt2":
             if chosen.dynamic_size:
-                _prove_other_sizes(subject, program)
+                _prove_other_sizes(exported, program)
             exported_program.save_program(program, path)
         else:
             exported_program.compile_program(program, path)
@@ -88,7 +88,7 @@ def write_artefact(
         raise ExportError(f"{FILES[name]} cannot be written: {line[:300]}") from error
 
 
-def _write_onnx(subject: Subject, chosen: Choices, path: Path) -> tuple[str, ...]:
+def _write_onnx(exported: ExportTarget, chosen: Choices, path: Path) -> tuple[str, ...]:
     try:
         import onnx
         import onnxruntime  # noqa: F401  # what is not run is not written
@@ -99,13 +99,13 @@ def _write_onnx(subject: Subject, chosen: Choices, path: Path) -> tuple[str, ...
             "name other --formats"
         ) from None
     export_onnx(
-        subject.model,
-        subject.first,
+        exported.model,
+        exported.first,
         path,
         mode=chosen.onnx_mode,
         opset=chosen.opset,
-        input_names=subject.input_names,
-        output_names=subject.output_names,
+        input_names=exported.input_names,
+        output_names=exported.output_names,
         dynamic_batch=True,
     )
     graph = onnx.load(str(path), load_external_data=False).graph
@@ -115,15 +115,15 @@ def _write_onnx(subject: Subject, chosen: Choices, path: Path) -> tuple[str, ...
     return tuple(names)
 
 
-def _prove_other_sizes(subject: Subject, program: torch.export.ExportedProgram) -> None:
+def _prove_other_sizes(exported: ExportTarget, program: torch.export.ExportedProgram) -> None:
     """The program reproduces the model at other images too, by the same criterion."""
     module = program.module()
-    rows, channels, height, width = subject.inputs[0].shape
-    for sides in _other_sizes(height, width, size_step(subject)):
+    rows, channels, height, width = exported.inputs[0].shape
+    for sides in _other_sizes(height, width, size_step(exported)):
         shape = (rows, channels, *sides)
         generator = torch.Generator().manual_seed(0)
-        images = torch.randn(shape, generator=generator).to(subject.inputs[0])
-        reference = make_reference(subject.model, (images,))
+        images = torch.randn(shape, generator=generator).to(exported.inputs[0])
+        reference = make_reference(exported.model, (images,))
         with torch.no_grad():
             outputs = {
                 size: [t.cpu().double().numpy() for t in flat(module(images[:size]))]
@@ -143,12 +143,12 @@ def _other_sizes(height: int, width: int, step: int) -> list[tuple[int, int]]:
     return sizes
 
 
-def size_step(subject: Subject) -> int:
+def size_step(exported: ExportTarget) -> int:
     """Pixels that a side of the image must be a multiple of, 1 where it is not known.
 
     timm says by how much each stage of a model shrinks the image; the last one says it for all.
     """
-    stages = getattr(subject.model, "feature_info", None)
+    stages = getattr(exported.model, "feature_info", None)
     if isinstance(stages, list) and stages and isinstance(stages[-1], dict):
         shrunk = stages[-1].get("reduction")
         if isinstance(shrunk, int) and shrunk > 0:
@@ -156,9 +156,9 @@ def size_step(subject: Subject) -> int:
     return 1
 
 
-def _facts(subject: Subject) -> str:
+def _facts(exported: ExportTarget) -> str:
     """What a C++ program needs beside model.ts, in words that `std::istream` reads."""
-    given = subject.preprocess
+    given = exported.preprocess
     if given is None:
         return ""
     rows = {"input_size": given.input_size, "mean": given.mean, "std": given.std}

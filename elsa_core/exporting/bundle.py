@@ -18,7 +18,7 @@ from elsa_core.errors import ArgumentError, ExportError, ModelError, Unavailable
 from elsa_core.exporting.archive import unpacked, write_zip
 from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefact, write_libraries
 from elsa_core.exporting.description import describe
-from elsa_core.exporting.export_target import Subject, subject_of
+from elsa_core.exporting.export_target import ExportTarget, export_target
 from elsa_core.exporting.labels import write_labels
 from elsa_core.exporting.manifest import (
     FORMATS,
@@ -38,6 +38,7 @@ from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
 from elsa_core.loading import save as saving
 from elsa_core.loading.fill import separate
 from elsa_core.loading.plan import PLAN_NAME
+from elsa_core.precision import dtype_name
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -120,7 +121,7 @@ def export(
             artefact does not reproduce it.
         ArgumentError: an argument, or the target, cannot be used.
         NothingPatchedError: no site of the model is patched.
-        UnavailableError: a package, a compiler or room on the disk is missing.
+        UnavailableError: a package, a compiler or disk space is missing.
     """
     chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti)
     chosen = dataclasses.replace(chosen, labels=tuple(labels))
@@ -133,14 +134,14 @@ def export(
     try:
         target = given.resolve()
         _check_target(target, given, zip, force)
-        subject = subject_of(model, loaded, inputs, seed)
-        _check_support(subject, chosen)
-        _check_room(subject, chosen, target, given)
-        check = _checked(subject, check, say)
+        exported = export_target(model, loaded, inputs, seed)
+        _check_support(exported, chosen)
+        _check_disk_space(exported, chosen, target, given)
+        check = _checked(exported, check, say)
         say("computing the reference in float64")
-        reference = make_reference(subject.model, subject.inputs)
+        reference = make_reference(exported.model, exported.inputs)
         with _staged(target, zip) as staging:
-            manifest, reports = _write(subject, chosen, reference, check, staging, say)
+            manifest, reports = _write(exported, chosen, reference, check, staging, say)
             if key is not None:
                 _sign(staging, key)
     except OSError as error:
@@ -185,16 +186,16 @@ def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
         raise ArgumentError(f"{given} (-o) is not a bundle that elsa wrote: not replaced") from None
 
 
-def _check_support(subject: Subject, chosen: Choices) -> None:
+def _check_support(exported: ExportTarget, chosen: Choices) -> None:
     for name in chosen.formats:
-        answer = support(name, subject.device, str(subject.dtype).removeprefix("torch."))
+        answer = support(name, exported.device, dtype_name(exported.dtype))
         if not answer.ok:
             raise ArgumentError(f"format {name}: {answer.reason}, or leave it out of --formats")
 
 
-def _check_room(subject: Subject, chosen: Choices, target: Path, given: Path) -> None:
+def _check_disk_space(exported: ExportTarget, chosen: Choices, target: Path, given: Path) -> None:
     """Say at once, not after minutes, that the disk cannot hold the bundle."""
-    needed = (1 + len(chosen.formats)) * subject.weight_bytes()
+    needed = (1 + len(chosen.formats)) * exported.weight_bytes()
     place = next(p for p in (target.parent, *target.parents) if p.exists())
     total, _, free = shutil.disk_usage(place)
     if total and needed > free:  # a file system without a size (/proc) says why by itself
@@ -204,12 +205,12 @@ def _check_room(subject: Subject, chosen: Choices, target: Path, given: Path) ->
         )
 
 
-def _checked(subject: Subject, given: CheckReport | None, say: Say) -> CheckReport:
+def _checked(exported: ExportTarget, given: CheckReport | None, say: Say) -> CheckReport:
     if given is None:
         from elsa_core.proof.check import check
 
         say("checking the patched model against the original")
-        given = check(subject.model, tuple(t[:1] for t in subject.inputs), stress=True)
+        given = check(exported.model, tuple(t[:1] for t in exported.inputs), stress=True)
     if not given.ok:
         raise ExportError(
             f"the patched model does not agree with the original: {given.failures[0]}"
@@ -237,7 +238,7 @@ def _staged(target: Path, zip: bool) -> Iterator[Path]:
 
 
 def _write(
-    subject: Subject,
+    exported: ExportTarget,
     chosen: Choices,
     reference: Reference,
     check: CheckReport,
@@ -245,14 +246,14 @@ def _write(
     say: Say,
 ) -> tuple[dict[str, Any], list[ArtefactReport]]:
     say("writing weights")
-    _write_weights(subject, staging)
+    _write_weights(exported, staging)
     write_reference(reference, staging / REFERENCE_NAME)
     used = {}
     for name in chosen.formats:
-        used[name] = write_artefact(name, subject, chosen, staging, say)
+        used[name] = write_artefact(name, exported, chosen, staging, say)
     libraries = write_libraries(chosen, staging, say)
-    manifest = describe(subject, chosen, reference, check, used, libraries)
-    manifest["labels"] = write_labels(subject, chosen.labels, staging)
+    manifest = describe(exported, chosen, reference, check, used, libraries)
+    manifest["labels"] = write_labels(exported, chosen.labels, staging)
     shutil.copyfile(Path(template.__file__), staging / "load.py")
     (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
     # load.py reads the manifest, which can name hashes only when every file is final.
@@ -261,7 +262,7 @@ def _write(
     for name in chosen.formats:
         say(f"running {FILES[name]} in a fresh process")
         bodies = has_bodies(manifest["artefacts"][name])
-        reports.append(run_artefact(staging, name, reference, subject.device, bodies))
+        reports.append(run_artefact(staging, name, reference, exported.device, bodies))
         if reports[-1].status == "skipped":
             raise UnavailableError(
                 f"{FILES[name]} cannot be verified: {reports[-1].reason}; install it, or name "
@@ -285,10 +286,10 @@ def _sign(staging: Path, key: Ed25519PrivateKey) -> None:
     files.flush(staging / SIGNATURE_NAME)
 
 
-def _write_weights(subject: Subject, staging: Path) -> None:
-    if subject.loaded is not None:
-        saving.write_files(subject.loaded, subject.plan, staging)
+def _write_weights(exported: ExportTarget, staging: Path) -> None:
+    if exported.loaded is not None:
+        saving.write_files(exported.loaded, exported.plan, staging)
         return
-    tensors = separate(subject.model.state_dict())
+    tensors = separate(exported.model.state_dict())
     saving.write_tensors(tensors, staging / saving.WEIGHTS_NAME, {"format": "pt"})
-    files.write_json(staging / PLAN_NAME, subject.plan.to_dict())
+    files.write_json(staging / PLAN_NAME, exported.plan.to_dict())

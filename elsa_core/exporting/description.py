@@ -11,9 +11,10 @@ import torch
 
 from elsa_core.exporting import operators, ort_library, torchscript
 from elsa_core.exporting.artefacts import FILES, Choices, size_step
-from elsa_core.exporting.export_target import Subject
+from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
 from elsa_core.exporting.reference import Reference
+from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _PACKAGES = ("torch", "timm", "open_clip_torch", "torchvision", "onnx", "onnxrun
 
 
 def describe(
-    subject: Subject,
+    exported: ExportTarget,
     chosen: Choices,
     reference: Reference,
     check: CheckReport,
@@ -44,29 +45,29 @@ def describe(
         "elsa_version": __version__,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "model": {
-            "name": subject.name,
-            "class": f"{type(subject.model).__module__}.{type(subject.model).__qualname__}",
-            "tower": subject.tower,
-            "weights": "".join(c if c.isprintable() else "?" for c in subject.weights),
-            "dtype": str(subject.dtype).removeprefix("torch."),
-            "device": subject.device,
-            "precision": subject.plan.precision,
-            "scope": subject.plan.scope,
-            "sites": list(subject.plan.sites),
-            "reloads_in_elsa": subject.loaded is not None,
+            "name": exported.name,
+            "class": f"{type(exported.model).__module__}.{type(exported.model).__qualname__}",
+            "tower": exported.tower,
+            "weights": "".join(c if c.isprintable() else "?" for c in exported.weights),
+            "dtype": dtype_name(exported.dtype),
+            "device": exported.device,
+            "precision": exported.plan.precision,
+            "scope": exported.plan.scope,
+            "sites": list(exported.plan.sites),
+            "reloads_in_elsa": exported.loaded is not None,
             # What the architecture's name says and the weights' file does not.
-            "assumed": {} if subject.loaded is None else dict(subject.loaded.recipe.unsaid),
+            "assumed": {} if exported.loaded is None else dict(exported.loaded.recipe.unsaid),
         },
-        "inputs": _inputs(subject, chosen),
+        "inputs": _inputs(exported, chosen),
         "outputs": [
             {
                 "name": name,
-                "dtype": str(subject.dtype).removeprefix("torch."),
+                "dtype": dtype_name(exported.dtype),
                 "shape": ["batch", *tensor.shape[1:]],
             }
-            for name, tensor in zip(subject.output_names, reference.oracle, strict=False)
+            for name, tensor in zip(exported.output_names, reference.oracle, strict=False)
         ],
-        "preprocess": subject.preprocess_dict(),
+        "preprocess": exported.preprocess_dict(),
         "artefacts": {name: _artefact(name, chosen, used[name]) for name in chosen.formats},
         "operators": operators.schemas(
             name for format, names in used.items() if format != "onnx" for name in names
@@ -80,19 +81,19 @@ def describe(
     }
 
 
-def _inputs(subject: Subject, chosen: Choices) -> list[dict[str, Any]]:
+def _inputs(exported: ExportTarget, chosen: Choices) -> list[dict[str, Any]]:
     result = []
-    for name, tensor in zip(subject.input_names, subject.inputs, strict=True):
+    for name, tensor in zip(exported.input_names, exported.inputs, strict=True):
         shape: list[str | int] = ["batch", *tensor.shape[1:]]
         entry: dict[str, Any] = {
             "name": name,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": dtype_name(tensor.dtype),
             "shape": shape,
             "dynamic": {"0": "batch"},
         }
         if chosen.dynamic_size and tensor.ndim == 4:
             entry["dynamic_in_pt2"] = {"2": "height", "3": "width"}
-            if (step := size_step(subject)) > 1:
+            if (step := size_step(exported)) > 1:
                 entry["multiple_in_pt2"] = step
         result.append(entry)
     return result

@@ -27,7 +27,7 @@ _LIBRARY_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct")
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExportTarget:
     """One export.
 
     Attributes:
@@ -81,12 +81,12 @@ class Subject:
         return {key: _listed(value) for key, value in asdict(self.preprocess).items()}
 
 
-def subject_of(
+def export_target(
     model: nn.Module,
     loaded: Loaded | None,
     inputs: Tensor | tuple[Tensor, ...] | None,
     seed: int,
-) -> Subject:
+) -> ExportTarget:
     """Look at the model once and refuse what cannot be exported.
 
     Raises:
@@ -102,7 +102,7 @@ def subject_of(
     dtype, device = _home(model)
     found = _inputs(model, loaded, inputs, seed, dtype, device)
     whole = loaded is not None and loaded.model is model and loaded.tower is None
-    return Subject(
+    return ExportTarget(
         model=model,
         inputs=found,
         input_names=_names(found),

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elsa_core.errors import ArgumentError
-from elsa_core.exporting.export_target import Subject
+from elsa_core.exporting.export_target import ExportTarget
 
 LABELS_NAME = "labels.txt"
 
 
-def write_labels(subject: Subject, given: Sequence[str], staging: Path) -> str | None:
+def write_labels(exported: ExportTarget, given: Sequence[str], staging: Path) -> str | None:
     """Write labels.txt, one name a line; returns its name, None where no names are known.
 
     Args:
-        subject: what is exported.
+        exported: what is exported.
         given: names in the order of the classes; empty for the published ones.
         staging: the bundle.
 
     Raises:
         ArgumentError: not as many names as the model has classes.
     """
-    count = getattr(subject.model, "num_classes", 0)
-    names = tuple(given) or _published(subject, count)
+    count = getattr(exported.model, "num_classes", 0)
+    names = tuple(given) or _published(exported, count)
     if given and len(given) != count:
         raise ArgumentError(f"labels (--labels): {len(given)} names, the model has {count} classes")
     if not names:
@@ -33,9 +33,9 @@ def write_labels(subject: Subject, given: Sequence[str], staging: Path) -> str |
     return LABELS_NAME
 
 
-def _published(subject: Subject, count: int) -> tuple[str, ...]:
+def _published(exported: ExportTarget, count: int) -> tuple[str, ...]:
     """ImageNet's names for published weights with as many classes as one of its sets."""
-    if "pretrained (" not in subject.weights or subject.tower is not None:
+    if "pretrained (" not in exported.weights or exported.tower is not None:
         return ()
     from timm.data import ImageNetInfo, infer_imagenet_subset
 

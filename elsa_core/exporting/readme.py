@@ -1,4 +1,4 @@
-"""The short README.md of a bundle, made from its manifest."""
+"""The README.md of a bundle, made from its manifest."""
 
 from __future__ import annotations
 

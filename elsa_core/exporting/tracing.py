@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from elsa_core.calls import plain_multihead
 from elsa_core.errors import ElsaError, ExportError
 from elsa_core.messages import first_line, quiet
 
@@ -27,7 +28,7 @@ def attempt(what: str, model: nn.Module, action: Callable[[], Result]) -> Result
         ExportError: `action` raised; the innermost module whose forward was running is named.
     """
     try:
-        with quiet(), torch.no_grad(), _plain_multihead():
+        with quiet(), torch.no_grad(), plain_multihead():
             return action()
     except (ElsaError, MemoryError, OSError):
         raise
@@ -41,7 +42,7 @@ def _where(model: nn.Module, action: Callable[[], object]) -> tuple[str, str]:
     """Path and class of the module in which `action` fails."""
     entered: list[tuple[str, str]] = []
     try:
-        with _following(model, entered), quiet(), torch.no_grad(), _plain_multihead():
+        with _following(model, entered), quiet(), torch.no_grad(), plain_multihead():
             action()
     except Exception:
         return entered[-1] if entered else ("", type(model).__name__)
@@ -65,14 +66,3 @@ def _following(model: nn.Module, entered: list[tuple[str, str]]) -> Iterator[Non
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
         yield
-
-
-@contextmanager
-def _plain_multihead() -> Iterator[None]:
-    """nn.MultiheadAttention's fused inference path calls an operator that no exporter knows."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

@@ -132,7 +132,7 @@ def verify(
 
     Raises:
         ModelError: no bundle, or a malformed or hostile one.
-        UnavailableError: no room to unpack a zip.
+        UnavailableError: no disk space to unpack a zip.
     """
     given = files.located(path, ModelError)
     say = progress or (lambda line: None)

@@ -139,7 +139,7 @@ def gpu_query(device: torch.device) -> str:
 
 
 def gpu_busy(device: torch.device) -> str:
-    """Who else uses the GPU, in words; empty where nobody does.
+    """Who else uses the GPU, in words; empty where no other process does.
 
     Not right after work of one's own: the driver's utilisation looks back for up to a second.
     """

@@ -86,9 +86,8 @@ def ratio(
     Args:
         reference, own: one of each round.
         seed: of the bootstrap.
-        shown: the times of the two that are reported. Their quotient is the value then, so that
-            nobody has to wonder why 250 ms and 100 ms are not 2.5x, and an interval that does not
-            hold it reaches as far.
+        shown: the times of the two that are reported. Their quotient is then the value (250 ms and
+            100 ms are 2.5x), and the interval is widened to hold it.
     """
     logs = np.log(np.asarray(reference, float)) - np.log(np.asarray(own, float))
     picks = np.random.default_rng(seed).integers(0, len(logs), (_RESAMPLES, len(logs)))

@@ -105,9 +105,9 @@ def take_samples(
     end = time.perf_counter() + _ROUNDS_END * settings.budget_seconds
     cost = _round_seconds(contenders, device, settings.budget_seconds, first or {})
     start = time.perf_counter()
-    room = max(_FEWEST, min(_MOST_ROUNDS, int((end - start) / cost)))  # if the cost is right
+    affordable = max(_FEWEST, min(_MOST_ROUNDS, int((end - start) / cost)))  # if the cost is right
     # Noise has a rhythm of its own: rounds that are over in a moment would all meet one beat.
-    checkpoint = max(min(settings.rounds, room), min(room, int(_SECONDS / cost)))
+    checkpoint = max(min(settings.rounds, affordable), min(affordable, int(_SECONDS / cost)))
 
     def sample(contender: Contender) -> Sample:
         return _once(contender.call, device, clocks.get(contender.name))
@@ -125,8 +125,8 @@ def take_samples(
         checkpoint = math.ceil(1.5 * done)
         return _known(samples, contenders[0].name, decide=settings.decide)
 
-    # Whoever follows its equal finds the caches warm: in a circle that is always the same one, and
-    # a model measured 2 to 5% faster than itself.
+    # The second of two equal contenders finds the caches warm. In a fixed order it is always the
+    # same one, and a model measured 2 to 5% faster than itself.
     order = random.Random(settings.seed)  # noqa: S311
     return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, order)
 

@@ -24,7 +24,7 @@ from elsa_core.messages import first_line
 
 SETTLE_SECONDS: Final = 0.02
 """Pause between two contenders. Worker threads of OpenMP and ONNX Runtime spin after their work and
-take the processor from whoever comes next: 3 ms after ONNX Runtime's attention over 49 tokens,
+take the processor from the next contender: 3 ms after ONNX Runtime's attention over 49 tokens,
 PyTorch's own took 113 us, 20 ms after it 65 us, as it does alone."""
 _WARM_UPS: Final = 10
 _FLUSH_BYTES: Final = 256 * 2**20  # larger than any GPU's last-level cache

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from elsa_core.model_runs import variants
+from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.layers import patched_scope
 from elsa_core.patching.patch import PatchReport, patch, patched_sites
 from elsa_core.patching.sites import find_sites
@@ -20,13 +21,13 @@ def both(
     plain = variants.unpatched_copy(model)
     already = patched_sites(model)
     if not already:
-        patched = variants.shared_copy(plain)
+        patched = shared_copy(plain)
         report = patch(
             patched, precision=precision, backend=backend, include=include, exclude=exclude,
             scope=scope,
         )  # fmt: skip
         return plain, patched, report
-    patched = variants.shared_copy(model).eval()
+    patched = shared_copy(model).eval()
     one = vars(next(iter(already.values())))
     scope = patched_scope(patched)
     everything = find_sites(patched, scope)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,9 @@ from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentil
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.model_runs import variants
+from elsa_core.model_runs.errors import UNKNOWN, RunErrors, run_errors
 from elsa_core.model_runs.pair import both
+from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.patching.patch import PatchReport
 from elsa_core.proof.cases import ModelInput, as_cases
 
@@ -49,6 +50,7 @@ class Run:
             graph (CUDA).
         bound: "host" where launching takes longer than computing, "device", or "".
         joules: energy of a call (CUDA with NVML).
+        error: relative Euclidean error of this very call's output against float64.
         ratio: "eager"'s time over this one's; None for "eager".
         ratio_to_best: the fastest baseline's time over this one's (patched only).
     """
@@ -66,6 +68,7 @@ class Run:
     device_seconds: float | None
     bound: str
     joules: float | None
+    error: float | None
     ratio: Ratio | None
     ratio_to_best: Ratio | None
 
@@ -95,6 +98,7 @@ class ModelRuns:
         gain: the fastest baseline's time over the fastest patched run's.
         patched, kept: numbers of sites.
         warnings: reasons to doubt the figures.
+        wrong: the runs whose error is more than twice "eager"'s and a rounding band.
     """
 
     device: str
@@ -113,6 +117,7 @@ class ModelRuns:
     patched: int
     kept: int
     warnings: tuple[str, ...]
+    wrong: tuple[str, ...]
     patch: PatchReport
 
     def run(self, name: str) -> Run:
@@ -145,6 +150,7 @@ class ModelRuns:
             "patched": self.patched,
             "kept": self.kept,
             "warnings": list(self.warnings),
+            "wrong": list(self.wrong),
         }
 
 
@@ -235,9 +241,9 @@ def prepare(
 
 def timed(
     ready: Prepared, settings: Settings, tell: Progress,
-    clocks: Mapping[str, rounds.Clock] | None = None,
+    clocks: Mapping[str, rounds.Clock] | None = None, *, errors: bool = True,
 ) -> tuple[ModelRuns, Samples]:  # fmt: skip
-    """The runs of what was prepared, and the samples that they were made of."""
+    """The runs of what was prepared, their errors, and the samples that they were made of."""
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
     tell("rounds", 0, 0)
@@ -249,7 +255,12 @@ def timed(
     warnings = watch.warnings(spreads)
     tell("memory", 0, 0)
     judge = _Judge(samples, settings)
-    runs = _runs(ready, judge)
+    tell("errors", 0, 0)
+    calls, how = built.contenders, report.precision
+    known = UNKNOWN
+    if errors and not ready.trains:
+        known = run_errors(ready.plain, calls, ready.arguments, how)
+    runs = _runs(ready, judge, known)
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(
         device=str(first.device),
@@ -267,20 +278,11 @@ def timed(
         gain=judge.ratio(best, own),
         patched=len(report.patched),
         kept=len(report.kept),
-        warnings=warnings,
+        warnings=(*warnings, *known.warnings),
+        wrong=tuple(known.wrong),
         patch=report,
     )
     return found, samples
-
-
-def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
-    """What a call's device, dtype, batch and image size are read from."""
-    return next(value for value in arguments if isinstance(value, Tensor))
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's memory counters, events and graphs speak of the current GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _fastest(runs: Sequence[Run], *, patched: bool) -> str:
@@ -306,7 +308,7 @@ class _Judge:
         return ratio(self.seconds[reference], self.seconds[name], self._settings.seed, pair)
 
 
-def _runs(ready: Prepared, judge: _Judge) -> tuple[Run, ...]:
+def _runs(ready: Prepared, judge: _Judge, known: RunErrors) -> tuple[Run, ...]:
     built, device, batch = ready.built, ready.first.device, ready.first.shape[0]
     counter = None if ready.trains else energy.meter(device)
     names = [contender.name for contender in built.contenders]
@@ -343,6 +345,7 @@ def _runs(ready: Prepared, judge: _Judge) -> tuple[Run, ...]:
                 device_seconds=busy,
                 bound=rounds.bound_by(time, host, busy),
                 joules=joules,
+                error=known.errors.get(name),
                 ratio=None if name == "eager" else judge.ratio("eager", name),
                 ratio_to_best=judge.ratio(fastest, name) if is_ours else None,
             )

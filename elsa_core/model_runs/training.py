@@ -25,11 +25,10 @@ from elsa_core.model_runs.runs import (
     ModelRuns,
     Progress,
     Run,
-    first_tensor,
-    on_device,
     prepare,
     timed,
 )
+from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.proof.cases import ModelInput, as_cases
 from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
 

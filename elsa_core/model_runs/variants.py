@@ -5,14 +5,14 @@ All of them share the model's weights; only the modules around the weights are c
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.measuring import timing
@@ -20,6 +20,7 @@ from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
 from elsa_core.patching.adapters.redirect import FUSED_SWITCHES
+from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.patch import unpatch
 
 GRAPH: Final = "+graph"
@@ -46,6 +47,16 @@ _OURS: Final = {
 }
 Calling = Callable[[Callable[..., object]], Callable[[], object]]
 """Makes the call that is timed of a model or of its compiled form."""
+
+
+def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
+    """What a call's device, dtype, batch and image size are read from."""
+    return next(value for value in arguments if isinstance(value, Tensor))
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """PyTorch's memory counters, events and graphs speak of the current GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
@@ -81,21 +92,6 @@ def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
 def ours(baselines: Sequence[str]) -> tuple[str, ...]:
     """The patched ways that stand beside these baselines: "patched" always."""
     return tuple(dict.fromkeys(("patched", *(_OURS[n] for n in baselines if n in _OURS))))
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model's modules over the very same parameters and buffers.
-
-    Raises:
-        ArgumentError: the model cannot be copied.
-    """
-    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    try:
-        return copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(
-            f"profile: this model cannot be copied, so nothing can stand beside it ({error})"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -227,10 +223,15 @@ def with_sdpa(model: nn.Module) -> nn.Module:
 
 
 def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
-    """The replay of a call, and the memory that its graph holds at its peak."""
+    """The replay of a call, which returns its output, and the memory that its graph holds at its
+    peak."""
     before = 0
+    output: list[object] = []
 
-    def ready() -> None:  # the workspaces of the libraries are made, and are nobody's in particular
+    def kept() -> None:
+        output[:] = [call()]
+
+    def ready() -> None:  # the libraries' workspaces exist from here on and are not counted
         nonlocal before
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -239,9 +240,15 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
     with torch.inference_mode():
         for _ in range(3):  # compiled code is tuned
             call()
-        replay = timing.captured(call, ready)
+        replay = timing.captured(kept, ready)
         torch.cuda.synchronize()
-    return replay, max(0, torch.cuda.max_memory_allocated() - before)
+    peak = max(0, torch.cuda.max_memory_allocated() - before)
+
+    def replayed() -> object:
+        replay()
+        return output[0]
+
+    return replayed, peak
 
 
 def forget_compiled() -> None:

@@ -92,7 +92,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
-    """The gradients of `elsa::attention`: only those that somebody needs are computed."""
+    """The gradients of `elsa::attention`: only those that are wanted are computed."""
     saved = ctx.saved_tensors  # once: a checkpoint that is not reentrant gives them one time
     out, lse = saved[4:]
     needs = list(ctx.needs_input_grad[:4])

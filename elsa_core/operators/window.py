@@ -2,7 +2,7 @@
 
 Layouts: qkv [B, D, H, W, 3 * C], last dim dense; the terms as in `elsa_core.window`. The result is
 [B, D, H, W, C], dense. Nothing is saved for the gradients: the scores of a window are computed
-again in one tile. `needs` says which gradients are wanted, of qkv, bias, pad_qkv and logit_scale:
+again, tile by tile. `needs` says which gradients are wanted, of qkv, bias, pad_qkv and logit_scale:
 the others are not computed and come back as an empty tensor [0]. Gradients are contiguous.
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.backends import eager_window
 from elsa_core.operators import portable
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
@@ -62,12 +64,35 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
-    """The gradients of `elsa::window_attention`: only those that somebody needs are computed."""
-    wanted = ctx.needs_input_grad
+    return _gradients(operator, ctx, ctx.needs_input_grad, grad_out)
+
+
+def _gradients(operator: Any, ctx: Any, wanted: Sequence[bool], grad_out: Tensor) -> Grads:
+    """The gradients of `elsa::window_attention`: only those that are wanted are computed."""
     needs = [wanted[0], wanted[1], wanted[3], wanted[4]]
     grads = operator(grad_out, *ctx.saved_tensors, *ctx.terms, needs)
     grad_qkv, grad_bias, grad_pad, grad_scale = needed(grads, needs)
     return grad_qkv, grad_bias, None, grad_pad, grad_scale, *(None,) * 8
+
+
+class Eager(torch.autograd.Function):
+    """`elsa::window_attention` by the first argument, its gradients by the second, which take what
+    the two operators take. See `elsa_core.routing.gradients.recorded`."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Any, backward: Any, *inputs: Any) -> Tensor:
+        out: Tensor = kernel(*inputs)
+        _setup_context(ctx, inputs, out)
+        ctx.compute = backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Grads:
+        compute = ctx.compute
+        if torch.is_grad_enabled() or calls.watched():
+            # a second derivative may be asked for, which the operator refuses in words
+            compute = torch.ops.elsa.window_attention_backward.default
+        return None, None, *_gradients(compute, ctx, ctx.needs_input_grad[2:], grad_out)
 
 
 def _twice(ctx: Any, *grads: Tensor) -> Grads:

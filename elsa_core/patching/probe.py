@@ -7,28 +7,34 @@ cached fake tensor and no mode is left in the model, also where the run fails.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
 import math
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
+from elsa_core.calls import plain_multihead
 from elsa_core.errors import ArgumentError
 from elsa_core.messages import first_line, quiet
 from elsa_core.patching import adapters
 
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
 _DEFAULT_SIZE = 224
+_QUICK_VALUES, _QUICK_PIXELS = 2**25, 2**18  # weights and image of a ViT-S at 512 pixels
 # Where the weight of a layer's product stands among its arguments: [K, N], or of a convolution
 # [N, C, h, w].
 _LAYER_PRODUCTS = {"mm": 1, "addmm": 2, "convolution": 1}
@@ -78,6 +84,11 @@ def probe(model: nn.Module, paths: Mapping[str, bool], input_size: tuple[int, in
     Raises:
         ProbeError: neither the fake nor the real run came to an end.
     """
+    if _is_quick(model, input_size):
+        with contextlib.suppress(Exception):
+            return _run(_unpatched_copy(model, None), paths, input_size)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     try:
         # torch logs the traceback of a fake run that fails; it is handled here
         with quiet(logging.ERROR), FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -88,6 +99,17 @@ def probe(model: nn.Module, paths: Mapping[str, bool], input_size: tuple[int, in
             return _run(_unpatched_copy(model, None), paths, input_size)
         except Exception as error:
             raise ProbeError(first_line(error)) from fake_error
+
+
+def _is_quick(model: nn.Module, input_size: tuple[int, int, int]) -> bool:
+    """Whether a real run takes less than the import of PyTorch's compiler, which fake tensors need.
+
+    A real run and a fake one see the same shapes.
+    """
+    if "torch._dynamo" in sys.modules or any(p.is_meta for p in model.parameters()):
+        return False
+    values = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    return values <= _QUICK_VALUES and input_size[1] * input_size[2] <= _QUICK_PIXELS
 
 
 def resolved_input_size(
@@ -181,16 +203,14 @@ def _run(model: nn.Module, paths: Mapping[str, bool], input_size: tuple[int, int
         recorder.observe(model.get_submodule(path), path)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     image = torch.zeros((1, *input_size), dtype=like.dtype, device=like.device)
-    counter = FlopCounterMode(display=False)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         # The math path spells attention out as two products and a softmax, which the recorder sees.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(_no_fast_path())
-        stack.enter_context(counter)
+        stack.enter_context(plain_multihead())
         stack.enter_context(recorder)
         _call(model, image)
-    return Probe(counter.get_total_flops(), recorder.observations)
+    return Probe(recorder.total_flops, recorder.observations)
 
 
 def _call(model: nn.Module, image: Tensor) -> None:
@@ -203,23 +223,13 @@ def _call(model: nn.Module, image: Tensor) -> None:
         model(image)
 
 
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Keep nn.MultiheadAttention from its one fused operator, whose FLOPs are not counted."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 class _Recorder(TorchDispatchMode):
-    """Counts matrix products and softmaxes for the innermost observed module."""
+    """Counts the model's FLOPs, and products and softmaxes for the innermost observed module."""
 
     def __init__(self, paths: Mapping[str, bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observations = {path: Observation() for path in paths}
+        self.total_flops = 0
         self._layers = paths
         self._stack: list[str] = []
         self._products: list[tuple[int, int]] = []  # (elements of the result, inner length)
@@ -241,10 +251,18 @@ class _Recorder(TorchDispatchMode):
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what a mode would be wrapped in imports PyTorch's compiler, and nothing compiles."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total_flops += int(count(*args, **(kwargs or {}), out_val=out))
         if self._stack:
             name = func._schema.name.removeprefix("aten::")
             if name in ("bmm", "baddbmm"):

@@ -20,6 +20,7 @@ _WIDEST: Final = 78.0  # percent of the width that the longest bar takes; its va
 _ROW: Final = 38
 _LEFT, _RIGHT, _TOP, _BOTTOM = 13.0, 97.0, 12, 26  # of the plot: percent, percent, px, px
 _HEIGHT: Final = 250
+_TIMES: Final = ("seconds_before", "seconds_after")
 STYLE: Final = """
 .ours { fill: var(--ours); stroke: var(--ours); } .before { fill: var(--before); }
 .b0 { fill: var(--b0); stroke: var(--b0); } .b1 { fill: var(--b1); stroke: var(--b1); }
@@ -27,7 +28,10 @@ STYLE: Final = """
 .p0 { fill: var(--ours); stroke: var(--ours); } .p1 { fill: var(--p1); stroke: var(--p1); }
 .p2 { fill: var(--p2); stroke: var(--p2); } .p3 { fill: var(--p3); stroke: var(--p3); }
 line.b0, line.b1, line.b2, line.b3 { stroke-dasharray: 6 4; } line { stroke-width: 2; }
-rect.ours { stroke: none; } .grid { stroke: var(--line); stroke-width: 1; }
+rect.ours { stroke: none; } rect.site { stroke: var(--card); stroke-width: 1; }
+.s0 { fill: var(--ours); } .s1 { fill: var(--b3); } .s2 { fill: var(--b1); }
+.s3 { fill: var(--b2); }
+.rest { fill: var(--line); } .grid { stroke: var(--line); stroke-width: 1; }
 svg text { font: 13px system-ui, sans-serif; fill: var(--text); stroke: none; }
 svg .dim { fill: var(--dim); }
 """
@@ -62,6 +66,51 @@ def site_chart(sites: Sequence[Document]) -> str:
             parts.append(_text(width, top + offset + 11, duration(site[key]), dx=6, dim=True))
     legend = _legend([("before", "before"), ("ours", "patched")])
     return _svg(parts, 54 * len(ordered)) + legend
+
+
+def model_strips(sites: Sequence[Document]) -> str:
+    """SVG of the model as two strips, before and after, on one scale of time: a stage after the
+    other, its sites as boxes, then the rest of the model.
+
+    Args:
+        sites: as for `site_chart`.
+    """
+    ordered = [*sorted(sites[:-1], key=lambda site: _place(site["path"])), sites[-1]]
+    stages = list(dict.fromkeys(_stage(site["path"]) for site in ordered[:-1]))
+    totals = [sum(site[key] for site in ordered) for key in _TIMES]
+    parts = []
+    for i, (key, title) in enumerate(zip(_TIMES, ("before", "patched"), strict=True)):
+        top, left = 66 * i, 0.0
+        parts.append(_text(0, top + 13, f"{title}: {duration(totals[i])}"))
+        for site in ordered:
+            width = 100.0 * site[key] / max(totals)
+            rest = site is ordered[-1]
+            name = "rest" if rest else f"s{stages.index(_stage(site['path'])) % 4}"
+            told = f"{site['path'] or 'the model'}: {duration(site[key])}"
+            parts.append(
+                f'<rect x="{left:.3f}%" y="{top + 20}" width="{width:.3f}%" height="30" '
+                f'class="site {name}"><title>{html.escape(told)}</title></rect>'
+            )
+            left += width
+    legend = []
+    for i, stage in enumerate(stages):
+        own = [site for site in ordered[:-1] if _stage(site["path"]) == stage]
+        before, after = (sum(site[key] for site in own) for key in _TIMES)
+        count = f"{len(own)} site{'s' * (len(own) != 1)}"
+        legend.append((f"s{i % 4}", f"{stage} ({count}): {duration(before)} → {duration(after)}"))
+    before, after = (ordered[-1][key] for key in _TIMES)
+    legend.append(("rest", f"{ordered[-1]['path']}: {duration(before)} → {duration(after)}"))
+    return _svg(parts, 66 * 2 - 12) + _legend(legend)
+
+
+def _stage(path: str) -> str:
+    """The part of a model that a site belongs to: its path up to the first number, and the number
+    too where blocks are numbered again inside."""
+    parts = path.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    if not numbers:
+        return path or "the model"
+    return ".".join(parts[: numbers[0] + (len(numbers) > 1)])
 
 
 def parts_chart(runs: Sequence[Document]) -> str:

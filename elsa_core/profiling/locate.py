@@ -19,12 +19,13 @@ from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Prepared, Progress
+from elsa_core.model_runs.variants import first_tensor
 from elsa_core.patching import adapters
+from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.patch import PatchReport, patched_sites
 from elsa_core.patching.sites import AttentionSite, find_sites, inspect
 from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
 from elsa_core.profiling.timeline import Cut, Marked, timelines
-from elsa_core.proof.cases import chunks
 from elsa_core.proof.check import check
 
 # The watched models take part in the rounds under names that no baseline has.
@@ -33,7 +34,7 @@ _PAIR: Final = ("eager", "patched")
 _SHARE: Final = 0.25  # of the budget, for the sites
 _SHARE_ASKED: Final = 0.5  # where they were asked for
 _LEAST_ROUNDS: Final = FEWEST_ROUNDS + 2  # that the sites' budget has to have room for
-_CHECK_CALLS: Final = 12  # forwards of one image that take as long as a check of errors, roughly
+_CHECK_CALLS: Final = 12  # forwards that take as long as a check of errors, roughly
 _COVERED: Final = 0.05  # by which the rows' sum may differ from the whole
 _DISTURBED: Final = 0.1  # by which the profiler may slow a graph whose sites it tells apart
 
@@ -54,7 +55,7 @@ class Asked:
 
     Attributes:
         sites: whether to time them; None: on a CPU only if the budget has room left for it.
-        errors: with sites, also check each one's error on one image against float64.
+        errors: with sites, also check each one's error on the same inputs against float64.
         settings: rounds, budget and seed of the whole profile.
         end: when the budget is over, by `time.perf_counter`.
     """
@@ -111,7 +112,7 @@ def locate(
         timed = _from_hooks(ready, places, how, tell)
     more: tuple[str, ...] = ()
     judged: dict[str, tuple[float, float]] = {}
-    if asked.errors and not always and asked.left < _CHECK_CALLS * both / found.batch:
+    if asked.errors and not always and asked.left < _CHECK_CALLS * both:
         more = ("the budget ended before the sites' errors were checked: --sites checks them",)
     elif asked.errors:
         tell("errors", 0, 0)
@@ -162,7 +163,7 @@ def _watched(
     contenders: list[Contender] = []
     clocks: dict[str, SiteClock] = {}
     for name, source in zip(_WATCHED, (ready.plain, ready.patched), strict=True):
-        copied = variants.shared_copy(source)
+        copied = shared_copy(source)
         clocks[name] = SiteClock(copied, [site.path for site in places], ready.first.device)
         contenders.append(Contender(name, _caller(copied, ready.arguments)))
     return contenders, clocks
@@ -214,7 +215,7 @@ def _timelines(
     paths = [site.path for site in places]
     try:
         marked = [
-            Marked(variants.shared_copy(model), ready.arguments, paths)
+            Marked(shared_copy(model), ready.arguments, paths)
             for model in (ready.plain, ready.patched)
         ]
         lines = timelines(marked, budget_seconds, progress)
@@ -281,9 +282,10 @@ def _marked(site: AttentionSite, known: Mapping[str, AttentionSite]) -> Attentio
 def _errors(
     patched: nn.Module, arguments: tuple[Any, ...]
 ) -> tuple[dict[str, tuple[float, float]], tuple[str, ...]]:
-    """(patched, original) error of each patched site on one image, and what went wrong."""
+    """(patched, original) error of each patched site on these inputs, and what went wrong."""
+    rows = len(first_tensor(arguments))
     try:
-        outcome = check(patched, next(chunks(arguments, 1)), stress=False, batch_size=1)
+        outcome = check(patched, arguments, stress=False, batch_size=rows, paths=("eager",))
     except (ElsaError, RuntimeError, MemoryError) as error:
         return {}, (f"errors were not checked: {first_line(error)}",)
     found = {site.path: (site.patched_error, site.original_error) for site in outcome.sites}

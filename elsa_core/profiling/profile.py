@@ -15,11 +15,10 @@ from elsa_core.model_runs.runs import (
     ModelRuns,
     Prepared,
     Progress,
-    first_tensor,
-    on_device,
     prepare,
     timed,
 )
+from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.patching.sites import plain_model
 from elsa_core.profiling.locate import Asked, locate
 from elsa_core.profiling.sites import SiteProfile
@@ -94,7 +93,8 @@ def profile(
         seed: of the bootstrap.
         sites: also time every attention site, before and after, whatever is left of the budget;
             None: on a CPU only if there is room for it.
-        errors: with sites, also check each site's error on one image against float64.
+        errors: also measure the error of every run's output against float64, and with sites that
+            of each site, both on the inputs that are timed.
         progress: called with (what, steps done, steps in all; 0 unknown).
 
     Returns:
@@ -128,7 +128,8 @@ def profile(
 def _measured(ready: Prepared, asked: Asked, tell: Progress) -> ProfileReport:
     """The verdict first, then the sites."""
     budget = max(asked.left, asked.settings.budget_seconds / 2)
-    found, samples = timed(ready, replace(asked.settings, budget_seconds=budget), tell)
+    how = replace(asked.settings, budget_seconds=budget)
+    found, samples = timed(ready, how, tell, errors=asked.errors)
     located = locate(ready, found, samples, asked, tell)
     own = {each.name: getattr(found, each.name) for each in fields(ModelRuns)}
     own["warnings"] += located.warnings

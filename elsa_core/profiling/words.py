@@ -108,14 +108,15 @@ def bound_text(found: Document) -> str:
 
 
 def warning_lines(rows: Sequence[Document]) -> list[str]:
-    """Warnings and notes of measured points, one line for each point that has any."""
-    found = [(row, [*row["profile"]["warnings"], *row["profile"]["notes"]]) for row in rows]
+    """Warnings and notes of measured points: one line for each point that has any, or one for all
+    where they all have the same."""
+    found = [(row, "; ".join([*row["profile"]["warnings"], *row["profile"]["notes"]]))
+             for row in rows]  # fmt: skip
+    texts = dict.fromkeys(text for _, text in found if text)
+    if len(texts) == 1 and all(text for _, text in found):
+        return list(texts)
     several = len(rows) > 1
-    return [
-        (f"{point_name(row)}: " if several else "") + "; ".join(lines)
-        for row, lines in found
-        if lines
-    ]
+    return [(f"{point_name(row)}: " if several else "") + text for row, text in found if text]
 
 
 def tokens_text(site: Document) -> str:

@@ -249,7 +249,7 @@ class GradientRecord:
         for name, comparison in judgement.comparisons.items():
             if comparison.reason() and name not in self.wrong:
                 self.wrong.append(name)
-            if self.worst is None or comparison.excess > self.worst.excess:
+            if self.worst is None or _rank(comparison) > _rank(self.worst):
                 self.worst, self.name, self.case = comparison, name, case
 
     def reason(self) -> str:
@@ -279,6 +279,14 @@ class GradientRecord:
             reason=reason,
             notes=notes,
         )
+
+
+def _rank(gradient: Comparison) -> tuple[bool, bool, float]:
+    """What is shown first: failures, then those that are more than rounding.
+
+    The gradient of a bias of keys is zero but for rounding, of the original as of anybody.
+    """
+    return gradient.excess > 1.0, gradient.original_error < LEGIBLE, gradient.excess
 
 
 def model_check(case: str, path: str, inputs: int, judgement: Judgement) -> ModelCheck:

@@ -15,7 +15,6 @@ from elsa_core.routing.choose import (
     RUNS,
     SERVING,
     Chosen,
-    Route,
     chosen,
     gradient_name,
     implementation,
@@ -32,7 +31,9 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
+from elsa_core.routing.gradients import recorded
 from elsa_core.routing.measured import eager_least, scope
+from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "name_of",
     "names",
     "plain_alone",
+    "recorded",
     "register",
     "route",
     "scope",

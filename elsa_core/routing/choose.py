@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,34 +13,10 @@ from elsa_core import calls, operators
 from elsa_core import precision as precisions
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.operators.record import implement
 from elsa_core.routing import measured
 from elsa_core.routing.measured import Row
+from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED, reference
-
-
-@dataclass(frozen=True)
-class Route:
-    """How a call would be served, and why.
-
-    Attributes:
-        backend: one of `names()` but "auto".
-        schedule: how keys and queries are cut, in words.
-        precision: the precision asked for.
-        arithmetic: what that precision means on this backend.
-        reasons: one line for each backend that was asked first and could not serve the call, and
-            for anything the caller should know (a measured table, a gradient path, dropout).
-    """
-
-    backend: str
-    schedule: str
-    precision: str
-    arithmetic: str
-    reasons: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self) | {"reasons": list(self.reasons)}
 
 
 class Chosen(NamedTuple):
@@ -54,10 +28,12 @@ class Chosen(NamedTuple):
     rows: tuple[tuple[Row, Callable[..., Any]], ...]
 
 
-# What compilers and every call read. RUNS: what to call, by operator and backend. SERVING: what
+# What compilers and every call read. RUNS: what to call, by operator and backend; DIRECT: the
+# kernel behind it, see `Implementation.direct`. SERVING: what
 # may compute a projection faster than PyTorch (or gives None), by operator, type of device and
 # what `backend=` asks for: "auto", or a backend of that device; of any other there is nothing.
 RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
+DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 
@@ -294,46 +270,6 @@ def gradient_name(request: Request) -> tuple[str, tuple[str, ...]]:
     return PLAIN, tuple(reasons)
 
 
-def attention_backward(*arguments: Any) -> Any:
-    """`elsa::attention_backward` on every device: the first backend of the table that serves it."""
-    query, value, attn_mask = arguments[2], arguments[4], arguments[5]
-    is_causal, _, precision, needs = arguments[8:]
-    wanted = zip(operators.ATTENTION.terms, needs, strict=True)
-    request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
-        mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
-    )  # fmt: skip
-    grads = _by_the_table(request, arguments)
-    return operators.ATTENTION.recomputed(*arguments) if grads is None else grads
-
-
-def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
-    """The gradients by the first backend of the table that serves the call, or None."""
-    row = measured.training(request.operator, request.device_type, request.dtype)
-    for name in row.backward if row else ():
-        offered = implementation(request.operator, name)
-        if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
-            continue
-        with torch.autocast(request.device_type, enabled=False):
-            grads = offered.backward(*arguments)
-        if grads is not None:
-            return grads
-    return None
-
-
-def window_attention_backward(*arguments: Any) -> Any:
-    """`elsa::window_attention_backward` on every device: as `attention_backward`."""
-    qkv, num_heads, precision, needs = arguments[1], arguments[6], arguments[13], arguments[14]
-    head_dim = qkv.shape[-1] // (3 * num_heads)
-    wanted = zip(operators.WINDOW_ATTENTION.terms, needs, strict=True)
-    request = Request(
-        qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
-        gradient=tuple(name for name, needed in wanted if needed), tokens=math.prod(arguments[7]),
-    )  # fmt: skip
-    grads = _by_the_table(request, arguments)
-    return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
-
-
 def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
     """The word of `Request.mask`."""
     if attn_mask is None:
@@ -390,6 +326,7 @@ def _forget() -> None:
     """Build what compilers read, and drop what was chosen."""
     chosen.cache_clear()
     RUNS.clear()
+    DIRECT.clear()
     SERVING.clear()
     for record in operators.records():
         RUNS[record.name, PLAIN] = record.eager
@@ -397,6 +334,8 @@ def _forget() -> None:
     for each in BACKENDS:
         for operator, offered in each.operators.items():
             RUNS[operator, each.name] = offered.run
+            if offered.direct is not None:
+                DIRECT[operator, each.name] = offered.direct
             if operator != "linear" or offered.direct is None or each.device is None:
                 continue
             for name in ("auto", *(n for n, home in homes.items() if home == each.device)):
@@ -404,6 +343,4 @@ def _forget() -> None:
                 SERVING[key] = (*SERVING.get(key, ()), offered.direct)
 
 
-implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
-implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
 _forget()

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elsa_core.precision import dtype_name
+
 TABLE = Path(__file__).with_name("measured.json")
 
 
@@ -67,7 +69,7 @@ def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, 
             row["multiple"], tuple(row["ratio"]),
         )
         for row in _table()["inference"]
-        if row["operator"] == operator and row["gpu"] in gpu and _short(dtype) in row["dtypes"]
+        if row["operator"] == operator and row["gpu"] in gpu and dtype_name(dtype) in row["dtypes"]
     )  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
     """The row for calls of which a gradient is wanted; None where plain PyTorch recomputes."""
     for row in _table()["training"]:
         alike = row["operator"] == operator and row["device"] == device_type
-        if alike and _short(dtype) in row["dtypes"]:
+        if alike and dtype_name(dtype) in row["dtypes"]:
             return Training(
                 row["whole"], row["otherwise"], tuple(row["backward"]), row.get("small", ""),
                 row.get("small_below", 0),
@@ -93,14 +95,14 @@ def originals(operator: str) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def eager_least(operator: str, dtype: torch.dtype) -> int:
     """The multiply-adds from which an eager call on a GPU takes longer there than on the host."""
-    least: int = _table()["eager"][operator].get(_short(dtype), 0)
+    least: int = _table()["eager"][operator].get(dtype_name(dtype), 0)
     return least
 
 
 def scope(device: torch.device, dtype: torch.dtype) -> str:
     """What `patch` takes over by default: "model" where that was measured to be faster."""
     for row in _table()["scope"]:
-        if row["device"] != device.type or _short(dtype) not in row["dtypes"]:
+        if row["device"] != device.type or dtype_name(dtype) not in row["dtypes"]:
             continue
         capability = row.get("capability")
         if capability is None or _capability(device) == tuple(capability):
@@ -112,10 +114,6 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     if not torch.cuda.is_available() or torch.version.hip:
         return None
     return torch.cuda.get_device_capability(device)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from elsa_core import precision as precisions
 from elsa_core.backends import onednn, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import implement
+from elsa_core.precision import dtype_name
 
 PLAIN = "eager"  # plain PyTorch, which serves every operator that has a record
 
@@ -32,19 +33,15 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _half(request: Request) -> str:
     """The arithmetic of half precision, the same on every backend; empty for wider dtypes."""
     if request.dtype not in (torch.float16, torch.bfloat16):
         return ""
-    return f"{_kind(request.dtype)} products, float32 state and accumulation"
+    return f"{dtype_name(request.dtype)} products, float32 state and accumulation"
 
 
 def _of_pytorch(request: Request) -> str:
-    return _half(request) or f"PyTorch's {_kind(request.dtype)} matrix products"
+    return _half(request) or f"PyTorch's {dtype_name(request.dtype)} matrix products"
 
 
 def reference(record: operators.Operator) -> Implementation:
@@ -174,6 +171,7 @@ _TRITON = {
         run=operators.WINDOW_ATTENTION.overload,
         schedule=_whole_windows,
         arithmetic=_split,
+        direct=_late("triton.window.planner", "window_attention"),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),

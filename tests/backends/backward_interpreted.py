@@ -17,6 +17,7 @@ if __name__ == "__main__":
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
 from elsa_core.backends.triton.attention import backward  # noqa: E402
@@ -148,7 +149,8 @@ def run(shape, dtype, precision, options):
     g_lse = torch.randn(lse.shape, generator=generator) * options.get("size", 1.0)
     needs = tuple(bool(x) for x in options.get("needs", (1, 1, 1, 1)))
     call = (g, g_lse, q, k, v, mask, out, lse, causal, scale, precision, needs)
-    got = backward.attention_backward(*call)
+    with fenced() as fence:
+        got = backward.attention_backward(*call)
     again = backward.attention_backward(*call)
     terms = (q, k, v), mask, causal, scale, g, g_lse.masked_fill(lse.isneginf(), 0.0)
     expected = exact(*terms)
@@ -158,6 +160,7 @@ def run(shape, dtype, precision, options):
         "finite": all(bool(x.isfinite().all()) for x in got),
         "same": all(torch.equal(x, y) for x, y in zip(got, again, strict=True)),
         "shapes": [list(x.shape) for x in got],
+        "fence": fence["intact"],
     }
 
 

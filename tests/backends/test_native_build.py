@@ -197,6 +197,18 @@ print("served")
     assert done.stdout.strip() == "served", done.stderr
 
 
+def test_a_process_without_elsa_is_told_of_a_wrong_set(library: Path) -> None:
+    """There nobody asks for the kernels' name first: the operator itself refuses."""
+    program = f"""
+import torch
+torch.ops.load_library({str(library)!r})
+q = torch.ones(1, 1, 2, 16)
+torch.ops.elsa.attention(q, q, q, None, False, 0.25, "strict")
+"""
+    done = run(program, ELSA_CPU_ISA="avx9000")
+    assert done.returncode == 1 and "ELSA_CPU_ISA=avx9000 is unknown" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import re
 import shutil
 import subprocess
@@ -13,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import elsa_core  # noqa: F401  (defines the operator)
+from elsa_core.backends import native
 from elsa_core.exporting import ort_library
 
 onnx = pytest.importorskip("onnx")
@@ -143,6 +147,52 @@ def test_empty_inputs_give_empty_or_zero_outputs(library: str) -> None:
     assert not out.any()
     packed = session(library, model("PackedAttention", [FLOAT], num_heads=2))
     assert run(packed, np.ones((2, 0, 12), f)).shape == (2, 0, 4)
+
+
+TERMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shift and padding": {"shift_size": [0, 1, 2], "pad": True, "bias": True},
+    "three axes": {"window_size": [2, 2, 4], "shift_size": [1, 1, 0], "size": (3, 5, 4)},
+    "heads first": {"layout": "head", "shift_size": [0, 2, 1], "mask_value": -1.5, "bias": True},
+    "grid": {"grid": 1, "size": (1, 6, 8), "bias": True},
+    "cosine": {"cosine": True, "bias": True, "shift_size": [0, 1, 1]},
+    "scale": {"scale": 0.7},
+    "one head, one image": {"num_heads": 1, "batch": 1, "pad": True, "bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", [FLOAT, HALF], ids=["float", "half"])
+@pytest.mark.parametrize("case", TERMS)
+def test_windows_are_those_of_the_torch_operator(case: str, kind: int, library: str) -> None:
+    """Both libraries hold the same kernels: the bindings say the same problem, to the last bit."""
+    assert native.load().ok
+    given = {
+        "num_heads": 2, "window_size": [1, 3, 4], "shift_size": [0, 0, 0], "size": (1, 5, 7),
+        "batch": 2, "layout": "qkv", "grid": 0, "mask_value": -100.0, **TERMS[case],
+    }  # fmt: skip
+    heads, window, batch = given["num_heads"], given["window_size"], given["batch"]
+    rng = np.random.default_rng(7)
+    tokens, channels = math.prod(window), 3 * heads * 16
+    parts = {"bias": (heads, tokens, tokens), "pad": (channels,), "cosine": (heads,)}
+    kinds = {"bias": kind, "pad": kind, "cosine": FLOAT}
+    arrays = [rng.standard_normal((batch, *given["size"], channels)).astype(NUMPY[kind])]
+    terms = [
+        rng.standard_normal(shape).astype(NUMPY[kinds[name]]) if given.get(name) else None
+        for name, shape in parts.items()
+    ]
+    types = [kind, *(None if t is None else kinds[n] for n, t in zip(parts, terms, strict=True))]
+    attributes = {k: v for k, v in given.items() if k not in ("size", "batch", *parts)}
+    on = session(library, model("WindowAttention", types, **attributes))
+    out = run(on, *arrays, *(term for term in terms if term is not None))
+    qkv, bias, pad, cosine = (
+        None if array is None else torch.from_numpy(array) for array in [*arrays, *terms]
+    )
+    expected = torch.ops.elsa.window_attention(
+        qkv, bias, None, pad, cosine, heads, window, given["shift_size"],
+        given.get("scale", 0.25), given["mask_value"], given["layout"], bool(given["grid"]),
+        "strict",
+    )  # fmt: skip
+    assert np.isfinite(out).all() and np.array_equal(out, expected.numpy())
 
 
 WINDOW = {"num_heads": 2, "window_size": [1, 2, 2], "shift_size": [0, 1, 1]}

@@ -35,7 +35,7 @@ def interpreted() -> Iterator[Rows]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_interpreted_finite(interpreted, name):
     row = interpreted[name]
-    assert row["finite"] and row["memory"]
+    assert row["finite"] and row["memory"] and row["fence"]
     assert row["hidden"] or name == "overflow"
 
 

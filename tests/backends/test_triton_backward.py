@@ -45,7 +45,7 @@ def test_interpreted_error(interpreted, name):
     row = interpreted[name]
     # turbo's forward holds 11 bits of the lse from which the weights come
     band = 1e-3 if CASES[name][2] == "turbo" else 6e-4 if CASES[name][1] == F16 else 5e-7
-    assert row["finite"] and row["same"] and row["errors"]
+    assert row["finite"] and row["same"] and row["errors"] and row["fence"]
     for operand, error in row["errors"].items():
         assert error < 2 * row["peer"][operand] + band, (operand, error, row["peer"][operand])
 

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,11 +164,12 @@ def test_who_is_served(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert "64" in asked(head_dim=80).reason and not asked(dtype=torch.float64).ok
-    monkeypatch.setattr(device, "table_of", lambda index: "default")
+    monkeypatch.setattr(backward, "measured_tokens", lambda index: 0)
     assert "not measured" in asked().reason
-    measured = replace(tiling.load_table("default"), gradients=64)
-    monkeypatch.setattr(tiling, "load_table", lambda name: measured)
+    monkeypatch.setattr(backward, "measured_tokens", lambda index: 64)
     assert asked(tokens=64).ok and not asked(tokens=65).ok
+    assert tiling.load_table("h200").gradients == 64
+    assert tiling.load_table("default").gradients == 0
 
 
 def test_what_is_not_served_is_left_to_others():

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
 from elsa_core.backends.triton.attention import planner, schedules, tiling  # noqa: E402
@@ -105,7 +106,8 @@ def run(shape, dtype, precision, options):
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
     schedules.forward.CHAIN_TILES = options.get("chain", 1024)
     exact_folds.clear()
-    out, lse = attention(q, k, v, mask, causal, scale, precision)
+    with fenced() as fence:
+        out, lse = attention(q, k, v, mask, causal, scale, precision)
     expected, expected_lse = reference(q, k, v, mask, causal, scale)
     visible = expected_lse.isfinite()
     difference = (lse.double() - expected_lse)[visible].abs() / (1 + expected_lse[visible].abs())
@@ -114,6 +116,7 @@ def run(shape, dtype, precision, options):
         "lse": difference.max().item() if difference.numel() else 0.0,
         "finite": bool(out.isfinite().all()),
         "hidden": bool((lse.isinf() == ~visible).all() and (out[~visible] == 0).all()),
+        "fence": fence["intact"],
         "memory": out.transpose(1, 2).is_contiguous(),
         "exact_folds": len(exact_folds),
         "words": planner.planned(q, k, v, mask, causal, scale, precision).words,

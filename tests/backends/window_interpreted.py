@@ -17,6 +17,7 @@ if __name__ == "__main__":
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from fence import fenced  # noqa: E402
 
 from elsa_core.backends import eager_window  # noqa: E402
 from elsa_core.backends.triton.window import planner  # noqa: E402
@@ -110,12 +111,14 @@ def run(given: Given) -> dict:
     terms = [t if t is None or t.dtype == torch.int64 else t.double() for t in given[:5]]
     reference = eager_window.attention(*terms, *given[5:])
     peer = eager_window.attention(*given)
-    out = planner.window_attention(*given)
+    with fenced() as fence:
+        out = planner.window_attention(*given)
     size = reference.norm().clamp_min(1e-300)
     return {
         "error": ((out.double() - reference).norm() / size).item(),
         "peer": ((peer.double() - reference).norm() / size).item(),
         "finite": bool(out.isfinite().all()),
+        "fence": fence["intact"],
         "dense": out.is_contiguous() and out.shape == reference.shape and out.dtype == peer.dtype,
     }
 

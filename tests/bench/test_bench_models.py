@@ -290,6 +290,26 @@ def test_compare_of_two_files(
     assert run([*line, "mine.json"]) == 4
 
 
+def test_a_comparison_names_another_processor_and_a_busy_machine(
+    capsys: pytest.CaptureFixture[str], published: dict[str, Any]
+) -> None:
+    """Ratios of an Intel processor stood beside those of an AMD one without a word."""
+    Path("same.json").write_text(json.dumps(published))
+    other = worse(published)
+    other["environment"]["cpu"] = "Another Processor"
+    other["results"]["busy"] = "other programs use 90% of the processors"
+    Path("mine.json").write_text(json.dumps(other))
+    line = ["bench", "--compare", "attention_cpu", "--from"]
+    assert run([*line, "same.json"]) == 0
+    assert "Not the same processor" not in capsys.readouterr().out
+    assert run([*line, "mine.json"]) == 1
+    out, err = capsys.readouterr()
+    assert "Not the same processor (here Another Processor" in " ".join(out.split())
+    assert err.rstrip().endswith(
+        "the machine was not free: other programs use 90% of the processors"
+    )
+
+
 def test_a_run_is_compared_with_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "models", *SHORT, "--quick", "-o", "m.json"]) == 0
     document = json.loads(Path("m.json").read_text())

@@ -179,7 +179,7 @@ def test_a_command_has_the_settings_of_its_document(path: Path) -> None:
         sizes = {tuple(c["image_size"]) for c in points_of(found) if c["image_size"]}
         assert sizes == set(given["img_size"] or ())
     else:
-        assert given["subject"] == found["command"].partition(" ")[2]
+        assert given["kind"] == found["command"].partition(" ")[2]
         held_tables = {case["case"]["table"] for case in found["results"]["cases"]}
         assert set(given["tables"]) in (set(), held_tables)
         assert given["flex"] is settings.get("flex", False)

@@ -72,6 +72,17 @@ def test_inspect_says_what_its_columns_mean(elsa: Elsa) -> None:
     assert "queries:keys" not in elsa("inspect", *TINY).out
 
 
+def test_inspect_writes_a_page(elsa: Elsa) -> None:
+    answer = elsa("inspect", *TINY, "--html", "sites.html")
+    assert (answer.code, answer.err) == (0, "") and "html: sites.html" in answer.out
+    assert answer.out.splitlines()[-1] == "Next: elsa patch vit_tiny_patch16_224 --img 64 --check"
+    page = Path("sites.html").read_text(encoding="utf-8")
+    assert ">blocks.0-11.attn</td>" in page and "12 of 12 attention sites can be patched" in page
+    elsa("inspect", *TINY, "--html", "sites.html").fails(2, "sites.html exists", "--force")
+    assert elsa("inspect", *TINY, "--html", "sites.html", "--force").code == 0
+    elsa("inspect", "--all", "--html", "a.html").fails(2, "--html")
+
+
 def test_an_alias_is_shown(elsa: Elsa) -> None:
     answer = elsa("inspect", "vit_tiny", "--img", "64")
     assert answer.out.startswith("vit_tiny → vit_tiny_patch16_224 · ")

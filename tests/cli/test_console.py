@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from elsa_cli import console
-from elsa_cli.console import Session, jsonable
+from elsa_cli.console import Session
 from elsa_cli.main import run
+from elsa_cli.plain import jsonable
 
 from .conftest import Elsa, environment
 

@@ -36,6 +36,8 @@ def test_a_glob_selects_names(elsa: Elsa) -> None:
     assert "Next: elsa inspect swin_tiny_patch4_window7_224" in answer.out
     whole = {row["name"] for row in document(elsa("list", "--json", "--all"))["results"]["models"]}
     assert {"resnet50", "open_clip:ViT-B-32", "vit_base_patch16_224"} <= whole
+    first = document(elsa("list", "vit_tiny", "--json"))["results"]["models"]
+    assert first[0]["name"] == "vit_tiny_patch16_224" and first[-1]["name"].count("vit_tiny")
     anywhere = document(elsa("list", "dinov2", "--json"))["results"]["models"]
     assert len(anywhere) > 5 and all("dinov2" in row["name"] for row in anywhere)
     library = document(elsa("list", "open_clip:*", "--json"))["results"]["models"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import elsa_core as elsa
-from elsa_core import calls
+from elsa_core import calls, operators
 from elsa_core.backends import eager_window
 from elsa_core.errors import ArgumentError, UnavailableError
 
@@ -393,3 +393,33 @@ def test_vmap_of_derivatives() -> None:
         torch.testing.assert_close(torch.func.vmap(derivative)(images), wanted)
         last = torch.func.vmap(derivative, in_dims=-2)(images.movedim(0, -2))
         torch.testing.assert_close(last, wanted)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_recorded_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, second: bool) -> None:
+    """The same bits as by the operator, frozen terms without a gradient, and no second one."""
+    from elsa_core.routing import choose, gradients
+
+    record = operators.WINDOW_ATTENTION
+    monkeypatch.setitem(choose.DIRECT, ("window_attention", "eager"), record.reference)
+    call = gradients.recorded("window_attention", "eager")
+    assert call is not None and gradients.recorded("window_attention", "sdpa") is None
+    double = torch.float64  # whose gradients plain PyTorch computes
+    qkv = torch.randn(2, 1, 6, 5, 24, dtype=double, requires_grad=True)
+    bias = torch.randn(9, 2, dtype=double, requires_grad=True)
+    index, pad = torch.randint(9, (16, 16)), torch.randn(24, dtype=double)
+    given = (
+        qkv, bias, index, pad, None, 2, (1, 4, 4), (0, 2, 1), 0.5, -100.0, "qkv", False, "strict"
+    )  # fmt: skip
+    expected, found = record.eager(*given), call(*given)
+    assert torch.equal(found, expected)
+    grad = torch.randn_like(found)
+    leaves = (qkv, bias)
+    if second:
+        grads = torch.autograd.grad(found, leaves, grad, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            grads[0].sum().backward()
+        return
+    theirs = torch.autograd.grad(expected, leaves, grad)
+    ours = torch.autograd.grad(found, leaves, grad)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

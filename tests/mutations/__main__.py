@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .judge import ROOT, Judge, tracked
+from .report import tables
 from .source import Mutant
 from .suites import plan
 
@@ -38,6 +40,9 @@ def main() -> int:
         for index, (_, name, one) in enumerate(ranked)
         if index % given.shard[1] == given.shard[0] and fnmatch(one.file, given.only)
     ]
+    if given.table:
+        print(tables(_read(given.json)))
+        return 0
     if given.list:
         for name, one in wanted:
             print(f"{name} {one.file}:{one.line} {one.kind}: {one.before!r} -> {one.after!r}")
@@ -46,7 +51,8 @@ def main() -> int:
     if given.again:
         rows = {name: row for name, row in rows.items() if row["verdict"] != "survived"}
     left = [(name, one) for name, one in wanted if name not in rows]
-    os.nice(10)
+    os.nice(max(0, 10 - os.nice(0)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copies are removed
     end = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory(prefix="elsa-mutations-") as folder:
         judge = Judge(Path(folder)) if left else None
@@ -73,6 +79,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="no mutant begins later")
     parser.add_argument("--again", action="store_true", help="judge those again that survived")
     parser.add_argument("--list", action="store_true", help="name the mutants, judge none")
+    parser.add_argument(
+        "--table", action="store_true", help="FILE as the tables of docs/testing.md"
+    )
     return parser.parse_args()
 
 

@@ -94,7 +94,9 @@ class Judge:
         start = time.monotonic()
         word, by, isa = "same code", "", ""
         native = suite.language == "c++"
-        for isa in self._sets_with_libraries(mutant.file) if native else ("",):
+        for isa in self._instruction_sets() if native else ("",):
+            if native:
+                self._plain_library(mutant.file, isa)
             with self._applied(mutant):
                 word, by = self._run(suite.tests, mutant.file if native else "", isa)
             if word != "same code":
@@ -117,27 +119,29 @@ class Judge:
             path.write_text(text)
             shutil.rmtree(self.folder / "cache", ignore_errors=True)
 
-    def _sets_with_libraries(self, file: str) -> list[str]:
-        """This machine's instruction sets; the digests of their libraries are known then."""
+    def _instruction_sets(self) -> list[str]:
         if not self.sets:
             facts = self._apart(_facts)
             if "best" not in facts:
                 raise RuntimeError(f"the library cannot be built: {facts}")
             names = facts["names"]
             self.sets = names[names.index(facts["best"]) :: -1]
-        for name in self.sets:
-            key = (_library(file), name)
-            if key not in self.libraries:
-                self.libraries[key] = self._apart(_digest, _library(file), isa=name)["digest"]
-                shutil.rmtree(self.folder / "cache", ignore_errors=True)
         return self.sets
+
+    def _plain_library(self, file: str, isa: str) -> str:
+        """The digest of the library that the sources give without a change."""
+        key = (_library(file), isa)
+        if key not in self.libraries:
+            self.libraries[key] = self._apart(_digest, _library(file), isa=isa)["digest"]
+            shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        return self.libraries[key]
 
     def _run(
         self, tests: tuple[str, ...], file: str, isa: str, *, changed: bool = True
     ) -> tuple[str, str]:
         """The verdict's word and reason; `file` is the changed one, where it is compiled."""
         library = _library(file) if file else ""
-        plain = self.libraries[library, isa] if file and changed else ""
+        plain = self._plain_library(file, isa) if file and changed else ""
         other = isa if self.sets and isa != self.sets[0] else ""
         answer = self._apart(_tests, tests, library, plain, other, isa=isa, file=file)
         return answer["word"], answer["by"]

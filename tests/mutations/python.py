@@ -22,6 +22,7 @@ _NAMES = {
 }  # fmt: skip
 # Changes of these show in no result: messages, hints to the compiler, notes for type checkers.
 _NO_CODE = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
+_SPEED = {"num_stages", "num_warps", "eviction_policy", "cache_modifier"}
 _HINTS = {"static_assert", "multiple_of", "max_contiguous", "debug_barrier", "warning", "info"}
 
 
@@ -60,6 +61,8 @@ def _code(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
         return
     if isinstance(node, (ast.expr, ast.stmt)):
         yield node
+    if isinstance(node, ast.keyword) and node.arg in _SPEED:
+        return
     skipped = node.annotation if isinstance(node, ast.AnnAssign) else None
     for child in ast.iter_child_nodes(node):
         if child is not skipped:
@@ -120,7 +123,7 @@ def _calls(node: ast.Call) -> Iterator[tuple[ast.expr | str, str]]:
         other.func = ast.Attribute(node.func.value, _NAMES[name])
         yield other, "extreme"
     for index, keyword in enumerate(node.keywords):
-        if keyword.arg is not None:
+        if keyword.arg is not None and keyword.arg not in _SPEED:
             less = copy.deepcopy(node)
             del less.keywords[index]
             yield less, "argument"

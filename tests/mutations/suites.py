@@ -14,6 +14,7 @@ ATTENTION = "tests/backends/test_native.py"
 GRADIENT = "tests/backends/test_native_gradient.py"
 WINDOW = "tests/backends/test_native_window.py"
 MATH = "tests/backends/test_native_math.py"
+BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 
@@ -57,7 +58,7 @@ _BACKWARD = tuple(
     for name in (
         "half", "half, groups, odd widths", "half causal", "half boolean mask", "half bias",
         "half large scores", "half large lse", "strict", "strict, groups, odd widths",
-        "strict causal",
+        "strict causal", "strict additive mask", "strict bias of keys", "strict bias of queries",
     )
 )  # fmt: skip
 _WINDOWS = tuple(
@@ -85,6 +86,7 @@ SUITES = (
     Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
     Suite("csrc/elsa/pack.h", (ATTENTION, WINDOW)),
     Suite("csrc/elsa/*", (ATTENTION,)),
+    Suite("csrc/torch/common.h", (ATTENTION, WINDOW, BUILD)),
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
     Suite("csrc/torch/*", (ATTENTION, GRADIENT)),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
@@ -99,9 +101,9 @@ SUITES = (
     _adapter("redirect", "redirect", "timm", "watched"),
     _adapter("timm_mvitv2", "eager", "timm"),
     _adapter("timm_*", "timm", "eager", "redirect", "watched"),
-    _adapter("common", "timm", "eager", "watched", "tests/patching/test_training_route.py"),
+    _adapter("common", "transformers", "timm", "eager", "watched"),
     _adapter("decomposed", "eager", "timm"),
-    _adapter("open_clip_towers", "multihead", "redirect"),
+    _adapter("open_clip_towers", "eager", "multihead"),
     _adapter("asked", "timm", "multihead", "watched"),
     _triton(
         "attention/fma_fallback",

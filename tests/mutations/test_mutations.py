@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from . import cpp, python
 from .judge import ROOT, Judge, tracked
+from .report import BEGIN, END, tables
 from .source import chosen, identity
 from .suites import NAMED, plan, suite_of
 
@@ -105,3 +107,13 @@ def test_a_mutant_is_noticed(tmp_path: Path) -> None:
     verdict = judge.judge(one)
     assert verdict.word == "killed" and "test_stale" in verdict.by
     assert (ROOT / file).read_text() == text == (judge.changed / file).read_text()
+
+
+def test_the_page_shows_the_last_run() -> None:
+    """Every survivor that is counted is argued for; the tables are those of the verdicts."""
+    rows = json.loads((ROOT / "docs/mutations.json").read_text())["mutants"]
+    page = (ROOT / "docs/testing.md").read_text()
+    shown = page.partition(BEGIN)[2].partition(END)[0]
+    assert shown.strip() == tables(rows), "python -m tests.mutations --json FILE --table"
+    survivors = [row for row in rows.values() if row["verdict"] == "survived"]
+    assert all(row.get("argument") for row in survivors)

@@ -334,3 +334,21 @@ def test_a_class_that_no_module_has_is_gone() -> None:
     sites._kind_by_code.cache_clear()
     gc.collect()
     assert len(redirect._CLASSES) == before
+
+
+@torch.no_grad()
+def test_the_precision_reaches_the_operator() -> None:
+    """One that is lost on the way is `strict`, which no result on a CPU shows."""
+    asked = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name == "elsa::attention":
+                asked.append(args[-1])
+            return func(*args, **(kwargs or {}))
+
+    model = ByModule().eval()
+    patch(model, precision="ieee")
+    with Record():
+        model(torch.randn(1, 3, 16))
+    assert asked == ["ieee"]

@@ -153,7 +153,12 @@ def test_check_judges_each_site_at_its_attention(kind: str, monkeypatch) -> None
     found = check(model, images(1))
     assert found.ok, found.failures
     assert len(found.sites) == 4 == len(report.patched)
-    assert all(site.operator_calls == site.calls == 4 for site in found.sites)
+    # The input and three hard cases; those of whole windows also padded, those of cosine attention
+    # also with a scale above its limit.
+    whole = 2 if kind in TORCHVISION else 0
+    calls = 5 if "v2" in kind else 4
+    assert sum(site.calls for site in found.sites) == 4 * calls + whole
+    assert all(site.operator_calls == site.calls >= calls for site in found.sites)
     assert all(site.drift is not None and site.largest_logit > 5 for site in found.sites)
     path = report.patched[1].path
     monkeypatch.setenv("ELSA_FAULT_INJECTION", f"{path}:1e-5")

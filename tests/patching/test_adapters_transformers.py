@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import ArgumentError
+from elsa_core.patching.adapters import common, hf_transformers
 from elsa_core.patching.adapters.hf_transformers import attention_forward, register
 
 
@@ -122,3 +123,33 @@ def test_gradients_of_dinov2() -> None:
                 sums[i] += float((other[name] - gradient).norm() / scale) ** 2
     for name, (own_square, square) in squares.items():
         assert square**0.5 <= 2 * own_square**0.5 + 4 * torch.finfo(torch.float32).eps, name
+
+
+def test_what_was_registered_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A precision that is dropped on the way is `strict`, which no result on a CPU shows."""
+    asked = []
+
+    def record(*operands: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append(options)
+        return operands[0]
+
+    monkeypatch.setattr(hf_transformers, "attention", record)
+    x = torch.randn(1, 2, 3, 4)
+    options = {"precision": "ieee", "backend": "eager"}
+    attention_forward(SimpleNamespace(is_causal=False), x, x, x, None, 0.25, 0.5, **options)
+    expected = {"attn_mask": None, "dropout_p": 0.25, "is_causal": False, "scale": 0.5}
+    assert asked == [{**expected, "enable_gqa": True, **options}]
+
+
+def test_a_site_asks_for_what_it_was_patched_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        common, "attention", lambda *operands, **options: asked.append(options) or operands[0]
+    )
+    x, mask = torch.randn(1, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool)
+    site = SimpleNamespace(elsa_precision="ieee", elsa_backend="eager")
+    common.attend(site, x, x, x, mask, scale=0.5, dropout_p=0.25, is_causal=True)
+    assert asked == [
+        {"attn_mask": mask, "dropout_p": 0.25, "is_causal": True, "scale": 0.5,
+         "enable_gqa": True, "precision": "ieee", "backend": "eager"}
+    ]  # fmt: skip

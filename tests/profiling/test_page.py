@@ -15,6 +15,8 @@ import pytest
 
 from elsa_core.errors import ArgumentError
 from elsa_core.measuring import plots
+from elsa_core.patching import page as sites_page
+from elsa_core.patching.sites import inspect
 from elsa_core.profiling import charts, figures, page, series
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -42,36 +44,109 @@ def dumped(browser: str, path: Path, profile: Path) -> tuple[str, str]:
     return done.stdout, "\n".join(console)
 
 
-# Runs in the page: what a reader would miss is told in the title.
-_LOOK = """<script>
-window.onerror = (text) => { document.title = "error: " + text; };
-window.onload = () => {
-  const charts = [...document.querySelectorAll("figure > svg")];
-  const boxes = charts.map((chart) => chart.getBoundingClientRect());
-  const drawn = boxes.filter((box) => box.width > 200 && box.height > 100).length;
-  const loads = performance.getEntriesByType("resource").length;
-  const wide = document.documentElement.scrollWidth > window.innerWidth;
-  const texts = charts.reduce((sum, chart) => sum + chart.querySelectorAll("text").length, 0);
-  document.title = `${charts.length} charts, ${drawn} drawn, ${loads} loads, wide ${wide}, ` +
-    `texts ${texts > 20}`;
-};
-</script>"""
+# Runs beside the page, which is shown in frames as wide as a telephone, a tablet and a screen: what
+# a reader would miss is told in the title.
+_LOOK = """<!DOCTYPE html><title>not run</title><body style="margin: 0"><script>
+const source = SOURCE, widths = [390, 800, 1280], said = [];
+function look(frame, width) {
+  const page = frame.contentDocument, root = page.documentElement;
+  const charts = [...page.querySelectorAll("figure > svg")];
+  const drawn = charts.map((chart) => chart.getBoundingClientRect());
+  const small = drawn.filter((box) => box.width < 200 || box.height < 60).length;
+  const out = [...page.querySelectorAll("main *")].filter((one) => {
+    const box = one.getBoundingClientRect();
+    return box.right > width + 0.5 || box.left < -0.5;
+  });
+  const tables = [...page.querySelectorAll(".table")];
+  const scrolls = tables.filter((one) => one.scrollWidth > one.clientWidth + 1).length;
+  const texts = [...page.querySelectorAll("svg text")].map((one) => one.getBoundingClientRect());
+  const meet = texts.filter((a, i) => texts.some((b, j) => i < j && a.left < b.right - 1 &&
+    b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3)).length;
+  const loads = frame.contentWindow.performance.getEntriesByType("resource").length;
+  return `${width}: ${charts.length} charts, ${small} small, ${out.length} outside, ` +
+    `${scrolls} scroll, ${meet} meet, ${loads} loads, wide ${root.scrollWidth > width}`;
+}
+let left = widths.length;
+for (const width of widths) {
+  const frame = document.createElement("iframe");
+  frame.style = `display: block; border: 0; width: ${width}px; height: 900px`;
+  frame.srcdoc = source;
+  frame.onload = () => {
+    said[widths.indexOf(width)] = look(frame, width);
+    if (--left === 0) document.title = said.join("; ");
+  };
+  document.body.append(frame);
+}
+</script></body>"""
 
 
-def test_a_browser_shows_the_charts(
-    chromium: str, document: dict[str, Any], tmp_path: Path
-) -> None:
-    text = page.page(document)
-    assert "<script" not in text
-    path = tmp_path / "report.html"
-    path.write_text(text.replace("</head>", f"{_LOOK}</head>"), encoding="utf-8")
-    dom, console = dumped(chromium, path, tmp_path / "profile")
+def seen(browser: str, text: str, folder: Path) -> list[str]:
+    """What a browser makes of a page at three widths, one line each; its console is silent."""
+    path = folder / "look.html"
+    source = json.dumps(text).replace("</", "<\\/")
+    path.write_text(_LOOK.replace("SOURCE", source), encoding="utf-8")
+    dom, console = dumped(browser, path, folder / "browser")
     title = re.search("<title>(.*?)</title>", dom)
     assert title is not None and console == ""
-    # Latency, throughput, memory (where it could be measured), and the sites of two points.
+    return title[1].split("; ")
+
+
+def long_names(document: dict[str, Any]) -> dict[str, Any]:
+    """The same with the longest names that models have."""
+    document["results"]["model"]["name"] = "vit_base_patch16_clip_quickgelu_224.laion400m_e32" * 2
+    for row in document["results"]["points"]:
+        for site in row["profile"]["sites"][:-1]:
+            site["path"] = f"visual.transformer.resblocks.11.attention.{site['path']}"
+            site["schedule"] = "avx512_kernels_tiles_of_query_rows_over_2_threads"
+        row["profile"]["left_out"] = {"compile+graph": "a reason of many words " * 8}
+    return document
+
+
+@pytest.mark.parametrize("names", ["short", "long"])
+def test_a_browser_shows_all_of_it_at_every_width(
+    chromium: str, document: dict[str, Any], tmp_path: Path, names: str
+) -> None:
+    """Tables were cut at 1280 px, and the title at 390."""
+    text = page.page(long_names(document) if names == "long" else document)
+    assert "<script" not in text
+    # Latency, throughput, memory (where it could be measured), and two of the sites of two points.
     memory = any(r["memory_bytes"] for r in document["results"]["points"][0]["profile"]["runs"])
-    count = 5 if memory else 4
-    assert title[1] == f"{count} charts, {count} drawn, 0 loads, wide false, texts true"
+    count = 7 if memory else 6
+    right = f"{count} charts, 0 small, 0 outside, 0 scroll, 0 meet, 0 loads, wide false"
+    assert seen(chromium, text, tmp_path) == [f"{width}: {right}" for width in (390, 800, 1280)]
+
+
+def test_a_browser_shows_the_sites_of_inspect(chromium: str, tmp_path: Path) -> None:
+    import timm
+
+    found = inspect(timm.create_model("pvt_v2_b0"), 64)
+    text = sites_page.page("pvt_v2_b0 <of timm>", "weights: random", found)
+    assert "pvt_v2_b0 &lt;of timm&gt;" in text and ">256:4<" in text and "<script" not in text
+    assert "8 of 8 attention sites can be patched, with " in text
+    right = "0 charts, 0 small, 0 outside, 0 scroll, 0 meet, 0 loads, wide false"
+    assert seen(chromium, text, tmp_path) == [f"{width}: {right}" for width in (390, 800, 1280)]
+
+
+def test_the_model_is_drawn_before_and_after() -> None:
+    sites = [
+        {"path": "layers.1.blocks.0", "seconds_before": 0.3, "seconds_after": 0.1},
+        {"path": "layers.0.blocks.1", "seconds_before": 0.2, "seconds_after": 0.2},
+        {"path": "layers.0.blocks.0", "seconds_before": 0.1, "seconds_after": 0.1},
+        {"path": "rest of the model", "seconds_before": 0.4, "seconds_after": 0.4},
+    ]
+    drawn = charts.model_strips(sites)
+    boxes = re.findall(r'<rect x="([\d.]+)%" y="\d+" width="([\d.]+)%" .*?<title>(.*?)<', drawn)
+    before, after = boxes[:4], boxes[4:]
+    assert [title for _, _, title in before] == [
+        "layers.0.blocks.0: 100 ms", "layers.0.blocks.1: 200 ms", "layers.1.blocks.0: 300 ms",
+        "rest of the model: 400 ms",
+    ]  # fmt: skip
+    assert [float(x) for x, _, _ in before] == [0, 10, 30, 60]
+    assert sum(float(width) for _, width, _ in after) == pytest.approx(80)
+    assert "before: 1 s" in drawn and "patched: 800 ms" in drawn
+    assert "layers.0 (2 sites): 300 ms → 300 ms" in drawn
+    one = charts.model_strips([{**sites[0], "path": ""}, sites[-1]])
+    assert "the model (1 site)" in one
 
 
 def test_a_page_holds_everything_and_fetches_nothing(document: dict[str, Any]) -> None:
@@ -105,7 +180,7 @@ def test_rows_that_were_not_measured(document: dict[str, Any], tmp_path: Path) -
     }  # fmt: skip
     text = page.page(document)
     assert "out of memory: too &lt;large&gt;" in text and "not complete" in text
-    assert text.count("<figure ") in (3, 4)  # bars now, and one point's sites
+    assert text.count("<figure ") in (4, 5)  # bars now, and two of one point's sites
     document["results"]["points"] = document["results"]["points"][1:]
     assert "<svg" not in page.page(document)
 

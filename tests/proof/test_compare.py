@@ -18,7 +18,6 @@ from elsa_core.proof.cases import (
     as_cases,
     chunks,
     generated_inputs,
-    hard_cases,
     jittered,
     nearby,
     nudged,
@@ -30,6 +29,9 @@ from elsa_core.proof.compare import (
     map_floating,
     plain,
 )
+from elsa_core.proof.judge import Judgement, settle
+from elsa_core.proof.report import GradientRecord
+from elsa_core.proof.site_cases import hard_cases
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -337,3 +339,36 @@ def test_more_samples_settle_what_one_leaves_in_doubt() -> None:
         worse.add(ones, (ones * (1 + 2.0**-14)).float(), (ones * (1 - 2.0**-10)).float())
     assert "allowed" in worse.reason()
     assert not compared(0.0, math.inf).in_doubt
+
+
+@pytest.mark.parametrize(("patched", "samples"), [(1e-6, 1), (2.6e-6, 32), (2e-5, 8)])
+def test_more_samples_only_where_they_can_tell(patched: float, samples: int) -> None:
+    """Not in doubt; in doubt; so far beyond what is allowed that eight are enough."""
+    judgement = Judgement(2.0)
+    oracle = {"output": torch.ones(8, 16, dtype=torch.float64)}
+    seeds = []
+
+    def add(seed: int) -> None:
+        seeds.append(seed)
+        one, two = ({"output": (oracle["output"] * (1 + e)).float()} for e in (1e-6, patched))
+        judgement.add_tensors(oracle, one, two)
+
+    add(0)
+    settle([judgement], 32, add)
+    assert seeds == list(range(samples))
+    assert judgement.comparisons["output"].samples == samples
+
+
+def test_a_gradient_of_rounding_alone_is_not_the_worst_shown() -> None:
+    """Of a bias of keys every gradient is noise, equal to none; it is judged all the same."""
+    record, judgement = GradientRecord(), Judgement(2.0)
+    noise, exact = torch.full((64,), 1e-9), torch.zeros(64, dtype=torch.float64)
+    judgement.add_tensors({"k.bias": exact}, {"k.bias": noise}, {"k.bias": noise})
+    slope = torch.ones(64, dtype=torch.float64)
+    judgement.add_tensors({"q": slope}, {"q": slope.float()}, {"q": slope.float()})
+    record.add("noise", judgement)
+    assert (record.result("attn").worst, record.result("attn").ok) == ("q", True)
+    judgement.comparisons["k.bias"].patched.add(noise.double() * 9)
+    record.add("noise", judgement)
+    found = record.result("attn")
+    assert (found.worst, found.wrong, found.ok) == ("k.bias", ("k.bias",), False)

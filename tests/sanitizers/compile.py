@@ -16,7 +16,7 @@ from pathlib import Path
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 _EMPTY = """#include "{header}"
-namespace elsa {{ extern const {kind} {name}; const {kind} {name} = {{}}; }}
+namespace elsa {{ extern const {kind} {name}; const {kind} {name} = {{"none"}}; }}
 """
 _HEADERS = {"Kernel": "kernel.h", "WindowKernel": "window_kernel.h",
             "GradientKernel": "gradient_kernel.h"}  # fmt: skip

@@ -119,10 +119,10 @@ def candidates(
 
     shipped = planned(table)
     found = {_key(shipped): (shipped, True)}
-    room = shared or table.shared_memory
-    variations = _variations(shipped.tile, mode, shape, room, workspace)
+    bytes_shared = shared or table.shared_memory
+    variations = _variations(shipped.tile, mode, shape, bytes_shared, workspace)
     if specialized and mode == "split":
-        variations = itertools.chain(_specialized(shipped.tile, shape, room), variations)
+        variations = itertools.chain(_specialized(shipped.tile, shape, bytes_shared), variations)
     for tile in variations:
         plan = planned(replace(table, tiles=(tile,)))
         found.setdefault(_key(plan), (plan, False))
@@ -195,8 +195,8 @@ def _fits(tile: Tile, dim: int, shared: int) -> bool:
     operands = tile.stages * tile.block_n * 2 * dim * element
     queries = tile.block_m * dim * element
     accumulators = tile.block_m * dim // (32 * tile.warps)
-    room = tile.registers == 0 or accumulators <= tile.registers // 2
-    return operands + queries <= shared and accumulators <= _ACCUMULATORS and room
+    fits = tile.registers == 0 or accumulators <= tile.registers // 2
+    return operands + queries <= shared and accumulators <= _ACCUMULATORS and fits
 
 
 def run(

@@ -269,7 +269,7 @@ def in_processes(tasks: list[Task], seconds: float, *, alone: bool = False) -> l
     rows = [answer(job) if job.done() else {"ok": False, "error": "late"} for job in jobs]
     for row, (_, arguments) in zip(rows, tasks, strict=True):
         row.setdefault("task", repr(arguments))
-    # whoever still compiles is not waited for
+    # compilations that still run are not waited for
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:

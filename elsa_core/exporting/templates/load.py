@@ -242,11 +242,6 @@ def _assumed(facts: dict[str, Any]) -> str:
     return f"the weights did not say their preprocessing: {values} assumed" if keys else ""
 
 
-def _random(facts: dict[str, Any]) -> str:
-    random = facts["model"]["weights"].startswith("random")
-    return "the weights are random, and so are the results" if random else ""
-
-
 def run_reference(format: str, bundle: Path, output: Path, *, library: bool = True) -> None:
     """Run the inputs of reference.npz at each of its batch sizes and write the outputs."""
     model = load(format, bundle, library=library)
@@ -376,7 +371,9 @@ def main(arguments: Sequence[str]) -> int:
     given, kept, failed = _arguments(arguments), [], 0
     try:
         facts = manifest()
-        for line in filter(None, (_assumed(facts), _random(facts))):
+        random = "the weights are random, and so are the results"
+        drawn = facts["model"]["weights"].startswith("random")
+        for line in filter(None, (_assumed(facts), random * drawn)):
             print(f"warning: {line}", file=sys.stderr)
         files = images_in(given.images)
         for entry in predictions(load(given.format), files, given):
@@ -390,6 +387,8 @@ def main(arguments: Sequence[str]) -> int:
         if given.output:
             text = as_csv(kept) if given.output.endswith(".csv") else json.dumps(kept, indent=1)
             Path(given.output).write_text(f"{text.rstrip()}\n", encoding="utf-8")
+    except BrokenPipeError:  # the reader has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, ImportError, KeyError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1

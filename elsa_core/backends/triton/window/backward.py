@@ -8,6 +8,7 @@ tokens three numbers of each row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def support(request: Request) -> Support:
         return Support(False, f"its gradients take head dimensions up to {LARGEST_DIM}")
     if request.device_type != "cuda" or not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
-    most = tiling.load_table(device.table_of(torch.cuda.current_device())).gradients
+    most = measured_tokens(torch.cuda.current_device())
     if not most:
         return Support(False, "its gradients were not measured to be faster on this GPU")
     if request.tokens > most:
@@ -39,6 +40,12 @@ def support(request: Request) -> Support:
             False, f"its gradients of windows of more than {most} tokens were not measured"
         )
     return Support(True)
+
+
+@lru_cache(maxsize=64)
+def measured_tokens(index: int) -> int:
+    """`WindowTable.gradients` of a device."""
+    return tiling.load_table(device.table_of(index)).gradients
 
 
 def window_attention_backward(

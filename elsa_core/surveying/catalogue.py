@@ -41,14 +41,23 @@ def _open_clip_names() -> list[str]:
     return list(open_clip.list_models())
 
 
+def _torchvision_names() -> list[str]:
+    import torchvision
+
+    return list(torchvision.models.list_models(module=torchvision.models))
+
+
+# transformers lists configurations, not architectures that MODEL can name: its attention interface
+# (`patching.adapters.hf_transformers`) takes them all.
 CATALOGUES = (
     Catalogue("timm", _timm_names, _timm_family),
     Catalogue("open_clip", _open_clip_names, lambda name: "open_clip"),
+    Catalogue("torchvision", _torchvision_names, lambda name: "torchvision"),
 )
 
 
 def architectures(match: str = "*") -> list[str]:
-    """Names ("timm:...", "open_clip:...") that a glob selects; one of each family comes first.
+    """Names ("timm:...", "torchvision:...") that a glob selects; one of each family comes first.
 
     A library that is not installed has none.
     """

@@ -1,4 +1,4 @@
-"""`inspect --all`: every architecture of timm and open_clip, its sites, and whether patching it
+"""`inspect --all`: every architecture of every library, its sites, and whether patching it
 changes what it computes.
 
 An architecture is built on the meta device to find its sites. Its check runs on the same
@@ -31,13 +31,13 @@ from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.spec import parse
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.messages import first_line
-from elsa_core.patching import catalogue
 from elsa_core.patching.adapters.table import ROWS
 from elsa_core.patching.patch import original, patch, patched_sites
 from elsa_core.patching.sites import AttentionSite, find_sites
 from elsa_core.proof.cases import generated_inputs, random_weight, text_shape
 from elsa_core.proof.check import check
 from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
+from elsa_core.surveying import catalogue
 
 # Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
 BYTES_PER_WEIGHT = 16

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from elsa_core.errors import ModelError
-from elsa_core.patching import catalogue, coverage
-from elsa_core.patching.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
+from elsa_core.surveying import catalogue, coverage
+from elsa_core.surveying.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
 
 pytest.importorskip("timm")
 
@@ -35,6 +35,17 @@ def test_one_of_each_family_comes_first(names: list[str]) -> None:
     assert len(set(families[:first])) == first
     assert catalogue.architectures("timm:vit_tiny_patch16_22?") == ["timm:vit_tiny_patch16_224"]
     assert catalogue.architectures("nothing*") == []
+
+
+def test_every_library_has_a_record() -> None:
+    """torchvision's architectures were not gone through, although MODEL can name them."""
+    torchvision = pytest.importorskip("torchvision")
+    names = catalogue.architectures("torchvision:*")
+    assert {n.removeprefix("torchvision:") for n in names} == set(
+        torchvision.models.list_models(module=torchvision.models)
+    )
+    found = coverage.examine("torchvision:swin_t", checked=False)
+    assert found.verdict == NOT_CHECKED and found.patchable == found.sites == 12
 
 
 def test_a_sample_of_the_families(names: list[str]) -> None:

@@ -1,0 +1,56 @@
+"""The page of `elsa inspect --html`: every site of a model, and what can be patched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elsa_core import pages
+from elsa_core.patching.sites import Inspection
+from elsa_core.patching.text import reasons, sites_table
+
+
+def write(name: str, about: str, found: Inspection, path: Path) -> Path:
+    """Write the page, whole or not at all.
+
+    Args:
+        name: the model.
+        about: one line below it: weights, size, device.
+        found: what `inspect` returned.
+        path: an .html file.
+
+    Raises:
+        UnavailableError: the file cannot be written.
+    """
+    return pages.write(page(name, about, found), path)
+
+
+def page(name: str, about: str, found: Inspection) -> str:
+    """The whole page as HTML."""
+    good = [site for site in found.sites if site.patchable]
+    stay = [site for site in found.sites if not site.patchable]
+    share = sum(site.flops_share or 0.0 for site in good)
+    work = f", with {share:.1%} of the model's FLOPs" if share else ""
+    said = f"{len(good)} of {len(found.sites)} attention sites can be patched{work}."
+    parts = [
+        f"<h1>{pages.text(name)}: its attention</h1>",
+        f'<p class="dim">{pages.text(about)}</p>',
+        f'<p class="gain"><b>{pages.text(said)}</b></p>',
+    ]
+    lines = [*reasons(stay, "not patchable:"), *filter(None, [found.note])]
+    parts += [f'<p class="warning">{pages.text(line)}</p>' for line in lines]
+    if found.sites:
+        titles, rows = sites_table(found.sites)
+        columns = [title.lstrip(">") if title[0] == ">" else f".{title}" for title in titles]
+        parts += ["<h2>Sites</h2>", pages.table(columns, rows)]
+        parts.append(
+            '<p class="dim">FLOPs: of the two products of attention, q k<sup>T</sup> and that with '
+            "v, as a share of the whole model's; projections do not count among them. tokens: "
+            "queries:keys of a call, one number where they are equal. count: sites that are alike."
+            "</p>"
+        )
+    if found.total_flops:
+        size = " x ".join(map(str, found.input_size))
+        parts.append(
+            f'<p class="dim">One image of {size}: {found.total_flops / 1e9:.2f} GFLOPs.</p>'
+        )
+    return pages.document(f"elsa inspect: {name}", parts)

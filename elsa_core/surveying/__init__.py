@@ -1,0 +1,1 @@
+"""Every architecture of the model libraries: its sites, and whether a small version agrees."""

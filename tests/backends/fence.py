@@ -1,0 +1,46 @@
+"""Memory behind what a call allocates, to see writes beyond it: an interpreted kernel has none of
+a GPU's checks, and what it overwrites is mostly nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BYTE, WIDTH = 0xA5, 4096
+aten = torch.ops.aten
+ALLOCATING = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
+
+
+class _Fence(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tails: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in ALLOCATING or out.numel() == 0:
+            return out
+        used = out.untyped_storage().nbytes()
+        memory = torch.full((-(-used // 16) * 16 + WIDTH,), BYTE, dtype=torch.uint8)
+        self.tails.append(memory[used:])
+        return torch.empty(0, dtype=out.dtype).set_(
+            memory.untyped_storage(), 0, out.shape, out.stride()
+        )
+
+
+@contextmanager
+def fenced() -> Iterator[dict[str, bool]]:
+    """`intact` afterwards: whether nothing was written behind the tensors that were allocated."""
+    said = {"intact": False}
+    fence = _Fence()
+    with fence:
+        yield said
+    said["intact"] = bool(fence.tails) and all(bool((t == BYTE).all()) for t in fence.tails)

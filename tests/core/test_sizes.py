@@ -1,0 +1,45 @@
+"""Functions on the host stay under 60 lines of code, files under 400."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import elsa_core
+
+ROOT = Path(elsa_core.__file__).parent.parent
+FILES = [path for name in ("elsa_core", "elsa_cli") for path in (ROOT / name).rglob("*.py")]
+LINES, FILE_LINES = 60, 400
+# Longer: kernels, which are one unit each, and the tools that measure their tiles.
+EXEMPT = ("elsa_core/backends/triton/", "elsa_core/bench/tune/")
+
+
+def _is_kernel(function: ast.FunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def _code_lines(function: ast.FunctionDef) -> int:
+    """Lines of the body, the docstring left out."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name} has {_code_lines(node)} lines"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and not _is_kernel(node) and _code_lines(node) >= LINES
+    ]
+    assert not long
+
+
+def test_files_are_short() -> None:
+    names = {path: path.relative_to(ROOT).as_posix() for path in FILES}
+    long = [
+        name
+        for path, name in names.items()
+        if not name.startswith(EXEMPT)
+        and len(path.read_text(encoding="utf-8").splitlines()) > FILE_LINES
+    ]
+    assert not long

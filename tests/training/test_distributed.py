@@ -1,0 +1,85 @@
+"""A patched model in two processes over gloo, DDP and FSDP2, against one with all images."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from .conftest import Gradients, assert_as_exact, gradients, loss_of, step, subject
+
+WAYS = [(how, kind) for how in ("ddp", "fsdp2") for kind in ("vit", "swin")]
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="torch was built without gloo",
+)
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    """One process: half of the images, and the gradients of all of them into a file."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        for how, kind in WAYS:
+            whole = shared_step(rank, how, kind)
+            if rank == 0:
+                torch.save(whole, Path(folder) / f"{how}-{kind}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def shared_step(rank: int, how: str, kind: str) -> Gradients:
+    found = subject(kind, "native")
+    half = slice(2 * rank, 2 * rank + 2)
+    model: nn.Module = found.patched
+    if how == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        sharded(model, kind)
+    loss_of(model, found.images[half], found.labels[half]).backward()
+    return {name: full(grad) for name, grad in gradients(found.patched).items()}
+
+
+def sharded(model: nn.Module, kind: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks if kind == "vit" else model.layers[0].blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def full(grad: Tensor | None) -> Tensor | None:
+    """The whole of a gradient that may be in parts."""
+    whole = getattr(grad, "full_tensor", None)
+    return grad if whole is None else whole()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes wrote, started once: most of their time goes to imports."""
+    written = tmp_path_factory.mktemp("gradients")
+    mp.spawn(work, (free_port(), str(written)), nprocs=2)
+    return written
+
+
+@pytest.mark.parametrize(("how", "kind"), WAYS)
+def test_two_processes(how: str, kind: str, folder: Path) -> None:
+    found: Gradients = torch.load(folder / f"{how}-{kind}.pt")
+    one = subject(kind, "native")
+    oracle = step(one.exact(), one.images.double(), one.labels)
+    assert_as_exact(found, step(one.plain, one.images, one.labels), oracle)
