@@ -498,9 +498,9 @@ def test_a_swin_block_adds_in_the_product(monkeypatch):
 
 def test_an_export_says_the_scope():
     pytest.importorskip("onnx")
-    from elsa_core.exporting.export_target import subject_of
+    from elsa_core.exporting.export_target import export_target
 
     model = vit()
     report = elsa.patch(model, scope="model")
-    plan = subject_of(model, None, image(), 0).plan
+    plan = export_target(model, None, image(), 0).plan
     assert plan.scope == "model" and plan.sites == tuple(site.path for site in report.patched)
