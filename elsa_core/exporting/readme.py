@@ -49,7 +49,7 @@ def readme(manifest: dict[str, Any]) -> str:
     parts = [
         f"# {model['name']}\n\n"
         f"Exported by elsa {manifest['elsa_version']}: {model['weights']}, {model['dtype']}, "
-        f"{len(model['sites'])} {sites_of(model['scope'])} on exact linear-scan attention "
+        f"{len(model['sites'])} {sites_of(model['scope'])} patched: exact linear-scan attention "
         f"(precision {model['precision']}). Everything about it is in manifest.json.\n"
     ]
     parts.append(_tensors(manifest))

@@ -206,7 +206,7 @@ def _checked(found: Coverage, recipe: Recipe) -> Coverage:
                 reason = f"{weights / 1e6:.0f} M weights do not fit in memory to be checked"
                 return replace(found, reason=reason)
             _fill(model, spread)
-            patch(model)
+            patch(model, scope="attention")
         case = _noise(model, size)
         comparisons, idle = _compared(model, case)
         worst, reason = max(comparisons, key=lambda one: one.excess), ""

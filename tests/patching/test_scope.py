@@ -494,3 +494,13 @@ def test_a_swin_block_adds_in_the_product(monkeypatch):
     assert verdict.ok and len(windows) == 4
     # the check's own hooks on the projections within must not send a block to its original
     assert all(site.operator_calls for site in verdict.sites if site.path in windows)
+
+
+def test_an_export_says_the_scope():
+    pytest.importorskip("onnx")
+    from elsa_core.exporting.export_target import export_target
+
+    model = vit()
+    report = elsa.patch(model, scope="model")
+    plan = export_target(model, None, image(), 0).plan
+    assert plan.scope == "model" and plan.sites == tuple(site.path for site in report.patched)
