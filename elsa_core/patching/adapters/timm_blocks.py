@@ -12,6 +12,7 @@ from typing import Any
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from elsa_core.patching.adapters.common import is_host_bound
 from elsa_core.patching.adapters.residual import added
 
 
@@ -34,5 +35,13 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         terms: dict[str, Any] = {"attn_mask": attn_mask}
         if is_causal:  # older versions do not have it
             terms["is_causal"] = True
-        x = added(x, self.norm1(x), self.attn, self.ls1, self.drop_path1, terms)
-        return added(x, self.norm2(x), self.mlp, self.ls2, self.drop_path2, {})
+
+        def by_elsa() -> Tensor:
+            y = added(x, self.norm1(x), self.attn, self.ls1, self.drop_path1, terms)
+            return added(y, self.norm2(y), self.mlp, self.ls2, self.drop_path2, {})
+
+        # its largest product has four times as many channels, as MLPs have by default
+        if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):
+            shown: Tensor = super().forward(x, **terms)
+            return shown
+        return by_elsa()

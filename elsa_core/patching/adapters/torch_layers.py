@@ -19,6 +19,7 @@ from elsa_core.linear import served
 from elsa_core.patching.adapters.common import (
     activation_of,
     has_hooks,
+    is_host_bound,
     is_plain_linear,
     is_shown,
     passed,
@@ -52,10 +53,17 @@ class ElsaLinear(Derives, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not input.is_cuda and calls.recorded():
             return super().forward(input)
-        return served(
-            input, self.weight, self.bias, "none", None, None, self.elsa_precision,
-            self.elsa_backend, *self.elsa_halves(),
-        )  # fmt: skip
+
+        def by_elsa() -> Tensor:
+            return served(
+                input, self.weight, self.bias, "none", None, None, self.elsa_precision,
+                self.elsa_backend, *self.elsa_halves(),
+            )  # fmt: skip
+
+        work = input.numel() * self.weight.shape[0]
+        if is_host_bound(self, "linear", input, work, by_elsa):
+            return super().forward(input)
+        return by_elsa()
 
 
 class ElsaPatchConv2d(Derives, nn.Conv2d):
