@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from elsa_core import calls
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
 
 _SCHEMA = (
@@ -221,6 +222,41 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
         wanted[:3],
     )
     return *needed(grads, wanted[:3]), None, grad_residual, grad_scale, None, None, None
+
+
+class Eager(torch.autograd.Function):
+    """A product and its gradients by the functions given, for eager calls that autograd records.
+
+    `forward` takes input, weight, bias, precision, `kernel` and `backward`: the last two what the
+    operators `elsa::linear` and `elsa::linear_backward` take. The Python layers of
+    `torch.library.register_autograd` take the host more time than all else of a call. Only for
+    calls that none of `calls.watched` sees.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, precision: str, kernel: Any,
+        backward: Any,
+    ) -> Tensor:  # fmt: skip
+        wanted = ctx.needs_input_grad
+        ctx.save_for_backward(input if wanted[1] else None, weight if wanted[0] else None)
+        ctx.terms = (precision, backward)
+        out: Tensor = kernel(input, weight, bias, "none", None, None, precision)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Grads:
+        input, weight = ctx.saved_tensors
+        precision, compute = ctx.terms
+        if torch.is_grad_enabled() or calls.watched():  # a second derivative may be asked for
+            compute = torch.ops.elsa.linear_backward.default
+        wanted = list(ctx.needs_input_grad[:3])
+        absent = grad_out.new_empty(0)
+        grads = compute(
+            grad_out, absent if input is None else input, absent if weight is None else weight,
+            precision, wanted,
+        )  # fmt: skip
+        return *needed(grads, wanted), None, None, None
 
 
 def _slope(activation: str, x: Tensor, grad: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
-from elsa_core.operators.linear import ACTIVATIONS, plain_split
+from elsa_core.operators.linear import ACTIVATIONS, Eager, plain, plain_backward, plain_split
 
 OPERATOR = torch.ops.elsa.linear.default
 BACKWARD = torch.ops.elsa.linear_backward.default
@@ -238,3 +238,21 @@ def test_split_weights_are_not_read_without_a_kernel():
     halves, powers = SPLIT(given["weight"])
     out = OPERATOR(*positional(given, "gelu"), "strict", halves * 0, powers)
     assert torch.equal(out, OPERATOR(*positional(given, "gelu")))
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, True)])
+def test_recorded_in_fewer_steps(wanted):
+    """The eager form has the operator's gradients, of both orders, and saves what they need."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(*shape, dtype=torch.float64) for shape in ((2, 5, 8), (3, 8), (3,))]
+    for leaf, needed in zip(leaves, wanted, strict=True):
+        leaf.requires_grad_(needed)
+
+    def short(*given):
+        return Eager.apply(*given, "strict", plain, plain_backward)
+
+    assert torch.equal(short(*leaves), OPERATOR(*leaves))
+    assert torch.autograd.gradcheck(short, leaves)
+    assert torch.autograd.gradgradcheck(short, leaves)
+    saved = short(*leaves).grad_fn.saved_tensors
+    assert [t is not None for t in saved] == [wanted[1], wanted[0]]

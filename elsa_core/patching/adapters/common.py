@@ -150,7 +150,7 @@ def is_host_bound(
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    if calls.first_of_kind((operator, x.shape, x.dtype, x.device, work)):
+    if calls.first_of_kind((type(site), operator, x.shape, x.dtype, x.device, work)):
         with torch.no_grad():
             by_elsa()
     return True

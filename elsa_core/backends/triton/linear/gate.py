@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from elsa_core import calls
 from elsa_core.backends.support import Request, Support
-from elsa_core.operators.linear import epilogue, plain, plain_backward, plain_split
+from elsa_core.operators.linear import Eager, epilogue, plain, plain_backward, plain_split
 from elsa_core.routing.measured import eager_least
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
-LEAST_TRAINED = 1 << 30
+LEAST_TRAINED = 1 << 32
 # Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
 # within these bounds.
 HALF_DEPTH = 96
@@ -115,7 +115,10 @@ def serve(
         return None
     small = _is_small(input, weight)
     if (
-        (small and _seen(input, weight))
+        (
+            small
+            and _seen(input, weight, (activation, residual is None, scale is None, halves is None))
+        )
         or not _fits(input, weight, bias)
         or not _serves(input.device, input.dtype, precision)
     ):
@@ -126,6 +129,10 @@ def serve(
     terms = (activation, residual, scale, precision, halves, powers)
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
         return None
+    fused = activation != "none" or residual is not None or scale is not None
+    if wanted and plain and not (small or fused or calls.watched()):
+        by_kernel: Tensor = Eager.apply(input, weight, bias, precision, kernel, backward)
+        return by_kernel
     if not small and (recorded or wanted or not plain):
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
@@ -161,9 +168,9 @@ def _is_small(input: Tensor, weight: Tensor) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def _seen(input: Tensor, weight: Tensor) -> bool:
+def _seen(input: Tensor, weight: Tensor, terms: tuple[str | bool, ...]) -> bool:
     """Whether such a small call was here before; the first one has its kernels loaded."""
-    return not calls.first_of_kind((input.shape, weight.shape, input.dtype, input.device))
+    return not calls.first_of_kind((input.shape, weight.shape, input.dtype, input.device, terms))
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

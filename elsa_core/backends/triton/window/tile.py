@@ -79,8 +79,8 @@ def attend(
             o = tl.dot(ph, vh, o) * f_v
         else:
             o = tl.dot(ph, vh) * f_v
-    # weights are not negative, so that what tensor cores cut where they accumulate leans towards zero
-    return o * ((1.0 if MODE == 0 else UNBIAS) / z)[:, None], bad
+    # weights are not negative: what tensor cores cut where they accumulate leans towards zero
+    return o * ((UNBIAS if MODE != 0 and p.shape[1] > 16 else 1.0) / z)[:, None], bad
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
