@@ -5,6 +5,7 @@ Helpers take the module as Any: model libraries are untyped, and attributes diff
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,31 @@ def passed(module: nn.Module, x: Tensor) -> Tensor:
         return x
     out: Tensor = module(x)
     return out
+
+
+class _Original(threading.local):
+    within = False
+
+
+_ORIGINAL = _Original()
+
+
+def all_original(forward: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    """forward(...), within which the sites keep their original forwards too, unasked."""
+    before, _ORIGINAL.within = _ORIGINAL.within, True
+    try:
+        return forward(*arguments, **options)
+    finally:
+        _ORIGINAL.within = before
+
+
+def is_within_original(site: Any) -> bool:
+    """Whether a site is called within `all_original`, and no backend or precision was named."""
+    # a compiler reads no further than its own question
+    if torch.compiler.is_compiling() or not _ORIGINAL.within:
+        return False
+    named: bool = site.elsa_backend != "auto" or site.elsa_precision != "strict"
+    return not named
 
 
 def is_host_bound(

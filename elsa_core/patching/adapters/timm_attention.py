@@ -22,6 +22,7 @@ from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
     is_host_bound,
+    is_within_original,
     join_heads,
     project,
     split_heads,
@@ -52,7 +53,11 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         is_causal: bool = False,
     ) -> Tensor:
         """residual + scale * forward(x); the two are for calls without dropout."""
-        if weights_are_hooked(self) or trains_by_pytorch(self, x, self.qkv):
+        if (
+            is_within_original(self)
+            or weights_are_hooked(self)
+            or trains_by_pytorch(self, x, self.qkv)
+        ):
             shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
             return epilogue(shown, "none", residual, scale)
 

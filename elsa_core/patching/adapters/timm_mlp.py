@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
     activation_of,
+    all_original,
     is_host_bound,
     is_shown,
+    is_within_original,
     passed,
     project,
 )
@@ -51,8 +53,9 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
             return _second(self, _activated(self, self.fc1, x), residual, scale)
 
         work = x.numel() * self.fc1.weight.shape[0]
-        if is_host_bound(self, "linear", x, work, by_elsa):
-            return epilogue(super().forward(x), "none", residual, scale)
+        if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
+            shown = all_original(super().forward, x)
+            return epilogue(shown, "none", residual, scale)
         return by_elsa()
 
 

@@ -22,6 +22,7 @@ from elsa_core.patching.adapters.common import (
     is_host_bound,
     is_plain_linear,
     is_shown,
+    is_within_original,
     passed,
     project,
     why_no_weight,
@@ -51,7 +52,7 @@ class ElsaLinear(Derives, nn.Linear):
         return DERIVED.frozen(self, (self.weight,)) or NONE
 
     def forward(self, input: Tensor) -> Tensor:
-        if not input.is_cuda and calls.recorded():
+        if is_within_original(self) or (not input.is_cuda and calls.recorded()):
             return super().forward(input)
 
         def by_elsa() -> Tensor:

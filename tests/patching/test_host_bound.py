@@ -1,0 +1,76 @@
+"""Eager calls that wait for the host: the original forward of a block, and of all within it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import elsa_core as elsa
+from elsa_core import calls
+from elsa_core.patching.adapters import common, timm_attention, timm_blocks, timm_mlp, torch_layers
+
+timm = pytest.importorskip("timm")
+ADAPTERS = (timm_attention, timm_blocks, timm_mlp, torch_layers)
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64).eval()
+    elsa.patch(model, scope="model")
+    return model.blocks[0]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Tensors say that they lie on a GPU where the question is who waits."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(calls, "_KINDS", set())
+
+    def asked(site, operator, x, work, by_elsa):
+        class Shown:
+            is_cuda, dtype, shape, device = True, x.dtype, x.shape, "cuda"
+
+        return common.is_host_bound(site, operator, Shown, work, by_elsa)
+
+    for adapter in ADAPTERS:
+        monkeypatch.setattr(adapter, "is_host_bound", asked)
+
+
+def test_a_block_that_waits_is_the_original(block, on_gpu, monkeypatch):
+    x = torch.randn(2, 17, 192)
+    with torch.inference_mode(), elsa.patching.patch.original(block):
+        expected = block(x)
+    products = []
+    monkeypatch.setattr(torch_layers, "served", lambda *given: products.append("layer"))
+    own = common.served
+    monkeypatch.setattr(common, "served", lambda *g, **k: products.append("site") or own(*g, **k))
+    with torch.inference_mode():
+        assert torch.equal(block(x), expected)
+        assert products.count("site") >= 4  # the first call loads what a graph will need
+        products.clear()
+        assert torch.equal(block(x), expected)
+    assert not products
+
+
+def test_what_was_named_is_kept(block, on_gpu):
+    elsa.patch(block, precision="ieee", include="attn")
+    assert common.is_within_original(block.attn) is False
+
+    class Outer(nn.Module):
+        def forward(self, site):
+            return torch.tensor(common.is_within_original(site))
+
+    assert not common.all_original(Outer(), block.attn)
+    assert common.all_original(Outer(), block.mlp)
+    assert not common.is_within_original(block.mlp)
+
+
+def test_the_mark_ends_with_an_error(block):
+    def fails():
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        common.all_original(fails)
+    assert not common.is_within_original(block.mlp)
