@@ -163,6 +163,7 @@ def measure_training(
     backend: str = "auto",
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
     progress: Progress | None = None,
 ) -> ModelRuns:
     """Measure training steps of a model, patched against the ways one would otherwise train it.
@@ -207,7 +208,7 @@ def measure_training(
     with on_device(first.device):
         ready = prepare(
             own, arguments, names, tell, precision=precision, backend=backend, include=include,
-            exclude=exclude, step=step,
+            exclude=exclude, scope=scope, step=step,
         )  # fmt: skip
         clocks = {c.name: c.call.clock for c in ready.built.contenders if isinstance(c.call, Step)}
         found, samples = timed(ready, settings, tell, clocks)

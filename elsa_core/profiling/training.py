@@ -25,6 +25,7 @@ def profile_training(
     backend: str = "auto",
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    scope: str = "auto",
     rounds: int = 20,
     budget_seconds: float = 60.0,
     seed: int = 0,

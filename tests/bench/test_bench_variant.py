@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from elsa_core.bench.operators import Bench
 from elsa_core.bench.peers import Inputs
 from elsa_core.bench.results import Settings
 from elsa_core.measuring.timing import Contender
+from elsa_core.operators.record import _RECORDS
 
 
 def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -39,14 +43,20 @@ BENCH = Bench(
     },
     _exact,
 )
-operators.register(
-    operators.Operator(
-        name="test_squared_bench",
-        schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
-        reference=_squared,
-        bench=f"{__name__}:BENCH",
-    )
+RECORD = operators.Operator(
+    name="test_squared_bench",
+    schema="(Tensor query, Tensor key, Tensor value) -> Tensor",
+    reference=_squared,
+    bench=f"{__name__}:BENCH",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    """The variant, for the length of this module: other tests list every table that there is."""
+    operators.register(RECORD)
+    yield
+    _RECORDS.pop(RECORD.name)
 
 
 def test_a_variant_says_its_cases_in_one_place() -> None:

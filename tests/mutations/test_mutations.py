@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from . import cpp, python
-from .judge import ROOT, Judge, tracked
+from .judge import ROOT, tracked
 from .report import BEGIN, END, tables
 from .source import chosen, identity
 from .suites import NAMED, plan, suite_of
@@ -98,15 +100,30 @@ def test_kinds_take_turns() -> None:
     assert len(set(kinds)) == 5
 
 
+NOTICED = """
+import pathlib, sys
+from tests.mutations.judge import ROOT, Judge
+from tests.mutations.suites import NAMED, plan
+judge = Judge(pathlib.Path(sys.argv[1]))
+file, before, _ = NAMED[2]
+text = (ROOT / file).read_text()
+verdict = judge.judge(next(one for _, one in plan(ROOT, [file]) if one.before == before))
+assert (ROOT / file).read_text() == text == (judge.changed / file).read_text()
+print(verdict.word, verdict.by)
+"""
+
+
 def test_a_mutant_is_noticed(tmp_path: Path) -> None:
-    """From the copy to the verdict: the cache of derived tensors, kept in training."""
-    judge = Judge(tmp_path)
-    file, before, _ = NAMED[2]
-    text = (ROOT / file).read_text()
-    one = next(one for _, one in plan(ROOT, [file]) if one.before == before)
-    verdict = judge.judge(one)
-    assert verdict.word == "killed" and "test_stale" in verdict.by
-    assert (ROOT / file).read_text() == text == (judge.changed / file).read_text()
+    """From the copy to the verdict: the cache of derived tensors, kept in training.
+
+    In a process of its own: those that judge are forked, and must not hold the unchanged package.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", NOTICED, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("killed ") and "test_stale" in done.stdout
 
 
 def test_the_page_shows_the_last_run() -> None:

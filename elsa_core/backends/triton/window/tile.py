@@ -79,8 +79,11 @@ def attend(
             o = tl.dot(ph, vh, o) * f_v
         else:
             o = tl.dot(ph, vh) * f_v
-    # weights are not negative: what tensor cores cut where they accumulate leans towards zero
-    return o * ((UNBIAS if MODE != 0 and p.shape[1] > 16 else 1.0) / z)[:, None], bad
+    r = 1.0 / z
+    if MODE != 0 and p.shape[1] > 16:
+        # weights are not negative: what tensor cores cut where they accumulate leans towards zero
+        r = r * UNBIAS
+    return o * r[:, None], bad
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
