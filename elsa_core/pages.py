@@ -29,7 +29,7 @@ _STYLE: Final = f"""
 body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
   margin: 0; }}
 main {{ max-width: 1180px; margin: 0 auto; padding: 20px; }}
-h1, h2, h3, p, li {{ overflow-wrap: anywhere; }} td {{ overflow-wrap: break-word; }}
+h1, h2, h3, p, li {{ overflow-wrap: anywhere; }} td {{ overflow-wrap: anywhere; }}
 h1 {{ font-size: 24px; line-height: 1.25; margin: 0 0 4px; }}
 h2 {{ font-size: 18px; margin: 32px 0 8px; }}
 h3 {{ font-size: 15px; margin: 20px 0 6px; }} p {{ margin: 4px 0; }}

@@ -382,9 +382,10 @@ def test_a_plan_of_no_scope(tmp_path):
 @pytest.fixture
 def reads_halves(monkeypatch):
     """As where a kernel reads halves: on sm_90."""
-    from elsa_core.patching.adapters import halves
+    from elsa_core.patching.adapters import halves, torch_multihead
 
-    monkeypatch.setattr(halves, "are_read", lambda site, weight: weight.dtype == torch.float32)
+    for module in (halves, torch_multihead):
+        monkeypatch.setattr(module, "are_read", lambda site, weight: weight.dtype == torch.float32)
 
 
 def frozen(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
