@@ -83,6 +83,11 @@ def first_of_kind(kind: Any) -> bool:
     return True
 
 
+def was_seen(kind: Any) -> bool:
+    """Whether `first_of_kind` was asked about such a call."""
+    return kind in _KINDS
+
+
 def exporting_onnx() -> bool:
     """Whether `torch.onnx.export` is tracing: then calls are written in operations it knows."""
     onnx = sys.modules.get("torch.onnx")  # it takes a tenth of a second to import

@@ -74,3 +74,28 @@ def test_the_mark_ends_with_an_error(block):
     with pytest.raises(ValueError):
         common.all_original(fails)
     assert not common.is_within_original(block.mlp)
+
+
+def test_hooks_see_a_call_once(block, on_gpu):
+    seen = []
+    block.norm1.register_forward_hook(lambda *given: seen.append("norm1"))
+    block.mlp.act.register_forward_hook(lambda *given: seen.append("act"))
+    with torch.inference_mode():
+        for _ in range(2):
+            block(torch.randn(2, 17, 192))
+    assert seen == ["norm1", "act"] * 2
+
+
+def test_dropout_draws_as_often_as_the_original(on_gpu):
+    drawn = []
+    for scope in ("", "model"):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            "vit_tiny_patch16_224", depth=1, img_size=64, drop_path_rate=0.5, proj_drop_rate=0.3
+        ).train()
+        if scope:
+            elsa.patch(model, scope=scope)
+        torch.manual_seed(1)
+        model.blocks[0](torch.ones(4, 17, 192))
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)

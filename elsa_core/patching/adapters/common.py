@@ -176,7 +176,13 @@ def is_host_bound(
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    if calls.first_of_kind((type(site), operator, x.shape, x.dtype, x.device, work)):
+    if site.training:  # a warm-up would draw from the generator of its dropout
+        return torch.is_grad_enabled()
+    kind = (type(site), operator, x.shape, x.dtype, x.device, work)
+    if not calls.was_seen(kind):
+        if any(is_shown(module) for module in site.modules()):  # hooks would see the warm-up too
+            return False
+        calls.first_of_kind(kind)
         with torch.no_grad():
             by_elsa()
     return True
