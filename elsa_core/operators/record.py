@@ -11,6 +11,7 @@ to `elsa::<name>`.
 from __future__ import annotations
 
 import importlib
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -190,19 +191,28 @@ def _define(name: str, record: Operator) -> None:
         _differentiate(name, record)
 
 
+# What `torch.onnx.export` replaces in an exported program, beside PyTorch's own decompositions.
+_TRANSLATIONS: dict[Any, Callable[..., Any]] = {}
+
+
 def _translate(name: str, record: Operator) -> None:
     """Let `torch.onnx.export` write an exported program's node of `name` as the record says.
 
-    It reads PyTorch's table of decompositions. So do fake tensors of open shapes, for which the
-    record has a fake.
+    The exporter reads `torch._decomp.decomposition_table`, and PyTorch has no public table that
+    holds for every export. The entry goes into a view of its own in front of PyTorch's table:
+    torch.compile reads the table itself, and refuses an operator in it where the environment
+    variable CI is set. Fake tensors of open shapes may see the view; for those the record has a
+    fake.
     """
 
     def decompose(*arguments: Any) -> Any:
         form = record.exported if calls.exporting_onnx() else record.fake
         return form(*arguments) if form is not None else NotImplemented
 
-    overload = getattr(torch.ops.elsa, name).default
-    torch._decomp.decomposition_table[overload] = decompose
+    table: Any = torch._decomp.decomposition_table
+    if not isinstance(table, ChainMap) or table.maps[0] is not _TRANSLATIONS:
+        torch._decomp.decomposition_table = ChainMap(_TRANSLATIONS, table)  # type: ignore[assignment]
+    _TRANSLATIONS[getattr(torch.ops.elsa, name).default] = decompose
 
 
 def _differentiate(name: str, record: Operator) -> None:

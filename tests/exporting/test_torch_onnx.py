@@ -145,6 +145,18 @@ def test_calls_of_attention_export(kind: str, way: str, opset: int, tmp_path: Pa
         assert not outs[0][:, :, 2].any()
 
 
+def test_translations_leave_the_compiler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor refuses an operator that PyTorch decomposes, where CI is set."""
+    from torch._decomp import get_decompositions
+
+    assert not get_decompositions([operator.overload for operator in operators.records()])
+    monkeypatch.setenv("CI", "true")
+    torch.manual_seed(5)
+    x = torch.randn(1, 2, 5, 8)
+    compiled = torch.compile(lambda x: elsa.attention(x, x, x) + 1, fullgraph=True)
+    torch.testing.assert_close(compiled(x), elsa.attention(x, x, x) + 1)
+
+
 class Windows(nn.Module):
     def __init__(self, **terms: Any) -> None:
         super().__init__()
