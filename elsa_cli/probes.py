@@ -59,6 +59,7 @@ def examine(progress: Callable[[str], None] = lambda text: None) -> list[Probe]:
         ("packages", _packages),
         ("gpu", _gpu),
         ("native library", _native),
+        ("kernel packs", _packs),
         ("backends", _backends),
         ("caches", _caches),
         ("variables", _variables),
@@ -209,6 +210,21 @@ def _native() -> Iterator[Probe]:
     yield Probe(group, "library", answer.ok, str(status["path"]), answer.reason or ahead)
     if answer.ok:
         yield Probe(group, "kernels", None, native.isa())
+
+
+def _packs() -> Iterator[Probe]:
+    from elsa_core.backends.triton.pack import lookup
+
+    group, none = "kernel packs", True
+    for pack in lookup.shipped():
+        none = False
+        held = f" ({pack.kernels} kernels, {human(pack.bytes)}, Triton {pack.triton})"
+        value = f"{pack.folder}{held if pack.kernels else ''}"
+        off = "" if lookup.wanted() else f"not asked for: {lookup.VARIABLE}=1 does"
+        ok = False if pack.reason else (True if lookup.wanted() else None)
+        yield Probe(group, pack.folder.name, ok, value, pack.reason or off)
+    if none:
+        yield Probe(group, "packs", None, "none here: `elsa build --cuda` compiles them")
 
 
 def _backends() -> Iterator[Probe]:
