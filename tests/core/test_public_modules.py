@@ -34,6 +34,7 @@ FURTHER = {
     # a model built again: at another size, or with fewer blocks
     ("profiling/sweep.py", "loading"): {"fromfile", "imagesize", "libraries", "shards"},
     ("surveying/coverage.py", "loading"): {"alike", "libraries"},
+    ("surveying/pack_cases.py", "loading"): {"libraries"},
     # all names, and what a user did not say
     ("elsa_cli/known_models.py", "loading"): {"libraries"},
     ("elsa_cli/render.py", "loading"): {"unsaid"},
