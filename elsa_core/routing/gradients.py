@@ -58,6 +58,18 @@ def window_attention_backward(*arguments: Any) -> Any:
     return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
 
 
+def varlen_attention_backward(*arguments: Any) -> Any:
+    """`elsa::varlen_attention_backward` on every device: as `attention_backward`."""
+    query, value, precision, needs = arguments[2], arguments[4], arguments[11], arguments[12]
+    wanted = zip(operators.VARLEN_ATTENTION.terms, needs, strict=True)
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
+        "varlen_attention", gradient=tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    grads = _by_the_table(request, arguments)
+    return operators.VARLEN_ATTENTION.recomputed(*arguments) if grads is None else grads
+
+
 def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
     """`elsa::<operator>` of a backend, for eager calls whose gradient autograd records.
 
@@ -79,4 +91,5 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
+implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
