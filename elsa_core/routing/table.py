@@ -176,6 +176,13 @@ _TRITON = {
         gradient=_triton_gradient,
         backward=_by_triton_backward,
     ),
+    "varlen_attention": Implementation(
+        support=_late("triton.attention.varlen", "support"),
+        run=operators.VARLEN_ATTENTION.overload,
+        schedule=_late("triton.attention.varlen", "schedule"),
+        arithmetic=_split,
+        asked=True,
+    ),
     "window_attention": Implementation(
         support=_late("triton", "support"),
         run=operators.WINDOW_ATTENTION.overload,
@@ -234,6 +241,7 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 
 
 _kernel_on_cuda("attention", "triton", "attention_forward")
+_kernel_on_cuda("varlen_attention", "triton.attention.varlen", "varlen_attention")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")
 _kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")

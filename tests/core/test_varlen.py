@@ -12,8 +12,9 @@ from torch import Tensor
 
 import elsa_core as elsa
 from elsa_core import packing, routing, varlen
-from elsa_core.backends import native
+from elsa_core.backends import eager_varlen, native
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.routing.gradients import padded_backward
 
 LENGTHS = {
     "mixed": ([5, 0, 1, 130, 33], [5, 0, 1, 130, 33]),
@@ -237,6 +238,22 @@ def test_opcheck_of_the_backward(name: str, needs: list[bool]) -> None:
     every = op(*terms, False, 0.25, "strict", [True] * 3)
     for grad, full, needed in zip(op(*terms, False, 0.25, "strict", needs), every, needs, strict=1):
         assert torch.equal(grad, full) if needed else grad.shape == (0,)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("needs", [[True] * 3, [True, False, True]])
+@pytest.mark.parametrize("case", ["crossed", "no key at all", "no query at all"])
+def test_gradients_by_padding(case: str, needs: list[bool], is_causal: bool) -> None:
+    """What CUDA devices compute for the kernels of packed sequences."""
+    q, k, v, *lengths = operands(case, kv_heads=2)
+    out, lse = torch.ops.elsa.varlen_attention_eager(q, k, v, *lengths, is_causal, 0.2, "strict")
+    grad_out, grad_lse = make(*out.shape, seed=5), make(*lse.shape, seed=6)
+    grad_lse = grad_lse.masked_fill(lse.isinf(), 0.0)
+    given = (grad_out, grad_lse, q, k, v, *lengths, out, lse, is_causal, 0.2, "strict", needs)
+    found, expected = padded_backward(*given), eager_varlen.backward(*given)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert relative(one, other.double()) < 1e-6
 
 
 def test_new_lengths_recompile_nothing() -> None:
