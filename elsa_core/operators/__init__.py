@@ -5,12 +5,14 @@ from __future__ import annotations
 from elsa_core.operators.attention import ATTENTION
 from elsa_core.operators.linear import LINEAR, SPLIT_WEIGHT
 from elsa_core.operators.record import Backward, Gradients, Operator, of, record, records, register
+from elsa_core.operators.varlen import VARLEN_ATTENTION
 from elsa_core.operators.window import WINDOW_ATTENTION
 
 __all__ = [
     "ATTENTION",
     "LINEAR",
     "SPLIT_WEIGHT",
+    "VARLEN_ATTENTION",
     "WINDOW_ATTENTION",
     "Backward",
     "Gradients",

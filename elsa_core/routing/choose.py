@@ -109,6 +109,9 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
         offered = each.operators.get(request.operator)
         if each.device not in (None, request.device_type) or offered is None or offered.whole:
             continue
+        if offered.asked:
+            reasons.append(f"{each.name}: was not measured for such calls; ask for it by name")
+            continue
         answer = offered.support(request)
         if answer.reason:
             reasons.append(f"{each.name}: {answer.reason}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from elsa_core import operators
+from elsa_core import operators, packing
 from elsa_core.backends.support import Request
 from elsa_core.operators.record import implement
 from elsa_core.operators.window import Eager
@@ -58,6 +59,76 @@ def window_attention_backward(*arguments: Any) -> Any:
     return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
 
 
+def varlen_attention_backward(*arguments: Any) -> Any:
+    """`elsa::varlen_attention_backward` on every device: as `attention_backward`."""
+    query, value, precision, needs = arguments[2], arguments[4], arguments[11], arguments[12]
+    wanted = zip(operators.VARLEN_ATTENTION.terms, needs, strict=True)
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
+        "varlen_attention", gradient=tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    if query.is_cuda:
+        return padded_backward(*arguments)
+    grads = _by_the_table(request, arguments)
+    return operators.VARLEN_ATTENTION.recomputed(*arguments) if grads is None else grads
+
+
+def padded_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`elsa::varlen_attention_backward` by the gradients of `attention` of a padded batch.
+
+    The longest lengths are read by the host, which waits for the device.
+    """
+    if not query.shape[0] or not key.shape[0]:
+        return _wanted((query, key, value), (query * 0, key * 0, value * 0), needs)
+    bounds = (cu_seqlens_q, cu_seqlens_k)
+    queries, keys = (max(1, int(b.diff().amax())) if b.shape[0] > 1 else 1 for b in bounds)
+
+    def rows(t: Tensor, which: int = 0) -> Tensor:  # [T, H, D] as [S, H, N, D]
+        return packing.padded(t, bounds[which], (queries, keys)[which]).transpose(1, 2)
+
+    mask = packing.inside(cu_seqlens_k, keys)[:, None, None, :]
+    if is_causal:
+        mask = mask & mask.new_ones(queries, keys).tril()
+    of_lse = rows(lse.t()[..., None]).squeeze(-1)
+    slope = rows(grad_lse.t()[..., None]).squeeze(-1) if grad_lse.numel() else grad_lse
+    grads = torch.ops.elsa.attention_backward.default(
+        rows(grad_out), slope, rows(query), rows(key, 1), rows(value, 1), mask, rows(out), of_lse,
+        False, scale, precision, [*needs, False],
+    )  # fmt: skip
+    counts = (query.shape[0], key.shape[0], key.shape[0])
+    places = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
+    packed = [
+        packing.packed(g.transpose(1, 2), b, n) if needed else g
+        for g, b, n, needed in zip(grads, places, counts, needs, strict=False)
+    ]
+    return _wanted((query, key, value), packed, needs)
+
+
+def _wanted(
+    operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients that were wanted, laid out as their operands."""
+    first, second, third = (
+        torch.empty_like(t).copy_(g) if needed else t.new_empty(0)
+        for t, g, needed in zip(operands, grads, needs, strict=True)
+    )
+    return first, second, third
+
+
 def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
     """`elsa::<operator>` of a backend, for eager calls whose gradient autograd records.
 
@@ -79,4 +150,5 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
+implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")

@@ -44,13 +44,19 @@ def _of_pytorch(request: Request) -> str:
     return _half(request) or f"PyTorch's {dtype_name(request.dtype)} matrix products"
 
 
+_PLAIN_SCHEDULES = {
+    "attention": _late("eager", "schedule"),
+    "varlen": _late("eager_varlen", "schedule"),
+}
+
+
 def reference(record: operators.Operator) -> Implementation:
     """Plain PyTorch, which serves every operator that has a record."""
     gradients = record.gradients and record.gradients.backward
     return Implementation(
         support=_late("eager", "support"),
         run=record.eager,
-        schedule=_late("eager", "schedule") if record.kind == "attention" else _as_written,
+        schedule=_PLAIN_SCHEDULES.get(record.kind, _as_written),
         arithmetic=_of_pytorch,
         gradient=_late("eager", "support") if gradients else None,
         backward=gradients.reference if gradients else None,
@@ -145,16 +151,20 @@ def _native_gradient(request: Request) -> Support:
     return _late("native", "support")(request) if answer.ok else answer
 
 
+_NATIVE_SCHEDULES = {
+    "attention": _late("native", "schedule"),
+    "varlen": _late("native", "varlen_schedule"),
+}
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
         run=record.overload,
-        schedule=_late("native", "schedule") if record.kind == "attention" else _whole_windows,
+        schedule=_NATIVE_SCHEDULES.get(record.kind, _whole_windows),
         arithmetic=_fma,
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
     )
-    for record in (operators.ATTENTION, operators.WINDOW_ATTENTION)
+    for record in (operators.ATTENTION, operators.VARLEN_ATTENTION, operators.WINDOW_ATTENTION)
 }
 _TRITON = {
     "attention": Implementation(
@@ -165,6 +175,13 @@ _TRITON = {
         direct=_late("triton", "attention_forward"),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
+    ),
+    "varlen_attention": Implementation(
+        support=_late("triton.attention.varlen", "support"),
+        run=operators.VARLEN_ATTENTION.overload,
+        schedule=_late("triton.attention.varlen", "schedule"),
+        arithmetic=_split,
+        asked=True,
     ),
     "window_attention": Implementation(
         support=_late("triton", "support"),
@@ -224,6 +241,7 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 
 
 _kernel_on_cuda("attention", "triton", "attention_forward")
+_kernel_on_cuda("varlen_attention", "triton.attention.varlen", "varlen_attention")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")
 _kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
