@@ -131,6 +131,12 @@ def _whole(*arguments: Any) -> tuple[Tensor, None]:
     return sdpa.attention(*arguments), None
 
 
+def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which draws for itself."""
+    *terms, _ = arguments
+    return sdpa.attention(*terms), None
+
+
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
     # Compilers read this, and an import that they know: no `_late`.
     from elsa_core.backends.triton.linear import gate
@@ -149,12 +155,16 @@ _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
         run=record.overload,
-        schedule=_late("native", "schedule") if record.kind == "attention" else _whole_windows,
+        schedule=_whole_windows if record.kind == "window" else _late("native", "schedule"),
         arithmetic=_fma,
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
     )
-    for record in (operators.ATTENTION, operators.WINDOW_ATTENTION)
+    for record in (
+        operators.ATTENTION,
+        operators.ATTENTION_DROPOUT,
+        operators.WINDOW_ATTENTION,
+    )
 }
 _TRITON = {
     "attention": Implementation(
@@ -193,6 +203,14 @@ _ONEDNN = {
     ),
 }
 _SDPA = {
+    "attention_dropout": Implementation(
+        support=sdpa.support,
+        run=_whole_dropout,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        takes=sdpa.takes,
+        whole=True,
+    ),
     "attention": Implementation(
         support=sdpa.support,
         run=_whole,
