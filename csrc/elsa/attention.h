@@ -17,6 +17,14 @@ struct View {
   DType dtype = DType::kFloat32;
 };
 
+// Which weights are dropped, and by what the others are multiplied; see philox.h.
+struct Dropout {
+  uint64_t seed = 0;
+  uint32_t offset = 0;
+  int32_t threshold = 0;  // of 31 random bits; from it on a weight is kept
+  float kept = 1.0f;
+};
+
 struct Attention {
   View query;  // [batch, heads, queries, head_dim]
   View key;    // [batch, kv_heads, keys, head_dim]
@@ -33,7 +41,8 @@ struct Attention {
   int64_t head_dim = 0;
   int64_t value_dim = 0;
   float scale = 1.0f;
-  bool causal = false;  // key j is visible to query i iff j <= i
+  bool causal = false;               // key j is visible to query i iff j <= i
+  const Dropout* dropout = nullptr;  // null for none; lse is that without it
 };
 
 // Where the rows of a head start in `lse`.

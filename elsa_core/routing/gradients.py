@@ -21,15 +21,24 @@ from elsa_core.routing.choose import DIRECT, implementation, mask_kind
 
 def attention_backward(*arguments: Any) -> Any:
     """`elsa::attention_backward` on every device: the first backend of the table that serves it."""
+    return _of_attention(operators.ATTENTION, arguments)
+
+
+def attention_dropout_backward(*arguments: Any) -> Any:
+    """`elsa::attention_dropout_backward` on every device: as `attention_backward`."""
+    return _of_attention(operators.ATTENTION_DROPOUT, arguments)
+
+
+def _of_attention(record: operators.Operator, arguments: tuple[Any, ...]) -> Any:
     query, value, attn_mask = arguments[2], arguments[4], arguments[5]
-    is_causal, _, precision, needs = arguments[8:]
-    wanted = zip(operators.ATTENTION.terms, needs, strict=True)
+    is_causal, precision, needs = arguments[8], arguments[10], arguments[-1]
+    wanted = zip(record.terms, needs, strict=True)
     request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
         mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
-    return operators.ATTENTION.recomputed(*arguments) if grads is None else grads
+    return record.recomputed(*arguments) if grads is None else grads
 
 
 def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
@@ -151,4 +160,5 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
 implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
+implement("attention_dropout_backward", attention_dropout_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")

@@ -137,6 +137,12 @@ def _whole(*arguments: Any) -> tuple[Tensor, None]:
     return sdpa.attention(*arguments), None
 
 
+def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which draws for itself."""
+    *terms, _ = arguments
+    return sdpa.attention(*terms), None
+
+
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
     # Compilers read this, and an import that they know: no `_late`.
     from elsa_core.backends.triton.linear import gate
@@ -151,20 +157,22 @@ def _native_gradient(request: Request) -> Support:
     return _late("native", "support")(request) if answer.ok else answer
 
 
-_NATIVE_SCHEDULES = {
-    "attention": _late("native", "schedule"),
-    "varlen": _late("native", "varlen_schedule"),
-}
+_NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
         run=record.overload,
-        schedule=_NATIVE_SCHEDULES.get(record.kind, _whole_windows),
+        schedule=_NATIVE_SCHEDULES.get(record.kind, _late("native", "schedule")),
         arithmetic=_fma,
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
     )
-    for record in (operators.ATTENTION, operators.VARLEN_ATTENTION, operators.WINDOW_ATTENTION)
+    for record in (
+        operators.ATTENTION,
+        operators.ATTENTION_DROPOUT,
+        operators.VARLEN_ATTENTION,
+        operators.WINDOW_ATTENTION,
+    )
 }
 _TRITON = {
     "attention": Implementation(
@@ -210,6 +218,14 @@ _ONEDNN = {
     ),
 }
 _SDPA = {
+    "attention_dropout": Implementation(
+        support=sdpa.support,
+        run=_whole_dropout,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        takes=sdpa.takes,
+        whole=True,
+    ),
     "attention": Implementation(
         support=sdpa.support,
         run=_whole,
