@@ -13,9 +13,9 @@ from elsa_core.distributed.attention import attention, explain
 from elsa_core.distributed.plan import Plan
 
 if TYPE_CHECKING:
-    from elsa_core.distributed.models import reduce_gradients, shard, token_range
+    from elsa_core.distributed.models import reduce_gradients, require_shardable, shard
 
-__all__ = ["Plan", "attention", "explain", "reduce_gradients", "shard", "token_range"]
+__all__ = ["Plan", "attention", "explain", "reduce_gradients", "require_shardable", "shard"]
 
 
 def __getattr__(name: str) -> Any:  # what concerns models imports timm (PEP 562)

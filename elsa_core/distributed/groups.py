@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.messages import first_line
@@ -50,10 +51,10 @@ def by_name(name: str) -> dist.ProcessGroup:
     Raises:
         UnavailableError: there is none of this name any more.
     """
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     try:
-        return _resolve_process_group(name)
+        found: dist.ProcessGroup = resolve(name)
+        return found
     except (RuntimeError, ValueError, KeyError):
         raise UnavailableError(f"the process group {name!r} is gone: {_ASK}") from None
 

@@ -1,4 +1,4 @@
-"""The operators `elsa::distributed_attention` and `elsa::distributed_attention_backward`.
+"""The operators `elsa::distributed_attention` and `elsa::gather_shards`, and their gradients'.
 
 A compiler meets one opaque call, so that a caller compiles as a whole (`fullgraph=True`); the ranks
 agree and talk when the call runs, compiled or not.
@@ -31,6 +31,8 @@ _LIBRARY.define(
     f"Tensor? attn_mask, Tensor out, Tensor lse, Tensor tokens, {_TERMS}, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
+_LIBRARY.define("gather_shards(Tensor tokens, int[] lengths, str group) -> Tensor")
+_LIBRARY.define("gather_shards_backward(Tensor grad, int[] lengths, str group) -> Tensor")
 
 
 def agreed_call(
@@ -147,6 +149,59 @@ def _once(ctx: Any, *grads: Tensor) -> Grads:
     raise ArgumentError("elsa.distributed.attention is differentiable once")
 
 
+def _gather(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
+    """[B, n, C] of each rank -> [B, sum(lengths), C] of all, on every rank."""
+    process_group = groups.by_name(group)
+    batch, _, width = tokens.shape
+    if process_group.size() == 1:
+        return tokens.clone()
+    message = tokens.new_zeros((batch, max(lengths), width))
+    message[:, : tokens.shape[1]] = tokens
+    with groups.watching(process_group, "gathering tokens"):
+        rows = groups.all_gather(process_group, message)
+    return torch.cat([row[:, :length] for row, length in zip(rows, lengths, strict=True)], 1)
+
+
+def _gather_backward(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor:
+    """The sum over ranks, in their order, of their gradients of this rank's tokens [B, n, C]."""
+    process_group = groups.by_name(group)
+    world, own = process_group.size(), lengths[process_group.rank()]
+    if world == 1:
+        return grad.clone()
+    shape = (grad.shape[0], own, grad.shape[2])
+    with groups.watching(process_group, "returning gradients of tokens"):
+        parts = groups.exchange(process_group, grad.split(list(lengths), 1), [shape] * world)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _gather_formula(ctx: Any, grad: Tensor) -> Grads:
+    lengths, group = ctx.terms
+    return torch.ops.elsa.gather_shards_backward(grad, lengths, group), None, None
+
+
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.terms = inputs[1:]
+
+
+def _gather_fake(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
+    return tokens.new_empty((tokens.shape[0], sum(lengths), tokens.shape[2]))
+
+
+def _gather_backward_fake(grad: Tensor, lengths: Sequence[int], group: str) -> Tensor:
+    own = lengths[groups.by_name(group).rank()]
+    return grad.new_empty((grad.shape[0], own, grad.shape[2]))
+
+
+_LIBRARY.impl("gather_shards", _gather, "CompositeExplicitAutograd")
+_LIBRARY.impl("gather_shards_backward", _gather_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("elsa::gather_shards", _gather_fake, lib=_LIBRARY)
+torch.library.register_fake("elsa::gather_shards_backward", _gather_backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "elsa::gather_shards", _gather_formula, setup_context=_gather_context, lib=_LIBRARY
+)
 _LIBRARY.impl("distributed_attention", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("distributed_attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("elsa::distributed_attention", _forward_fake, lib=_LIBRARY)

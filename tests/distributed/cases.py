@@ -11,9 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """A call. queries, keys: each rank's tokens; mask: none, bool, additive, row, column, shared.
+    """A call. queries, keys: each rank's tokens; factor: of the queries.
 
-    `mask` "bool" hides whole rows too; "shared" is one row for all; "column" one value a row.
+    mask: none, bool (whole rows hidden too), additive, hidden (-inf, whole rows too), row (one for
+    all queries) or column (one value a query); mask_heads: of how many heads; expanded: made whole.
     """
 
     queries: tuple[int, ...]
@@ -29,7 +30,7 @@ class Case:
     is_causal: bool = False
     scale: float | None = None
     factor: float = 1.0
-    offset: float = 0.0
+    expanded: bool = False
     methods: tuple[str, ...] = ("ring", "gather")
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -48,11 +49,10 @@ class Case:
         key = draw(self.batch, self.kv_heads, columns, self.head_dim)
         value = draw(self.batch, self.kv_heads, columns, self.value_dim)
         grad = draw(self.batch, self.heads, rows, self.value_dim)
-        shape = {"row": (1, columns), "shared": (1, columns), "column": (rows, 1)}
+        shape = {"row": (1, columns), "column": (rows, 1)}
         mask: Tensor | None = None
         if self.mask != "none":
             mask = draw(self.batch, self.mask_heads, *shape.get(self.mask, (rows, columns)))
-            mask = mask + self.offset
         if self.mask == "bool":
             assert mask is not None
             mask = mask > -0.5
@@ -61,6 +61,8 @@ class Case:
             assert mask is not None
             mask[0, :, ::3, 1::2] = -torch.inf
             mask[:, :, 2] = -torch.inf
+        if self.expanded and mask is not None:
+            mask = mask.expand(-1, -1, rows, columns).contiguous()
         tensors = [t.to(self.dtype) for t in (query, key, value)]
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(self.dtype)
