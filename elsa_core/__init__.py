@@ -14,6 +14,7 @@ from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
+    from elsa_core import distributed
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "attention",
     "check",
+    "distributed",
     "evaluate",
     "explain",
     "explain_linear",
@@ -90,6 +92,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what concerns models at its first use (PEP 562): kernels alone need none of it."""
+    if name == "distributed":
+        return import_module("elsa_core.distributed")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'elsa_core' has no attribute {name!r}")
