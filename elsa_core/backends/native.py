@@ -34,9 +34,6 @@ _SCHEMA_OWNER = "ELSA_SCHEMA_DEFINED_BY_PYTHON"
 _LOG = logging.getLogger("elsa")
 _LIBRARY: list[ctypes.CDLL] = []  # the one that `load` loaded
 
-# The oldest torch whose stable ABI is used: the library runs on that one and on every later one.
-_TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
-
 
 def support(request: Request) -> Support:
     """Whether the library can serve a call; builds and loads it at the first request it fits."""
@@ -172,20 +169,10 @@ def status() -> dict[str, Any]:
 
 
 def _recipe() -> compiler.Recipe:
-    torch_directory = Path(torch.__file__).parent
-    include = f"-I{torch_directory / 'include'}"
-    return compiler.Recipe(
-        stem="libelsa",
-        title="native library",
-        folder="torch",
-        units=tuple(
-            (f"torch-{operator}", f"{operator}.cpp", (*_TORCH_FLAGS, include))
-            for operator in ("attention", "window")
-        ),
-        link_flags=(f"-L{torch_directory / 'lib'}", "-ltorch_cpu", "-lc10"),
-        more=("gradient",),
-        facts=(".".join(torch.__version__.split(".")[:2]),),
-    )
+    return compiler.torch_recipe(
+        "libelsa", "native library", "torch", ("attention", "window"),
+        kernels=("attention", "window", "gradient"),
+    )  # fmt: skip
 
 
 @contextmanager
