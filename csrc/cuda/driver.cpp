@@ -15,6 +15,7 @@ constexpr int kMostDevices = 128;
 
 std::mutex opening;
 std::atomic<bool> opened{false};
+std::string refusal;  // why the driver was not opened, once that was tried
 Driver functions;
 void* library = nullptr;
 std::atomic<Context> primaries[kMostDevices];
@@ -26,6 +27,25 @@ void load(void* from, const char* symbol, F& field) {
     throw std::runtime_error(std::string("the CUDA driver has no ") + symbol +
                              ": it is older than CUDA 12");
   }
+}
+
+void open(const char* path) {
+  void* found = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (found == nullptr) {
+    const char* why = dlerror();
+    throw std::runtime_error(std::string("no CUDA driver: ") + (why != nullptr ? why : "unknown"));
+  }
+#define ELSA_LOAD(field, symbol, ...) load(found, symbol, functions.field);
+  ELSA_DRIVER_FUNCTIONS(ELSA_LOAD)
+#undef ELSA_LOAD
+  const Result result = functions.init(0);
+  if (result != 0) {
+    const char* text = nullptr;
+    functions.error_text(result, &text);
+    throw std::runtime_error(std::string("the CUDA driver does not start: ") +
+                             (text != nullptr ? text : std::to_string(result)));
+  }
+  library = found;
 }
 
 Context primary(Device device) {
@@ -47,27 +67,22 @@ Context primary(Device device) {
 void open_driver(const char* path) {
   const std::lock_guard<std::mutex> lock(opening);
   if (opened.load()) return;
-  void* found = dlopen(path != nullptr ? path : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (found == nullptr) {
-    const char* why = dlerror();
-    throw std::runtime_error(std::string("no CUDA driver: ") + (why != nullptr ? why : "unknown"));
+  try {
+    open(path != nullptr ? path : "libcuda.so.1");
+  } catch (const std::exception& error) {
+    refusal = error.what();
+    throw;
   }
-#define ELSA_LOAD(field, symbol, ...) load(found, symbol, functions.field);
-  ELSA_DRIVER_FUNCTIONS(ELSA_LOAD)
-#undef ELSA_LOAD
-  const Result result = functions.init(0);
-  if (result != 0) {
-    const char* text = nullptr;
-    functions.error_text(result, &text);
-    throw std::runtime_error(std::string("the CUDA driver does not start: ") +
-                             (text != nullptr ? text : std::to_string(result)));
-  }
-  library = found;
-  opened.store(true);
+  opened.store(true, std::memory_order_release);
 }
 
 const Driver& driver() {
-  if (!opened.load(std::memory_order_acquire)) open_driver();
+  if (opened.load(std::memory_order_acquire)) return functions;
+  {
+    const std::lock_guard<std::mutex> lock(opening);
+    if (!refusal.empty()) throw std::runtime_error(refusal);
+  }
+  open_driver();
   return functions;
 }
 

@@ -73,7 +73,8 @@ struct Driver {
 // keeps what the first one opened.
 void open_driver(const char* path = nullptr);
 
-// The driver that was opened; opens libcuda.so.1 where none was. Throws as `open_driver`.
+// The driver that was opened; opens libcuda.so.1 where that was not tried. Throws as
+// `open_driver`, and again what that threw.
 const Driver& driver();
 
 // A function of the library that `open_driver` opened, or of libtorch_cuda.so where a process has

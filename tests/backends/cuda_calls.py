@@ -1,5 +1,4 @@
-"""The CUDA library over a stub driver, run by `test_cuda_library.py`: each check in a process of
-its own (`python cuda_calls.py STUB CHECK`).
+"""The CUDA library over a stub driver, run by `test_cuda_library.py`.
 
 Tensors lie on the CPU, whose addresses the stub takes for a device's. Triton's compiler makes the
 kernels for sm_90; nothing is run, so results are memory that nobody wrote.
@@ -10,14 +9,12 @@ from __future__ import annotations
 import ctypes
 import importlib
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from cuda_checks import lines, main
 from torch import Tensor
 
 from elsa_core import operators
@@ -84,14 +81,6 @@ def as_stub(kernel: Kernel) -> Kernel:
     """The kernel with code that the stub driver reads: its name and the bytes of its parameters."""
     sizes = ",".join(map(str, kernel.parameters))
     return replace(kernel, code=f"{kernel.symbol};{sizes}".encode() + b"\0")
-
-
-def lines() -> list[str]:
-    """What the stub driver was called with since the last time."""
-    path = Path(os.environ["STUB_LOG"])
-    found = path.read_text().splitlines() if path.exists() else []
-    path.unlink(missing_ok=True)
-    return found
 
 
 def started(stub: str, overlap: bool = False) -> library.Library:
@@ -224,8 +213,77 @@ def hopper(stub: str) -> None:
     assert counts[0] == 1 and counts[1] >= 3, counts
 
 
-CHECKS = {name: check for name, check in globals().items() if name in ("attention", "hopper")}
+def window_inputs(dtype: torch.dtype, side: int = 14, window: int = 7, **given: Any) -> list[Any]:
+    heads, dim = 3, 32
+    tokens = window * window
+    qkv = torch.empty((2, 1, side, side, 3 * heads * dim), dtype=dtype)
+    bias = index = pad = logit = None
+    if given.get("table"):
+        bias = torch.empty(((2 * window - 1) ** 2, heads), dtype=dtype)
+        index = torch.zeros((tokens, tokens), dtype=torch.int64)
+    elif given.get("bias"):
+        bias = torch.empty((heads, tokens, tokens), dtype=dtype)
+    if given.get("pad"):
+        pad = torch.empty(3 * heads * dim, dtype=given.get("pad_dtype", dtype))
+    if given.get("logit"):
+        logit = torch.empty(heads, dtype=torch.float32)
+    shift = given.get("shift", 0)
+    return [qkv, bias, index, pad, logit, heads, [1, window, window], [0, shift, shift],
+            dim**-0.5, -100.0, "qkv", False, "strict"]  # fmt: skip
+
+
+def window(stub: str) -> None:
+    """Window attention: with a dense bias, a table that is gathered first, shift and padding."""
+    loaded, call = started(stub), operators.WINDOW_ATTENTION.overload
+    half, single = torch.float16, torch.float32
+    for count, given in (
+        (1, {"dtype": half, "bias": True, "shift": 3}),
+        (2, {"dtype": half, "table": True}),
+        (1, {"dtype": single, "side": 13, "pad": True, "logit": True}),
+    ):
+        inputs = window_inputs(**given), window_inputs(**given)
+        assert compare(loaded, call, *inputs) == count, given
+    # a pad that PyTorch converts first: every call is Python's
+    inputs = window_inputs(half, side=13, pad=True, pad_dtype=single)
+    before = loaded.counts()
+    for _ in range(2):
+        MADE.clear()
+        assert call(*inputs).shape == (2, 1, 13, 13, 96) and len(MADE) == 1
+    assert loaded.counts() == (before[0] + 1, before[1])
+
+
+def linear_inputs(rows: int = 128, **given: Any) -> list[Any]:
+    columns, depth = 96, 64
+    halves = powers = None
+    if given.get("frozen"):
+        halves = torch.empty((2, columns, depth), dtype=torch.float16)
+        powers = torch.empty(columns)
+    return [
+        torch.empty((2, rows // 2, depth)), torch.empty((columns, depth)), torch.empty(columns),
+        given.get("activation", "none"),
+        torch.empty((2, rows // 2, columns)) if given.get("residual") else None, None,
+        given.get("precision", "strict"), halves, powers,
+    ]  # fmt: skip
+
+
+def linear(stub: str) -> None:
+    """Linear layers: operands split in a launch ahead, weights that were split before."""
+    loaded, call = started(stub), operators.LINEAR.overload
+    for given in (
+        {},
+        {"activation": "gelu", "residual": True},
+        {"frozen": True},
+    ):
+        assert compare(loaded, call, linear_inputs(**given), linear_inputs(**given)) == 2, given
+    # few rows are PyTorch's product: computed, and so every time
+    x = linear_inputs(8)
+    for tensor in x[:3]:
+        tensor.normal_()
+    before = loaded.counts()
+    for _ in range(2):
+        torch.testing.assert_close(call(*x), torch.nn.functional.linear(*x[:3]))
+    assert loaded.counts() == (before[0] + 1, before[1])
+
 
 if __name__ == "__main__":
-    CHECKS[sys.argv[2]](sys.argv[1])
-    print("done")
+    main(attention, hopper, window, linear)

@@ -16,6 +16,7 @@ _WARP = 32
 # Behind its arguments a kernel takes the addresses of two scratch buffers, in older versions one.
 _SCRATCH_POINTERS = 2
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
+_THREADS = re.compile(r"\.reqntid\s+(\d+)")
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)(?=[\s,])(?!.*\[\d+\])")
 
 
@@ -29,7 +30,7 @@ def kernel_of(compiled: Any) -> Kernel:
     compiled: what Triton's JIT returns, or `triton.compile`.
 
     Raises:
-        PlanError: it needs scratch memory, or its code cannot be read.
+        PlanError: it needs scratch memory, or its code cannot be read or says otherwise.
     """
     facts = compiled.metadata
     for kind in ("global", "profile"):
@@ -38,8 +39,12 @@ def kernel_of(compiled: Any) -> Kernel:
     code = compiled.asm.get("cubin")
     if not isinstance(code, bytes):
         raise PlanError(f"kernel {facts.name} has no cubin")
+    threads = _WARP * facts.num_warps
+    declared = _THREADS.search(compiled.asm.get("ptx") or "")
+    if declared is not None and int(declared[1]) != threads:
+        raise PlanError(f"kernel {facts.name} is for {declared[1]} threads, not {threads}")
     return Kernel(
-        facts.name, code, _WARP * facts.num_warps, facts.shared, facts.num_ctas,
+        facts.name, code, threads, facts.shared, facts.num_ctas,
         bool(getattr(facts, "launch_pdl", False)),
         bool(getattr(facts, "launch_cooperative_grid", False)), _parameters(compiled),
     )  # fmt: skip
