@@ -73,6 +73,12 @@ def _split(request: Request) -> str:
     return _half(request) or precisions.PRECISIONS[request.precision].met_by
 
 
+def _of_tf32(request: Request) -> str:
+    if request.precision == "ieee":
+        return "float32 FMA"
+    return _half(request) or "three TF32 products for each float32 product, float32 sums"
+
+
 def _fma(request: Request) -> str:
     return _half(request) or "float32 FMA"
 
@@ -145,6 +151,15 @@ def _native_gradient(request: Request) -> Support:
     return _late("native", "support")(request) if answer.ok else answer
 
 
+def _triton_entmax(request: Request) -> Support:
+    answer: Support = _late("triton.attention.entmax", "support")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
+def _entmax_schedule(*arguments: Any) -> str:
+    return "query tiles of 64, key tiles of 64 without a weight skipped after the first step"
+
+
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
@@ -174,6 +189,13 @@ _TRITON = {
         direct=_late("triton.window.planner", "window_attention"),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
+    ),
+    "entmax_attention": Implementation(
+        support=_triton_entmax,
+        run=operators.ENTMAX_ATTENTION.overload,
+        schedule=_entmax_schedule,
+        arithmetic=_of_tf32,
+        asked=True,
     ),
     "linear": Implementation(
         support=_late("triton.linear.gate", "support"),
@@ -225,6 +247,7 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 
 _kernel_on_cuda("attention", "triton", "attention_forward")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
+_kernel_on_cuda("entmax_attention", "triton.attention.entmax", "entmax_forward")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")
 _kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
 _kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")
