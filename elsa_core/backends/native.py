@@ -64,6 +64,14 @@ def schedule(
     return f"{isa()} kernels, tiles of query rows over {torch.get_num_threads()} threads"
 
 
+def varlen_schedule(*arguments: Any) -> str:
+    """As `schedule`, of packed sequences."""
+    return (
+        f"{isa()} kernels, each sequence by itself, long ones first, their heads over "
+        f"{torch.get_num_threads()} threads"
+    )
+
+
 class Cut(NamedTuple):
     """How the kernels cut a call; see `elsa::Cut` in csrc/elsa/attention.h.
 
@@ -178,9 +186,12 @@ def _recipe() -> compiler.Recipe:
         stem="libelsa",
         title="native library",
         folder="torch",
-        units=tuple(
-            (f"torch-{operator}", f"{operator}.cpp", (*_TORCH_FLAGS, include))
-            for operator in ("attention", "window")
+        units=(
+            *(
+                (f"torch-{operator}", f"{operator}.cpp", (*_TORCH_FLAGS, include))
+                for operator in ("attention", "window", "varlen")
+            ),
+            ("varlen-driver", "../elsa/varlen.cpp", ()),
         ),
         link_flags=(f"-L{torch_directory / 'lib'}", "-ltorch_cpu", "-lc10"),
         more=("gradient",),

@@ -44,13 +44,19 @@ def _of_pytorch(request: Request) -> str:
     return _half(request) or f"PyTorch's {dtype_name(request.dtype)} matrix products"
 
 
+_PLAIN_SCHEDULES = {
+    "attention": _late("eager", "schedule"),
+    "varlen": _late("eager_varlen", "schedule"),
+}
+
+
 def reference(record: operators.Operator) -> Implementation:
     """Plain PyTorch, which serves every operator that has a record."""
     gradients = record.gradients and record.gradients.backward
     return Implementation(
         support=_late("eager", "support"),
         run=record.eager,
-        schedule=_late("eager", "schedule") if record.kind == "attention" else _as_written,
+        schedule=_PLAIN_SCHEDULES.get(record.kind, _as_written),
         arithmetic=_of_pytorch,
         gradient=_late("eager", "support") if gradients else None,
         backward=gradients.reference if gradients else None,
@@ -137,6 +143,12 @@ def _whole(*arguments: Any) -> tuple[Tensor, None]:
     return sdpa.attention(*arguments), None
 
 
+def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which draws for itself."""
+    *terms, _ = arguments
+    return sdpa.attention(*terms), None
+
+
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
     # Compilers read this, and an import that they know: no `_late`.
     from elsa_core.backends.triton.linear import gate
@@ -149,6 +161,9 @@ def _native_gradient(request: Request) -> Support:
     answer: Support = _late("native_backward", "support")(request)
     # its own answer is quick; the library may have to be built
     return _late("native", "support")(request) if answer.ok else answer
+
+
+_NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
 
 
 def _triton_entmax(request: Request) -> Support:
@@ -164,12 +179,17 @@ _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
         run=record.overload,
-        schedule=_late("native", "schedule") if record.kind == "attention" else _whole_windows,
+        schedule=_NATIVE_SCHEDULES.get(record.kind, _late("native", "schedule")),
         arithmetic=_fma,
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
     )
-    for record in (operators.ATTENTION, operators.WINDOW_ATTENTION)
+    for record in (
+        operators.ATTENTION,
+        operators.ATTENTION_DROPOUT,
+        operators.VARLEN_ATTENTION,
+        operators.WINDOW_ATTENTION,
+    )
 }
 _TRITON = {
     "attention": Implementation(
@@ -180,6 +200,13 @@ _TRITON = {
         direct=_late("triton", "attention_forward"),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
+    ),
+    "varlen_attention": Implementation(
+        support=_late("triton.attention.varlen", "support"),
+        run=operators.VARLEN_ATTENTION.overload,
+        schedule=_late("triton.attention.varlen", "schedule"),
+        arithmetic=_split,
+        asked=True,
     ),
     "window_attention": Implementation(
         support=_late("triton", "support"),
@@ -195,6 +222,7 @@ _TRITON = {
         run=operators.ENTMAX_ATTENTION.overload,
         schedule=_entmax_schedule,
         arithmetic=_of_tf32,
+        gradient=_triton_entmax,
         asked=True,
     ),
     "linear": Implementation(
@@ -215,6 +243,14 @@ _ONEDNN = {
     ),
 }
 _SDPA = {
+    "attention_dropout": Implementation(
+        support=sdpa.support,
+        run=_whole_dropout,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        takes=sdpa.takes,
+        whole=True,
+    ),
     "attention": Implementation(
         support=sdpa.support,
         run=_whole,
@@ -246,6 +282,7 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 
 
 _kernel_on_cuda("attention", "triton", "attention_forward")
+_kernel_on_cuda("varlen_attention", "triton.attention.varlen", "varlen_attention")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
 _kernel_on_cuda("entmax_attention", "triton.attention.entmax", "entmax_forward")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared.device import INTERPRETED, direct_launch_known
+
+Recorder = Callable[["Launch", tuple[Tensor, ...]], None]
+_recorders: list[Recorder] = []
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Hand every first call of a launch, with its tensors, to `recorder` instead of the GPU."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
 
 
 def _hooked(runtime: Any) -> bool:
@@ -19,10 +34,10 @@ def _hooked(runtime: Any) -> bool:
 class Launch:
     """One kernel with everything but its pointers bound.
 
-    The first call goes through Triton's JIT, which compiles or finds the kernel; later ones go
-    straight to the compiled kernel. That is right because a plan fixes all that Triton specialises
-    on: dtypes, constants and the 16-byte alignment of pointers; integers are never specialised and
-    have fixed types. How a compiled kernel takes its arguments is outside Triton's public
+    The first call goes through Triton's JIT, which compiles or finds the kernel, or takes it from a
+    kernel pack where packs are asked for (`pack.lookup`); later ones go straight to the compiled
+    kernel. That is right because a plan fixes all that Triton specialises on: dtypes, constants and
+    the 16-byte alignment of pointers; integers are never specialised and have fixed types. How a compiled kernel takes its arguments is outside Triton's public
     interface: with a version that is not among `device.DIRECT_LAUNCH` every call goes through the
     JIT.
     """
@@ -54,6 +69,16 @@ class Launch:
             else:
                 self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
             return
+        if _recorders:
+            _recorders[-1](self, pointers)
+            return
+        if lookup.wanted() and not INTERPRETED and direct_launch_known():
+            found = lookup.find(self.kernel, pointers, self.tail, self.options)
+            if found is not None:
+                self._bind(found, pointers)
+                self.loaded = True
+                self(*pointers)
+                return
         compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
         self.loaded = True
         if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
