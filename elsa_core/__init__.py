@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from elsa_core.attention import attention, explain
+from elsa_core.entmax import entmax_attention, explain_entmax_attention
 from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
 from elsa_core.routing import Route
@@ -67,8 +68,10 @@ __all__ = [
     "attention",
     "check",
     "distributed",
+    "entmax_attention",
     "evaluate",
     "explain",
+    "explain_entmax_attention",
     "explain_linear",
     "explain_varlen_attention",
     "explain_window_attention",

@@ -79,6 +79,12 @@ def _split(request: Request) -> str:
     return _half(request) or precisions.PRECISIONS[request.precision].met_by
 
 
+def _of_tf32(request: Request) -> str:
+    if request.precision == "ieee":
+        return "float32 FMA"
+    return _half(request) or "three TF32 products for each float32 product, float32 sums"
+
+
 def _fma(request: Request) -> str:
     return _half(request) or "float32 FMA"
 
@@ -158,6 +164,17 @@ def _native_gradient(request: Request) -> Support:
 
 
 _NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
+
+
+def _triton_entmax(request: Request) -> Support:
+    answer: Support = _late("triton.attention.entmax", "support")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
+def _entmax_schedule(*arguments: Any) -> str:
+    return "query tiles of 64, key tiles of 64 without a weight skipped after the first step"
+
+
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
@@ -178,6 +195,7 @@ _NATIVE = {
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
+    "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
     "linear_backward": _late("triton.linear.gate", "backward"),
@@ -214,6 +232,14 @@ _TRITON = {
         ),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
+    ),
+    "entmax_attention": Implementation(
+        support=_triton_entmax,
+        run=operators.ENTMAX_ATTENTION.overload,
+        schedule=_entmax_schedule,
+        arithmetic=_of_tf32,
+        gradient=_triton_entmax,
+        asked=True,
     ),
     "linear": Implementation(
         support=_late("triton.linear.gate", "support"),
