@@ -19,6 +19,8 @@ from torch import Tensor
 
 from elsa_core import routing
 from elsa_core.backends.support import Backend, Implementation, Request, Support
+from elsa_core.loading import architecture
+from elsa_core.patching.patch import patch
 
 ABOUT = (
     "The calls of the sites of these models at their default size, one image. "
@@ -109,14 +111,10 @@ def collect(names: list[str]) -> dict[str, Any]:
     Raises:
         ModelError, NothingPatchedError: a model cannot be built or has nothing to patch.
     """
-    from elsa_core.loading.libraries import build_meta, default_recipe
-    from elsa_core.loading.spec import parse
-    from elsa_core.patching.patch import patch
-
     rows = Rows()
     with written_down(rows), torch.no_grad():
         for name in names:
-            model: Any = build_meta(default_recipe(parse(name))).eval()
+            model: Any = architecture.whole(name).eval()
             patch(model, scope="model")
             rows.model = name.partition(":")[2]
             size = model.default_cfg["input_size"]

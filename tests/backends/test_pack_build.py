@@ -134,6 +134,7 @@ def test_arguments_are_those_of_the_code(packs: Path) -> None:
         arguments = entry.kernel.arguments
         expected = [".u64" if kind[0] == "*" else TYPES[kind] for _, kind in arguments]
         assert listed == [*expected, ".u64", ".u64"]
+        assert [8 if kind == ".u64" else 4 for kind in listed] == list(entry.kernel.parameters)
         assert f".entry {entry.kernel.symbol}(" in ptx.decode()
 
 
