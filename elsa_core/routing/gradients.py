@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from elsa_core import operators, packing
-from elsa_core.backends.support import Request
+from elsa_core.backends import eager
+from elsa_core.backends.support import Request, loses_digits
 from elsa_core.operators.record import implement
 from elsa_core.operators.window import Eager
 from elsa_core.routing import measured
@@ -44,7 +45,11 @@ def _of_attention(record: operators.Operator, arguments: tuple[Any, ...]) -> Any
 def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
     """The gradients by the first backend of the table that serves the call, or None."""
     row = measured.training(request.operator, request.device_type, request.dtype)
-    for name in row.backward if row else ():
+    return _by_backends(request, row.backward if row else (), arguments)
+
+
+def _by_backends(request: Request, names: Iterable[str], arguments: tuple[Any, ...]) -> Any:
+    for name in names:
         offered = implementation(request.operator, name)
         if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
             continue
@@ -53,6 +58,29 @@ def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
         if grads is not None:
             return grads
     return None
+
+
+def shard_backward(*arguments: Any) -> Any:
+    """As `attention_backward`, for keys and values that are a shard of those that the rows see.
+
+    `out` and `lse` are of the whole rows, so that a kernel serves only where it reads both as they
+    are: P = exp(score - lse), delta = rowsum(grad_out * out). PyTorch's kernels do; the Triton ones
+    do in float32 where no lse is large. For others plain PyTorch.
+    """
+    query, value, attn_mask, lse = arguments[2], arguments[4], arguments[5], arguments[7]
+    is_causal, _, precision, needs = arguments[8:]
+    row = measured.training("attention", query.device.type, query.dtype)
+    if row is None or not (query.numel() and value.numel()) or loses_digits(lse):
+        return eager.backward(*arguments, is_shard=True)
+    wanted = zip(operators.ATTENTION.terms, needs, strict=True)
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
+        mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    read = ("triton", "sdpa") if query.dtype == torch.float32 else ("sdpa",)
+    names = [name for name in row.backward if name in read]
+    grads = _by_backends(request, names, arguments)
+    return eager.backward(*arguments, is_shard=True) if grads is None else grads
 
 
 def window_attention_backward(*arguments: Any) -> Any:
@@ -138,6 +166,20 @@ def _wanted(
     return first, second, third
 
 
+def entmax_backward_cuda(*arguments: Any) -> Any:
+    """`elsa::entmax_attention_backward` on CUDA: Triton's kernels; of a mask plain PyTorch."""
+    from elsa_core.backends.triton.attention.entmax import entmax_backward
+
+    *terms, needs = arguments
+    attn_mask = terms[4]
+    with _without_autocast("cuda"):
+        grads = list(entmax_backward(*arguments))
+    if needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool:
+        of_mask = [False, False, False, True, False]
+        grads[3] = operators.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3]
+    return tuple(grads)
+
+
 def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
     """`elsa::<operator>` of a backend, for eager calls whose gradient autograd records.
 
@@ -162,3 +204,4 @@ implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
 implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
 implement("attention_dropout_backward", attention_dropout_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
+implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
-from elsa_core.backends import onednn, sdpa
+from elsa_core.backends import cuda, onednn, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import implement
 from elsa_core.precision import dtype_name
@@ -77,6 +77,12 @@ def _linear_schedule(*arguments: Any) -> str:
 
 def _split(request: Request) -> str:
     return _half(request) or precisions.PRECISIONS[request.precision].met_by
+
+
+def _of_tf32(request: Request) -> str:
+    if request.precision == "ieee":
+        return "float32 FMA"
+    return _half(request) or "three TF32 products for each float32 product, float32 sums"
 
 
 def _fma(request: Request) -> str:
@@ -158,6 +164,17 @@ def _native_gradient(request: Request) -> Support:
 
 
 _NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
+
+
+def _triton_entmax(request: Request) -> Support:
+    answer: Support = _late("triton.attention.entmax", "support")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
+def _entmax_schedule(*arguments: Any) -> str:
+    return "query tiles of 64, key tiles of 64 without a weight skipped after the first step"
+
+
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
@@ -174,13 +191,27 @@ _NATIVE = {
         operators.WINDOW_ATTENTION,
     )
 }
+# What computes an operator on CUDA devices: modules that are imported at the first call.
+KERNELS_ON_CUDA = {
+    "attention": _late("triton", "attention_forward"),
+    "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
+    "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
+    "window_attention": _late("triton.window.planner", "window_attention"),
+    "linear": _late("triton.linear.gate", "kernel"),
+    "linear_backward": _late("triton.linear.gate", "backward"),
+    "split_weight": _late("triton.linear.gate", "split_weight"),
+}
+# Of these, what the CUDA library takes over where it is on: what layouts alone decide.
+BY_LIBRARY = ("attention", "window_attention", "linear")
+cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
+
 _TRITON = {
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
         schedule=_late("triton", "schedule"),
         arithmetic=_split,
-        direct=_late("triton", "attention_forward"),
+        direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
     ),
@@ -196,9 +227,19 @@ _TRITON = {
         run=operators.WINDOW_ATTENTION.overload,
         schedule=_whole_windows,
         arithmetic=_split,
-        direct=_late("triton.window.planner", "window_attention"),
+        direct=cuda.direct(
+            operators.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]
+        ),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
+    ),
+    "entmax_attention": Implementation(
+        support=_triton_entmax,
+        run=operators.ENTMAX_ATTENTION.overload,
+        schedule=_entmax_schedule,
+        arithmetic=_of_tf32,
+        gradient=_triton_entmax,
+        asked=True,
     ),
     "linear": Implementation(
         support=_late("triton.linear.gate", "support"),
@@ -251,14 +292,6 @@ BACKENDS: list[Backend] = [
 SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table was measured with
 
 
-def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
-    """The CUDA kernel of an operator: its module is imported at the first call, not before."""
-    implement(operator, _late(module, function), "CUDA")
-
-
-_kernel_on_cuda("attention", "triton", "attention_forward")
-_kernel_on_cuda("varlen_attention", "triton.attention.varlen", "varlen_attention")
-_kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
-_kernel_on_cuda("linear", "triton.linear.gate", "kernel")
-_kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
-_kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")
+for _operator, _kernel in KERNELS_ON_CUDA.items():
+    if not cuda.serves(_operator):
+        implement(_operator, _kernel, "CUDA")
