@@ -14,6 +14,7 @@ if __name__ == "__main__":
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton.linear import gemm, planner  # noqa: E402
 from elsa_core.operators.linear import plain, plain_backward, plain_split  # noqa: E402
@@ -54,6 +55,12 @@ CASES = {
 
 
 def run(shape, dtype, options):
+    with fenced() as fence:
+        row = compared(shape, dtype, options)
+    return {**row, "fence": fence["intact"]}
+
+
+def compared(shape, dtype, options):
     torch.manual_seed(0)
     *rows, depth, columns = shape
     x = torch.randn(*rows, depth) * options.get("times", 1.0)

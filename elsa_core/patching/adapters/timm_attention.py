@@ -25,6 +25,7 @@ from elsa_core.patching.adapters.common import (
     is_within_original,
     join_heads,
     project,
+    scale_of,
     split_heads,
     split_packed,
     trains_by_pytorch,
@@ -151,8 +152,7 @@ def attended(
         k,
         v,
         attn_mask,
-        # Like the branch that timm would take: its fused one leaves the scale to the operator.
-        scale=None if module.fused_attn else module.scale,
+        scale=scale_of(module),
         dropout_p=drop_p(module),
         is_causal=is_causal,
     )
