@@ -35,7 +35,7 @@ def profile(session: Session, model: str, given: dict[str, Any]) -> None:
         UnavailableError: not under torchrun, or a rank was lost.
         ModelError: the model cannot be sharded.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(os.environ.get("RANK") or 0)
     if rank:
         session.quiet = True  # rank 0 speaks
     with _rank_0_speaks(rank):
@@ -77,7 +77,7 @@ def _check(given: dict[str, Any]) -> None:
                        ("dtype", "--dtype"), ("precision", "--precision")):  # fmt: skip
         if given[name] is not None and len(given[name]) > 1:
             raise click.UsageError(f"--sequence-parallel takes one {flag}")
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
         raise UnavailableError(
             "--sequence-parallel needs ranks: torchrun --nproc-per-node 2 -m elsa_cli profile ..."
         )

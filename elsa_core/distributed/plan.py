@@ -155,6 +155,7 @@ def _seconds(agreed: Agreement) -> dict[str, float]:
     moved = shard + _q_bytes(agreed, max(agreed.queries)) / device.bandwidth
     return {
         "gather": device.latency + (world - 1) * shard + world * fold,
-        "ring": fold + (world - 1) * max(device.latency + shard, fold),
+        # a step of the ring is a call and a merge of its own
+        "ring": fold + (world - 1) * (max(device.latency + shard, fold) + device.latency),
         "heads": 4 * device.latency + moved * (world - 1) / world + world * fold,
     }

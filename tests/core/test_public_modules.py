@@ -44,6 +44,8 @@ FURTHER = {
     # images: what --mean and its like say of them, the size of an input
     ("elsa_cli/options.py", "loading"): {"preprocessing"},
     ("exporting/export_target.py", "patching"): {"probe"},
+    # the adapter that attends over ranks
+    ("distributed/vit.py", "patching"): {"adapters.common", "adapters.timm_attention"},
     # what the original's fused branch depends on
     ("model_runs/variants.py", "patching"): {"adapters.redirect"},
 }
