@@ -108,11 +108,11 @@ def _measured(
 ) -> tuple[Scaling, dict[str, Any]]:
     import torch
 
-    from elsa_core.distributed.models import require_shardable
     from elsa_core.distributed.scaling import scaling
     from elsa_core.loading.load import load_model
     from elsa_core.loading.spec import parse
     from elsa_core.patching.patch import patch
+    from elsa_core.patching.sharding import require_shardable
 
     source = Options.of({key: given[key] for key in _SOURCE}).source()
     dtype = Options(dtype=given["dtype"][0]).torch_dtype()

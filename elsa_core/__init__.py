@@ -9,6 +9,7 @@ from elsa_core.attention import attention, explain
 from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
 from elsa_core.routing import Route
+from elsa_core.varlen import explain_varlen_attention, varlen_attention
 from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
 
@@ -69,6 +70,7 @@ __all__ = [
     "evaluate",
     "explain",
     "explain_linear",
+    "explain_varlen_attention",
     "explain_window_attention",
     "export",
     "freeze",
@@ -82,6 +84,7 @@ __all__ = [
     "register_adapter",
     "unfreeze",
     "unpatch",
+    "varlen_attention",
     "verify",
     "window_attention",
 ]

@@ -186,6 +186,7 @@ def _planned(
     import torch
 
     device = torch.device(resolve_device(given["device"]))
+    from elsa_core.loading.architecture import check_sizes
     from elsa_core.loading.load import Loaded, load_model
     from elsa_core.loading.spec import parse
     from elsa_core.model_runs import training, variants
@@ -195,7 +196,7 @@ def _planned(
     baselines = (training if given["train"] else variants).chosen(given["baselines"], device)
     sizes = given["img_size"] or (None,)
     points = sweep.grid(sizes, given["batch_size"], given["dtype"], given["precision"])
-    sweep.check_sizes(spec, [size for size in sizes if size is not None])
+    check_sizes(spec, [size for size in sizes if size is not None])
 
     source = Options.of({key: given[key] for key in _SOURCE}).source()
 

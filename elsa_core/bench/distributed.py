@@ -24,8 +24,8 @@ from elsa_core import reference
 from elsa_core.attention import attention
 from elsa_core.distributed import attention as sharded_attention
 from elsa_core.distributed import explain
+from elsa_core.distributed.plan import shard_lengths
 from elsa_core.distributed.scaling import scaling
-from elsa_core.distributed.vit import shard_lengths
 from elsa_core.measuring import environment
 
 _SAMPLED: Final = 16  # rows of each rank and head

@@ -60,6 +60,12 @@ class Plan:
         return asdict(self)
 
 
+def shard_lengths(tokens: int, world: int) -> tuple[int, ...]:
+    """The tokens of each rank: equal, the first ranks one more where they do not divide."""
+    least, more = divmod(tokens, world)
+    return tuple(least + (rank < more) for rank in range(world))
+
+
 def check_method(method: str) -> None:
     """Refuse a method that there is not.
 

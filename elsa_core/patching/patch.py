@@ -7,6 +7,7 @@ pickle, `torch.compile` and `torch.export` see the model that they saw before.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -116,9 +117,9 @@ def patch(
     """
     model = plain_model(model)
     if mesh is not None:
-        from elsa_core import distributed
+        from elsa_core.patching import sharding
 
-        distributed.require_shardable(model)
+        sharding.require_shardable(model)
     asked.check_names(precision, backend)
     wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
     scope = layers.scope_of(model, scope)
@@ -141,7 +142,7 @@ def patch(
         )
     _swap(model, selected, precision, backend)
     if mesh is not None:
-        distributed.shard(model, mesh)
+        sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
     return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted, scope)
 
@@ -296,3 +297,18 @@ def _named(sites: Sequence[AttentionSite]) -> str:
     if len(groups) > _MAX_NAMED:
         parts.append(f"{len(groups) - _MAX_NAMED} further classes")
     return "; ".join(parts)
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model's modules over the very same parameters and buffers.
+
+    Raises:
+        ArgumentError: the model cannot be copied.
+    """
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"this model cannot be copied, so nothing can stand beside it ({error})"
+        ) from error

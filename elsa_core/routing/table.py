@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
-from elsa_core.backends import onednn, sdpa
+from elsa_core.backends import cuda, onednn, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import implement
 from elsa_core.precision import dtype_name
@@ -44,13 +44,19 @@ def _of_pytorch(request: Request) -> str:
     return _half(request) or f"PyTorch's {dtype_name(request.dtype)} matrix products"
 
 
+_PLAIN_SCHEDULES = {
+    "attention": _late("eager", "schedule"),
+    "varlen": _late("eager_varlen", "schedule"),
+}
+
+
 def reference(record: operators.Operator) -> Implementation:
     """Plain PyTorch, which serves every operator that has a record."""
     gradients = record.gradients and record.gradients.backward
     return Implementation(
         support=_late("eager", "support"),
         run=record.eager,
-        schedule=_late("eager", "schedule") if record.kind == "attention" else _as_written,
+        schedule=_PLAIN_SCHEDULES.get(record.kind, _as_written),
         arithmetic=_of_pytorch,
         gradient=_late("eager", "support") if gradients else None,
         backward=gradients.reference if gradients else None,
@@ -131,6 +137,12 @@ def _whole(*arguments: Any) -> tuple[Tensor, None]:
     return sdpa.attention(*arguments), None
 
 
+def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which draws for itself."""
+    *terms, _ = arguments
+    return sdpa.attention(*terms), None
+
+
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
     # Compilers read this, and an import that they know: no `_late`.
     from elsa_core.backends.triton.linear import gate
@@ -145,33 +157,61 @@ def _native_gradient(request: Request) -> Support:
     return _late("native", "support")(request) if answer.ok else answer
 
 
+_NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
         run=record.overload,
-        schedule=_late("native", "schedule") if record.kind == "attention" else _whole_windows,
+        schedule=_NATIVE_SCHEDULES.get(record.kind, _late("native", "schedule")),
         arithmetic=_fma,
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
     )
-    for record in (operators.ATTENTION, operators.WINDOW_ATTENTION)
+    for record in (
+        operators.ATTENTION,
+        operators.ATTENTION_DROPOUT,
+        operators.VARLEN_ATTENTION,
+        operators.WINDOW_ATTENTION,
+    )
 }
+# What computes an operator on CUDA devices: modules that are imported at the first call.
+KERNELS_ON_CUDA = {
+    "attention": _late("triton", "attention_forward"),
+    "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
+    "window_attention": _late("triton.window.planner", "window_attention"),
+    "linear": _late("triton.linear.gate", "kernel"),
+    "linear_backward": _late("triton.linear.gate", "backward"),
+    "split_weight": _late("triton.linear.gate", "split_weight"),
+}
+# Of these, what the CUDA library takes over where it is on: what layouts alone decide.
+BY_LIBRARY = ("attention", "window_attention", "linear")
+cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
+
 _TRITON = {
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
         schedule=_late("triton", "schedule"),
         arithmetic=_split,
-        direct=_late("triton", "attention_forward"),
+        direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
+    ),
+    "varlen_attention": Implementation(
+        support=_late("triton.attention.varlen", "support"),
+        run=operators.VARLEN_ATTENTION.overload,
+        schedule=_late("triton.attention.varlen", "schedule"),
+        arithmetic=_split,
+        asked=True,
     ),
     "window_attention": Implementation(
         support=_late("triton", "support"),
         run=operators.WINDOW_ATTENTION.overload,
         schedule=_whole_windows,
         arithmetic=_split,
-        direct=_late("triton.window.planner", "window_attention"),
+        direct=cuda.direct(
+            operators.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]
+        ),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),
@@ -193,6 +233,14 @@ _ONEDNN = {
     ),
 }
 _SDPA = {
+    "attention_dropout": Implementation(
+        support=sdpa.support,
+        run=_whole_dropout,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        takes=sdpa.takes,
+        whole=True,
+    ),
     "attention": Implementation(
         support=sdpa.support,
         run=_whole,
@@ -218,13 +266,6 @@ BACKENDS: list[Backend] = [
 SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table was measured with
 
 
-def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
-    """The CUDA kernel of an operator: its module is imported at the first call, not before."""
-    implement(operator, _late(module, function), "CUDA")
-
-
-_kernel_on_cuda("attention", "triton", "attention_forward")
-_kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
-_kernel_on_cuda("linear", "triton.linear.gate", "kernel")
-_kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
-_kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")
+for _operator, _kernel in KERNELS_ON_CUDA.items():
+    if not cuda.serves(_operator):
+        implement(_operator, _kernel, "CUDA")

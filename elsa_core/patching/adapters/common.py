@@ -16,6 +16,7 @@ from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.linear import served
 from elsa_core.operators.linear import epilogue
+from elsa_core.patching.adapters.handing import taken
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,9 +79,12 @@ def project(
     scale: Tensor | None = None,
 ) -> Tensor:
     """residual + scale * activation(layer(x)), a projection of the patched site: one call where
-    that is a plain linear layer without hooks. On a CPU a recorded program calls the layer.
+    that is a plain linear layer without hooks. On a CPU a recorded program calls the layer. A block
+    may have handed the layer a residual and a scale.
     """
     if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
+        if residual is None and scale is None:
+            residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
         kept: Any = getattr(layer, "elsa_halves", None)
         halves = (None, None) if kept is None else kept()
         return served(
@@ -96,11 +100,12 @@ def project_by(
     weight: Tensor,
     bias: Tensor | None,
     halves: tuple[Tensor | None, Tensor | None] = (None, None),
+    terms: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """x @ weight.T + bias with the patched site's precision and backend: [..., K] -> [..., N]."""
-    return served(
-        x, weight, bias, "none", None, None, site.elsa_precision, site.elsa_backend, *halves
-    )
+    """residual + scale * (x @ weight.T + bias) with the patched site's precision and backend:
+    [..., K] -> [..., N]. `terms` are the residual and the scale.
+    """
+    return served(x, weight, bias, "none", *terms, site.elsa_precision, site.elsa_backend, *halves)
 
 
 # Activations by their class; of nn.GELU its argument decides.
@@ -159,7 +164,7 @@ def is_within_original(site: Any) -> bool:
 
 
 def is_host_bound(
-    site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object]
+    site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object], form: Any = None
 ) -> bool:
     """Whether an eager call on a GPU keeps the original forward, because the host would be waited
     for: the original's few calls take less of it.
@@ -169,6 +174,7 @@ def is_host_bound(
         work: multiply-adds of its largest call of the operator.
         by_elsa: calls the site by elsa's operators; so the first call of its kind loads kernels for
             a CUDA graph, and its result is not used.
+        form: what else tells the kernels of such calls apart.
     """
     if calls.watched() or not x.is_cuda or site.elsa_backend != "auto":
         return False
@@ -178,7 +184,7 @@ def is_host_bound(
         return False
     if site.training:  # a warm-up would draw from the generator of its dropout
         return torch.is_grad_enabled()
-    kind = (type(site), operator, x.shape, x.dtype, x.device, work)
+    kind = (type(site), operator, x.shape, x.dtype, x.device, work, form)
     if not calls.was_seen(kind):
         if any(is_shown(module) for module in site.modules()):  # hooks would see the warm-up too
             return False

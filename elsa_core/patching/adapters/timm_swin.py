@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elsa_core.patching.adapters.common import project
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
-from elsa_core.patching.adapters.residual import added, folds
+from elsa_core.patching.adapters.residual import added, added_by
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -51,13 +51,10 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor
-        if not folds(self.mlp):
-            out = super().forward(x)
-            return out
-        x = x + self.drop_path1(self._attn(self.norm1(x)))
+        normed = self.norm1(x)
+        x = added_by(lambda: self._attn(normed), x, self.attn, None, self.drop_path1)
         tokens = x.flatten(1, 2)
-        out = added(tokens, self.norm2(tokens), self.mlp, None, self.drop_path2, {})
+        out = added(tokens, self.norm2(tokens), self.mlp, None, self.drop_path2)
         return out.reshape(x.shape)
 
     def _attn(self, x: Tensor) -> Tensor:
