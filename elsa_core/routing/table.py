@@ -121,6 +121,11 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return kernel(grad_out, grad_lse, *rest)
 
 
+def _triton_dropout_gradient(request: Request) -> Support:
+    answer: Support = _late("triton.attention.dropout", "support_gradient")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
 def _triton_window_gradient(request: Request) -> Support:
     answer: Support = _late("triton.window.backward", "support")(request)
     return _late("triton", "support")(request) if answer.ok else answer
@@ -167,6 +172,15 @@ _NATIVE = {
     )
 }
 _TRITON = {
+    "attention_dropout": Implementation(
+        support=_late("triton", "support"),
+        run=operators.ATTENTION_DROPOUT.overload,
+        schedule=_late("triton.attention.dropout", "schedule"),
+        arithmetic=_split,
+        gradient=_triton_dropout_gradient,
+        backward=_late("triton.attention.dropout", "attention_dropout_backward"),
+        unmeasured=True,
+    ),
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
@@ -242,6 +256,7 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 
 
 _kernel_on_cuda("attention", "triton", "attention_forward")
+_kernel_on_cuda("attention_dropout", "triton.attention.dropout", "attention_dropout")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")
 _kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
