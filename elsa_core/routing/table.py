@@ -133,6 +133,11 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return kernel(grad_out, grad_lse, *rest)
 
 
+def _triton_dropout_gradient(request: Request) -> Support:
+    answer: Support = _late("triton.attention.dropout", "support_gradient")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
 def _triton_window_gradient(request: Request) -> Support:
     answer: Support = _late("triton.window.backward", "support")(request)
     return _late("triton", "support")(request) if answer.ok else answer
@@ -194,6 +199,7 @@ _NATIVE = {
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
+    "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
     "window_attention": _late("triton.window.planner", "window_attention"),
@@ -206,6 +212,15 @@ BY_LIBRARY = ("attention", "window_attention", "linear")
 cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
 
 _TRITON = {
+    "attention_dropout": Implementation(
+        support=_late("triton", "support"),
+        run=operators.ATTENTION_DROPOUT.overload,
+        schedule=_late("triton.attention.dropout", "schedule"),
+        arithmetic=_split,
+        gradient=_triton_dropout_gradient,
+        backward=_late("triton.attention.dropout", "attention_dropout_backward"),
+        asked=True,
+    ),
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
