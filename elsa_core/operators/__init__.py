@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from elsa_core.operators.attention import ATTENTION
 from elsa_core.operators.linear import LINEAR, SPLIT_WEIGHT
+from elsa_core.operators.normed_linear import LAYER_NORM_LINEAR
 from elsa_core.operators.record import Backward, Gradients, Operator, of, record, records, register
 from elsa_core.operators.window import WINDOW_ATTENTION
 
 __all__ = [
     "ATTENTION",
+    "LAYER_NORM_LINEAR",
     "LINEAR",
     "SPLIT_WEIGHT",
     "WINDOW_ATTENTION",

@@ -139,6 +139,13 @@ def _linear_by_triton(*arguments: Any) -> Tensor | None:
     return found
 
 
+def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
+    from elsa_core.backends.triton.linear import gate
+
+    found: Tensor | None = gate.serve_normed(*arguments)
+    return found
+
+
 def _native_gradient(request: Request) -> Support:
     answer: Support = _late("native_backward", "support")(request)
     # its own answer is quick; the library may have to be built
@@ -181,6 +188,13 @@ _TRITON = {
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_linear_by_triton,
+    ),
+    "layer_norm_linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=operators.LAYER_NORM_LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_normed_linear_by_triton,
     ),
 }
 _ONEDNN = {
@@ -226,5 +240,6 @@ def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
 _kernel_on_cuda("attention", "triton", "attention_forward")
 _kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
 _kernel_on_cuda("linear", "triton.linear.gate", "kernel")
+_kernel_on_cuda("layer_norm_linear", "triton.linear.gate", "normed_kernel")
 _kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
 _kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")
