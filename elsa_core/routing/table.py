@@ -162,6 +162,13 @@ def _linear_by_triton(*arguments: Any) -> Tensor | None:
     return found
 
 
+def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
+    from elsa_core.backends.triton.linear import gate
+
+    found: Tensor | None = gate.serve_normed(*arguments)
+    return found
+
+
 def _native_gradient(request: Request) -> Support:
     answer: Support = _late("native_backward", "support")(request)
     # its own answer is quick; the library may have to be built
@@ -204,6 +211,7 @@ KERNELS_ON_CUDA = {
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
+    "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
     "linear_backward": _late("triton.linear.gate", "backward"),
     "split_weight": _late("triton.linear.gate", "split_weight"),
 }
@@ -262,6 +270,13 @@ _TRITON = {
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_linear_by_triton,
+    ),
+    "layer_norm_linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=operators.LAYER_NORM_LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_normed_linear_by_triton,
     ),
 }
 _ONEDNN = {

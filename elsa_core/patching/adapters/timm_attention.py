@@ -16,6 +16,7 @@ import torch
 from timm.layers import apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from torch import Tensor
+from torch.nn import Module
 
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
@@ -38,6 +39,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Attention
+    elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
 
@@ -53,24 +55,27 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         scale: Tensor | None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        norm: Module | None = None,
     ) -> Tensor:
-        """residual + scale * forward(x); the two are for calls without dropout."""
+        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
+        if norm is not None and getattr(self, "gate", None) is not None:
+            x, norm = norm(x), None  # the gate reads it too
         if (
             is_within_original(self)
             or weights_are_hooked(self)
             or trains_by_pytorch(self, x, self.qkv)
         ):
-            shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
+            shown: Tensor = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
             return epilogue(shown, "none", residual, scale)
 
         def by_elsa() -> Tensor:
             gate = gate_of(self, x)
-            q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+            q, k, v = split_packed(project(self, self.qkv, x, norm=norm), self.num_heads)
             q, k = self.q_norm(q), self.k_norm(k)
             return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
 
         if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
-            shown = super().forward(x, attn_mask, **_causal(is_causal))
+            shown = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
             return epilogue(shown, "none", residual, scale)
         return by_elsa()
 
@@ -112,6 +117,11 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
 def _causal(is_causal: bool) -> dict[str, bool]:
     """The argument where it matters: older versions do not have it."""
     return {"is_causal": True} if is_causal else {}
+
+
+def _of(norm: Module | None, x: Tensor) -> Tensor:
+    normed: Tensor = x if norm is None else norm(x)
+    return normed
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor | None:
