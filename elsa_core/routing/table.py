@@ -219,6 +219,12 @@ KERNELS_ON_CUDA = {
 BY_LIBRARY = ("attention", "window_attention", "linear")
 cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
 
+
+def _triton_schedule(*arguments: Any) -> str:
+    words: str = _late("triton", "schedule")(*arguments)
+    return f"{words}; the CUDA library launches it" if cuda.serves("attention") else words
+
+
 _TRITON = {
     "attention_dropout": Implementation(
         support=_late("triton", "support"),
@@ -232,7 +238,7 @@ _TRITON = {
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
-        schedule=_late("triton", "schedule"),
+        schedule=_triton_schedule,
         arithmetic=_split,
         direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
