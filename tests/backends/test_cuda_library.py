@@ -75,7 +75,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("program", "checks"), [("cuda_calls.py", 4), ("cuda_plans.py", 9)])
+@pytest.mark.parametrize(("program", "checks"), [("cuda_calls.py", 5), ("cuda_plans.py", 9)])
 def test_over_a_stub_driver(program: str, checks: int, stub: Path, tmp_path: Path) -> None:
     """`cuda_calls.py`: planned calls make the launches that Triton would; `cuda_plans.py`: plans,
     keys, threads, contexts, errors and hostile bytes."""
@@ -126,7 +126,8 @@ print(cuda.status().ok, cuda.status().reason)
 def test_asked_for(tmp_path: Path) -> None:
     """The library takes its operators over at import; calls on the CPU are as they were."""
     done = program(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
-    served = "True serves attention, linear, window_attention\n"
+    served = "True serves attention, attention_backward, linear, window_attention, "
+    served += "window_attention_backward\n"
     assert (done.returncode, done.stdout) == (0, served), done.stderr
     assert "is off" not in done.stderr
 
