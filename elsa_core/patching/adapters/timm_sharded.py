@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from timm.layers import resample_abs_pos_embed
 from timm.layers.attention import Attention
 from timm.models.vision_transformer import VisionTransformer
