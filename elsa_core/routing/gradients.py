@@ -166,6 +166,20 @@ def _wanted(
     return first, second, third
 
 
+def entmax_backward_cuda(*arguments: Any) -> Any:
+    """`elsa::entmax_attention_backward` on CUDA: Triton's kernels; of a mask plain PyTorch."""
+    from elsa_core.backends.triton.attention.entmax import entmax_backward
+
+    *terms, needs = arguments
+    attn_mask = terms[4]
+    with _without_autocast("cuda"):
+        grads = list(entmax_backward(*arguments))
+    if needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool:
+        of_mask = [False, False, False, True, False]
+        grads[3] = operators.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3]
+    return tuple(grads)
+
+
 def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
     """`elsa::<operator>` of a backend, for eager calls whose gradient autograd records.
 
@@ -190,3 +204,4 @@ implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
 implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
 implement("attention_dropout_backward", attention_dropout_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
+implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")

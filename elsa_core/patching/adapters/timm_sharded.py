@@ -44,8 +44,10 @@ class ShardedAttention(ElsaAttention):
         scale: Tensor | None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        norm: nn.Module | None = None,
     ) -> Tensor:
-        """residual + scale * forward(x); the two are for calls without dropout."""
+        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
+        x = x if norm is None else norm(x)
         gate = gate_of(self, x)
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
