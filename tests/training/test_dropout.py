@@ -40,6 +40,11 @@ def seeded(model: nn.Module, images: Tensor, labels: Tensor) -> Gradients:
     return step(model, images, labels)
 
 
+def kept(model: nn.Module) -> Gradients:
+    """The gradients, which another step leaves as they are."""
+    return {k: None if grad is None else grad.clone() for k, grad in gradients(model).items()}
+
+
 @pytest.fixture(params=["auto", "native", "eager"])
 def dropping(request: pytest.FixtureRequest) -> Subject:
     return subject("vit", request.param, attn_drop_rate=RATE)
@@ -70,10 +75,7 @@ def test_checkpoints_meet_the_same_masks(dropping: Subject, reentrant: bool) -> 
         else:
             out = dropping.patched(x)
         nn.functional.cross_entropy(out, dropping.labels).backward()
-        grads = {
-            k: None if g is None else g.clone() for k, g in gradients(dropping.patched).items()
-        }
-        found.append(grads | {"images": x.grad})
+        found.append(kept(dropping.patched) | {"images": x.grad})
     for name, grad in found[0].items():
         assert grad is not None and torch.equal(grad, found[1][name]), name
 
@@ -100,17 +102,16 @@ def test_the_distribution_is_the_originals() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_a_compiled_step(dropping: Subject) -> None:
+def test_a_compiled_step() -> None:
     """One graph; equal seeds give what the eager step gives."""
+    dropping = subject("vit", "auto", attn_drop_rate=RATE)
     torch._dynamo.reset()
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(dropping.patched, fullgraph=True, backend=compiler)
     torch.manual_seed(3)
     dropping.patched.zero_grad()
     loss_of(compiled, dropping.images, dropping.labels).backward()
-    found = {
-        name: None if g is None else g.clone() for name, g in gradients(dropping.patched).items()
-    }
+    found = kept(dropping.patched)
     assert compiler.frame_count == 1
     expected = seeded(dropping.patched, dropping.images, dropping.labels)
     for name, grad in expected.items():
@@ -127,7 +128,7 @@ def test_it_learns_and_eval_drops_nothing(dropping: Subject) -> None:
         loss = loss_of(model, dropping.images, dropping.labels)
         loss.backward()
         optimizer.step()
-        first, last = (float(loss) if epoch == 0 else first), float(loss)
+        first, last = (loss.item() if epoch == 0 else first), loss.item()
     assert last < 0.7 * first
     model.eval()
     state = torch.get_rng_state()
