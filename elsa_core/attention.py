@@ -41,10 +41,11 @@ def attention(
     """Exact softmax attention: `softmax(query key^T * scale + attn_mask) value`.
 
     The signature, layout and meaning of `torch.nn.functional.scaled_dot_product_attention`. Inputs
-    may have any strides and are never made contiguous. Scores, softmax and sums are float32, or
-    float64 for float64 inputs. Differentiable once in query, key, value and an additive mask;
-    forward-mode AD and the derivatives of `torch.func` are served by the eager backend. Where the
-    shipped table says so, training calls are served by PyTorch's own kernels (see `explain`).
+    may have any strides and are never made contiguous. Jagged nested tensors [B, H, j, D], without
+    mask and dropout, are served by `elsa_core.varlen_attention`. Scores, softmax and sums are
+    float32, or float64 for float64 inputs. Differentiable once in query, key, value and an additive
+    mask; forward-mode AD and the derivatives of `torch.func` are served by the eager backend. Where
+    the shipped table says so, training calls are served by PyTorch's own kernels (see `explain`).
 
     Args:
         query: [..., Hq, Nq, D], floating; `...` is any number of batch dims.
@@ -92,6 +93,13 @@ def attention(
         if answer is not None:
             return answer if return_lse else answer[0]
     require_tensor("query", query)
+    if query.is_nested:
+        from elsa_core.nested import attention as of_nested
+
+        return of_nested(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
+            backend, return_lse,
+        )  # fmt: skip
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)

@@ -32,6 +32,7 @@ struct Attention {
   View mask;   // [batch, heads, queries, keys], data == nullptr for none; bool: true takes part
   void* out = nullptr;   // [batch, queries, heads, value_dim], dense, the query's dtype
   float* lse = nullptr;  // [batch, heads, queries], dense, natural logarithm
+  int64_t lse_head = 0;  // its stride between heads where it is not dense; then batch is 1
   int64_t batch = 0;
   int64_t heads = 0;
   int64_t kv_heads = 0;
@@ -43,6 +44,11 @@ struct Attention {
   bool causal = false;               // key j is visible to query i iff j <= i
   const Dropout* dropout = nullptr;  // null for none; lse is that without it
 };
+
+// Where the rows of a head start in `lse`.
+inline int64_t lse_offset(const Attention& a, int64_t batch, int64_t head) {
+  return a.lse_head ? head * a.lse_head : (batch * a.heads + head) * a.queries;
+}
 
 // Runs body(begin, end, context) over [0, count) on the caller's threads.
 using Body = void (*)(int64_t begin, int64_t end, void* context);

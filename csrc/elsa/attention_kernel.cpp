@@ -325,7 +325,7 @@ class Item {
   // lse of each row, and in place of its sum the factor that normalises it. Whether some row sees
   // no key.
   bool finish_rows() {
-    float* lse = a_.lse + (batch_ * a_.heads + head_) * a_.queries + block_row_;
+    float* lse = a_.lse + lse_offset(a_, batch_, head_) + block_row_;
     const float unit = scaled_ ? 1.0f : a_.scale;
     bool any_empty = false;
     for (int64_t i = 0; i < block_rows_; i += kLanes) {

@@ -82,7 +82,7 @@ class AttentionItem {
     }
   }
 
-  int64_t first_row() const { return (batch_ * a_.heads + query_head_) * a_.queries; }
+  int64_t first_row() const { return lse_offset(a_, batch_, query_head_); }
   const float* lse_slope() const { return g_.grad_lse ? g_.grad_lse + first_row() : nullptr; }
 
   // Sets a tile's bias to a copy of the mask's part.

@@ -125,6 +125,7 @@ def backward(
     needs: Sequence[bool],
     *,
     dropout: philox.Dropout | None = None,
+    is_shard: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients by recomputing P from the saved lse, block by block: O(N) memory beyond the mask's.
 
@@ -136,7 +137,8 @@ def backward(
     lse = m + log S has lost digits of log S. Where one block holds all keys, P is therefore the
     softmax of its scores and delta is summed from it; over more blocks a first pass computes m, S
     and sum(P * dP) again where either rounding would show. With dropout dP is multiplied by what
-    the weights are multiplied by, and P of dV too.
+    the weights are multiplied by, and P of dV too. With `is_shard`, out and lse are of rows that
+    see further keys, and both are read as they are.
 
     Returns:
         Gradients of query, key, value and mask; empty where `needs` says that none is wanted.
@@ -148,7 +150,8 @@ def backward(
     inputs = (query, key, value, attn_mask)
     grads = _zeros_for(inputs, needs, compute)
     block_q, block_k = _block_sizes(query, key)
-    again = key.shape[2] > block_k and (query.dtype in _ROUNDED or loses_digits(lse))
+    again = not is_shard and key.shape[2] > block_k
+    again = again and (query.dtype in _ROUNDED or loses_digits(lse))
     # Whether any row sees no key; only on the CPU does a look not wait for a queue.
     dead = lse.isneginf()
     holes = attn_mask is not None and (dead.device.type != "cpu" or bool(dead.any()))
@@ -158,17 +161,18 @@ def backward(
         shift, g_lse = (_grouped(t[:, :, rows, None], kv_heads) for t in (lse, grad_lse))
         visible = _visible_keys(key, rows, is_causal)
         terms = (attn_mask, rows, is_causal, scale, dropout)
-        if visible > block_k and again:
+        whole = visible <= block_k and not is_shard
+        if not whole and again:
             shift, total, mean = _first_pass(q, g_out, key, value, *terms, block_k)
             g_out, delta = g_out / total, (mean - g_lse) / total  # P is linear in 1 / S
-        elif visible > block_k:
+        elif not whole:
             delta = (g_out * _grouped(out[:, :, rows].to(compute), kv_heads)).sum(-1, True) - g_lse
         for columns in _blocks(visible, block_k):
             k, v = (t[:, :, None, columns].to(compute) for t in (key, value))
             scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
             keep = _keep(dropout, scores, rows, columns)
             d_p = _times(g_out @ v.mT, keep)
-            if visible > block_k:
+            if not whole:
                 p = (scores - shift).exp()
             else:
                 p = scores.softmax(-1)

@@ -31,13 +31,14 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
-from elsa_core.routing.gradients import recorded
-from elsa_core.routing.measured import eager_least, scope
+from elsa_core.routing.gradients import recorded, shard_backward
+from elsa_core.routing.measured import NORM, eager_least, linear_form, scope, unmeasured
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [
     "BACKENDS",
+    "NORM",
     "PLAIN",
     "RUNS",
     "SERVING",
@@ -48,6 +49,7 @@ __all__ = [
     "gradient_name",
     "implementation",
     "kernels_of",
+    "linear_form",
     "mask_kind",
     "name_of",
     "names",
@@ -57,8 +59,10 @@ __all__ = [
     "route",
     "scope",
     "select",
+    "shard_backward",
     "support",
     "training_name",
     "trains_original",
+    "unmeasured",
     "unregister",
 ]

@@ -37,6 +37,10 @@ DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 
+# Operators of which PyTorch's own call serves where nobody is faster.
+_PROJECTIONS = ("linear", "layer_norm_linear")
+
+
 def register(backend: Backend, *, ahead_of: str = PLAIN) -> None:
     """Let a backend of another package serve calls: `auto` asks it before the one named.
 
@@ -109,8 +113,8 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
         offered = each.operators.get(request.operator)
         if each.device not in (None, request.device_type) or offered is None or offered.whole:
             continue
-        if offered.unmeasured:
-            reasons.append(f"{each.name}: was not measured: ask for it by name")
+        if offered.asked:
+            reasons.append(f"{each.name}: was not measured for such calls; ask for it by name")
             continue
         answer = offered.support(request)
         if answer.reason:
@@ -311,6 +315,8 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     """Who computes the gradients of what `found` serves, and why not others."""
     if found.whole:
         return ("gradients: PyTorch's own kernels, forward and backward",)
+    if found.asked and found.gradient is not None:
+        return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
     if found.gradient is not None and found.run is operators.record(request.operator).overload:
         name, reasons = gradient_name(request)
         if name != PLAIN:
@@ -336,7 +342,7 @@ def _forget() -> None:
             RUNS[operator, each.name] = offered.run
             if offered.direct is not None:
                 DIRECT[operator, each.name] = offered.direct
-            if operator != "linear" or offered.direct is None or each.device is None:
+            if operator not in _PROJECTIONS or offered.direct is None or each.device is None:
                 continue
             for name in ("auto", *(n for n, home in homes.items() if home == each.device)):
                 key = (operator, each.device, name)

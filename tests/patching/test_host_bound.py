@@ -28,7 +28,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(calls, "_KINDS", set())
 
-    def asked(site, operator, x, work, by_elsa):
+    def asked(site, operator, x, work, by_elsa, form=None):
         class Shown:
             is_cuda, dtype, shape, device = True, x.dtype, x.shape, "cuda"
 

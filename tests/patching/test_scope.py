@@ -47,7 +47,7 @@ class Calls(list[tuple[int, str, bool, bool]]):
 
         def called(x, w, b, activation="none", residual=None, scale=None, *rest, **named):
             self.append((w.shape[0], activation, residual is not None, scale is not None))
-            self.halves.append(len(rest) == 4 and rest[2] is not None)
+            self.halves.append(len(rest) >= 4 and rest[2] is not None)
             return inner(x, w, b, activation, residual, scale, *rest, **named)
 
         for module in (common, torch_layers):
@@ -489,7 +489,9 @@ def test_a_swin_block_adds_in_the_product(monkeypatch):
         assert "layers.1.downsample.reduction" in {site.path for site in report.patched}
         seen = Calls(monkeypatch)
         torch.testing.assert_close(model(x), wanted)
-    assert seen.count((16, "none", True, False)) == seen.count((64, "gelu", False, False)) == 2
+    # of each of two blocks, the last product of its attention and of its MLP
+    assert seen.count((16, "none", True, False)) == 4
+    assert seen.count((64, "gelu", False, False)) == 2
     verdict = elsa.check(model, x, stress=False)
     windows = {site.path for site in report.patched if site.kind == "window"}
     assert verdict.ok and len(windows) == 4

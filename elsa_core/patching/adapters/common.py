@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from elsa_core import calls, routing
 from elsa_core.attention import attention
-from elsa_core.linear import served
+from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
+from elsa_core.patching.adapters.handing import taken
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,18 +77,47 @@ def project(
     activation: str = "none",
     residual: Tensor | None = None,
     scale: Tensor | None = None,
+    norm: nn.Module | None = None,
 ) -> Tensor:
-    """residual + scale * activation(layer(x)), a projection of the patched site: one call where
-    that is a plain linear layer without hooks. On a CPU a recorded program calls the layer.
+    """residual + scale * activation(layer(norm(x))), a projection of the patched site: one call
+    where that is a plain linear layer without hooks, and the norm in it where a kernel takes it. On
+    a CPU a recorded program calls the layer. A block may have handed the layer a residual and a
+    scale.
     """
     if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
+        if residual is None and scale is None:
+            residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
+        within = None if norm is None else norm_of(norm, x)
+        if norm is not None and within is None:
+            x = norm(x)
         kept: Any = getattr(layer, "elsa_halves", None)
-        halves = (None, None) if kept is None else kept()
+        halves, powers = (None, None) if kept is None else kept()
         return served(
             x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
-            site.elsa_backend, *halves,
+            site.elsa_backend, halves, powers, within,
         )  # fmt: skip
-    return epilogue(layer(x), activation, residual, scale)
+    return epilogue(layer(x if norm is None else norm(x)), activation, residual, scale)
+
+
+# Layer norms whose forward is `torch.nn.functional.layer_norm` in float32.
+_NORMS = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+
+
+def norm_of(module: Any, x: Tensor) -> Norm | None:
+    """What `elsa_core.linear` takes of a layer norm over the channels of x; None where the module
+    must be called: no kernel takes its norm, another class, another shape, or hooks.
+    """
+    if x.dtype != torch.float32 or not routing.linear_form(routing.NORM, x.device):
+        return None
+    cls = type(module)
+    if f"{cls.__module__}.{cls.__qualname__}" not in _NORMS or is_shown(module):
+        return None
+    if tuple(module.normalized_shape) != x.shape[-1:]:
+        return None
+    vectors = (module.weight, module.bias)
+    if any(type(v) not in (Tensor, nn.Parameter, type(None)) for v in vectors):
+        return None
+    return *vectors, module.eps
 
 
 def project_by(
@@ -96,11 +126,12 @@ def project_by(
     weight: Tensor,
     bias: Tensor | None,
     halves: tuple[Tensor | None, Tensor | None] = (None, None),
+    terms: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """x @ weight.T + bias with the patched site's precision and backend: [..., K] -> [..., N]."""
-    return served(
-        x, weight, bias, "none", None, None, site.elsa_precision, site.elsa_backend, *halves
-    )
+    """residual + scale * (x @ weight.T + bias) with the patched site's precision and backend:
+    [..., K] -> [..., N]. `terms` are the residual and the scale.
+    """
+    return served(x, weight, bias, "none", *terms, site.elsa_precision, site.elsa_backend, *halves)
 
 
 # Activations by their class; of nn.GELU its argument decides.
@@ -159,7 +190,7 @@ def is_within_original(site: Any) -> bool:
 
 
 def is_host_bound(
-    site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object]
+    site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object], form: Any = None
 ) -> bool:
     """Whether an eager call on a GPU keeps the original forward, because the host would be waited
     for: the original's few calls take less of it.
@@ -169,6 +200,7 @@ def is_host_bound(
         work: multiply-adds of its largest call of the operator.
         by_elsa: calls the site by elsa's operators; so the first call of its kind loads kernels for
             a CUDA graph, and its result is not used.
+        form: what else tells the kernels of such calls apart.
     """
     if calls.watched() or not x.is_cuda or site.elsa_backend != "auto":
         return False
@@ -178,7 +210,7 @@ def is_host_bound(
         return False
     if site.training:  # a warm-up would draw from the generator of its dropout
         return torch.is_grad_enabled()
-    kind = (type(site), operator, x.shape, x.dtype, x.device, work)
+    kind = (type(site), operator, x.shape, x.dtype, x.device, work, form)
     if not calls.was_seen(kind):
         if any(is_shown(module) for module in site.modules()):  # hooks would see the warm-up too
             return False
@@ -242,6 +274,14 @@ def drop_p(module: Any) -> float:
     dropping = module.training if getattr(module, "fused_attn", False) else drop.training
     p: float = getattr(drop, "p", 0.0)
     return p if dropping else 0.0
+
+
+def scale_of(module: Any) -> float | None:
+    """The scale of the scores that timm would take: its fused branch leaves it to the operator."""
+    if getattr(module, "fused_attn", False):
+        return None
+    scale: float = module.scale
+    return scale
 
 
 def attend(

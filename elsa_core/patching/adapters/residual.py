@@ -1,54 +1,233 @@
 """A block's residual and LayerScale, in the last product of what the block adds.
 
-Read against timm 1.0.20 to 1.0.31.
+Read against timm 1.0.20 to 1.0.31, torchvision 0.29 and open_clip 3.3. Classes are known by name,
+so that no library is imported for another one's blocks.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from timm.layers.drop import DropPath
-from timm.layers.layer_scale import LayerScale
 from torch import Tensor, nn
 
-from elsa_core.patching.adapters.common import is_shown
+from elsa_core import calls
+from elsa_core.patching.adapters.common import all_original, is_host_bound, is_shown, norm_of
+from elsa_core.patching.adapters.handing import Handing
+
+# Parts whose forward ends with a linear layer and a dropout (if any), by the names of these two.
+_LAST = {
+    "timm.layers.attention.Attention": ("proj", "proj_drop"),
+    "timm.layers.attention.AttentionRope": ("proj", "proj_drop"),
+    "timm.layers.mlp.GatedMlp": ("fc2", "drop2"),
+    "timm.layers.mlp.GluMlp": ("fc2", "drop2"),
+    "timm.layers.mlp.Mlp": ("fc2", "drop2"),
+    "timm.layers.mlp.SwiGLU": ("fc2", "drop2"),
+    "timm.models.beit.Attention": ("proj", "proj_drop"),
+    "timm.models.cait.ClassAttn": ("proj", "proj_drop"),
+    "timm.models.cait.TalkingHeadAttn": ("proj", "proj_drop"),
+    "timm.models.eva.EvaAttention": ("proj", "proj_drop"),
+    "timm.models.hiera.MaskUnitAttention": ("proj", ""),
+    "timm.models.mvitv2.MultiScaleAttention": ("proj", ""),
+    "timm.models.swin_transformer.WindowAttention": ("proj", "proj_drop"),
+    "timm.models.vision_transformer_relpos.RelPosAttention": ("proj", "proj_drop"),
+    "timm.models.xcit.XCA": ("proj", "proj_drop"),
+    "torch.nn.modules.activation.MultiheadAttention": ("out_proj", ""),
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": ("proj", ""),
+}
+# Layers in a row, the last of which are a linear one and perhaps a dropout.
+_CHAINS = (
+    "torch.nn.modules.container.Sequential",
+    "torchvision.models.vision_transformer.MLPBlock",
+    "torchvision.ops.misc.MLP",
+)
+_SCALES = ("timm.layers.layer_scale.LayerScale", "open_clip.transformer.LayerScale")
+# What drops whole samples, by the name of its rate.
+_DROP_PATHS = {
+    "timm.layers.drop.DropPath": "drop_prob",
+    "torchvision.ops.stochastic_depth.StochasticDepth": "p",
+}
+_Module: Any = nn.Module  # untyped, as the classes of the libraries are that stand beside it
+
+
+class Adds(_Module):  # type: ignore[misc]
+    """What blocks inherit whose residuals go into products: such a block is no site itself.
+
+    `elsa_forward` is the block's forward with `added`. It runs in eager calls; a recorded program,
+    and a GPU that would wait for the host, get the block's own.
+    """
+
+    elsa_companion = True
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
+        """The sites whose products take the block's terms."""
+        return tuple(module.modules())
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        if calls.recorded():
+            return super().forward(*given, **named)
+
+        def by_elsa() -> Any:
+            return self.elsa_forward(*given, **named)
+
+        x = given[0] if given else next(iter(named.values()))
+        # its largest product has four times as many channels, as MLPs have by default
+        if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):
+            return all_original(super().forward, *given, **named)
+        return by_elsa()
+
+    def elsa_forward(self, *given: Any, **named: Any) -> Any:
+        """The block's forward, by `added`."""
+        raise NotImplementedError
 
 
 def added(
-    x: Tensor, normed: Tensor, part: Any, scale: Any, drop_path: Any, terms: dict[str, Any]
+    x: Tensor,
+    norm: Any,
+    part: Any,
+    scale: Any,
+    drop_path: Any,
+    terms: dict[str, Any] | None = None,
 ) -> Tensor:
-    """x + drop_path(scale(part(normed, **terms))), in the part's last product where it can.
+    """x + drop_path(scale * part(norm(x), **terms)), in the part's last product where it can, with
+    the norm in its first one where a kernel takes it.
 
-    `scale` is None where the block has none.
+    `norm` is a module, or what it makes of its input. `scale` is a LayerScale, its gamma, or None;
+    `drop_path` may be None too.
     """
-    if folds(part) and _idles(drop_path) and _scales(scale):
-        gamma = scale.gamma if type(scale) is LayerScale else None
-        folded: Tensor = part.elsa_added(normed, x, gamma, **terms)
+    terms = terms or {}
+    free = _idles(drop_path) and _scales(scale) and folds(part)
+    if isinstance(norm, nn.Module):
+        if free and _normalises(part) and norm_of(norm, x) is not None:
+            within: Tensor = part.elsa_added(x, x, gamma_of(scale), norm=norm, **terms)
+            return within
+        norm = norm(x)
+    normed: Tensor = norm
+    if free:
+        folded: Tensor = part.elsa_added(normed, x, gamma_of(scale), **terms)
         return folded
-    out = part(normed, **terms)
-    result: Tensor = x + drop_path(out if scale is None else scale(out))
-    return result
+    return added_by(lambda: part(normed, **terms), x, part, scale, drop_path)
+
+
+def added_by(
+    compute: Callable[[], Tensor], x: Tensor, part: nn.Module, scale: Any, drop_path: Any
+) -> Tensor:
+    """x + drop_path(scale * compute()), where compute calls a part, in its last product if that
+    layer can take the terms.
+    """
+    if calls.recorded():
+        return _plain(x, compute(), scale, drop_path)
+    with handed_to(part, x, scale, drop_path) as handed:
+        out = compute()
+    return out if handed.taken else _plain(x, out, scale, drop_path)
+
+
+def _plain(x: Tensor, out: Tensor, scale: Any, drop_path: Any) -> Tensor:
+    if isinstance(scale, Tensor):
+        out = scale * out
+    elif scale is not None:
+        out = scale(out)
+    return x + (out if drop_path is None else drop_path(out))
+
+
+def handed_to(part: Any, x: Tensor, scale: Any, drop_path: Any) -> Handing:
+    """The terms on their way to a part's last layer; to none where that layer cannot take them.
+    Not for calls that are recorded.
+    """
+    free = _idles(drop_path) and _scales(scale)
+    return Handing(last_layer(part) if free else None, x, gamma_of(scale) if free else None)
 
 
 def folds(part: Any) -> bool:
-    """Whether a part is patched, has no hooks and drops nothing after its last product."""
+    """Whether a part takes the terms as arguments, has no hooks and drops nothing after its last
+    product.
+    """
     if not hasattr(part, "elsa_added") or is_shown(part):
         return False
-    last = part.drop2 if hasattr(part, "drop2") else part.proj_drop
-    return _idles(last)
+    return _idles(part.drop2 if hasattr(part, "drop2") else part.proj_drop)
+
+
+def _normalises(part: Any) -> bool:
+    """Whether a part takes the norm of its input as an argument: nothing else in it reads x."""
+    return bool(getattr(part, "elsa_normalises", False))
+
+
+def last_layer(part: nn.Module) -> nn.Module | None:
+    """The patched linear layer that computes what a part returns; None where there is none, where
+    something is dropped after it, or where hooks read it.
+    """
+    if is_shown(part):
+        return None
+    cls: Any = type(part).__dict__.get("elsa_base", type(part))
+    names = _last_names(cls, cls.forward)
+    if names is None:
+        return None
+    if not names[0]:
+        return _last_of_chain(list(part.children()))
+    rate = getattr(part, "dropout", 0.0)
+    if part.training and isinstance(rate, float) and rate > 0.0:
+        return None
+    layer, drop = getattr(part, names[0]), getattr(part, names[1], None)
+    if type(part) is not cls and cls is nn.MultiheadAttention:  # reads the weights of its layer
+        return layer if getattr(part, "batch_first", False) else None
+    return layer if _takes(layer) and _idles(drop) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _last_names(cls: Any, forward: Any) -> tuple[str, str] | None:
+    """The names of the last layer and its dropout in a class with its own forward; ("", "") of a
+    chain, None of any other.
+    """
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _CHAINS:
+        return ("", "") if forward is nn.Sequential.forward else None
+    own = f"{forward.__module__}.{forward.__qualname__}" == f"{name}.forward"
+    return _LAST.get(name) if own else None  # else another one was put in its place
+
+
+def _last_of_chain(layers: list[nn.Module]) -> nn.Module | None:
+    while layers and type(layers[-1]) in (nn.Dropout, nn.Identity) and _idles(layers[-1]):
+        layers.pop()
+    return layers[-1] if layers and _takes(layers[-1]) else None
+
+
+def _takes(layer: nn.Module) -> bool:
+    """Whether this is a plain linear layer with the class of elsa's, and no hook reads it."""
+    return type(layer).__dict__.get("elsa_base") is nn.Linear and not is_shown(layer)
 
 
 def _idles(drop: Any) -> bool:
     """Whether dropout, or the dropping of paths, hands on what it gets."""
+    if drop is None:
+        return True
+    if is_shown(drop):
+        return False
     if type(drop) is nn.Identity:
-        return not is_shown(drop)
+        return True
     if type(drop) is nn.Dropout:
-        return not is_shown(drop) and (not drop.training or drop.p == 0.0)
-    active = type(drop) is not DropPath or (drop.training and drop.drop_prob != 0.0)
-    return not active and not is_shown(drop)
+        return not drop.training or drop.p == 0.0
+    rate = _DROP_PATHS.get(_name(drop))
+    return rate is not None and (not drop.training or getattr(drop, rate) == 0.0)
 
 
 def _scales(scale: Any) -> bool:
-    if scale is None:
+    if scale is None or isinstance(scale, Tensor):
         return True
-    return type(scale) in (nn.Identity, LayerScale) and not is_shown(scale)
+    known = type(scale) is nn.Identity or _name(scale) in _SCALES
+    return known and not is_shown(scale)
+
+
+def gamma_of(scale: Any) -> Tensor | None:
+    """The factors [C] of a LayerScale, or of what stands for it."""
+    if scale is None or isinstance(scale, Tensor):
+        return scale
+    gamma: Tensor | None = getattr(scale, "gamma", None)
+    return gamma
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"

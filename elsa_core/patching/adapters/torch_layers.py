@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from elsa_core import calls
 from elsa_core.linear import served
+from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
     activation_of,
     has_hooks,
@@ -29,6 +30,7 @@ from elsa_core.patching.adapters.common import (
 )
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, of_layer
+from elsa_core.patching.adapters.handing import taken
 
 
 class ElsaLinear(Derives, nn.Linear):
@@ -54,16 +56,18 @@ class ElsaLinear(Derives, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if is_within_original(self) or (not input.is_cuda and calls.recorded()):
             return super().forward(input)
+        terms = taken(self, input, self.weight.shape[0])
 
         def by_elsa() -> Tensor:
             return served(
-                input, self.weight, self.bias, "none", None, None, self.elsa_precision,
+                input, self.weight, self.bias, "none", *terms, self.elsa_precision,
                 self.elsa_backend, *self.elsa_halves(),
             )  # fmt: skip
 
         work = input.numel() * self.weight.shape[0]
-        if is_host_bound(self, "linear", input, work, by_elsa):
-            return super().forward(input)
+        form = tuple(term is None for term in terms)
+        if is_host_bound(self, "linear", input, work, by_elsa, form):
+            return epilogue(super().forward(input), "none", *terms)
         return by_elsa()
 
 

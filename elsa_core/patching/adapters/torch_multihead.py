@@ -24,6 +24,7 @@ from elsa_core.patching.adapters.common import (
 )
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, are_read, split
+from elsa_core.patching.adapters.handing import taken
 
 
 class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
@@ -82,8 +83,9 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         mask = None if causal else _merged_mask(attn_mask, key_padding_mask, q, k)
         drop = self.dropout if self.training else 0.0
         out = attend(self, q, k, v, mask, dropout_p=drop, is_causal=causal)
-        last = self.out_proj
-        joined = project_by(self, join_heads(out), last.weight, last.bias, self._elsa_halves()[1])
+        last, heads = self.out_proj, join_heads(out)
+        terms = taken(last, heads, self.embed_dim)
+        joined = project_by(self, heads, last.weight, last.bias, self._elsa_halves()[1], terms)
         if query.dim() == 2:
             joined = joined.squeeze(0)
         elif not self.batch_first:

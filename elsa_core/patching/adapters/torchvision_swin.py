@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
-from elsa_core.patching.adapters.common import project_by
+from elsa_core.patching.adapters.common import project, project_by
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -145,5 +145,5 @@ def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
     )
     if padded:
         out = out[:, :height, :width]
-    joined = project_by(attn, out, attn.proj.weight, attn.proj.bias)
+    joined = project(attn, attn.proj, out)
     return F.dropout(joined, attn.dropout, attn.training)

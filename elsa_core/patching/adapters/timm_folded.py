@@ -1,0 +1,118 @@
+"""timm's other blocks, whose residuals and LayerScale go into the last product of what they add.
+
+Read against timm 1.0.20 to 1.0.31. Blocks that normalise after the last product (Swin-V2, EVA's
+post-norm) have no residual there to add, and stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models.beit import Block as BeitBlock
+from timm.models.cait import LayerScaleBlock, LayerScaleBlockClassAttn
+from timm.models.eva import EvaBlock
+from timm.models.hiera import HieraBlock
+from timm.models.mvitv2 import MultiScaleBlock
+from timm.models.vision_transformer_relpos import RelPosBlock
+from timm.models.xcit import XCABlock
+from torch import Tensor, cat
+
+from elsa_core.patching.adapters.residual import Adds, added, handed_to
+
+
+class ElsaBeitBlock(Adds, BeitBlock):  # type: ignore[misc]  # timm is untyped
+    """BEiT's block: [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = BeitBlock
+
+    def elsa_forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        terms = {"shared_rel_pos_bias": shared_rel_pos_bias}
+        x = added(x, self.norm1, self.attn, self.gamma_1, self.drop_path1, terms)
+        return added(x, self.norm2, self.mlp, self.gamma_2, self.drop_path2)
+
+
+class ElsaEvaBlock(Adds, EvaBlock):  # type: ignore[misc]
+    """EVA's block (EVA-02, DINOv3): [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = EvaBlock
+
+    def elsa_forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
+        terms = dict(zip(("rope", "attn_mask", "is_causal"), given, strict=False)) | named
+        x = added(x, self.norm1, self.attn, self.gamma_1, self.drop_path1, terms)
+        return added(x, self.norm2, self.mlp, self.gamma_2, self.drop_path2)
+
+
+class ElsaLayerScaleBlock(Adds, LayerScaleBlock):  # type: ignore[misc]
+    """CaiT's block: [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = LayerScaleBlock
+
+    def elsa_forward(self, x: Tensor) -> Tensor:
+        x = added(x, self.norm1, self.attn, self.gamma_1, self.drop_path)
+        return added(x, self.norm2, self.mlp, self.gamma_2, self.drop_path)
+
+
+class ElsaLayerScaleBlockClassAttn(Adds, LayerScaleBlockClassAttn):  # type: ignore[misc]
+    """CaiT's last blocks, of the class token: [B, N, C], [B, 1, C] -> [B, 1, C]."""
+
+    elsa_base = LayerScaleBlockClassAttn
+
+    def elsa_forward(self, x: Tensor, x_cls: Tensor) -> Tensor:
+        tokens = self.norm1(cat((x_cls, x), dim=1))
+        x_cls = added(x_cls, tokens, self.attn, self.gamma_1, self.drop_path)
+        return added(x_cls, self.norm2, self.mlp, self.gamma_2, self.drop_path)
+
+
+class ElsaXCABlock(Adds, XCABlock):  # type: ignore[misc]
+    """XCiT's block, of tokens that are an image of H x W: [B, N, C] -> [B, N, C]."""
+
+    elsa_base = XCABlock
+
+    def elsa_forward(self, x: Tensor, H: int, W: int) -> Tensor:  # noqa: N803 (timm's names)
+        x = added(x, self.norm1, self.attn, self.gamma1, self.drop_path1)
+        x = x + self.drop_path3(self.gamma3 * self.local_mp(self.norm3(x), H, W))
+        return added(x, self.norm2, self.mlp, self.gamma2, self.drop_path2)
+
+
+class ElsaHieraBlock(Adds, HieraBlock):  # type: ignore[misc]
+    """Hiera's block, of which some pool tokens and widen channels: [B, N, C] -> [B, N', C']."""
+
+    elsa_base = HieraBlock
+
+    def elsa_forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        if self.do_expand:
+            kept = x if self.proj is None else self.proj(normed)
+            pooled = kept.view(kept.shape[0], self.attn.q_stride, -1, kept.shape[-1])
+            x = pooled.amax(dim=1)
+            x = x if self.proj is not None else cat((x, pooled.mean(dim=1)), dim=-1)
+        x = added(x, normed, self.attn, self.ls1, self.drop_path1)
+        return added(x, self.norm2, self.mlp, self.ls2, self.drop_path2)
+
+
+class ElsaMultiScaleBlock(Adds, MultiScaleBlock):  # type: ignore[misc]
+    """MViTv2's block, with the size of its image of tokens: [B, N, C] -> [B, N', C']."""
+
+    elsa_base = MultiScaleBlock
+
+    def elsa_forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
+        normed = self.norm1(x)
+        short = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
+        short = self._shortcut_pool(short, feat_size)
+        with handed_to(self.attn, short, None, self.drop_path1) as handed:
+            x, size = self.attn(normed, feat_size)
+        x = x if handed.taken else short + self.drop_path1(x)
+        normed = self.norm2(x)
+        short = x if self.shortcut_proj_mlp is None else self.shortcut_proj_mlp(normed)
+        return added(short, normed, self.mlp, None, self.drop_path2), size
+
+
+class ElsaRelPosBlock(Adds, RelPosBlock):  # type: ignore[misc]
+    """A ViT block with relative positions: [B, N, C] -> [B, N, C], any floating dtype."""
+
+    elsa_base = RelPosBlock
+
+    def elsa_forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+        terms = {"shared_rel_pos": shared_rel_pos}
+        x = added(x, self.norm1, self.attn, self.ls1, self.drop_path1, terms)
+        return added(x, self.norm2, self.mlp, self.ls2, self.drop_path2)
