@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
-from elsa_core.backends import onednn, sdpa
+from elsa_core.backends import cuda, onednn, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import implement
 from elsa_core.precision import dtype_name
@@ -133,6 +133,11 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return kernel(grad_out, grad_lse, *rest)
 
 
+def _triton_dropout_gradient(request: Request) -> Support:
+    answer: Support = _late("triton.attention.dropout", "support_gradient")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
 def _triton_window_gradient(request: Request) -> Support:
     answer: Support = _late("triton.window.backward", "support")(request)
     return _late("triton", "support")(request) if answer.ok else answer
@@ -154,6 +159,13 @@ def _linear_by_triton(*arguments: Any) -> Tensor | None:
     from elsa_core.backends.triton.linear import gate
 
     found: Tensor | None = gate.serve(*arguments)
+    return found
+
+
+def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
+    from elsa_core.backends.triton.linear import gate
+
+    found: Tensor | None = gate.serve_normed(*arguments)
     return found
 
 
@@ -191,13 +203,44 @@ _NATIVE = {
         operators.WINDOW_ATTENTION,
     )
 }
+# What computes an operator on CUDA devices: modules that are imported at the first call.
+KERNELS_ON_CUDA = {
+    "attention": _late("triton", "attention_forward"),
+    "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
+    "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
+    "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
+    "window_attention": _late("triton.window.planner", "window_attention"),
+    "linear": _late("triton.linear.gate", "kernel"),
+    "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
+    "linear_backward": _late("triton.linear.gate", "backward"),
+    "split_weight": _late("triton.linear.gate", "split_weight"),
+}
+# Of these, what the CUDA library takes over where it is on: what layouts alone decide.
+BY_LIBRARY = ("attention", "window_attention", "linear")
+cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
+
+
+def _triton_schedule(*arguments: Any) -> str:
+    words: str = _late("triton", "schedule")(*arguments)
+    return f"{words}; the CUDA library launches it" if cuda.serves("attention") else words
+
+
 _TRITON = {
+    "attention_dropout": Implementation(
+        support=_late("triton", "support"),
+        run=operators.ATTENTION_DROPOUT.overload,
+        schedule=_late("triton.attention.dropout", "schedule"),
+        arithmetic=_split,
+        gradient=_triton_dropout_gradient,
+        backward=_late("triton.attention.dropout", "attention_dropout_backward"),
+        asked=True,
+    ),
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
-        schedule=_late("triton", "schedule"),
+        schedule=_triton_schedule,
         arithmetic=_split,
-        direct=_late("triton", "attention_forward"),
+        direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
     ),
@@ -213,7 +256,9 @@ _TRITON = {
         run=operators.WINDOW_ATTENTION.overload,
         schedule=_whole_windows,
         arithmetic=_split,
-        direct=_late("triton.window.planner", "window_attention"),
+        direct=cuda.direct(
+            operators.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]
+        ),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),
@@ -231,6 +276,13 @@ _TRITON = {
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_linear_by_triton,
+    ),
+    "layer_norm_linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=operators.LAYER_NORM_LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_normed_linear_by_triton,
     ),
 }
 _ONEDNN = {
@@ -276,15 +328,6 @@ BACKENDS: list[Backend] = [
 SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table was measured with
 
 
-def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
-    """The CUDA kernel of an operator: its module is imported at the first call, not before."""
-    implement(operator, _late(module, function), "CUDA")
-
-
-_kernel_on_cuda("attention", "triton", "attention_forward")
-_kernel_on_cuda("varlen_attention", "triton.attention.varlen", "varlen_attention")
-_kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
-_kernel_on_cuda("entmax_attention", "triton.attention.entmax", "entmax_forward")
-_kernel_on_cuda("linear", "triton.linear.gate", "kernel")
-_kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
-_kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")
+for _operator, _kernel in KERNELS_ON_CUDA.items():
+    if not cuda.serves(_operator):
+        implement(_operator, _kernel, "CUDA")

@@ -37,9 +37,9 @@ class Launch:
     The first call goes through Triton's JIT, which compiles or finds the kernel, or takes it from a
     kernel pack where packs are asked for (`pack.lookup`); later ones go straight to the compiled
     kernel. That is right because a plan fixes all that Triton specialises on: dtypes, constants and
-    the 16-byte alignment of pointers; integers are never specialised and have fixed types. How a compiled kernel takes its arguments is outside Triton's public
-    interface: with a version that is not among `device.DIRECT_LAUNCH` every call goes through the
-    JIT.
+    the 16-byte alignment of pointers; integers are never specialised and have fixed types. How a
+    compiled kernel takes its arguments is outside Triton's public interface: with a version that is
+    not among `device.DIRECT_LAUNCH` every call goes through the JIT.
     """
 
     def __init__(
@@ -84,6 +84,10 @@ class Launch:
         if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
             self._bind(compiled, pointers)
 
+    def hooked(self) -> bool:
+        """Whether Triton's launch hooks hear of this launch."""
+        return self.runtime is not None and _hooked(self.runtime)
+
     def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
         """Keep what a warm call needs of Triton's own launch, without its bookkeeping."""
         from triton import knobs
@@ -98,3 +102,17 @@ class Launch:
         # the function, its metadata, and no data, entry hook and exit hook of this launch
         self.head = (compiled.function, compiled.packed_metadata, None, None, None)
         self.compiled = compiled
+
+
+def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:
+    """Tell `to` of every launch of this process from now on, after it was made.
+
+    Where nobody listens a launch asks for nobody.
+    """
+    plain = Launch.__call__
+
+    def call(self: Launch, *pointers: Tensor) -> None:
+        plain(self, *pointers)
+        to(self, pointers)
+
+    Launch.__call__ = call
