@@ -15,7 +15,7 @@ from elsa_cli.options import Options, resolve_device, typed
 if TYPE_CHECKING:
     from elsa_core.loading.load import Loaded
     from elsa_core.patching.patch import PatchReport
-    from elsa_core.proof.report import CheckReport
+    from elsa_core.proof.check import CheckReport
     from elsa_core.routing import Route
 
 _CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites")
@@ -136,7 +136,8 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
 
 def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
     """Check the patched model on generated inputs, and on the images of --images."""
-    from elsa_core.proof.check import check, generated_inputs, text_shape
+    from elsa_core.inputs.cases import generated_inputs, text_shape
+    from elsa_core.proof.check import check
 
     with session.stage("preparing inputs"):
         device = next(loaded.model.parameters()).device
@@ -162,7 +163,7 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
 
 
 def _images(session: Session, loaded: Loaded, folder: Path) -> Any:
-    from elsa_core.proof.images import read_folder
+    from elsa_core.inputs.images import read_folder
 
     batch = read_folder(
         folder,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from elsa_core.loading.load import Loaded
     from elsa_core.patching.patch import PatchReport
     from elsa_core.patching.sites import AttentionSite, Inspection
-    from elsa_core.proof.report import CheckReport
+    from elsa_core.proof.check import CheckReport
     from elsa_core.routing import Route
 
 
@@ -29,10 +29,8 @@ def header(session: Session, loaded: Loaded, options: Options, extra: str = "") 
         if note == loaded.spec.alias:
             continue
         session.line(note, "dim")
-    from elsa_core.loading import unsaid
-
-    if line := unsaid.line(loaded.recipe):
-        session.line(line, "yellow")
+    if loaded.unsaid:
+        session.line(loaded.unsaid, "yellow")
     if assumed := loaded.recipe.preprocess.assumed:
         session.line(f"preprocessing: {', '.join(assumed)} assumed", "yellow")
     session.line()
@@ -63,7 +61,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
 
 def inspection(session: Session, found: Inspection) -> None:
     """Every site of a model and what can be patched."""
-    from elsa_core.patching.labels import group, group_by
+    from elsa_core.patching.text import group, group_by
 
     rows = []
     for label, members in group(found.sites, _alike):
@@ -101,7 +99,7 @@ def kernels(routes: dict[int, Route]) -> str:
 
 def patched(session: Session, report: PatchReport) -> None:
     """What was patched, and what was kept and why."""
-    from elsa_core.patching.labels import group, group_by
+    from elsa_core.patching.text import group, group_by
 
     rows = [
         [f"✓ {label}", f"{len(members)}x", _class(members[0]), members[0].kind,
@@ -119,7 +117,7 @@ def patched(session: Session, report: PatchReport) -> None:
 
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
-    from elsa_core.patching.labels import group
+    from elsa_core.patching.text import group
 
     rows = []
     for label, members in group(report.sites, lambda site: site.ok):

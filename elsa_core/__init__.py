@@ -6,13 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from elsa_core.attention import attention, explain
+from elsa_core.entmax import entmax_attention, explain_entmax_attention
 from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
 from elsa_core.routing import Route
+from elsa_core.varlen import explain_varlen_attention, varlen_attention
 from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
+    from elsa_core import distributed, nn
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
@@ -64,9 +67,13 @@ __all__ = [
     "__version__",
     "attention",
     "check",
+    "distributed",
+    "entmax_attention",
     "evaluate",
     "explain",
+    "explain_entmax_attention",
     "explain_linear",
+    "explain_varlen_attention",
     "explain_window_attention",
     "export",
     "freeze",
@@ -74,12 +81,14 @@ __all__ = [
     "linear",
     "load",
     "merge",
+    "nn",
     "patch",
     "profile",
     "refresh",
     "register_adapter",
     "unfreeze",
     "unpatch",
+    "varlen_attention",
     "verify",
     "window_attention",
 ]
@@ -87,6 +96,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what concerns models at its first use (PEP 562): kernels alone need none of it."""
+    if name in ("distributed", "nn"):
+        return import_module(f"elsa_core.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'elsa_core' has no attribute {name!r}")

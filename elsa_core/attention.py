@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls, operators, routing
+from elsa_core.backends import philox
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.operands import (
@@ -40,10 +41,11 @@ def attention(
     """Exact softmax attention: `softmax(query key^T * scale + attn_mask) value`.
 
     The signature, layout and meaning of `torch.nn.functional.scaled_dot_product_attention`. Inputs
-    may have any strides and are never made contiguous. Scores, softmax and sums are float32, or
-    float64 for float64 inputs. Differentiable once in query, key, value and an additive mask;
-    forward-mode AD and the derivatives of `torch.func` are served by the eager backend. Where the
-    shipped table says so, training calls are served by PyTorch's own kernels (see `explain`).
+    may have any strides and are never made contiguous. Jagged nested tensors [B, H, j, D], without
+    mask and dropout, are served by `elsa_core.varlen_attention`. Scores, softmax and sums are
+    float32, or float64 for float64 inputs. Differentiable once in query, key, value and an additive
+    mask; forward-mode AD and the derivatives of `torch.func` are served by the eager backend. Where
+    the shipped table says so, training calls are served by PyTorch's own kernels (see `explain`).
 
     Args:
         query: [..., Hq, Nq, D], floating; `...` is any number of batch dims.
@@ -51,7 +53,10 @@ def attention(
         value: [..., Hkv, Nk, Dv]; Dv may differ from D, Nk from Nq.
         attn_mask: broadcastable to [..., Hq, Nq, Nk] and never expanded in memory. bool (True takes
             part) or additive, float32 or the query's dtype.
-        dropout_p: probability of dropping an attention weight; above 0 the eager backend serves.
+        dropout_p: probability in [0, 1] of dropping an attention weight; the others are divided by
+            1 - dropout_p. What is dropped follows the default generator of the tensors' device
+            (`torch.manual_seed`) and is the same on every backend but "sdpa", which serves "auto"
+            on a GPU. lse is that without dropout.
         is_causal: query i sees keys 0..i (top-left aligned); excludes `attn_mask`.
         scale: factor on the scores; default 1 / sqrt(D). A scale of 0.0 is a scale.
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
@@ -88,6 +93,13 @@ def attention(
         if answer is not None:
             return answer if return_lse else answer[0]
     require_tensor("query", query)
+    if query.is_nested:
+        from elsa_core.nested import attention as of_nested
+
+        return of_nested(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
+            backend, return_lse,
+        )  # fmt: skip
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
@@ -100,9 +112,11 @@ def attention(
     if calls.exporting_onnx():
         exported = operators.ATTENTION.exported
         out, lse = exported(q, k, v, mask, is_causal, scale, precision, with_lse=return_lse)
-    elif routing.plain_alone(backend, dropout_p):
-        reference = operators.ATTENTION.reference
-        out, lse = reference(q, k, v, mask, is_causal, scale, dropout_p=dropout_p)
+    elif dropout_p != 0.0:
+        terms = (q, k, v, mask, is_causal, scale, precision)
+        out, lse = _dropped(*terms, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
+    elif routing.plain_alone(backend):
+        out, lse = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
     else:
         name = _trains_whole(q, k, v, mask, kind, backend, return_lse) or name
         run = routing.RUNS["attention", name]
@@ -131,6 +145,65 @@ def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Te
     if lse is None:
         raise UnavailableError(f"backend={backend!r} gives no lse: use backend='auto'")
     return out, lse
+
+
+def _dropped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    *,
+    dropout_p: float,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with dropout of the weights, by the backend that serves such calls."""
+    name = _dropout_name(query, key, value, attn_mask, precision, dropout_p, backend, return_lse)
+    # PyTorch's own kernels draw for themselves, as they do in the original model
+    run, own = routing.RUNS["attention_dropout", name], name == "sdpa"
+    seed = None if own else philox.draw(query.device)
+    if calls.differentiates_otherwise():
+        run = operators.ATTENTION_DROPOUT.reference
+    answer: tuple[Tensor, Tensor | None] = run(
+        query, key, value, attn_mask, is_causal, scale, precision, float(dropout_p), seed
+    )
+    return answer
+
+
+def _dropout_name(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    precision: str,
+    dropout_p: float,
+    backend: str,
+    return_lse: bool,
+) -> str:
+    """The backend of a call with dropout; that a gradient is wanted does not change it, because a
+    reentrant checkpoint runs without gradients first and must drop the same weights again.
+
+    Raises:
+        ArgumentError: dropout_p is no probability.
+        UnavailableError: the backend asked for by name cannot serve the call.
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1]")
+    if routing.plain_alone(backend):
+        return routing.PLAIN
+    width, value_width = index(query.shape[-1]), index(value.shape[-1])
+    kind = (query.device.type, query.dtype, width, value_width, precision)
+    if backend == "auto" and not return_lse and dropout_p < 1.0:
+        gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
+        whole = routing.training_name("attention_dropout", *kind, gradient or ("query",))
+        if whole:
+            takes = routing.implementation("attention_dropout", whole).takes
+            if takes is None or takes(query, key, attn_mask):
+                return whole
+    return routing.name_of("attention_dropout", *kind, backend)
 
 
 def _trains_whole(
@@ -238,7 +311,11 @@ def explain(
         routing.mask_kind(mask, is_causal), "dense" if dense else "strided", gradient,
     )  # fmt: skip
     arguments = (q, k, v, mask, is_causal, precision)
-    alone = routing.plain_alone(backend, dropout_p)
+    if dropout_p != 0.0:
+        name = _dropout_name(q, k, v, mask, precision, dropout_p, backend, return_lse=False)
+        request = request._replace(operator="attention_dropout")
+        return routing.route(request, name, schedule=arguments)
+    alone = routing.plain_alone(backend)
     if alone:
         return routing.route(request, routing.PLAIN, schedule=arguments, because=f"has no {alone}")
     kind = (q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)

@@ -12,6 +12,10 @@ class ArgumentError(ElsaError, ValueError):
     """An argument is wrong: its name, its value and what would be right (exit code 2)."""
 
 
+class TooLargeError(ArgumentError):
+    """A size at which the model needs more memory than the machine has (exit code 2)."""
+
+
 class UnavailableError(ElsaError, RuntimeError):
     """A backend, device, extra, compiler or the network is missing (exit code 3)."""
 

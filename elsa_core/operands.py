@@ -119,8 +119,9 @@ def require_dense(**tensors: Tensor | None) -> None:
         require_tensor(name, tensor)
         if tensor.is_nested:
             raise ArgumentError(
-                f"{name} is a nested tensor: pad it (torch.nested.to_padded_tensor) and hide the "
-                "padding with attn_mask"
+                f"{name} is a nested tensor: query, key and value are all jagged [B, H, j, D] or "
+                "none is; pad it (torch.nested.to_padded_tensor) and hide the padding with "
+                "attn_mask"
             )
         if tensor.layout is not torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")

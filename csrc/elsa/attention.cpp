@@ -57,12 +57,7 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 Plan make_plan(const Attention& a, const Kernel& kernel, int64_t threads) {
   Plan plan = {};
-  plan.key_blocks = ceil_div(a.keys, kMaxKeyBlock);
-  plan.key_block = round_up(ceil_div(a.keys, plan.key_blocks), kKeyGranule);
-  plan.key_blocks = ceil_div(a.keys, plan.key_block);
-  const int64_t packed = plan.key_blocks * plan.key_block * (a.head_dim + a.value_dim);
-  plan.keep_packed = plan.key_blocks == 1 || packed <= kMaxPackedFloats;
-  const int64_t least = plan.key_blocks > 1 ? ceil_div(a.queries, kMaxStateRows) : 1;
+  const int64_t least = cut_keys(a, plan);
   plan.splits = choose_splits(a.batch * a.heads, a.queries, least, kernel.row_tile, threads);
   const int64_t operands = a.batch * (a.kv_heads * a.keys * (a.head_dim + a.value_dim) +
                                       a.heads * a.queries * a.head_dim);
@@ -110,6 +105,17 @@ void fill_empty(const Attention& a) {
 }
 
 }  // namespace
+
+const Kernel* attention_kernel() { return choice().kernel; }
+
+int64_t cut_keys(const Attention& a, Plan& plan) {
+  plan.key_blocks = ceil_div(a.keys, kMaxKeyBlock);
+  plan.key_block = round_up(ceil_div(a.keys, plan.key_blocks), kKeyGranule);
+  plan.key_blocks = ceil_div(a.keys, plan.key_block);
+  const int64_t packed = plan.key_blocks * plan.key_block * (a.head_dim + a.value_dim);
+  plan.keep_packed = plan.key_blocks == 1 || packed <= kMaxPackedFloats;
+  return plan.key_blocks > 1 ? ceil_div(a.queries, kMaxStateRows) : 1;
+}
 
 const char* isa_name() { return choice().kernel ? choice().kernel->name : nullptr; }
 Status isa_status() { return choice().status; }

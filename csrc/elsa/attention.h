@@ -17,6 +17,14 @@ struct View {
   DType dtype = DType::kFloat32;
 };
 
+// Which weights are dropped, and by what the others are multiplied; see philox.h.
+struct Dropout {
+  uint64_t seed = 0;
+  uint32_t offset = 0;
+  int32_t threshold = 0;  // of 31 random bits; from it on a weight is kept
+  float kept = 1.0f;
+};
+
 struct Attention {
   View query;  // [batch, heads, queries, head_dim]
   View key;    // [batch, kv_heads, keys, head_dim]
@@ -24,6 +32,7 @@ struct Attention {
   View mask;   // [batch, heads, queries, keys], data == nullptr for none; bool: true takes part
   void* out = nullptr;   // [batch, queries, heads, value_dim], dense, the query's dtype
   float* lse = nullptr;  // [batch, heads, queries], dense, natural logarithm
+  int64_t lse_head = 0;  // its stride between heads where it is not dense; then batch is 1
   int64_t batch = 0;
   int64_t heads = 0;
   int64_t kv_heads = 0;
@@ -32,8 +41,14 @@ struct Attention {
   int64_t head_dim = 0;
   int64_t value_dim = 0;
   float scale = 1.0f;
-  bool causal = false;  // key j is visible to query i iff j <= i
+  bool causal = false;               // key j is visible to query i iff j <= i
+  const Dropout* dropout = nullptr;  // null for none; lse is that without it
 };
+
+// Where the rows of a head start in `lse`.
+inline int64_t lse_offset(const Attention& a, int64_t batch, int64_t head) {
+  return a.lse_head ? head * a.lse_head : (batch * a.heads + head) * a.queries;
+}
 
 // Runs body(begin, end, context) over [0, count) on the caller's threads.
 using Body = void (*)(int64_t begin, int64_t end, void* context);

@@ -2,6 +2,7 @@
 // naming the table it defines.
 #include "kernel.h"
 #include "pack.h"
+#include "philox.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -192,6 +193,7 @@ class Item {
     const bool any_empty = last && finish_rows();
     const bool direct = last && block_ == 0 && !any_empty && a_.query.dtype == DType::kFloat32 &&
                         width_ == a_.value_dim;
+    if (a_.dropout) drop();
     weigh_values(direct);
     if (block_ > 0) merge();
     if (last && !direct) write_out();
@@ -308,10 +310,22 @@ class Item {
     }
   }
 
+  ELSA_NOINLINE void drop() {
+    for (int64_t t = 0; t < tile_count_; ++t) {
+      const Tile& tile = tiles_[t];
+      const int64_t count = round_up(tile.keys, kLanes);
+      for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
+        float* const row = memory_ + at_.scores + i * score_stride_;
+        each_factor(*a_.dropout, batch_ * a_.heads + head_, block_row_ + i, first_key_, count,
+                    [row](int64_t j, Floats keep) { store(row + j, load(row + j) * keep); });
+      }
+    }
+  }
+
   // lse of each row, and in place of its sum the factor that normalises it. Whether some row sees
   // no key.
   bool finish_rows() {
-    float* lse = a_.lse + (batch_ * a_.heads + head_) * a_.queries + block_row_;
+    float* lse = a_.lse + lse_offset(a_, batch_, head_) + block_row_;
     const float unit = scaled_ ? 1.0f : a_.scale;
     bool any_empty = false;
     for (int64_t i = 0; i < block_rows_; i += kLanes) {

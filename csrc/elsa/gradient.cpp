@@ -12,23 +12,6 @@ namespace {
 constexpr int64_t kItems = 64;           // of windows, at least, where there are as many
 constexpr int64_t kMostParts = 4 << 20;  // floats of all items' sums
 
-// The kernels of the instruction set that attention.cpp has chosen.
-const GradientKernel* chosen_kernel() {
-#if defined(__x86_64__) || defined(_M_X64)
-  static const GradientKernel* const all[] = {&kGradientKernelAvx512, &kGradientKernelAvx2,
-                                              &kGradientKernelBaseline};
-#elif defined(__aarch64__)
-  static const GradientKernel* const all[] = {&kGradientKernelNeon};
-#else
-  static const GradientKernel* const all[] = {&kGradientKernelBaseline};
-#endif
-  const char* name = isa_name();
-  for (const GradientKernel* kernel : all) {
-    if (name && strcmp(name, kernel->name) == 0) return kernel;
-  }
-  return nullptr;
-}
-
 // Items that workers take; `run(context, item, workspace)` works on one.
 struct Work {
   int64_t workspace;  // floats of each worker
@@ -127,8 +110,24 @@ void clear(const Target& target, int64_t batch, int64_t heads, int64_t rows, int
 
 }  // namespace
 
+const GradientKernel* gradient_kernel() {
+#if defined(__x86_64__) || defined(_M_X64)
+  static const GradientKernel* const all[] = {&kGradientKernelAvx512, &kGradientKernelAvx2,
+                                              &kGradientKernelBaseline};
+#elif defined(__aarch64__)
+  static const GradientKernel* const all[] = {&kGradientKernelNeon};
+#else
+  static const GradientKernel* const all[] = {&kGradientKernelBaseline};
+#endif
+  const char* name = isa_name();
+  for (const GradientKernel* kernel : all) {
+    if (name && strcmp(name, kernel->name) == 0) return kernel;
+  }
+  return nullptr;
+}
+
 Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor parallel_for) {
-  const GradientKernel* const kernel = chosen_kernel();
+  const GradientKernel* const kernel = gradient_kernel();
   if (kernel == nullptr) return isa_status();
   const Attention& a = g.forward;
   const int64_t items = a.batch * a.kv_heads;
@@ -155,7 +154,7 @@ Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor p
 Status window_gradient(const WindowGradient& given, int threads, ParallelFor parallel_for) {
   WindowGradient g = given;
   g.forward.out = const_cast<float*>(g.grad_out);  // where find_tokens points: read, not written
-  const GradientKernel* const kernel = chosen_kernel();
+  const GradientKernel* const kernel = gradient_kernel();
   if (kernel == nullptr) return isa_status();
   const WindowAttention& a = g.forward;
   if (a.heads * a.head_dim == 0) return Status::kOk;

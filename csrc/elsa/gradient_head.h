@@ -4,6 +4,7 @@
 
 #include "gradient_tiles.h"
 #include "pack.h"
+#include "philox.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -22,11 +23,12 @@ struct GradientLayout {
   int64_t key_blocks, width, value_width, score_stride, block_rows;
   int64_t query, grad_out, grad_query, grad_key, grad_value;  // [rows or keys][width]
   int64_t key_panels, value_panels, key_columns, copy;        // of one key block
-  int64_t weights, slopes, lanes, dots;                       // of one block of rows and keys
+  int64_t weights, slopes, keep, lanes, dots;                 // of one block of rows and keys
   int64_t reference, factor, delta, row_sums;                 // [rows], and a register's surplus
   int64_t total;
 
-  GradientLayout(int64_t rows, int64_t keys, int64_t key_block, int64_t depth, int64_t value_dim)
+  GradientLayout(int64_t rows, int64_t keys, int64_t key_block, int64_t depth, int64_t value_dim,
+                 bool dropping = false)
       : rows(rows), keys(keys), key_block(key_block), depth(depth), value_dim(value_dim) {
     key_blocks = (keys + key_block - 1) / key_block;
     width = round_up(depth, kLanes);
@@ -54,6 +56,7 @@ struct GradientLayout {
     copy = take(kLanes * (width > value_width ? width : value_width));
     weights = take(block_rows * score_stride);
     slopes = take(block_rows * score_stride);
+    keep = take(dropping ? block_rows * score_stride : 0);
     lanes = take(round_up(block_rows, kLanes) * kLanes);
     dots = take(round_up(block_rows, kLanes) * kLanes);
     reference = take(rows + kLanes);
@@ -75,6 +78,12 @@ class HeadGradient {
  public:
   HeadGradient(const GradientLayout& at, float* memory, float scale, bool causal)
       : at_(at), memory_(memory), scale_(scale), causal_(causal) {}
+
+  // Drops weights of this head from here on; null for none. The layout must have been made for it.
+  void drop(const Dropout* dropout, int64_t head) {
+    dropout_ = dropout;
+    head_index_ = head;
+  }
 
   float* query(int64_t row) const { return memory_ + at_.query + row * at_.width; }
   float* grad_out(int64_t row) const { return memory_ + at_.grad_out + row * at_.value_width; }
@@ -112,6 +121,7 @@ class HeadGradient {
   void row_block(int64_t row, const float* lse_slope, Wanted wanted, Bias bias, Take take) {
     if (!place(row)) return;
     products(bias);
+    if (dropout_) drop_slopes();
     if (whole()) {
       softmax(lse_slope);
     } else {
@@ -122,6 +132,7 @@ class HeadGradient {
     }
     const float* const weights = memory_ + at_.weights;
     const float* const slopes = memory_ + at_.slopes;
+    if (dropout_ && wanted.value) drop_weights();
     if (wanted.value) {
       add_to_keys(weights, grad_out(row), at_.value_width, grad_value(first_key_));
     }
@@ -247,6 +258,30 @@ class HeadGradient {
     for (int64_t j = seen < 0 ? 0 : seen; j < end; ++j) slopes[j] = 0.0f;
   }
 
+  // dP times what the weights are multiplied by, which is kept for them.
+  ELSA_NOINLINE void drop_slopes() {
+    for (int64_t i = 0; i < rows_; ++i) {
+      float* const slopes = memory_ + at_.slopes + i * at_.score_stride;
+      float* const kept = memory_ + at_.keep + i * at_.score_stride;
+      each_factor(*dropout_, head_index_, row_ + i, first_key_, round_up(visible_, kLanes),
+                  [slopes, kept](int64_t j, Floats keep) {
+                    store(kept + j, keep);
+                    store(slopes + j, load(slopes + j) * keep);
+                  });
+    }
+  }
+
+  ELSA_NOINLINE void drop_weights() {
+    const int64_t count = round_up(visible_, kLanes);
+    for (int64_t i = 0; i < rows_; ++i) {
+      float* const weights = memory_ + at_.weights + i * at_.score_stride;
+      const float* const kept = memory_ + at_.keep + i * at_.score_stride;
+      for (int64_t j = 0; j < count; j += kLanes) {
+        store(weights + j, load(weights + j) * load(kept + j));
+      }
+    }
+  }
+
   // Scores and dP of whole rows -> P and dS. A row that sees no key has zeros in both.
   ELSA_NOINLINE void softmax(const float* lse_slope) {
     const int64_t count = round_up(visible_, kLanes);
@@ -361,6 +396,8 @@ class HeadGradient {
   float* const memory_;
   const float scale_;
   const bool causal_;
+  const Dropout* dropout_ = nullptr;
+  int64_t head_index_ = 0;
   int64_t first_key_ = 0, keys_ = 0;  // of the packed block
   int64_t row_ = 0, rows_ = 0, visible_ = 0, tile_count_ = 0;
   Tile tiles_[kGradientTiles];

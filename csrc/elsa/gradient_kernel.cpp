@@ -36,7 +36,7 @@ float dot(const float* x, const float* y, int64_t count) {  // of a multiple of 
 GradientLayout attention_layout(const Attention& a) {
   const int64_t blocks = (a.keys + kGradientKeys - 1) / kGradientKeys;
   const int64_t block = round_up((a.keys + blocks - 1) / blocks, kPanel);
-  return GradientLayout(a.queries, a.keys, block, a.head_dim, a.value_dim);
+  return GradientLayout(a.queries, a.keys, block, a.head_dim, a.value_dim, a.dropout != nullptr);
 }
 
 // One key head of one batch entry, and the query heads that share it.
@@ -58,6 +58,7 @@ class AttentionItem {
     for (int64_t i = 0; i < group; ++i) {
       query_head_ = kv_head_ * group + i;
       copy_rows();
+      head_.drop(a_.dropout, batch_ * a_.heads + query_head_);
       head_.clear_query();
       if (!head_.whole()) prepare(keys, values);
       for (int64_t block = 0; block < at_.key_blocks; ++block) {
@@ -81,7 +82,7 @@ class AttentionItem {
     }
   }
 
-  int64_t first_row() const { return (batch_ * a_.heads + query_head_) * a_.queries; }
+  int64_t first_row() const { return lse_offset(a_, batch_, query_head_); }
   const float* lse_slope() const { return g_.grad_lse ? g_.grad_lse + first_row() : nullptr; }
 
   // Sets a tile's bias to a copy of the mask's part.

@@ -36,6 +36,12 @@ struct Kernel {
               Workspace& workspace);
 };
 
+// The kernels that run here, or null (see isa_status).
+const Kernel* attention_kernel();
+
+// Sets a plan's key_block, key_blocks and keep_packed; gives the least number of its splits.
+int64_t cut_keys(const Attention& problem, Plan& plan);
+
 #if defined(__x86_64__) || defined(_M_X64)
 extern const Kernel kKernelBaseline;
 extern const Kernel kKernelAvx2;

@@ -2,6 +2,7 @@
 #include "../elsa/attention.h"
 
 #include <array>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -95,10 +96,27 @@ elsa::Attention problem(const Tensor& query, const Tensor& key, const Tensor& va
   return a;
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                     const std::optional<Tensor>& attn_mask, bool is_causal,
-                                     double scale, std::string precision) {
+// As `threshold` and `kept_factor` in elsa_core/backends/philox.py.
+elsa::Dropout dropout_of(double p, const Tensor& seed) {
+  STD_TORCH_CHECK(seed.numel() == 2 && seed.scalar_type() == elsa_torch::ScalarType::Long &&
+                      seed.is_contiguous(),
+                  "elsa::attention_dropout: seed must be int64 [2]");
+  STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, "elsa::attention_dropout: dropout_p must be in [0, 1]");
+  const int64_t* const words = static_cast<const int64_t*>(seed.const_data_ptr());
+  elsa::Dropout d;
+  d.seed = static_cast<uint64_t>(words[0]);
+  d.offset = static_cast<uint32_t>(words[1]);
+  const double threshold = std::nearbyint(p * 2147483648.0);
+  d.threshold = threshold < 2147483647.0 ? static_cast<int32_t>(threshold) : 2147483647;
+  d.kept = p < 1.0 ? static_cast<float>(1.0 / (1.0 - p)) : 0.0f;
+  return d;
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const std::optional<Tensor>& attn_mask, bool is_causal,
+                                   double scale, const elsa::Dropout* dropout) {
   elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
+  a.dropout = dropout;
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
   Tensor out = elsa_torch::empty<4>(
@@ -113,6 +131,21 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
   const int threads = static_cast<int>(torch::stable::get_num_threads());
   elsa_torch::check_status(elsa::attention(a, threads, elsa_torch::parallel_for), kName);
   return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const std::optional<Tensor>& attn_mask, bool is_causal,
+                                     double scale, std::string precision) {
+  return forward(query, key, value, attn_mask, is_causal, scale, nullptr);
+}
+
+std::tuple<Tensor, Tensor> attention_dropout(const Tensor& query, const Tensor& key,
+                                             const Tensor& value,
+                                             const std::optional<Tensor>& attn_mask, bool is_causal,
+                                             double scale, std::string precision, double dropout_p,
+                                             const Tensor& seed) {
+  const elsa::Dropout dropout = dropout_of(dropout_p, seed);
+  return forward(query, key, value, attn_mask, is_causal, scale, &dropout);
 }
 
 // A gradient laid out as its operand, or nothing.
@@ -132,14 +165,20 @@ elsa::View output_view(const Tensor& tensor, const elsa::Attention& a, const cha
   return o.view;
 }
 
-// As elsa::attention_backward of operands in float32, without a gradient of the mask.
+// As elsa::attention_backward of operands in float32, without a gradient of the mask; with a seed
+// as elsa::attention_dropout_backward.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
     const Tensor& key, const Tensor& value, const std::optional<Tensor>& attn_mask,
-    const Tensor& out, const Tensor& lse, bool is_causal, double scale, bool needs_query,
-    bool needs_key, bool needs_value) {
+    const Tensor& out, const Tensor& lse, bool is_causal, double scale, double dropout_p,
+    const std::optional<Tensor>& seed, bool needs_query, bool needs_key, bool needs_value) {
   elsa::AttentionGradient g;
   g.forward = problem(query, key, value, attn_mask, is_causal, scale);
+  elsa::Dropout dropout;
+  if (seed.has_value()) {
+    dropout = dropout_of(dropout_p, *seed);
+    g.forward.dropout = &dropout;
+  }
   const elsa::Attention& a = g.forward;
   STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32, kBackwardName,
                   ": the CPU kernel takes float32");
@@ -181,6 +220,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_dropout", TORCH_BOX(&attention_dropout));
   m.impl("attention_backward_native", TORCH_BOX(&attention_backward));
 }
 

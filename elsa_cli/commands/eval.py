@@ -111,7 +111,7 @@ def _evaluate(
     session: Session, loaded: Loaded, found: LabelledImages, batch_size: int
 ) -> EvalReport:
     from elsa_core.evaluating import evaluate
-    from elsa_core.proof.images import reader
+    from elsa_core.inputs.images import reader
 
     read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
                   interpolation=loaded.interpolation)  # fmt: skip

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from elsa_core.exporting.bundle import Bundle
     from elsa_core.exporting.verify import ArtefactReport
     from elsa_core.loading.load import Loaded
-    from elsa_core.proof.report import CheckReport
+    from elsa_core.proof.check import CheckReport
 
 _LONGEST_LABELS = 16 * 2**20
 FORMATS = ("torchscript", "onnx", "pt2")
@@ -214,7 +214,7 @@ def _check_early(
 
 
 def _names(path: Path) -> tuple[str, ...]:
-    from elsa_core.loading.reading import read_text
+    from elsa_core.reading import read_text
 
     return tuple(read_text(path, _LONGEST_LABELS).removeprefix("\ufeff").splitlines())
 

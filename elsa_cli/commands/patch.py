@@ -25,7 +25,7 @@ from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
     from elsa_core.patching.patch import PatchReport
-    from elsa_core.proof.report import CheckReport
+    from elsa_core.proof.check import CheckReport
 
 
 @click.command("patch", cls=Command)

@@ -68,6 +68,10 @@ class OutOfMemoryError(CommandError):
     help="Measure training steps: forward, backward, AdamW; --dtype fp16 and bf16 are autocast.",
 )  # fmt: skip
 @click.option(
+    "--sequence-parallel", is_flag=True,
+    help="Under torchrun: shard the tokens of one forward over the ranks and show what that gains.",
+)  # fmt: skip
+@click.option(
     "--rounds", type=click.IntRange(3, 1000), default=20, show_default=True,
     help="Samples of each run at least; more until the interval decides.",
 )  # fmt: skip
@@ -113,8 +117,11 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     to see what this machine can tell apart. Several sizes, batches, dtypes or precisions make a
     sweep, which --resume continues.
     """
-    from elsa_cli import profile_view
+    from elsa_cli import profile_view, sequence_parallel
 
+    if given["sequence_parallel"]:
+        sequence_parallel.profile(session, model, given)
+        return
     files = _targets(given)
     names.check(model)
     with session.stage("importing torch", imports=True):
@@ -179,6 +186,7 @@ def _planned(
     import torch
 
     device = torch.device(resolve_device(given["device"]))
+    from elsa_core.loading.architecture import check_sizes
     from elsa_core.loading.load import Loaded, load_model
     from elsa_core.loading.spec import parse
     from elsa_core.model_runs import training, variants
@@ -188,7 +196,7 @@ def _planned(
     baselines = (training if given["train"] else variants).chosen(given["baselines"], device)
     sizes = given["img_size"] or (None,)
     points = sweep.grid(sizes, given["batch_size"], given["dtype"], given["precision"])
-    sweep.check_sizes(spec, [size for size in sizes if size is not None])
+    check_sizes(spec, [size for size in sizes if size is not None])
 
     source = Options.of({key: given[key] for key in _SOURCE}).source()
 

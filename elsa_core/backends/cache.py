@@ -43,12 +43,12 @@ def directory() -> Path:
             neither that variable nor a home directory, or no folder is this user's own.
     """
     wanted = _wanted()
-    reason = _not_own(wanted)
+    reason = not_own(wanted)
     if not reason:
         return wanted
     private = Path(tempfile.gettempdir()) / f"elsa-{_user()}" / "native"
     for place in (_default(), private):
-        if place is not None and place != wanted and not _not_own(place):
+        if place is not None and place != wanted and not not_own(place):
             _warn_once(f"{reason}: {place} is used instead")
             return place
     raise UnavailableError(f"{reason}; set ELSA_CACHE_DIR to a directory of yours")
@@ -175,7 +175,7 @@ def _default() -> Path | None:
     return None if place.parts[0].startswith("~") else place / "native"
 
 
-def _not_own(folder: Path) -> str:
+def not_own(folder: Path) -> str:
     """Why other users could put libraries into a folder; empty where they cannot."""
     for place in (folder, folder.parent):
         try:
@@ -193,15 +193,30 @@ def _not_own(folder: Path) -> str:
 
 def _own_bytes(path: Path) -> bytes | None:
     """What a file holds; None for a link, a device and a file that is not this user's alone."""
+    descriptor = open_own(path)
+    if descriptor is None:
+        return None
+    with open(descriptor, "rb") as file:  # noqa: PTH123  # of a descriptor
+        return file.read(_LARGEST_BYTES)
+
+
+def open_own(path: Path, *, anyone: bool = False) -> int | None:
+    """A descriptor to read a file with; None for a link, a device and a file that is not this
+    user's alone. anyone: of a plain file, whoever may write to it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     if path.is_symlink():
         return None
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:  # noqa: PTH123  # of a descriptor
-        facts = os.fstat(descriptor)
-        plain = stat.S_ISREG(facts.st_mode) and facts.st_size <= _LARGEST_BYTES
-        if not plain or not _is_own(facts) or facts.st_mode & _WRITABLE_BY_OTHERS:
-            return None
-        return file.read(_LARGEST_BYTES)
+    facts = os.fstat(descriptor)
+    plain = stat.S_ISREG(facts.st_mode) and facts.st_size <= _LARGEST_BYTES
+    own = anyone or (_is_own(facts) and not facts.st_mode & _WRITABLE_BY_OTHERS)
+    if plain and own:
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _is_own(facts: os.stat_result) -> bool:

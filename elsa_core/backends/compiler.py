@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class Recipe:
         folder: the binding's folder under `csrc`.
         units: the binding's translation units: a name, a file of `folder`, flags of its own.
         link_flags: what the link adds to `-shared`.
-        more: kernels of `csrc/elsa` beside those of attention and windows: "gradient" or nothing.
+        kernels: those of `csrc/elsa`: "attention", "window", "gradient", or none of them.
         facts: what the key holds besides sources, compiler, flags and machine.
     """
 
@@ -71,8 +71,27 @@ class Recipe:
     folder: str
     units: tuple[tuple[str, str, tuple[str, ...]], ...]
     link_flags: tuple[str, ...] = ()
-    more: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ("attention", "window")
     facts: tuple[Any, ...] = ()
+
+
+def torch_recipe(
+    stem: str, title: str, folder: str, units: Sequence[str], *, kernels: tuple[str, ...] = ()
+) -> Recipe:
+    """The recipe of a library that is bound to PyTorch's stable ABI.
+
+    It runs on the oldest torch whose stable ABI is used, 2.10, and on every later one. `units`: the
+    binding's files without their ending.
+    """
+    import torch
+
+    home = Path(torch.__file__).parent
+    flags = ("-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{home / 'include'}")
+    return Recipe(
+        stem, title, folder, tuple((f"{folder}-{unit}", f"{unit}.cpp", flags) for unit in units),
+        (f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"), kernels,
+        (".".join(torch.__version__.split(".")[:2]),),
+    )  # fmt: skip
 
 
 def build(
@@ -155,7 +174,7 @@ def library_path(recipe: Recipe) -> Path:
 def _facts_key(recipe: Recipe) -> str:
     """The key of all that a library is made of, except for the compiler itself."""
     digest = hashlib.sha256()
-    for source in _sources(recipe.folder):
+    for source in _sources(recipe):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     flags = [flag for *_, flags in recipe.units for flag in flags]
     # Where torch lies decides nothing, and differs between the stages of an image.
@@ -273,9 +292,10 @@ def source_directory() -> Path:
     )
 
 
-def _sources(folder: str) -> list[Path]:
+def _sources(recipe: Recipe) -> list[Path]:
     root = source_directory()
-    found = [p for d in ("elsa", folder) for p in (root / d).iterdir()]
+    folders = [*(["elsa"] if recipe.kernels else []), recipe.folder]
+    found = [p for folder in folders for p in (root / folder).iterdir()]
     return sorted(p for p in found if p.suffix in (".cpp", ".h"))
 
 
@@ -307,7 +327,7 @@ def _units(recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
     for name, file, flags in recipe.units:
         yield name, [*common, *flags, str(root / recipe.folder / file)]
     tables = {"attention": "kKernel", "window": "kWindowKernel", "gradient": "kGradientKernel"}
-    for operator in ("attention", "window", *recipe.more):
+    for operator in recipe.kernels:
         table = tables[operator]
         yield f"{operator}-driver", [*common, str(root / "elsa" / f"{operator}.cpp")]
         kernel = str(root / "elsa" / f"{operator}_kernel.cpp")

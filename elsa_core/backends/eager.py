@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core import monoid
+from elsa_core.backends import philox
 from elsa_core.backends.support import Request, Support, loses_digits
 
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
@@ -72,7 +72,7 @@ def attention(
     scale: float,
     precision: str = "strict",
     *,
-    dropout_p: float = 0.0,
+    dropout: philox.Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention as a fold over key blocks (ELSA, Eq. 4).
 
@@ -95,7 +95,8 @@ def attention(
         state = monoid.State.identity(q.shape[:-1], value_dim, dtype=compute, device=query.device)
         for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
             scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
-            state = monoid.merge(state, _lift(scores, value[:, :, columns].to(compute), dropout_p))
+            keep = _keep(dropout, scores, rows, columns)
+            state = monoid.merge(state, _lift(scores, value[:, :, columns].to(compute), keep))
         out, lse = monoid.finalize(state)
         outputs.append(out.flatten(1, 2))
         lses.append(lse.flatten(1, 2))
@@ -122,6 +123,9 @@ def backward(
     scale: float,
     precision: str,
     needs: Sequence[bool],
+    *,
+    dropout: philox.Dropout | None = None,
+    is_shard: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients by recomputing P from the saved lse, block by block: O(N) memory beyond the mask's.
 
@@ -132,7 +136,9 @@ def backward(
     bits, which shows where dP is close to delta (rows that are nearly one-hot), and a large
     lse = m + log S has lost digits of log S. Where one block holds all keys, P is therefore the
     softmax of its scores and delta is summed from it; over more blocks a first pass computes m, S
-    and sum(P * dP) again where either rounding would show.
+    and sum(P * dP) again where either rounding would show. With dropout dP is multiplied by what
+    the weights are multiplied by, and P of dV too. With `is_shard`, out and lse are of rows that
+    see further keys, and both are read as they are.
 
     Returns:
         Gradients of query, key, value and mask; empty where `needs` says that none is wanted.
@@ -144,7 +150,8 @@ def backward(
     inputs = (query, key, value, attn_mask)
     grads = _zeros_for(inputs, needs, compute)
     block_q, block_k = _block_sizes(query, key)
-    again = key.shape[2] > block_k and (query.dtype in _ROUNDED or loses_digits(lse))
+    again = not is_shard and key.shape[2] > block_k
+    again = again and (query.dtype in _ROUNDED or loses_digits(lse))
     # Whether any row sees no key; only on the CPU does a look not wait for a queue.
     dead = lse.isneginf()
     holes = attn_mask is not None and (dead.device.type != "cpu" or bool(dead.any()))
@@ -153,23 +160,26 @@ def backward(
         q, g_out = (_grouped(t[:, :, rows].to(compute), kv_heads) for t in (query, grad_out))
         shift, g_lse = (_grouped(t[:, :, rows, None], kv_heads) for t in (lse, grad_lse))
         visible = _visible_keys(key, rows, is_causal)
-        terms = (attn_mask, rows, is_causal, scale)
-        if visible > block_k and again:
+        terms = (attn_mask, rows, is_causal, scale, dropout)
+        whole = visible <= block_k and not is_shard
+        if not whole and again:
             shift, total, mean = _first_pass(q, g_out, key, value, *terms, block_k)
             g_out, delta = g_out / total, (mean - g_lse) / total  # P is linear in 1 / S
-        elif visible > block_k:
+        elif not whole:
             delta = (g_out * _grouped(out[:, :, rows].to(compute), kv_heads)).sum(-1, True) - g_lse
         for columns in _blocks(visible, block_k):
             k, v = (t[:, :, None, columns].to(compute) for t in (key, value))
             scores = _scores(q, key[:, :, columns], attn_mask, rows, columns, is_causal, scale)
-            d_p = g_out @ v.mT
-            if visible > block_k:
+            keep = _keep(dropout, scores, rows, columns)
+            d_p = _times(g_out @ v.mT, keep)
+            if not whole:
                 p = (scores - shift).exp()
             else:
                 p = scores.softmax(-1)
                 p = p.masked_fill(shift.isposinf(), 0.0) if holes else p
                 delta = (p * d_p).sum(-1, keepdim=True) - g_lse
-            _add_block(grads, q, k, g_out, p, p * (d_p - delta), rows, columns, scale)
+            g_scores = p * (d_p - delta)
+            _add_block(grads, q, k, g_out, _times(p, keep), g_scores, rows, columns, scale)
     grad_query, grad_key, grad_value, grad_mask = (
         query.new_empty(0) if t is None or grad is None else grad.to(t.dtype)
         for t, grad in zip(inputs, grads, strict=True)
@@ -221,6 +231,7 @@ def _first_pass(
     rows: slice,
     is_causal: bool,
     scale: float,
+    dropout: philox.Dropout | None,
     block_k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """m, S and sum(P * dP) of each row, [B, Hkv, G, rows, 1]: attention whose values are dP.
@@ -231,7 +242,8 @@ def _first_pass(
     for columns in _blocks(_visible_keys(key, rows, is_causal), block_k):
         k, v = key[:, :, columns], value[:, :, None, columns].to(q.dtype)
         scores = _scores(q, k, attn_mask, rows, columns, is_causal, scale)
-        state = monoid.merge(state, monoid.lift(scores, (g_out @ v.mT)[..., None]))
+        d_p = _times(g_out @ v.mT, _keep(dropout, scores, rows, columns))
+        state = monoid.merge(state, monoid.lift(scores, d_p[..., None]))
     dead = state.m.isneginf()
     total = state.S.masked_fill(dead, 1.0)[..., None]
     return state.m.masked_fill(dead, torch.inf)[..., None], total, state.W / total
@@ -305,11 +317,27 @@ def _mask_block(attn_mask: Tensor, rows: slice, columns: slice) -> Tensor:
     return attn_mask[..., columns] if attn_mask.shape[3] > 1 else attn_mask
 
 
-def _lift(scores: Tensor, value: Tensor, dropout_p: float) -> monoid.State:
+def _keep(
+    dropout: philox.Dropout | None, scores: Tensor, rows: slice, columns: slice
+) -> Tensor | None:
+    """What dropout multiplies the weights of a block [B, Hkv, G, rows, columns] by."""
+    if dropout is None:
+        return None
+    batch, kv_heads, group = scores.shape[:3]
+    heads = kv_heads * group
+    keep = philox.factors(dropout, batch, heads, rows, columns, scores.dtype)
+    return _grouped(keep, kv_heads)
+
+
+def _times(x: Tensor, keep: Tensor | None) -> Tensor:
+    return x if keep is None else x * keep
+
+
+def _lift(scores: Tensor, value: Tensor, keep: Tensor | None) -> monoid.State:
     """Summarise one key block for every row at once: [B, Hkv, G, rows, n] and [B, Hkv, n, Dv]."""
     state = monoid.lift(scores, value[:, :, None, None])
-    if not dropout_p:
+    if keep is None:
         return state
     shift = torch.where(state.m.isneginf(), 0.0, state.m)[..., None]
-    kept = F.dropout((scores - shift).exp(), dropout_p)
+    kept = (scores - shift).exp() * keep
     return monoid.State(state.m, state.S, kept @ value.unsqueeze(2))

@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +34,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_OWNER = "ELSA_SCHEMA_DEFINED_BY_PYTHON"
 _LOG = logging.getLogger("elsa")
 _LIBRARY: list[ctypes.CDLL] = []  # the one that `load` loaded
-
-# The oldest torch whose stable ABI is used: the library runs on that one and on every later one.
-_TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)
 
 
 def support(request: Request) -> Support:
@@ -62,6 +60,14 @@ def schedule(
 ) -> str:
     """Name the kernels and how work is cut."""
     return f"{isa()} kernels, tiles of query rows over {torch.get_num_threads()} threads"
+
+
+def varlen_schedule(*arguments: Any) -> str:
+    """As `schedule`, of packed sequences."""
+    return (
+        f"{isa()} kernels, each sequence by itself, long ones first, their heads over "
+        f"{torch.get_num_threads()} threads"
+    )
 
 
 class Cut(NamedTuple):
@@ -172,20 +178,11 @@ def status() -> dict[str, Any]:
 
 
 def _recipe() -> compiler.Recipe:
-    torch_directory = Path(torch.__file__).parent
-    include = f"-I{torch_directory / 'include'}"
-    return compiler.Recipe(
-        stem="libelsa",
-        title="native library",
-        folder="torch",
-        units=tuple(
-            (f"torch-{operator}", f"{operator}.cpp", (*_TORCH_FLAGS, include))
-            for operator in ("attention", "window")
-        ),
-        link_flags=(f"-L{torch_directory / 'lib'}", "-ltorch_cpu", "-lc10"),
-        more=("gradient",),
-        facts=(".".join(torch.__version__.split(".")[:2]),),
-    )
+    recipe = compiler.torch_recipe(
+        "libelsa", "native library", "torch", ("attention", "window", "varlen"),
+        kernels=("attention", "window", "gradient"),
+    )  # fmt: skip
+    return replace(recipe, units=(*recipe.units, ("varlen-driver", "../elsa/varlen.cpp", ())))
 
 
 @contextmanager

@@ -19,11 +19,16 @@ from elsa_core.precision import dtype_name
 _SCHEMAS = {
     "attention_backward_native": "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, "
     "Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
-    "bool needs_query, bool needs_key, bool needs_value) -> (Tensor, Tensor, Tensor)",
+    "float dropout_p, Tensor? seed, bool needs_query, bool needs_key, bool needs_value) "
+    "-> (Tensor, Tensor, Tensor)",
     "window_attention_backward_native": "(Tensor grad_out, Tensor qkv, Tensor? bias, "
     "Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, int[] window_size, "
     "int[] shift_size, float scale, float mask_value, str layout, bool grid, bool needs_qkv, "
     "bool needs_bias, bool needs_pad, bool needs_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "varlen_attention_backward_native": "(Tensor grad_out, Tensor? grad_lse, Tensor query, "
+    "Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, "
+    "bool is_causal, float scale, bool needs_query, bool needs_key, bool needs_value) "
+    "-> (Tensor, Tensor, Tensor)",
 }
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 WINDOW_TOKENS_MAX = 640  # kMaxGradientTokens in csrc/elsa/gradient.h
@@ -67,16 +72,43 @@ def attention_backward(
     scale: float,
     precision: str,
     needs: Sequence[bool],
+    *,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """As `elsa::attention_backward`; None where the kernel does not serve the call."""
+    """As `elsa::attention_backward`, or with a seed `elsa::attention_dropout_backward`; None where
+    the kernel does not serve the call."""
     needs = (*needs[:3], needs[3] and attn_mask is not None)
     if needs[3] or not _float32((grad_out, query, key, value)):
         return None
     grads = torch.ops.elsa.attention_backward_native.default(
         grad_out, grad_lse if grad_lse.numel() else None, query, key, value, attn_mask, out, lse,
-        is_causal, scale, *needs[:3],
+        is_causal, scale, dropout_p, seed, *needs[:3],
     )  # fmt: skip
     return *grads, query.new_empty(0)
+
+
+def attention_dropout_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    dropout_p: float,
+    seed: Tensor,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """As `elsa::attention_dropout_backward`; None where the kernel does not serve the call."""
+    return attention_backward(
+        grad_out, grad_lse, query, key, value, attn_mask, out, lse, is_causal, scale, precision,
+        needs, dropout_p=dropout_p, seed=seed,
+    )  # fmt: skip
 
 
 def window_attention_backward(
@@ -114,3 +146,28 @@ def window_attention_backward(
         rows = grad_bias.flatten(1).mT.double()
         grad_bias = table.index_add_(0, bias_index.flatten(), rows).to(bias.dtype)
     return grad_qkv, grad_bias, grad_pad, grad_scale
+
+
+def varlen_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """As `elsa::varlen_attention_backward`; None where the kernel does not serve the call."""
+    if not _float32((grad_out, query, key, value)):
+        return None
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.elsa.varlen_attention_backward_native.default(
+        grad_out, grad_lse if grad_lse.numel() else None, query, key, value, cu_seqlens_q,
+        cu_seqlens_k, out, lse, is_causal, scale, *needs,
+    )  # fmt: skip
+    return grads

@@ -65,6 +65,7 @@ def attention(
     is_causal: bool,
     scale: float,
     precision: str = "strict",
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """`elsa_core.attention` of 4-D operands by PyTorch's own operator; differentiable; no lse.
 
@@ -90,7 +91,7 @@ def attention(
         # PyTorch has fused kernels for grouped heads only without a mask, in half precision
         key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask, 0.0, is_causal,
+        query, key, value, attn_mask, dropout_p, is_causal,
         scale=scale, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return out if dead is None else out.masked_fill(dead, 0.0)

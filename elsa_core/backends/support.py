@@ -73,6 +73,7 @@ class Implementation:
         takes: whether query, key and mask are such that `run` loses nothing.
         whole: serves calls of a shipped table only, and those that ask for it by name; its `run`
             is differentiated by autograd and has no lse.
+        asked: serves calls that ask for it by name alone, as kernels do that were not measured.
     """
 
     support: Callable[[Request], Support]
@@ -84,6 +85,7 @@ class Implementation:
     backward: Callable[..., Any] | None = None
     takes: Callable[..., bool] | None = None
     whole: bool = False
+    asked: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from elsa_core.measuring.rounds import Settings
 from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Progress, measure_runs
-from elsa_core.patching.copies import shared_copy
-from elsa_core.patching.patch import patch
+from elsa_core.patching.patch import patch, shared_copy
 from elsa_core.precision import DTYPES
 from elsa_core.proof.check import check
 from elsa_core.version import __version__

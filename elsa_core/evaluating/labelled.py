@@ -14,8 +14,8 @@ from torch import Tensor
 
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.files import located
-from elsa_core.loading.reading import read_text
-from elsa_core.proof.images import image_files
+from elsa_core.inputs.images import image_files
+from elsa_core.reading import read_text
 
 _READERS = 4  # threads; Pillow decodes without Python's lock
 _LARGEST_FILE = 64 * 2**20
@@ -46,7 +46,7 @@ class LabelledImages:
         """(images [B, C, H, W], classes int64 [B]) of `size` images; the last one has the rest.
 
         Args:
-            read: of `elsa_core.proof.images.reader`.
+            read: of `elsa_core.inputs.images.reader`.
         """
         with ThreadPoolExecutor(_READERS) as pool:
             for start in range(0, len(self.files), size):

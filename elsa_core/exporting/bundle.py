@@ -36,7 +36,6 @@ from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
 from elsa_core.loading import save as saving
-from elsa_core.loading.fill import separate
 from elsa_core.loading.plan import PLAN_NAME
 from elsa_core.precision import dtype_name
 
@@ -290,6 +289,7 @@ def _write_weights(exported: ExportTarget, staging: Path) -> None:
     if exported.loaded is not None:
         saving.write_files(exported.loaded, exported.plan, staging)
         return
-    tensors = separate(exported.model.state_dict())
-    saving.write_tensors(tensors, staging / saving.WEIGHTS_NAME, {"format": "pt"})
+    saving.write_tensors(
+        exported.model.state_dict(), staging / saving.WEIGHTS_NAME, {"format": "pt"}
+    )
     files.write_json(staging / PLAN_NAME, exported.plan.to_dict())

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.exporting.reference import BATCH_SIZES
 from elsa_core.exporting.towers import TextTower
+from elsa_core.inputs.cases import generated_inputs, resolved_input_size, text_shape
 from elsa_core.loading.plan import Plan
 from elsa_core.loading.recipe import Preprocess
 from elsa_core.patching.layers import patched_scope
 from elsa_core.patching.patch import patched_sites
-from elsa_core.patching.probe import resolved_input_size
-from elsa_core.proof.cases import generated_inputs, text_shape
 
 if TYPE_CHECKING:
     from elsa_core.loading.load import Loaded

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from elsa_core.errors import ModelError
 from elsa_core.exporting.signature import SIGNATURE_NAME
-from elsa_core.loading.recipe import parse_json
+from elsa_core.reading import parse_json
 
 MANIFEST_NAME = "manifest.json"
 KIND = "elsa-bundle"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
-from elsa_core.loading.reading import check_fits, open_regular
 from elsa_core.loading.weights import Weights, check_numbers, line
+from elsa_core.reading import check_fits, open_regular
 
 # What views may make of the bytes that a checkpoint stores; tied weights are twice theirs.
 _REPEATED = 4

@@ -11,12 +11,13 @@ from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.loading.alike import label
 from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.fit import with_given
-from elsa_core.loading.recipe import Recipe, from_config, parse_json, read_json
+from elsa_core.loading.recipe import Recipe, from_config
 from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.spec import CONFIG_NAMES, parse
 from elsa_core.loading.weights import Weights, read_safetensors
+from elsa_core.reading import parse_json, read_json
 
 CONFIG_METADATA = "elsa_config"
 _WEIGHTS_NAMES = (

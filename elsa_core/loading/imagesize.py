@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.loading.libraries import (
     BUILD_ERRORS,
     build_meta,
@@ -23,10 +23,6 @@ MEMORY_SHARE = 0.8
 # A block holds its input, a hidden layer and what that is made of at once.
 ALIVE_ACTIVATIONS = 2
 _SEARCH_STEPS = (32, 56, 64, 112, 224)
-
-
-class TooLargeError(ArgumentError):
-    """A size at which the model needs more memory than the machine has."""
 
 
 def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:

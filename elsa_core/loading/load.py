@@ -12,19 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.loading import hub, preprocessing
+from elsa_core.inputs.cases import generated_inputs, text_shape
+from elsa_core.loading import hub, preprocessing, unsaid
 from elsa_core.loading.fill import apply, drops_classifier
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.fromfile import choose_recipe, read_weights, refuse_links, weights_in
 from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, classes, default_recipe, explicit
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
-from elsa_core.loading.preprocessing import Given
 from elsa_core.loading.published import build_published
-from elsa_core.loading.recipe import Recipe, checked_args, from_config, read_json
+from elsa_core.loading.recipe import Given, Recipe, checked_args, from_config
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
-from elsa_core.loading.unsaid import with_unsaid
-from elsa_core.proof.cases import generated_inputs, text_shape
+from elsa_core.reading import read_json
 
 if TYPE_CHECKING:
     from elsa_core.patching.patch import PatchReport
@@ -69,6 +68,11 @@ class Loaded:
     report: PatchReport | None = None
     tower: str | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def unsaid(self) -> str:
+        """One line about what the architecture's name says alone, and no tensor; "" for nothing."""
+        return unsaid.line(self.recipe)
 
     def example_inputs(self, batch_size: int = 1, seed: int = 0) -> tuple[Tensor, ...]:
         """Return random inputs for `model(*inputs)`, on the model's device.
@@ -267,7 +271,7 @@ def _from_file(
     if not choice.described:
         chosen, line = preprocessing.assumed(chosen, choice.alike, asked, str(path))
     if not choice.described or arch is not None:
-        chosen = with_unsaid(chosen, weights.shapes, given)
+        chosen = unsaid.with_unsaid(chosen, weights.shapes, given)
     if headless:
         chosen = with_given(chosen, {"num_classes": 0})
     model, recipe, changed = apply(chosen, weights, size, dtype, given)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
-from elsa_core.loading.recipe import read_json
+from elsa_core.reading import read_json
 from elsa_core.version import __version__
 
 if TYPE_CHECKING:

@@ -9,27 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from elsa_core.errors import ArgumentError
-from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, INTERPOLATIONS, Preprocess, Recipe
+from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, INTERPOLATIONS, Given, Preprocess, Recipe
 
 KEYS = ("mean", "std", "crop_pct", "interpolation")
 _FLAGS = "--mean, --std, --crop-pct, --interpolation"
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the user says of the preprocessing; None is left to the model.
-
-    mean and std are one number or one a channel, on images scaled to 0..1.
-    """
-
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-    crop_pct: float | None = None
-    interpolation: str | None = None
 
 
 def with_given(preprocess: Preprocess, given: Given) -> Preprocess:

@@ -7,20 +7,15 @@ that a saved directory also opens with `timm.create_model("local-dir:...")`.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from elsa_core.errors import ElsaError, ModelError
-from elsa_core.loading.reading import read_text
-from elsa_core.loading.weights import json_problem, unique_pairs
 
 Library = Literal["timm", "open_clip", "torchvision"]
 
-CONFIG_BYTES = 16_000_000
 # 16 384 pixels are 2^20 tokens at patch 16: one float32 image is 3 GiB.
 MAX_IMAGE_SIZE = 16_384
 # Shapes are compared before memory is taken, but every block is an object already then.
@@ -67,6 +62,19 @@ class Preprocess:
             return replace(self, input_size=size)
         mean, std = (sum(values) / len(values) for values in (self.mean, self.std))
         return replace(self, input_size=size, mean=(mean,) * count, std=(std,) * count)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user says of the preprocessing; None is left to the model.
+
+    mean and std are one number or one a channel, on images scaled to 0..1.
+    """
+
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,30 +148,6 @@ class Recipe:
             },
             "elsa": {"assumed": list(given.assumed), "unsaid": dict(self.unsaid)},
         }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file that may be hostile.
-
-    Raises:
-        ModelError: unreadable, oversized, not JSON, a repeated name, or not an object.
-    """
-    return parse_json(read_text(path, CONFIG_BYTES), str(path))
-
-
-def parse_json(text: str, where: str) -> dict[str, Any]:
-    """Parse a JSON object from text that may be hostile.
-
-    Raises:
-        ModelError: not JSON, a repeated name, or not an object.
-    """
-    try:
-        content = json.loads(text, object_pairs_hook=unique_pairs)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where} is not JSON: {json_problem(error)}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{where} is not a JSON object")
-    return content
 
 
 def from_config(config: Mapping[str, Any], where: str) -> Recipe:

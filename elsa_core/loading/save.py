@@ -78,7 +78,7 @@ def write_files(loaded: Loaded, plan: Plan, directory: Path) -> None:
         "elsa_weights": loaded.weights,
         CONFIG_METADATA: json.dumps(config),
     }
-    write_tensors(separate(loaded.model.state_dict()), directory / WEIGHTS_NAME, metadata)
+    write_tensors(loaded.model.state_dict(), directory / WEIGHTS_NAME, metadata)
     files.write_json(directory / CONFIG_NAME, config)
     if loaded.recipe.library == "open_clip":
         files.write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
@@ -96,7 +96,7 @@ def _config(loaded: Loaded) -> dict[str, Any]:
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a .safetensors file.
+    """Write a .safetensors file. Tensors that share memory are written under each name.
 
     Raises:
         ModelError: a tensor holds NaN or infinity.
@@ -118,7 +118,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
             f"tensor {bad!r} holds NaN or infinity: not saved, it would not load again"
         )
     try:
-        save_file(tensors, path, metadata=metadata)
+        save_file(separate(tensors), path, metadata=metadata)
     except SafetensorError as error:
         text = str(error)
         full = "os error 28" in text or "No space left" in text

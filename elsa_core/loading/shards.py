@@ -9,9 +9,8 @@ from torch import Tensor
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
-from elsa_core.loading.reading import check_fits
-from elsa_core.loading.recipe import read_json
 from elsa_core.loading.weights import Weights, read_header, read_safetensors
+from elsa_core.reading import check_fits, read_json
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_SHARDS = 4096

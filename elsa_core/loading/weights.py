@@ -18,7 +18,7 @@ from torch import Tensor
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
-from elsa_core.loading.reading import check_fits, open_regular
+from elsa_core.reading import check_fits, json_problem, open_regular, unique_pairs
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
@@ -199,25 +199,6 @@ def _parse_header(path: Path, raw: bytes, data_bytes: int) -> Header:
     entries = {name: _parse_entry(path, name, entry) for name, entry in content.items()}
     _check_coverage(path, entries, data_bytes)
     return Header(entries, metadata)
-
-
-def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for json: an object in which a name occurs twice is refused."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice[:80]!r} occurs twice")
-    return result
-
-
-def json_problem(error: Exception) -> str:
-    """Why json refused a text, in words that name no setting of Python's."""
-    if "integer string conversion" in str(error):
-        return "a number in it has thousands of digits"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return line(error)
 
 
 def _no_constant(text: str) -> NoReturn:

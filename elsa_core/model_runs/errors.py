@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError
+from elsa_core.inputs.cases import chunks
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
-from elsa_core.proof.cases import chunks
 from elsa_core.proof.compare import TURBO_EPS, Comparison, floating_outputs, map_floating
 
 REFERENCE = "eager"

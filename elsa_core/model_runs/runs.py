@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.measuring import energy, rounds
 from elsa_core.measuring.busy import Watch
 from elsa_core.measuring.intervals import Ratio, digits, paired_times, percentile, ratio
@@ -20,7 +21,6 @@ from elsa_core.model_runs.errors import UNKNOWN, RunErrors, run_errors
 from elsa_core.model_runs.pair import both
 from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.patching.patch import PatchReport
-from elsa_core.proof.cases import ModelInput, as_cases
 
 Progress = Callable[[str, int, int], None]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from elsa_core.errors import ArgumentError
+from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.measuring.intervals import digits, middle_means
 from elsa_core.measuring.rounds import Samples, Settings
 from elsa_core.model_runs import variants
@@ -29,7 +30,6 @@ from elsa_core.model_runs.runs import (
     timed,
 )
 from elsa_core.model_runs.variants import first_tensor, on_device
-from elsa_core.proof.cases import ModelInput, as_cases
 from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
 
 PARTS: Final = ("forward", "backward", "optimizer")

@@ -19,9 +19,8 @@ from elsa_core.measuring import timing
 from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
-from elsa_core.patching.adapters.redirect import FUSED_SWITCHES
-from elsa_core.patching.copies import shared_copy
-from elsa_core.patching.patch import unpatch
+from elsa_core.patching.adapters.table import SWITCHES
+from elsa_core.patching.patch import shared_copy, unpatch
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"
@@ -210,7 +209,7 @@ def with_sdpa(model: nn.Module) -> nn.Module:
     switches = [
         (module, switch)
         for module in fused.modules()
-        for switch in FUSED_SWITCHES
+        for switch in SWITCHES
         if isinstance(module.__dict__.get(switch), bool)
     ]
     if not switches:

@@ -15,8 +15,8 @@ What is saved is (out, lse), O(N) beside the output, not (m, log S): P = exp(sco
 rounding of lse, 2**-24 |lse| at most, is a relative error of P. For |lse| <= 2**11 that is below
 2**-13 in float32, no more than what half precision rounds, and for the |lse| < 2**5 of trained
 models below 2**-19. Of larger ones the formulas in plain PyTorch compute (m, S) again in a first
-pass over the keys; at |lse| >= 2**24 lse has lost all of log S. Dropout is no argument: it gets an
-operator of its own, so that programs and bundles never hold it.
+pass over the keys; at |lse| >= 2**24 lse has lost all of log S. Dropout is no argument: it is
+`elsa::attention_dropout`, so that programs and bundles never hold it.
 
 A native library that is loaded without this package (a bundle, a program) defines
 `elsa::attention` itself; loaded by this package it leaves that to this file.
@@ -24,7 +24,7 @@ A native library that is loaded without this package (a bundle, a program) defin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ _BACKWARD_SCHEMA = (
 )
 
 
-def _attention_fake(
+def fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,7 +60,7 @@ def _attention_fake(
     return out, query.new_empty((batch, heads, length), dtype=lse_dtype)
 
 
-def _backward_fake(
+def backward_fake(
     grad_out: Tensor,
     grad_lse: Tensor,
     query: Tensor,
@@ -94,14 +94,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
     """The gradients of `elsa::attention`: only those that are wanted are computed."""
     saved = ctx.saved_tensors  # once: a checkpoint that is not reentrant gives them one time
-    out, lse = saved[4:]
     needs = list(ctx.needs_input_grad[:4])
+    grads = operator(*slopes(grad_out, grad_lse, *saved[4:]), *saved, *ctx.terms, needs)
+    return *needed(grads, needs), None, None, None
+
+
+def slopes(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of out and lse as the operators of gradients take them."""
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     if grad_lse is None:
         grad_lse = lse.new_zeros(0) if lse.device.type == "cuda" else torch.zeros_like(lse)
-    grads = operator(grad_out, grad_lse, *saved, *ctx.terms, needs)
-    return *needed(grads, needs), None, None, None
+    return grad_out, grad_lse
 
 
 def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -110,16 +116,34 @@ def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 
 def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    """Second derivatives: the backward once more, recorded, with all its weights alive."""
+    """Second derivatives of `elsa::attention`."""
+    return twice(ctx, ctx.saved_tensors, lambda *given: eager.backward(*given, *ctx.terms), grads)
+
+
+def twice(
+    ctx: Any,
+    given: Sequence[Tensor],
+    again: Callable[..., Sequence[Tensor]],
+    grads: Sequence[Tensor],
+) -> Grads:
+    """Second derivatives: the backward once more, recorded, with all its weights alive.
+
+    Args:
+        ctx: of an operator of gradients, the first of whose arguments are `given`.
+        given: the tensors that may be differentiated.
+        again: computes the operator's results from them.
+        grads: of the results.
+    """
+    count = len(given)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases, so that what is differentiated ends here and yet hangs on the caller's graph.
         operands = [
             t.view_as(t) if needed else t
-            for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[:8], strict=True)
+            for t, needed in zip(given, ctx.needs_input_grad[:count], strict=True)
         ]
-        results = eager.backward(*operands, *ctx.terms)
-    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:8]) if needed]
+        results = again(*operands)
+    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:count]) if needed]
     ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
     found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     second = torch.autograd.grad(
@@ -140,13 +164,13 @@ ATTENTION = register(
         schema=_SCHEMA,
         reference=eager.attention,
         portable=portable.attention,
-        fake=_attention_fake,
+        fake=fake,
         gradients=Gradients(
             setup_context=_setup_context,
             formula=_backward,
             backward=Backward(
                 schema=_BACKWARD_SCHEMA,
-                fake=_backward_fake,
+                fake=backward_fake,
                 reference=eager.backward,
                 formula=_twice,
                 setup_context=_twice_setup_context,

@@ -7,6 +7,7 @@ pickle, `torch.compile` and `torch.export` see the model that they saw before.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.precision import validate
 from elsa_core.summary import Summarised, Summary
 
-_ATTRIBUTES = ("elsa_precision", "elsa_backend")
+_ATTRIBUTES = ("elsa_precision", "elsa_backend", "elsa_group", "elsa_lengths")
 _MAX_NAMED = 3  # classes that an error line spells out
 
 
@@ -82,6 +83,7 @@ def patch(
     exclude: str | Sequence[str] | None = None,
     strict: bool = False,
     scope: str = layers.AUTO,
+    mesh: Any = None,
 ) -> PatchReport:
     """Make the sites of a model run on elsa, in place.
 
@@ -99,6 +101,8 @@ def patch(
             embeddings too, with what follows a product (activation, LayerScale, residual) in its
             call. "auto": "model" where the shipped measurements say that it is faster, which is
             float32 on sm_90, else "attention". On a CPU layers keep PyTorch's own products.
+        mesh: where given, the model's tokens are sharded over its ranks too, see
+            `elsa_core.distributed.shard`.
 
     Returns:
         The sites patched and those kept, with reasons.
@@ -109,8 +113,13 @@ def patch(
             or a glob matches no site.
         UnavailableError: the backend asked for by name does not serve the model's device or dtype.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
+        ModelError: with `mesh`, the model cannot be sharded.
     """
     model = plain_model(model)
+    if mesh is not None:
+        from elsa_core.patching import sharding
+
+        sharding.require_shardable(model)
     asked.check_names(precision, backend)
     wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
     scope = layers.scope_of(model, scope)
@@ -132,6 +141,8 @@ def patch(
             + _named(refused)
         )
     _swap(model, selected, precision, backend)
+    if mesh is not None:
+        sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
     return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted, scope)
 
@@ -286,3 +297,18 @@ def _named(sites: Sequence[AttentionSite]) -> str:
     if len(groups) > _MAX_NAMED:
         parts.append(f"{len(groups) - _MAX_NAMED} further classes")
     return "; ".join(parts)
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model's modules over the very same parameters and buffers.
+
+    Raises:
+        ArgumentError: the model cannot be copied.
+    """
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"this model cannot be copied, so nothing can stand beside it ({error})"
+        ) from error

@@ -26,19 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from elsa_core.calls import plain_multihead
-from elsa_core.errors import ArgumentError
 from elsa_core.messages import first_line, quiet
 from elsa_core.patching import adapters
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-_DEFAULT_SIZE = 224
 _QUICK_VALUES, _QUICK_PIXELS = 2**25, 2**18  # weights and image of a ViT-S at 512 pixels
 # Where the weight of a layer's product stands among its arguments: [K, N], or of a convolution
 # [N, C, h, w].
 _LAYER_PRODUCTS = {"mm": 1, "addmm": 2, "convolution": 1}
-_MAX_SIDE = 2**20  # beyond it the image alone would not fit in any memory
 
 
 class ProbeError(Exception):
@@ -110,71 +107,6 @@ def _is_quick(model: nn.Module, input_size: tuple[int, int, int]) -> bool:
         return False
     values = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
     return values <= _QUICK_VALUES and input_size[1] * input_size[2] <= _QUICK_PIXELS
-
-
-def resolved_input_size(
-    model: nn.Module, input_size: int | tuple[int, ...] | None
-) -> tuple[int, int, int]:
-    """(C, H, W) from what the caller gave, else from the model, else 224 x 224.
-
-    Raises:
-        ArgumentError: what the caller gave is no image size.
-    """
-    channels = _channels(model)
-    if input_size is None:
-        return (channels, *(_own_size(model) or (_DEFAULT_SIZE, _DEFAULT_SIZE)))
-    sides = (input_size,) * 2 if isinstance(input_size, int) else tuple(input_size)
-    if len(sides) == 2:
-        sides = (channels, *sides)
-    if len(sides) != 3 or not all(
-        isinstance(side, int) and 0 < side <= _MAX_SIDE for side in sides
-    ):
-        raise ArgumentError(
-            f"input_size={input_size!r} is no image size: give (channels, height, width) or a side"
-        )
-    return sides[0], sides[1], sides[2]
-
-
-def _own_size(model: nn.Module) -> tuple[int, int] | None:
-    """The image size that the model says it was built for."""
-    visual = getattr(model, "visual", None)
-    if isinstance(visual, nn.Module):
-        found = _pair(getattr(visual, "image_size", None)) or _own_size(visual)
-        if found is not None:
-            return found
-    trunk = getattr(model, "trunk", None)
-    if isinstance(trunk, nn.Module):
-        return _own_size(trunk)
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    sizes: list[Any] = [
-        getattr(getattr(model, "patch_embed", None), "img_size", None),
-        tuple((config or {}).get("input_size") or ())[1:] if isinstance(config, dict) else None,
-        getattr(model, "image_size", None),
-        *(getattr(module, "img_size", None) for module in model.modules()),
-    ]
-    return next((pair for pair in map(_pair, sizes) if pair is not None), None)
-
-
-def _pair(size: Any) -> tuple[int, int] | None:
-    if isinstance(size, int) and not isinstance(size, bool):
-        size = (size, size)
-    if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(s, int) for s in size):
-        return int(size[0]), int(size[1])
-    return None
-
-
-def _channels(model: nn.Module) -> int:
-    """The image's channels: what the convolution that timm names as the first one takes."""
-    config = getattr(model, "pretrained_cfg", None)
-    config = config if isinstance(config, dict) else {}
-    names = config.get("first_conv") or "patch_embed.proj"
-    modules = dict(model.named_modules())
-    for name in (names,) if isinstance(names, str) else names:
-        if isinstance(modules.get(name), nn.Conv2d):
-            return int(modules[name].in_channels)
-    if config.get("input_size"):
-        return int(config["input_size"][0])
-    return next((m.in_channels for m in modules.values() if isinstance(m, nn.Conv2d)), 3)
 
 
 def _unpatched_copy(model: nn.Module, mode: FakeTensorMode | None) -> nn.Module:

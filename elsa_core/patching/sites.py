@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
+from elsa_core.inputs.cases import resolved_input_size
 from elsa_core.patching import adapters, bytecode, layers
 from elsa_core.patching.adapters import redirect, table
-from elsa_core.patching.probe import Observation, Probe, ProbeError, probe, resolved_input_size
+from elsa_core.patching.probe import Observation, Probe, ProbeError, probe
 from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.summary import Summarised, Summary
 
@@ -296,7 +297,7 @@ def _support(module: nn.Module, cls: type[nn.Module]) -> Support:
         return answer
     if bytecode.calls_multi_head_attention_forward(bytecode.methods(cls)):
         return Support(False, _FUNCTIONAL)
-    return Support(False, _EAGER)
+    return Support(False, table.interface_of(cls) or _EAGER)
 
 
 def _observed(site: AttentionSite, result: Probe) -> AttentionSite:

@@ -21,8 +21,7 @@ from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Prepared, Progress
 from elsa_core.model_runs.variants import first_tensor
 from elsa_core.patching import adapters
-from elsa_core.patching.copies import shared_copy
-from elsa_core.patching.patch import PatchReport, patched_sites
+from elsa_core.patching.patch import PatchReport, patched_sites, shared_copy
 from elsa_core.patching.sites import AttentionSite, find_sites, inspect
 from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
 from elsa_core.profiling.timeline import Cut, Marked, timelines

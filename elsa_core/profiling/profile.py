@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ArgumentError
+from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.measuring.rounds import Settings
 from elsa_core.model_runs.runs import (
     ModelRuns,
@@ -23,7 +24,6 @@ from elsa_core.patching.sites import plain_model
 from elsa_core.profiling.locate import Asked, locate
 from elsa_core.profiling.sites import SiteProfile
 from elsa_core.profiling.words import profile_summary
-from elsa_core.proof.cases import ModelInput, as_cases
 from elsa_core.summary import Summarised, Summary
 
 

@@ -6,7 +6,6 @@ resumed. A point that does not fit in memory is a row with its reason, not an en
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import itertools
@@ -18,15 +17,11 @@ from typing import Any
 
 import torch
 
-from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.exporting.manifest import hashed
-from elsa_core.loading.fromfile import weights_in
-from elsa_core.loading.imagesize import TooLargeError, with_image_size
-from elsa_core.loading.libraries import default_recipe
+from elsa_core.loading.architecture import files_of
 from elsa_core.loading.load import Loaded
-from elsa_core.loading.plan import PLAN_NAME
-from elsa_core.loading.shards import is_index
-from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec
+from elsa_core.loading.spec import ModelSpec
 from elsa_core.measuring import environment as place
 from elsa_core.measuring.documents import side
 from elsa_core.measuring.memory_limit import is_out_of_memory, limited
@@ -117,23 +112,6 @@ def grid(
     return found
 
 
-def check_sizes(spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
-    """Refuse sizes that the model cannot run at, before anything is measured.
-
-    Weights files say what they are only once they are read, so theirs are not checked here; a size
-    that needs too much memory is no error of a sweep.
-
-    Raises:
-        ArgumentError: a size that does not suit the model.
-    """
-    if spec.path is not None or spec.source == "hub":
-        return
-    recipe = default_recipe(spec)
-    for size in sizes:
-        with contextlib.suppress(TooLargeError):
-            with_image_size(recipe, size)
-
-
 def weights_sha256(spec: ModelSpec) -> str:
     """One hash over all that a file or a saved directory is built from; "" for a name.
 
@@ -144,12 +122,9 @@ def weights_sha256(spec: ModelSpec) -> str:
     """
     if spec.path is None:
         return ""
-    weights = weights_in(spec.path) if spec.source == "directory" else spec.path
-    shards = weights.parent.glob("*.safetensors") if is_index(weights) else ()
-    beside = (weights.parent / name for name in (*CONFIG_NAMES, PLAN_NAME))
     digest = hashlib.sha256()
     try:
-        for path in (weights, *sorted(shards), *(path for path in beside if path.is_file())):
+        for path in files_of(spec):
             digest.update(f"{path.name} {hashed(path).sha256}\n".encode())
     except OSError as error:
         raise ModelError(f"{spec.path} cannot be read: {error.strerror or error}") from error

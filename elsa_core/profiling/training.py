@@ -8,11 +8,11 @@ from dataclasses import fields
 from torch import nn
 
 from elsa_core.errors import ArgumentError
+from elsa_core.inputs.cases import ModelInput
 from elsa_core.measuring.rounds import Settings
 from elsa_core.model_runs.runs import ModelRuns, Progress
 from elsa_core.model_runs.training import measure_training
 from elsa_core.profiling.profile import ProfileReport
-from elsa_core.proof.cases import ModelInput
 
 
 def profile_training(

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import calls, operators, reference
 from elsa_core.backends import eager_window
-from elsa_core.proof.cases import jittered
 from elsa_core.proof.compare import TURBO_EPS
+from elsa_core.proof.samples import jittered
 from elsa_core.reference import Drift
 
 # Entries of P that are rebuilt for one call: 2**18 are 2 MiB in float64, about 40 ms of one core.

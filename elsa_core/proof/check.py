@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.patching.layers import is_layer
 from elsa_core.patching.patch import original, patched_sites
 from elsa_core.proof import paths as run_paths
-from elsa_core.proof.cases import ModelInput, as_cases, generated_inputs, text_shape
 from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
 from elsa_core.proof.run import CheckRun
 from elsa_core.proof.sides import Fault
@@ -29,8 +29,6 @@ __all__ = [
     "ModelCheck",
     "SiteCheck",
     "check",
-    "generated_inputs",
-    "text_shape",
 ]
 
 FAULT_SWITCH = "ELSA_FAULT_INJECTION"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from elsa_core.proof.cases import jittered
 from elsa_core.proof.compare import floating_outputs
 from elsa_core.proof.judge import Judgement, settle
+from elsa_core.proof.samples import jittered
 from elsa_core.proof.sides import Given, PatchedError, Sides, finding
 
 Gradients = dict[str, Tensor]

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.inputs.cases import chunks
 from elsa_core.messages import first_line
 from elsa_core.patching.patch import original
 from elsa_core.proof import gradients, paths
-from elsa_core.proof.cases import chunks, jittered, nearby
 from elsa_core.proof.compare import TURBO_EPS, map_floating
 from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord, ModelCheck, model_check
+from elsa_core.proof.samples import jittered, nearby
 from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model, own
 from elsa_core.proof.site_run import Asked, Progress, SiteRun
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elsa_core.proof.cases import jittered, random_weight
+from elsa_core.proof.samples import jittered, random_weight
 from elsa_core.proof.sides import Given
 
 # exp overflows at 88.7 in float32 and at 11.1 in float16: logits of 100 need a running maximum.

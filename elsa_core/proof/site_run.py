@@ -17,11 +17,11 @@ from elsa_core.patching import adapters
 from elsa_core.patching.layers import is_layer
 from elsa_core.proof import gradients
 from elsa_core.proof.capture import OperatorCapture
-from elsa_core.proof.cases import jittered
 from elsa_core.proof.compare import TURBO_EPS, floating_outputs
 from elsa_core.proof.entry import Hook, watched
 from elsa_core.proof.judge import SITE_SAMPLES, Judgement, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord, SiteCheck, SiteRecord
+from elsa_core.proof.samples import jittered
 from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, of_site
 from elsa_core.proof.site_cases import (
     FILLED,

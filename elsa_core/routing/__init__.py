@@ -31,7 +31,7 @@ from elsa_core.routing.choose import (
     trains_original,
     unregister,
 )
-from elsa_core.routing.gradients import recorded
+from elsa_core.routing.gradients import recorded, shard_backward
 from elsa_core.routing.measured import NORM, PADDED, eager_least, linear_form, scope, unmeasured
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
@@ -60,6 +60,7 @@ __all__ = [
     "route",
     "scope",
     "select",
+    "shard_backward",
     "support",
     "training_name",
     "trains_original",

@@ -113,6 +113,9 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
         offered = each.operators.get(request.operator)
         if each.device not in (None, request.device_type) or offered is None or offered.whole:
             continue
+        if offered.asked:
+            reasons.append(f"{each.name}: was not measured for such calls; ask for it by name")
+            continue
         answer = offered.support(request)
         if answer.reason:
             reasons.append(f"{each.name}: {answer.reason}")
@@ -242,19 +245,16 @@ def kernels_of(operator: str, device_type: str) -> str:
     return PLAIN
 
 
-def plain_alone(backend: str, dropout_p: float = 0.0) -> str:
+def plain_alone(backend: str) -> str:
     """What of a call plain PyTorch alone can do, in words; empty where an operator serves.
 
     Raises:
-        ArgumentError: dropout_p is no probability below 1.
         UnavailableError: another backend was asked for by name.
     """
-    if not 0.0 <= dropout_p < 1.0:
-        raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1)")
-    what = "dropout" if dropout_p > 0.0 else ""
-    if not what and calls.differentiates_otherwise():
-        what = "forward-mode AD or torch.func derivatives"
-    if what and backend not in ("auto", PLAIN):
+    if not calls.differentiates_otherwise():
+        return ""
+    what = "forward-mode AD or torch.func derivatives"
+    if backend not in ("auto", PLAIN):
         raise UnavailableError(
             f"backend={backend!r} has no {what}: use backend='auto' or {PLAIN!r}"
         )
@@ -315,6 +315,8 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     """Who computes the gradients of what `found` serves, and why not others."""
     if found.whole:
         return ("gradients: PyTorch's own kernels, forward and backward",)
+    if found.asked and found.gradient is not None:
+        return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
     if found.gradient is not None and found.run is operators.record(request.operator).overload:
         name, reasons = gradient_name(request)
         if name != PLAIN:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from elsa_core import operators
-from elsa_core.backends.support import Request
+from elsa_core import operators, packing
+from elsa_core.backends import eager
+from elsa_core.backends.support import Request, loses_digits
 from elsa_core.operators.record import implement
 from elsa_core.operators.window import Eager
 from elsa_core.routing import measured
@@ -20,21 +22,34 @@ from elsa_core.routing.choose import DIRECT, implementation, mask_kind
 
 def attention_backward(*arguments: Any) -> Any:
     """`elsa::attention_backward` on every device: the first backend of the table that serves it."""
+    return _of_attention(operators.ATTENTION, arguments)
+
+
+def attention_dropout_backward(*arguments: Any) -> Any:
+    """`elsa::attention_dropout_backward` on every device: as `attention_backward`."""
+    return _of_attention(operators.ATTENTION_DROPOUT, arguments)
+
+
+def _of_attention(record: operators.Operator, arguments: tuple[Any, ...]) -> Any:
     query, value, attn_mask = arguments[2], arguments[4], arguments[5]
-    is_causal, _, precision, needs = arguments[8:]
-    wanted = zip(operators.ATTENTION.terms, needs, strict=True)
+    is_causal, precision, needs = arguments[8], arguments[10], arguments[-1]
+    wanted = zip(record.terms, needs, strict=True)
     request = Request(
-        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
         mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
-    return operators.ATTENTION.recomputed(*arguments) if grads is None else grads
+    return record.recomputed(*arguments) if grads is None else grads
 
 
 def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
     """The gradients by the first backend of the table that serves the call, or None."""
     row = measured.training(request.operator, request.device_type, request.dtype)
-    for name in row.backward if row else ():
+    return _by_backends(request, row.backward if row else (), arguments)
+
+
+def _by_backends(request: Request, names: Iterable[str], arguments: tuple[Any, ...]) -> Any:
+    for name in names:
         offered = implementation(request.operator, name)
         if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
             continue
@@ -43,6 +58,29 @@ def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
         if grads is not None:
             return grads
     return None
+
+
+def shard_backward(*arguments: Any) -> Any:
+    """As `attention_backward`, for keys and values that are a shard of those that the rows see.
+
+    `out` and `lse` are of the whole rows, so that a kernel serves only where it reads both as they
+    are: P = exp(score - lse), delta = rowsum(grad_out * out). PyTorch's kernels do; the Triton ones
+    do in float32 where no lse is large. For others plain PyTorch.
+    """
+    query, value, attn_mask, lse = arguments[2], arguments[4], arguments[5], arguments[7]
+    is_causal, _, precision, needs = arguments[8:]
+    row = measured.training("attention", query.device.type, query.dtype)
+    if row is None or not (query.numel() and value.numel()) or loses_digits(lse):
+        return eager.backward(*arguments, is_shard=True)
+    wanted = zip(operators.ATTENTION.terms, needs, strict=True)
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
+        mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    read = ("triton", "sdpa") if query.dtype == torch.float32 else ("sdpa",)
+    names = [name for name in row.backward if name in read]
+    grads = _by_backends(request, names, arguments)
+    return eager.backward(*arguments, is_shard=True) if grads is None else grads
 
 
 def window_attention_backward(*arguments: Any) -> Any:
@@ -56,6 +94,90 @@ def window_attention_backward(*arguments: Any) -> Any:
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
     return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
+
+
+def varlen_attention_backward(*arguments: Any) -> Any:
+    """`elsa::varlen_attention_backward` on every device: as `attention_backward`."""
+    query, value, precision, needs = arguments[2], arguments[4], arguments[11], arguments[12]
+    wanted = zip(operators.VARLEN_ATTENTION.terms, needs, strict=True)
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
+        "varlen_attention", gradient=tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    if query.is_cuda:
+        return padded_backward(*arguments)
+    grads = _by_the_table(request, arguments)
+    return operators.VARLEN_ATTENTION.recomputed(*arguments) if grads is None else grads
+
+
+def padded_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`elsa::varlen_attention_backward` by the gradients of `attention` of a padded batch.
+
+    The longest lengths are read by the host, which waits for the device.
+    """
+    if not query.shape[0] or not key.shape[0]:
+        return _wanted((query, key, value), (query * 0, key * 0, value * 0), needs)
+    bounds = (cu_seqlens_q, cu_seqlens_k)
+    queries, keys = (max(1, int(b.diff().amax())) if b.shape[0] > 1 else 1 for b in bounds)
+
+    def rows(t: Tensor, which: int = 0) -> Tensor:  # [T, H, D] as [S, H, N, D]
+        return packing.padded(t, bounds[which], (queries, keys)[which]).transpose(1, 2)
+
+    mask = packing.inside(cu_seqlens_k, keys)[:, None, None, :]
+    if is_causal:
+        mask = mask & mask.new_ones(queries, keys).tril()
+    of_lse = rows(lse.t()[..., None]).squeeze(-1)
+    slope = rows(grad_lse.t()[..., None]).squeeze(-1) if grad_lse.numel() else grad_lse
+    grads = torch.ops.elsa.attention_backward.default(
+        rows(grad_out), slope, rows(query), rows(key, 1), rows(value, 1), mask, rows(out), of_lse,
+        False, scale, precision, [*needs, False],
+    )  # fmt: skip
+    counts = (query.shape[0], key.shape[0], key.shape[0])
+    places = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
+    packed = [
+        packing.packed(g.transpose(1, 2), b, n) if needed else g
+        for g, b, n, needed in zip(grads, places, counts, needs, strict=False)
+    ]
+    return _wanted((query, key, value), packed, needs)
+
+
+def _wanted(
+    operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients that were wanted, laid out as their operands."""
+    first, second, third = (
+        torch.empty_like(t).copy_(g) if needed else t.new_empty(0)
+        for t, g, needed in zip(operands, grads, needs, strict=True)
+    )
+    return first, second, third
+
+
+def entmax_backward_cuda(*arguments: Any) -> Any:
+    """`elsa::entmax_attention_backward` on CUDA: Triton's kernels; of a mask plain PyTorch."""
+    from elsa_core.backends.triton.attention.entmax import entmax_backward
+
+    *terms, needs = arguments
+    attn_mask = terms[4]
+    with _without_autocast("cuda"):
+        grads = list(entmax_backward(*arguments))
+    if needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool:
+        of_mask = [False, False, False, True, False]
+        grads[3] = operators.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3]
+    return tuple(grads)
 
 
 def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
@@ -79,4 +201,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
+implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
+implement("attention_dropout_backward", attention_dropout_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
+implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")

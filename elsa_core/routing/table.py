@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
-from elsa_core.backends import onednn, sdpa
+from elsa_core.backends import cuda, onednn, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import implement
 from elsa_core.precision import dtype_name
@@ -44,13 +44,19 @@ def _of_pytorch(request: Request) -> str:
     return _half(request) or f"PyTorch's {dtype_name(request.dtype)} matrix products"
 
 
+_PLAIN_SCHEDULES = {
+    "attention": _late("eager", "schedule"),
+    "varlen": _late("eager_varlen", "schedule"),
+}
+
+
 def reference(record: operators.Operator) -> Implementation:
     """Plain PyTorch, which serves every operator that has a record."""
     gradients = record.gradients and record.gradients.backward
     return Implementation(
         support=_late("eager", "support"),
         run=record.eager,
-        schedule=_late("eager", "schedule") if record.kind == "attention" else _as_written,
+        schedule=_PLAIN_SCHEDULES.get(record.kind, _as_written),
         arithmetic=_of_pytorch,
         gradient=_late("eager", "support") if gradients else None,
         backward=gradients.reference if gradients else None,
@@ -71,6 +77,12 @@ def _linear_schedule(*arguments: Any) -> str:
 
 def _split(request: Request) -> str:
     return _half(request) or precisions.PRECISIONS[request.precision].met_by
+
+
+def _of_tf32(request: Request) -> str:
+    if request.precision == "ieee":
+        return "float32 FMA"
+    return _half(request) or "three TF32 products for each float32 product, float32 sums"
 
 
 def _fma(request: Request) -> str:
@@ -121,6 +133,11 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return kernel(grad_out, grad_lse, *rest)
 
 
+def _triton_dropout_gradient(request: Request) -> Support:
+    answer: Support = _late("triton.attention.dropout", "support_gradient")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
 def _triton_window_gradient(request: Request) -> Support:
     answer: Support = _late("triton.window.backward", "support")(request)
     return _late("triton", "support")(request) if answer.ok else answer
@@ -129,6 +146,12 @@ def _triton_window_gradient(request: Request) -> Support:
 def _whole(*arguments: Any) -> tuple[Tensor, None]:
     """By PyTorch's own operator, which has no lse to give."""
     return sdpa.attention(*arguments), None
+
+
+def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
+    """By PyTorch's own operator, which draws for itself."""
+    *terms, _ = arguments
+    return sdpa.attention(*terms), None
 
 
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
@@ -152,35 +175,100 @@ def _native_gradient(request: Request) -> Support:
     return _late("native", "support")(request) if answer.ok else answer
 
 
+_NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
+
+
+def _triton_entmax(request: Request) -> Support:
+    answer: Support = _late("triton.attention.entmax", "support")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
+def _entmax_schedule(*arguments: Any) -> str:
+    return "query tiles of 64, key tiles of 64 without a weight skipped after the first step"
+
+
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
         run=record.overload,
-        schedule=_late("native", "schedule") if record.kind == "attention" else _whole_windows,
+        schedule=_NATIVE_SCHEDULES.get(record.kind, _late("native", "schedule")),
         arithmetic=_fma,
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
     )
-    for record in (operators.ATTENTION, operators.WINDOW_ATTENTION)
+    for record in (
+        operators.ATTENTION,
+        operators.ATTENTION_DROPOUT,
+        operators.VARLEN_ATTENTION,
+        operators.WINDOW_ATTENTION,
+    )
 }
+# What computes an operator on CUDA devices: modules that are imported at the first call.
+KERNELS_ON_CUDA = {
+    "attention": _late("triton", "attention_forward"),
+    "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
+    "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
+    "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
+    "window_attention": _late("triton.window.planner", "window_attention"),
+    "linear": _late("triton.linear.gate", "kernel"),
+    "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
+    "linear_backward": _late("triton.linear.gate", "backward"),
+    "split_weight": _late("triton.linear.gate", "split_weight"),
+}
+# Of these, what the CUDA library takes over where it is on: what layouts alone decide.
+BY_LIBRARY = ("attention", "window_attention", "linear")
+cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
+
+
+def _triton_schedule(*arguments: Any) -> str:
+    words: str = _late("triton", "schedule")(*arguments)
+    return f"{words}; the CUDA library launches it" if cuda.serves("attention") else words
+
+
 _TRITON = {
+    "attention_dropout": Implementation(
+        support=_late("triton", "support"),
+        run=operators.ATTENTION_DROPOUT.overload,
+        schedule=_late("triton.attention.dropout", "schedule"),
+        arithmetic=_split,
+        gradient=_triton_dropout_gradient,
+        backward=_late("triton.attention.dropout", "attention_dropout_backward"),
+        asked=True,
+    ),
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
-        schedule=_late("triton", "schedule"),
+        schedule=_triton_schedule,
         arithmetic=_split,
-        direct=_late("triton", "attention_forward"),
+        direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
+    ),
+    "varlen_attention": Implementation(
+        support=_late("triton.attention.varlen", "support"),
+        run=operators.VARLEN_ATTENTION.overload,
+        schedule=_late("triton.attention.varlen", "schedule"),
+        arithmetic=_split,
+        asked=True,
     ),
     "window_attention": Implementation(
         support=_late("triton", "support"),
         run=operators.WINDOW_ATTENTION.overload,
         schedule=_whole_windows,
         arithmetic=_split,
-        direct=_late("triton.window.planner", "window_attention"),
+        direct=cuda.direct(
+            operators.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]
+        ),
         gradient=_triton_window_gradient,
         backward=_late("triton.window.backward", "window_attention_backward"),
+    ),
+    "entmax_attention": Implementation(
+        support=_triton_entmax,
+        run=operators.ENTMAX_ATTENTION.overload,
+        schedule=_entmax_schedule,
+        arithmetic=_of_tf32,
+        gradient=_triton_entmax,
+        asked=True,
     ),
     "linear": Implementation(
         support=_late("triton.linear.gate", "support"),
@@ -207,6 +295,14 @@ _ONEDNN = {
     ),
 }
 _SDPA = {
+    "attention_dropout": Implementation(
+        support=sdpa.support,
+        run=_whole_dropout,
+        schedule=sdpa.schedule,
+        arithmetic=_of_pytorch,
+        takes=sdpa.takes,
+        whole=True,
+    ),
     "attention": Implementation(
         support=sdpa.support,
         run=_whole,
@@ -232,14 +328,6 @@ BACKENDS: list[Backend] = [
 SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table was measured with
 
 
-def _kernel_on_cuda(operator: str, module: str, function: str) -> None:
-    """The CUDA kernel of an operator: its module is imported at the first call, not before."""
-    implement(operator, _late(module, function), "CUDA")
-
-
-_kernel_on_cuda("attention", "triton", "attention_forward")
-_kernel_on_cuda("window_attention", "triton.window.planner", "window_attention")
-_kernel_on_cuda("linear", "triton.linear.gate", "kernel")
-_kernel_on_cuda("layer_norm_linear", "triton.linear.gate", "normed_kernel")
-_kernel_on_cuda("linear_backward", "triton.linear.gate", "backward")
-_kernel_on_cuda("split_weight", "triton.linear.gate", "split_weight")
+for _operator, _kernel in KERNELS_ON_CUDA.items():
+    if not cuda.serves(_operator):
+        implement(_operator, _kernel, "CUDA")

@@ -20,23 +20,16 @@ import torch
 from torch import nn
 
 from elsa_core.errors import ModelError, UnavailableError
-from elsa_core.loading.alike import shallow
-from elsa_core.loading.libraries import (
-    UninitialisedParameters,
-    build,
-    build_meta,
-    default_recipe,
-)
-from elsa_core.loading.recipe import Recipe
-from elsa_core.loading.spec import parse
+from elsa_core.inputs.cases import generated_inputs, text_shape
+from elsa_core.loading import architecture
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.messages import first_line
 from elsa_core.patching.adapters.table import ROWS
 from elsa_core.patching.patch import original, patch, patched_sites
 from elsa_core.patching.sites import AttentionSite, find_sites
-from elsa_core.proof.cases import generated_inputs, random_weight, text_shape
 from elsa_core.proof.check import check
 from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
+from elsa_core.proof.samples import random_weight
 from elsa_core.surveying import catalogue
 
 # Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
@@ -122,8 +115,7 @@ def examine(name: str, *, checked: bool = True) -> Coverage:
     because of a model: what goes wrong is the verdict."""
     empty = Coverage(name, catalogue.family(name), 0, 0, 0, (), UNAVAILABLE, "")
     try:
-        recipe = default_recipe(parse(name))
-        whole = build_meta(recipe)
+        whole = architecture.whole(name)
     except UnavailableError as error:
         return replace(empty, reason=first_line(error))
     except Exception as error:
@@ -143,7 +135,7 @@ def examine(name: str, *, checked: bool = True) -> Coverage:
             found if found.patchable else replace(found, reason=found.reason or "nothing to patch")
         )
     try:
-        return _checked(found, recipe)
+        return _checked(found)
     except Exception as error:  # a model may raise anything; the next one is examined still
         return replace(found, verdict=FAILED, reason=first_line(error))
 
@@ -197,10 +189,10 @@ def read_state(path: Path) -> dict[str, Coverage]:
     return records
 
 
-def _checked(found: Coverage, recipe: Recipe) -> Coverage:
+def _checked(found: Coverage) -> Coverage:
     for spread in _SPREADS:
         with torch.random.fork_rng(devices=[]):
-            model, size = _small_model(recipe)
+            model, size = architecture.small(found.name)
             weights = sum(parameter.numel() for parameter in model.parameters())
             if weights * BYTES_PER_WEIGHT > available_bytes("cpu"):
                 reason = f"{weights / 1e6:.0f} M weights do not fit in memory to be checked"
@@ -258,20 +250,6 @@ def _compared(model: nn.Module, case: tuple[Any, ...]) -> tuple[list[Comparison]
         comparison.add(exact[name], output, two[name])
         comparisons.append(comparison)
     return comparisons, [path for path, site in sites.items() if site not in ran]
-
-
-def _small_model(recipe: Recipe) -> tuple[nn.Module, tuple[int, int, int]]:
-    """The architecture with few blocks, uninitialised, and its image size (C, H, W)."""
-    channels, *whole = recipe.preprocess.input_size
-    with UninitialisedParameters():
-        try:
-            model = shallow(recipe)
-        except Exception:  # its depth cannot be cut (csatv2 runs out of an iterator)
-            model = build(recipe)
-        if not any(site.patchable for site in find_sites(model)):  # they are in later blocks
-            model = build(recipe)
-    size = getattr(model, "probe_size", None) or tuple(whole)
-    return model, (channels, *size)
 
 
 def _fill(model: nn.Module, spread: float = 1.0) -> None:

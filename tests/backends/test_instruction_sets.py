@@ -9,7 +9,9 @@ from native_kernels import once, run
 
 from elsa_core.backends import compiler, native
 
-FILES = ("test_native.py", "test_native_gradient.py", "test_native_window.py")
+FILES = (
+    "test_native.py", "test_native_dropout.py", "test_native_gradient.py", "test_native_window.py",
+)  # fmt: skip
 SETS = [name.lower() for name in compiler.kernels()]  # a CPU that has one has those before it
 
 

@@ -51,6 +51,7 @@ def interpreted() -> Iterator[Rows]:
 def test_interpreted(interpreted, name):
     row = interpreted[name]
     assert row["same"]  # NaNs and infinities, where PyTorch has them
+    assert row["fence"]
     assert row["error"] <= 2 * row["peer"] + 2**-24
     assert row["row"] <= 1e-6 or name.startswith("half")
 

@@ -104,6 +104,8 @@ def test_what_is_not_dense_is_refused_in_one_line(layout: str, backend: str) -> 
         "key": (DENSE, tensor, DENSE),
         "value": (DENSE, DENSE, tensor),
     }.items():
+        if (layout, name) == ("jagged", "query"):
+            continue  # all three: what `attention` takes
         with pytest.raises(ArgumentError, match=f"^{name} .*{words}"):
             elsa.attention(*arguments, backend=backend)
     if layout == "sparse":

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from elsa_core.loading.load import load_model
-from elsa_core.loading.preprocessing import Given
+from elsa_core.loading.recipe import Given
 from elsa_core.loading.save import save
 from elsa_core.patching.patch import patch
 

@@ -28,10 +28,10 @@ from elsa_core.backends import compiler, native
 from elsa_core.exporting import archive
 from elsa_core.exporting.manifest import inside, parse_manifest
 from elsa_core.exporting.verify import verify
+from elsa_core.inputs.images import load_images
 from elsa_core.loading.plan import read_plan
 from elsa_core.loading.shards import read_sharded
 from elsa_core.loading.weights import read_safetensors
-from elsa_core.proof.images import load_images
 
 from .engine import Target, answered
 

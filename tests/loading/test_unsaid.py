@@ -16,7 +16,6 @@ from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.load import load_model
 from elsa_core.loading.recipe import from_config
 from elsa_core.loading.save import save
-from elsa_core.loading.unsaid import line
 from elsa_core.patching.patch import patch
 
 VIT = ("vit_tiny_patch16_224", {"depth": 1, "img_size": 64, "num_classes": 3})
@@ -48,7 +47,7 @@ def test_what_the_name_alone_says(
     name, args = made
     loaded = load_model(written(tmp_path, name, args), arch=name)
     assert loaded.recipe.unsaid == unsaid
-    said = line(loaded.recipe)
+    said = loaded.unsaid
     assert said.endswith(f"from {name} (not in the file)") if unsaid else said == ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -26,9 +27,10 @@ ABOVE = {
     "operators": ("measuring", "routing", *PUBLIC, *MODELS, *TOOLS),
     "routing": (*PUBLIC, *MODELS, *TOOLS),
     "measuring": (*PUBLIC, *MODELS, *TOOLS),
+    "inputs": ("backends", "operators", "measuring", "routing", *PUBLIC, *MODELS, *TOOLS),
     "patching": ("loading", "proof", *TOOLS),
-    "loading": TOOLS,
-    "proof": TOOLS,
+    "loading": ("proof", *TOOLS),
+    "proof": ("loading", *TOOLS),
     "model_runs": ("bench", "evaluating", "exporting", "profiling", "surveying"),
     "surveying": ("bench", "evaluating", "exporting", "profiling"),
     "exporting": ("bench", "evaluating", "profiling", "surveying"),
@@ -59,6 +61,38 @@ def test_imports_go_one_way(package: str, forbidden: tuple[str, ...]) -> None:
         if name.startswith(TABLE):
             continue
         assert not {*name.split(".")[1:2]} & {*forbidden}, f"{path.name} imports {name}"
+
+
+def run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a module without what type checkers alone read."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from run_time(node)
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    """An import in a function that goes up again would close a circle of modules."""
+    files = {}
+    for package in ("elsa_core", "elsa_cli"):
+        for path in (ROOT / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            files[name.removesuffix(".__init__")] = path
+    graph = {}
+    for name, path in files.items():
+        nodes = list(run_time(ast.parse(path.read_text(encoding="utf-8"))))
+        pairs = [
+            (node.module, f"{node.module}.{alias.name}")
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        ]
+        graph[name] = {full if full in files else module for module, full in pairs} & {*files}
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import elsa_core as elsa
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import common, hf_transformers
+from elsa_core.patching.adapters import common, hf_transformers, table
 from elsa_core.patching.adapters.hf_transformers import attention_forward, register
 
 
@@ -87,6 +88,18 @@ def test_models_run_on_it() -> None:
             expected, own, found = (x[padding.bool()] for x in (expected, own, found))
         band = 4 * torch.finfo(torch.float32).eps * expected.norm()
         assert (found - expected).norm() <= 2 * (own - expected).norm() + band
+
+
+def test_inspect_says_how_it_runs_on_elsa() -> None:
+    """It said that no adapter was written; classes that look attention up need none."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, intermediate_size=48, num_attention_heads=4,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    (site,) = elsa.inspect(transformers.ViTModel(config).eval(), 32).sites
+    assert not site.patchable and "attn_implementation='elsa'" in site.reason
+    assert table.interface_of(torch.nn.Linear) == ""
 
 
 def test_gradients_of_dinov2() -> None:

@@ -13,8 +13,9 @@ import timm
 import torch
 from torch import nn
 
+from elsa_core.inputs.cases import generated_inputs, text_shape
 from elsa_core.patching.patch import patch
-from elsa_core.proof.check import CheckReport, check, generated_inputs, text_shape
+from elsa_core.proof.check import CheckReport, check
 
 # Written adapters.
 ADAPTED: dict[str, dict[str, Any]] = {

@@ -13,15 +13,8 @@ from torch import Tensor, nn
 from elsa_core import reference
 from elsa_core.backends import eager, eager_window
 from elsa_core.errors import ArgumentError
+from elsa_core.inputs.cases import as_cases, chunks, generated_inputs
 from elsa_core.proof.capture import OperatorCapture, worst
-from elsa_core.proof.cases import (
-    as_cases,
-    chunks,
-    generated_inputs,
-    jittered,
-    nearby,
-    nudged,
-)
 from elsa_core.proof.compare import (
     Comparison,
     Top1,
@@ -31,6 +24,7 @@ from elsa_core.proof.compare import (
 )
 from elsa_core.proof.judge import Judgement, settle
 from elsa_core.proof.report import GradientRecord
+from elsa_core.proof.samples import jittered, nearby, nudged
 from elsa_core.proof.site_cases import hard_cases
 
 EPS = torch.finfo(torch.float32).eps

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.proof import images
-from elsa_core.proof.images import load_images, read_folder
+from elsa_core.inputs import images
+from elsa_core.inputs.images import load_images, read_folder
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elsa_core.errors import ModelError
+from elsa_core.loading import architecture
 from elsa_core.surveying import catalogue, coverage
 from elsa_core.surveying.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
 
@@ -78,10 +79,10 @@ def test_a_small_version_agrees(name: str) -> None:
 
 
 def test_what_goes_wrong_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(recipe: object) -> None:
+    def broken(name: str) -> None:
         raise StopIteration("no such layer\nsecond line")
 
-    monkeypatch.setattr(coverage, "build_meta", broken)
+    monkeypatch.setattr(architecture, "whole", broken)
     found = coverage.examine("timm:test_vit")
     assert (found.verdict, found.reason) == (FAILED, "cannot be built: no such layer")
     monkeypatch.undo()

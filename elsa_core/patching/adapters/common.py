@@ -278,6 +278,14 @@ def drop_p(module: Any) -> float:
     return p if dropping else 0.0
 
 
+def scale_of(module: Any) -> float | None:
+    """The scale of the scores that timm would take: its fused branch leaves it to the operator."""
+    if getattr(module, "fused_attn", False):
+        return None
+    scale: float = module.scale
+    return scale
+
+
 def attend(
     module: Any,
     query: Tensor,

@@ -28,13 +28,10 @@ from torch.fx import GraphModule
 from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import asked
+from elsa_core.patching.adapters import asked, table
 from elsa_core.patching.adapters.common import has_hooks
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
 
-# Switches between the call and eager softmax. The subclass reads them as on; the instance's own
-# value stays in its __dict__.
-FUSED_SWITCHES = ("fused_attn", "use_fsdpa")
 _PREFIX = "Redirected"
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
 # Bound: the classes that modules have. Pickle wants the very class that a name leads to.
@@ -127,7 +124,7 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
         if not sdpa_calls(method.function):
             continue
         namespace[method.name] = _rebuilt(method, replaced)
-        for switch in set(FUSED_SWITCHES) & set(method.function.__code__.co_names):
+        for switch in set(table.SWITCHES) & set(method.function.__code__.co_names):
             namespace[switch] = _always_on(switch)
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
 

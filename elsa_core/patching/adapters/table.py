@@ -10,6 +10,7 @@ Adapters of other packages are registered with `register_adapter`.
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -53,10 +54,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Library:
-    """The classes of one library, which is imported only by their adapters."""
+    """One library, which is imported only by the adapters of its classes.
+
+    Attributes:
+        name: its package.
+        rows: its classes.
+        switches: attributes of its modules that choose between fused attention and eager softmax.
+        interface: the table, a global of its modules, in which its classes look attention up by
+            name; such classes stay as they are. "" for none.
+        reason: said of those classes; "" without an interface.
+    """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = ()
+    switches: tuple[str, ...] = ()
+    interface: str = ""
+    reason: str = ""
 
 
 _TALKING = "mixes heads around the softmax, so that no head is softmax(QK^T)V alone"
@@ -175,6 +188,7 @@ _TIMM = (
     Row("models.mvitv2.MultiScaleAttention", GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
     Row("models.mvitv2.MultiScaleAttentionPoolFirst", GLOBAL),
     Row("models.mvitv2.MultiScaleBlock", COMPANION, "timm_folded.ElsaMultiScaleBlock"),
+    Row("models.naflexvit.NaFlexVit", COMPANION, "timm_naflex.ElsaNaFlexVit"),
     Row("models.nest.Attention", WINDOW, "timm_plain.ElsaNestAttention"),
     Row("models.nextvit.EfficientAttention", GLOBAL),
     Row("models.pvt_v2.Attention", GLOBAL),
@@ -264,10 +278,18 @@ _TORCHVISION = (
 
 LIBRARIES = (
     Library("torch", _TORCH),
-    Library("timm", _TIMM),
+    Library("timm", _TIMM, switches=("fused_attn", "use_fsdpa")),
     Library("open_clip", _OPEN_CLIP),
     Library("torchvision", _TORCHVISION),
+    Library(
+        "transformers",
+        interface="ALL_ATTENTION_FUNCTIONS",
+        reason="looks its attention up by name: call elsa_core.patching.adapters.hf_transformers."
+        "register() and load the model with attn_implementation='elsa'",
+    ),
 )
+
+SWITCHES = tuple(switch for library in LIBRARIES for switch in library.switches)
 
 ROWS = MappingProxyType(
     {
@@ -343,6 +365,15 @@ def row_of(cls: type) -> Row | None:
     """What is known of exactly this class."""
     registered = _REGISTERED.get(cls)
     return ROWS.get(qualified(cls)) if registered is None else registered[0]
+
+
+def interface_of(cls: type) -> str:
+    """Why a class that looks its attention up by name is not rewritten; "" for any other."""
+    library = next((one for one in LIBRARIES if cls.__module__.startswith(f"{one.name}.")), None)
+    forward = inspect.unwrap(vars(cls).get("forward", qualified))  # past transformers' decorators
+    if library is None or not library.interface or not inspect.isfunction(forward):
+        return ""
+    return library.reason if library.interface in forward.__code__.co_names else ""
 
 
 def adapter_of(cls: type) -> type[nn.Module] | None:

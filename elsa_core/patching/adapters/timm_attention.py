@@ -26,11 +26,13 @@ from elsa_core.patching.adapters.common import (
     is_within_original,
     join_heads,
     project,
+    scale_of,
     split_heads,
     split_packed,
     trains_by_pytorch,
     weights_are_hooked,
 )
+from elsa_core.patching.adapters.padding import padding_of, without_padding
 
 
 class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
@@ -155,17 +157,13 @@ def attended(
 
     `residual` and `scale` are terms of `project`, for calls without dropout.
     """
-    out = attend(
-        module,
-        q,
-        k,
-        v,
-        attn_mask,
-        # Like the branch that timm would take: its fused one leaves the scale to the operator.
-        scale=None if module.fused_attn else module.scale,
-        dropout_p=drop_p(module),
-        is_causal=is_causal,
-    )
+    own_scale, dropout_p = scale_of(module), drop_p(module)
+    padding = padding_of(attn_mask) if not is_causal and dropout_p == 0.0 else None
+    out = without_padding(module, q, k, v, padding, own_scale) if padding else None
+    if out is None:
+        out = attend(
+            module, q, k, v, attn_mask, scale=own_scale, dropout_p=dropout_p, is_causal=is_causal
+        )
     x = module.norm(join_heads(out))
     if gate is not None:
         x = x * gate

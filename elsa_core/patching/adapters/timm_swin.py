@@ -13,7 +13,7 @@ from typing import Any
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import norm_of, project
+from elsa_core.patching.adapters.common import norm_of, project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.residual import added, added_by
 from elsa_core.patching.adapters.windows import (
@@ -79,7 +79,7 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
             project(self, attn.qkv, x, norm=norm),
             bias.bias,
             bias_index=bias.bias_index,
-            scale=attn.scale,
+            scale=scale_of(attn),
             pad_qkv=of_padding(attn.qkv, x, self.window_size),
         )
 

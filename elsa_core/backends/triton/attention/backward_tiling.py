@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from elsa_core.backends.triton.attention.tiling import TABLES, Shape
+from elsa_core.backends.triton.shared.device import described
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,9 @@ def load_table(name: str) -> Table:
 
 def tiles_name(device: torch.device) -> str:
     """Which table a device takes: the H200's on sm_90, else the one of small tiles."""
+    gpu = described()
+    if gpu is not None:
+        return "h200" if gpu.capability == (9, 0) else "default"
     if device.type != "cuda" or torch.version.hip:
         return "default"
     return "h200" if torch.cuda.get_device_capability(device) == (9, 0) else "default"

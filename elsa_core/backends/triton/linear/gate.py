@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls
+from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.operators.linear import Eager, epilogue, plain, plain_backward, plain_split
 from elsa_core.operators.normed_linear import plain as plain_normed
@@ -164,9 +165,9 @@ def serve(
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
     if not small:
-        return _computed(input, weight, bias, *terms)
+        return _eager(input, weight, bias, *terms)
     if plain and not torch.cuda.is_current_stream_capturing():
-        _computed(input, weight, bias, *terms)  # a graph may be recorded of it later
+        _eager(input, weight, bias, *terms)  # a graph may be recorded of it later
     return None
 
 
@@ -277,3 +278,6 @@ def _has_kernel(device: torch.device) -> bool:
     except ImportError:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+_eager = cuda.direct(torch.ops.elsa.linear.default, _computed)

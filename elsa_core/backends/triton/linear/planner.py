@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elsa_core.backends.triton.linear import halves as splitting
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, product
+from elsa_core.backends.triton.shared.device import described
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.routing.measured import PADDED, linear_form
@@ -113,8 +114,13 @@ def _fill(programs: int, multiprocessors: int) -> float:
     return programs / (-(-programs // multiprocessors) * multiprocessors)
 
 
-@lru_cache(maxsize=64)
 def _multiprocessors(device: torch.device) -> int:
+    gpu = described()
+    return _real_multiprocessors(device) if gpu is None else gpu.multiprocessors
+
+
+@lru_cache(maxsize=64)
+def _real_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from elsa_core.backends.triton.attention import tiling
 from elsa_core.backends.triton.attention.tiling import Table
 from elsa_core.backends.triton.shared import usertable
+from elsa_core.backends.triton.shared.plans import PLANS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MODES = {"half": 0, "split": 1, "single": 2, "exact": 3}
@@ -21,6 +25,38 @@ DIRECT_LAUNCH = ((3, 4), (3, 9))
 # from here on Triton puts a barrier of all warpgroups behind a product: with turns at a product
 # they would wait for one another for ever
 BARRIER_BEHIND_PRODUCTS = (3, 9)
+
+
+class Described(NamedTuple):
+    """A GPU that plans are made for without it: what its driver would say."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+_described: list[Described] = []
+
+
+def described() -> Described | None:
+    """The GPU that plans are made for in place of a real one; None: what is there decides."""
+    return _described[-1] if _described else None
+
+
+@contextmanager
+def describing(gpu: Described) -> Iterator[None]:
+    """Plan for a GPU that is described by data: tensors of any device then count as its own.
+
+    For the whole process: plans of other threads would be for that GPU as well. No plan outlives
+    it, and a user's own tuning table is not read.
+    """
+    PLANS.clear()
+    _described.append(gpu)
+    try:
+        yield
+    finally:
+        _described.pop()
+        PLANS.clear()
 
 
 def mode_of(dtype: torch.dtype, precision: str) -> str:
@@ -37,6 +73,8 @@ def index_of(device: torch.device) -> int:
 
 def table_of(device: int) -> str:
     """The name of the tuning table that serves a device; -1: no device."""
+    if _described:
+        return tiling.table_name(_described[-1].name, _described[-1].capability)
     if device < 0:
         return "h200"
     properties = torch.cuda.get_device_properties(device)
@@ -44,9 +82,15 @@ def table_of(device: int) -> str:
     return tiling.table_name(name, (properties.major, properties.minor))
 
 
-@lru_cache(maxsize=64)
 def device_table(index: int) -> tuple[Table, int]:
     """The tuning table of a device, and its multiprocessors. Index -1: no device (interpreter)."""
+    if _described:
+        return tiling.load_table(table_of(index)), _described[-1].multiprocessors
+    return _device_table(index)
+
+
+@lru_cache(maxsize=64)
+def _device_table(index: int) -> tuple[Table, int]:
     table = tiling.load_table(table_of(index))
     if index < 0:
         return table, table.multiprocessors
@@ -54,22 +98,31 @@ def device_table(index: int) -> tuple[Table, int]:
     return usertable.joined(table, properties.name), properties.multi_processor_count
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; None for every other device."""
+    if _described:
+        return _described[-1].capability
+    return _capability_of(device)
+
+
 @lru_cache(maxsize=64)
+def _capability_of(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 def overlaps(device: torch.device) -> bool:
     """Whether a launch may start while the one before it runs (programmatic dependent launch, sm_90
     on).
     """
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    capability = capability_of(device)
+    return capability is not None and capability >= (9, 0)
 
 
-@lru_cache(maxsize=64)
 def specializes(device: torch.device) -> bool:
     """Whether the Gluon kernels run there: on sm_90, with a Triton they were tried with."""
-    if device.type != "cuda" or torch.version.hip or INTERPRETED:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and gluon_known()
+    return not INTERPRETED and capability_of(device) == (9, 0) and gluon_known()
 
 
 def gluon_known() -> bool:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared.device import INTERPRETED, direct_launch_known
+
+Recorder = Callable[["Launch", tuple[Tensor, ...]], None]
+_recorders: list[Recorder] = []
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Hand every first call of a launch, with its tensors, to `recorder` instead of the GPU."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
 
 
 def _hooked(runtime: Any) -> bool:
@@ -19,12 +34,12 @@ def _hooked(runtime: Any) -> bool:
 class Launch:
     """One kernel with everything but its pointers bound.
 
-    The first call goes through Triton's JIT, which compiles or finds the kernel; later ones go
-    straight to the compiled kernel. That is right because a plan fixes all that Triton specialises
-    on: dtypes, constants and the 16-byte alignment of pointers; integers are never specialised and
-    have fixed types. How a compiled kernel takes its arguments is outside Triton's public
-    interface: with a version that is not among `device.DIRECT_LAUNCH` every call goes through the
-    JIT.
+    The first call goes through Triton's JIT, which compiles or finds the kernel, or takes it from a
+    kernel pack where packs are asked for (`pack.lookup`); later ones go straight to the compiled
+    kernel. That is right because a plan fixes all that Triton specialises on: dtypes, constants and
+    the 16-byte alignment of pointers; integers are never specialised and have fixed types. How a
+    compiled kernel takes its arguments is outside Triton's public interface: with a version that is
+    not among `device.DIRECT_LAUNCH` every call goes through the JIT.
     """
 
     def __init__(
@@ -54,10 +69,24 @@ class Launch:
             else:
                 self.launcher(*self.grid, stream, *self.head, *addresses, *self.values)
             return
+        if _recorders:
+            _recorders[-1](self, pointers)
+            return
+        if lookup.wanted() and not INTERPRETED and direct_launch_known():
+            found = lookup.find(self.kernel, pointers, self.tail, self.options)
+            if found is not None:
+                self._bind(found, pointers)
+                self.loaded = True
+                self(*pointers)
+                return
         compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
         self.loaded = True
         if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
             self._bind(compiled, pointers)
+
+    def hooked(self) -> bool:
+        """Whether Triton's launch hooks hear of this launch."""
+        return self.runtime is not None and _hooked(self.runtime)
 
     def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
         """Keep what a warm call needs of Triton's own launch, without its bookkeeping."""
@@ -73,3 +102,17 @@ class Launch:
         # the function, its metadata, and no data, entry hook and exit hook of this launch
         self.head = (compiled.function, compiled.packed_metadata, None, None, None)
         self.compiled = compiled
+
+
+def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:
+    """Tell `to` of every launch of this process from now on, after it was made.
+
+    Where nobody listens a launch asks for nobody.
+    """
+    plain = Launch.__call__
+
+    def call(self: Launch, *pointers: Tensor) -> None:
+        plain(self, *pointers)
+        to(self, pointers)
+
+    Launch.__call__ = call

@@ -21,6 +21,7 @@ class PlanCache:
         self.most = most
         self._plans: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
+        self.on_clear: list[Callable[[], None]] = []  # who keeps what was made of these plans
 
     def get(self, key: Hashable, plan: Callable[..., Any], *given: Any) -> Any:
         """The plan of `key`; where there is none yet, what `plan(*given)` returns is kept."""
@@ -37,6 +38,8 @@ class PlanCache:
         """Forget every plan, for example after a tuning table changed."""
         with self._lock:
             self._plans = {}
+        for forget in self.on_clear:
+            forget()
 
     def __len__(self) -> int:
         return len(self._plans)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.files import located
-from elsa_core.loading.reading import open_regular
+from elsa_core.reading import open_regular
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"})
 

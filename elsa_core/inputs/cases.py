@@ -1,4 +1,4 @@
-"""Inputs of a model for `check`: generated images, a caller's cases, and samples near them."""
+"""Inputs of a model: their sizes, generated images, and a caller's cases."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ArgumentError
+
+_DEFAULT_SIZE = 224
+_MAX_SIDE = 2**20  # beyond it the image alone would not fit in any memory
 
 ModelInput = Tensor | tuple[Any, ...]
 
@@ -86,6 +88,71 @@ def text_shape(model: nn.Module) -> tuple[int, int] | None:
     return None
 
 
+def resolved_input_size(
+    model: nn.Module, input_size: int | tuple[int, ...] | None
+) -> tuple[int, int, int]:
+    """(C, H, W) from what the caller gave, else from the model, else 224 x 224.
+
+    Raises:
+        ArgumentError: what the caller gave is no image size.
+    """
+    channels = _channels(model)
+    if input_size is None:
+        return (channels, *(_own_size(model) or (_DEFAULT_SIZE, _DEFAULT_SIZE)))
+    sides = (input_size,) * 2 if isinstance(input_size, int) else tuple(input_size)
+    if len(sides) == 2:
+        sides = (channels, *sides)
+    if len(sides) != 3 or not all(
+        isinstance(side, int) and 0 < side <= _MAX_SIDE for side in sides
+    ):
+        raise ArgumentError(
+            f"input_size={input_size!r} is no image size: give (channels, height, width) or a side"
+        )
+    return sides[0], sides[1], sides[2]
+
+
+def _own_size(model: nn.Module) -> tuple[int, int] | None:
+    """The image size that the model says it was built for."""
+    visual = getattr(model, "visual", None)
+    if isinstance(visual, nn.Module):
+        found = _pair(getattr(visual, "image_size", None)) or _own_size(visual)
+        if found is not None:
+            return found
+    trunk = getattr(model, "trunk", None)
+    if isinstance(trunk, nn.Module):
+        return _own_size(trunk)
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    sizes: list[Any] = [
+        getattr(getattr(model, "patch_embed", None), "img_size", None),
+        tuple((config or {}).get("input_size") or ())[1:] if isinstance(config, dict) else None,
+        getattr(model, "image_size", None),
+        *(getattr(module, "img_size", None) for module in model.modules()),
+    ]
+    return next((pair for pair in map(_pair, sizes) if pair is not None), None)
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    if isinstance(size, int) and not isinstance(size, bool):
+        size = (size, size)
+    if isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(s, int) for s in size):
+        return int(size[0]), int(size[1])
+    return None
+
+
+def _channels(model: nn.Module) -> int:
+    """The image's channels: what the convolution that timm names as the first one takes."""
+    config = getattr(model, "pretrained_cfg", None)
+    config = config if isinstance(config, dict) else {}
+    names = config.get("first_conv") or "patch_embed.proj"
+    modules = dict(model.named_modules())
+    for name in (names,) if isinstance(names, str) else names:
+        if isinstance(modules.get(name), nn.Conv2d):
+            return int(modules[name].in_channels)
+    if config.get("input_size"):
+        return int(config["input_size"][0])
+    return next((m.in_channels for m in modules.values() if isinstance(m, nn.Conv2d)), 3)
+
+
 def as_cases(inputs: ModelInput | Mapping[str, ModelInput]) -> dict[str, tuple[Any, ...]]:
     """The caller's inputs as named tuples of model arguments."""
     named = inputs if isinstance(inputs, Mapping) else {"input": inputs}
@@ -117,67 +184,3 @@ def chunks(case: tuple[Any, ...], size: int) -> Iterator[tuple[Any, ...]]:
             else item
             for item in case
         )
-
-
-def nearby(case: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
-    """The case with its floating tensors moved by 1.6%: another sample of the same roundings."""
-
-    def move(tensor: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-        rms = tensor.float().square().mean().sqrt().clamp_min(2.0**-6).to(tensor.dtype)
-        return tensor + 2.0**-6 * rms * noise
-
-    return tuple(
-        move(item) if isinstance(item, Tensor) and item.is_floating_point() else item
-        for item in case
-    )
-
-
-def jittered(value: Any, seed: int) -> Any:
-    """The same nested value, each number of its floating tensors moved by 1.6% of itself.
-
-    Another sample of all roundings: which tokens are large, and what is zero or infinite, stays.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
-        return (leaf.double() * (1.0 + 2.0**-6 * noise)).to(leaf.dtype)
-
-    return pytree.tree_map(move, value)
-
-
-def nudged(value: Any, seed: int) -> Any:
-    """The same nested value, its floating tensors rounded once more at random.
-
-    Each number moves by one ulp with probability 1/12, which has the variance of a rounding to
-    nearest. What a model makes of it is another sample of the model's own rounding error.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def nudge(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        draw = torch.rand(leaf.shape, generator=generator).to(leaf.device)
-        sign = (draw < 1 / 24).double() - (draw > 23 / 24).double()
-        # A significand in [1, 2) times 1 + 0.75 eps rounds to its neighbour.
-        return (leaf.double() * (1.0 + 0.75 * torch.finfo(leaf.dtype).eps * sign)).to(leaf.dtype)
-
-    return pytree.tree_map(nudge, value)
-
-
-def random_weight(
-    name: str, like: Tensor, generator: torch.Generator, spread: float = 1.0
-) -> Tensor:
-    """A random parameter that keeps activations near one: gains near one, no bias at zero.
-
-    `name` tells gains from biases; `spread` below 1 makes all of them smaller but the gains.
-    """
-    noise = torch.randn(like.shape, generator=generator)
-    fan_in = like[0].numel() if like.ndim > 1 else 1
-    gain = like.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
-    width = fan_in**-0.5 if like.ndim > 1 else 0.1
-    return float(gain) + spread * width * noise

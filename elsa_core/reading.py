@@ -1,14 +1,17 @@
-"""Files opened so that a name cannot stall or fill the machine: regular ones, within a bound."""
+"""Files that may be hostile: regular ones alone, within a bound, and JSON without surprises."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from elsa_core.errors import ModelError
+from elsa_core.messages import first_line
 
+CONFIG_BYTES = 16_000_000
 # The rest is for the interpreter, the libraries and what the model computes.
 _MEMORY_SHARE = 0.8
 
@@ -49,6 +52,49 @@ def read_text(path: Path, limit: int) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         raise ModelError(f"{path} is not UTF-8 text: not JSON") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file that may be hostile.
+
+    Raises:
+        ModelError: unreadable, oversized, not JSON, a repeated name, or not an object.
+    """
+    return parse_json(read_text(path, CONFIG_BYTES), str(path))
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """Parse a JSON object from text that may be hostile.
+
+    Raises:
+        ModelError: not JSON, a repeated name, or not an object.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where} is not JSON: {json_problem(error)}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{where} is not a JSON object")
+    return content
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` for json: an object in which a name occurs twice is refused."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice[:80]!r} occurs twice")
+    return result
+
+
+def json_problem(error: Exception) -> str:
+    """Why json refused a text, in words that name no setting of Python's."""
+    if "integer string conversion" in str(error):
+        return "a number in it has thousands of digits"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return first_line(error)
 
 
 def check_fits(path: Path, needed: int) -> None:

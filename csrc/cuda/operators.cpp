@@ -1,0 +1,401 @@
+// Operators on CUDA devices through PyTorch's stable ABI: no Python, ATen or c10 symbol.
+//
+// A call whose layout was planned runs here. Any other goes to `elsa::<name>_plan`, which computes
+// it and returns one tensor more: what is to be kept for the layout (see `keep`).
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cache.h"
+#include "plan.h"
+
+namespace {
+
+using elsa_cuda::Address;
+using torch::stable::detail::to;
+
+constexpr size_t kMostOperators = 16;
+constexpr size_t kMostValues = 32;
+constexpr size_t kMostEntries = 4096;
+constexpr uint32_t kAlignment = 16;  // what kernels tell apart
+
+struct Operator {
+  std::string name, plan;
+  // Of each argument: T tensor, O tensor or none, n integer, b boolean, d double, s string,
+  // N integers, B booleans.
+  std::string types;
+  uint32_t results = 0;
+};
+
+struct Entry {
+  std::unique_ptr<const elsa_cuda::Bound> bound;  // null: such calls are not for this library
+};
+
+Operator operators[kMostOperators];
+size_t operator_count = 0;
+std::mutex registering;
+elsa_cuda::Cache<Entry> cache(kMostEntries);
+std::atomic<int64_t> served{0};
+
+void ask(AOTITorchError error, const char* what) {
+  if (error != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error(std::string("elsa: PyTorch refused ") + what);
+  }
+}
+
+// A tensor handle that is deleted unless it is given away.
+class Handle {
+ public:
+  Handle() = default;
+  explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
+  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Handle& operator=(Handle&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Handle() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle give() { return std::exchange(handle_, nullptr); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+Address address_of(AtenTensorHandle tensor) {
+  void* data = nullptr;
+  ask(aoti_torch_get_data_ptr(tensor, &data), "an address");
+  return reinterpret_cast<Address>(data);
+}
+
+// The arguments of a call, as the dispatcher gave them away.
+class Arguments {
+ public:
+  Arguments(const Operator& op, const StableIValue* stack)
+      : types_(op.types), count_(op.types.size()) {
+    for (size_t i = 0; i < count_; ++i) values_[i] = stack[i];
+  }
+  Arguments(const Arguments&) = delete;
+  Arguments& operator=(const Arguments&) = delete;
+  ~Arguments() {
+    for (size_t i = 0; i < count_; ++i) drop(types_[i], values_[i]);
+  }
+
+  // The call in words, and the addresses of its tensors.
+  void describe(elsa_cuda::Key& key) {
+    for (size_t i = 0; i < count_; ++i) describe(types_[i], values_[i], key);
+  }
+
+  // Hands the arguments to another call of the dispatcher.
+  void give(StableIValue* stack) {
+    for (size_t i = 0; i < count_; ++i) stack[i] = values_[i];
+    count_ = 0;
+  }
+
+  uint32_t tensors = 0;
+  Address addresses[kMostValues];
+  int32_t device_type = 0;  // of the first tensor
+  int32_t device = 0;
+
+ private:
+  static void drop(char type, StableIValue value) {
+    if (type == 'T') {
+      aoti_torch_delete_tensor_object(to<AtenTensorHandle>(value));
+    } else if (type == 'O') {
+      auto* inner = to<StableIValue*>(value);
+      if (inner == nullptr) return;
+      aoti_torch_delete_tensor_object(to<AtenTensorHandle>(*inner));
+      delete inner;
+    } else if (type == 's') {
+      torch_delete_string(to<StringHandle>(value));
+    } else if (type == 'N' || type == 'B') {
+      torch_delete_list(to<StableListHandle>(value));
+    }
+  }
+
+  void describe(char type, StableIValue value, elsa_cuda::Key& key) {
+    switch (type) {
+      case 'T':
+        return describe(to<AtenTensorHandle>(value), key);
+      case 'O': {
+        const auto* inner = to<StableIValue*>(value);
+        return describe(inner == nullptr ? nullptr : to<AtenTensorHandle>(*inner), key);
+      }
+      case 'b':
+        return key.add(to<bool>(value) ? 1 : 0);
+      case 's': {
+        const char* text = nullptr;
+        size_t length = 0;
+        ask(torch_string_c_str(to<StringHandle>(value), &text), "a string");
+        ask(torch_string_length(to<StringHandle>(value), &length), "a string's length");
+        return key.add_text(text, length);
+      }
+      case 'N':
+      case 'B': {
+        size_t size = 0;
+        ask(torch_list_size(to<StableListHandle>(value), &size), "a list's length");
+        key.add(size);
+        for (size_t i = 0; i < size; ++i) {
+          StableIValue item = 0;
+          ask(torch_list_get_item(to<StableListHandle>(value), i, &item), "an item of a list");
+          key.add(type == 'B' ? (to<bool>(item) ? 1 : 0) : item);
+        }
+        return;
+      }
+      default:
+        return key.add(value);
+    }
+  }
+
+  void describe(AtenTensorHandle tensor, elsa_cuda::Key& key) {
+    if (tensor == nullptr) {
+      addresses[tensors++] = 0;
+      return key.add(~uint64_t{0});
+    }
+    int64_t dims = 0;
+    int64_t* sizes = nullptr;
+    int64_t* strides = nullptr;
+    int32_t dtype = 0, type = 0, index = 0;
+    ask(aoti_torch_get_dim(tensor, &dims), "a tensor's dimensions");
+    ask(aoti_torch_get_sizes(tensor, &sizes), "a tensor's sizes");
+    ask(aoti_torch_get_strides(tensor, &strides), "a tensor's strides");
+    ask(aoti_torch_get_dtype(tensor, &dtype), "a tensor's dtype");
+    ask(aoti_torch_get_device_type(tensor, &type), "a tensor's device");
+    ask(aoti_torch_get_device_index(tensor, &index), "a tensor's device");
+    const Address address = address_of(tensor);
+    if (tensors == 0) {
+      device_type = type;
+      device = index;
+    }
+    addresses[tensors++] = address;
+    // 4 bits of alignment, 8 of each other: none is larger, and no tensor has the word of none.
+    key.add((address % kAlignment) | static_cast<uint64_t>(dtype & 0xff) << 8 |
+            static_cast<uint64_t>(dims & 0xff) << 16 | static_cast<uint64_t>(type & 0xff) << 24 |
+            static_cast<uint64_t>(index & 0xffff) << 32);
+    key.add(sizes, dims);
+    key.add(strides, dims);
+  }
+
+  const std::string& types_;
+  size_t count_;
+  StableIValue values_[kMostValues];
+};
+
+using GetStream = AOTITorchError (*)(int32_t, void**);
+
+GetStream stream_getter() {
+  static const auto found =
+      reinterpret_cast<GetStream>(elsa_cuda::find_symbol("aoti_torch_get_current_cuda_stream"));
+  return found;
+}
+
+// CPU tensors, which tests alone pass, have no index.
+elsa_cuda::Device device_of(const Arguments& arguments) {
+  return arguments.device < 0 ? 0 : arguments.device;
+}
+
+Handle allocate(const elsa_cuda::Output& output, const Arguments& arguments) {
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError error = aoti_torch_empty_strided(
+      static_cast<int64_t>(output.sizes.size()), output.sizes.data(), output.strides.data(),
+      output.dtype, arguments.device_type, arguments.device, &handle);
+  return Handle(error == AOTI_TORCH_SUCCESS ? handle : nullptr);
+}
+
+// Runs a planned call. False: nothing was done, for want of memory (PyTorch then says so itself) or
+// in a context that is not PyTorch's.
+bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue* stack) {
+  const elsa_cuda::Plan& plan = bound.plan;
+  Address slots[2 * kMostValues + 1];
+  Handle outputs[kMostValues];
+  Handle workspace;
+  uint32_t slot = 0;
+  for (; slot < plan.inputs; ++slot) slots[slot] = arguments.addresses[slot];
+  for (size_t i = 0; i < plan.outputs.size(); ++i) {
+    outputs[i] = allocate(plan.outputs[i], arguments);
+    if (outputs[i].get() == nullptr) return false;
+    slots[slot++] = address_of(outputs[i].get());
+  }
+  slots[slot] = 0;
+  if (plan.workspace != 0) {
+    elsa_cuda::Output bytes;
+    bytes.sizes = {static_cast<int64_t>(plan.workspace)};
+    bytes.strides = {1};
+    workspace = allocate(bytes, arguments);
+    if (workspace.get() == nullptr) return false;
+    slots[slot] = address_of(workspace.get());
+  }
+  const elsa_cuda::Current current(bound.device);
+  if (current.foreign()) return false;
+  void* stream = nullptr;
+  ask(stream_getter()(bound.device, &stream), "the current stream");
+  elsa_cuda::run(bound, slots, static_cast<elsa_cuda::Stream>(stream));
+  for (size_t i = 0; i < plan.outputs.size(); ++i)
+    stack[i] = torch::stable::detail::from(outputs[i].give());
+  served.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
+std::unique_ptr<const elsa_cuda::Bound> bound_of(const uint8_t* bytes, uint64_t size,
+                                                 elsa_cuda::Device device) {
+  elsa_cuda::Plan plan = elsa_cuda::parse(bytes, size);
+  const elsa_cuda::Current current(device);
+  if (current.foreign()) throw std::runtime_error("the current CUDA context is not PyTorch's");
+  if (stream_getter() == nullptr) throw std::runtime_error("this PyTorch gives no CUDA stream");
+  return std::make_unique<const elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
+}
+
+// Keeps what `elsa::<name>_plan` said of a layout: nothing; "N", that such calls are not for this
+// library; "P" and a plan. "E" and a text is an error that ends the call.
+void keep(const Operator& op, const elsa_cuda::Key& key, uint64_t generation,
+          const Arguments& arguments, uint32_t tensors, AtenTensorHandle said) {
+  int64_t size = 0;
+  ask(aoti_torch_get_numel(said, &size), "a plan's size");
+  if (size == 0) return;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(address_of(said));
+  if (bytes[0] == 'E') {
+    throw std::runtime_error(
+        std::string(reinterpret_cast<const char*>(bytes) + 1, static_cast<size_t>(size) - 1));
+  }
+  auto entry = std::make_shared<Entry>();
+  if (bytes[0] == 'P') {
+    entry->bound = bound_of(bytes + 1, static_cast<uint64_t>(size) - 1, device_of(arguments));
+    const elsa_cuda::Plan& plan = entry->bound->plan;
+    if (plan.inputs != tensors || plan.outputs.size() != op.results) {
+      throw std::runtime_error(op.name + ": a plan is for another operator");
+    }
+  }
+  if (key.fits()) cache.put(key.words(), generation, std::move(entry));
+}
+
+void serve(const Operator& op, StableIValue* stack) {
+  Arguments arguments(op, stack);
+  elsa_cuda::Key key;
+  key.add(static_cast<uint64_t>(&op - operators));
+  arguments.describe(key);
+  uint64_t generation = 0;
+  if (key.fits()) {
+    const auto found = cache.find(key.words());
+    generation = found.generation;
+    const bool planned = found.entry != nullptr && found.entry->bound != nullptr;
+    if (planned && run(*found.entry->bound, arguments, stack)) return;
+  }
+  StableIValue values[kMostValues] = {};
+  arguments.give(values);
+  ask(torch_call_dispatcher(op.plan.c_str(), "", values, TORCH_ABI_VERSION), op.plan.c_str());
+  Handle results[kMostValues];
+  for (uint32_t i = 0; i <= op.results; ++i) {
+    results[i] = Handle(to<AtenTensorHandle>(values[i]));
+  }
+  keep(op, key, generation, arguments, arguments.tensors, results[op.results].get());
+  for (uint32_t i = 0; i < op.results; ++i)
+    stack[i] = torch::stable::detail::from(results[i].give());
+}
+
+template <size_t N>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  serve(operators[N], stack);
+}
+
+using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
+
+template <size_t... N>
+Boxed boxed_of(size_t number, std::index_sequence<N...>) {
+  static constexpr Boxed all[] = {&boxed<N>...};
+  return all[number];
+}
+
+// What a function that C calls answers: null, or the error of this thread's last call.
+template <typename Work>
+const char* answered(Work work) {
+  static thread_local std::string error;
+  try {
+    work();
+    return nullptr;
+  } catch (const std::exception& failure) {
+    error = failure.what();
+  } catch (...) {
+    error = "unknown error";
+  }
+  return error.c_str();
+}
+
+void add_operator(const char* name, const char* types, uint32_t results, const char* key) {
+  const std::lock_guard<std::mutex> lock(registering);
+  if (operator_count == kMostOperators) throw std::runtime_error("too many operators");
+  Operator& op = operators[operator_count];
+  op.name = std::string("elsa::") + name;
+  op.plan = op.name + "_plan";
+  op.types = types;
+  op.results = results;
+  if (op.types.size() > kMostValues || results + 1 > kMostValues ||
+      op.types.find_first_not_of("TOnbdsNB") != std::string::npos) {
+    throw std::runtime_error(op.name + ": arguments that this library does not take");
+  }
+  using torch::stable::detail::StableLibrary;
+  // For the life of the process, like the code that it names.
+  auto* library = new StableLibrary(StableLibrary::Kind::IMPL, "elsa", key, __FILE__, __LINE__);
+  library->impl(name, boxed_of(operator_count, std::make_index_sequence<kMostOperators>()));
+  ++operator_count;
+}
+
+}  // namespace
+
+#define ELSA_EXPORT extern "C" __attribute__((visibility("default")))
+
+// For elsa_core/backends/cuda/library.py. Each returns null, or what went wrong.
+
+// Opens the driver: libcuda.so.1, or the file that a test names.
+ELSA_EXPORT const char* elsa_cuda_open(const char* path) {
+  return answered([&] { elsa_cuda::open_driver(path); });
+}
+
+// Makes this library the kernel of elsa::<name> for a dispatch key.
+ELSA_EXPORT const char* elsa_cuda_register(const char* name, const char* types, uint32_t results,
+                                           const char* key) {
+  return answered([&] { add_operator(name, types, results, key); });
+}
+
+// Keeps a kernel; `number` is what plans name it by. flags: 1 overlap, 2 cooperative.
+ELSA_EXPORT const char* elsa_cuda_add_kernel(const char* symbol, const uint8_t* code, uint64_t size,
+                                             uint32_t threads, uint32_t shared_bytes,
+                                             uint32_t cluster, uint32_t flags, uint32_t* number) {
+  return answered([&] {
+    elsa_cuda::Kernel kernel;
+    kernel.symbol = symbol;
+    kernel.code.assign(code, code + size);
+    kernel.threads = threads;
+    kernel.shared_bytes = shared_bytes;
+    kernel.cluster = cluster;
+    kernel.overlap = (flags & 1) != 0;
+    kernel.cooperative = (flags & 2) != 0;
+    *number = elsa_cuda::add_kernel(std::move(kernel));
+  });
+}
+
+// Reads a plan and, unless device is negative, loads its kernels there.
+ELSA_EXPORT const char* elsa_cuda_load_plan(const uint8_t* bytes, uint64_t size, int device) {
+  return answered([&] {
+    if (device < 0) {
+      elsa_cuda::parse(bytes, size);
+    } else {
+      bound_of(bytes, size, device);
+    }
+  });
+}
+
+// Forgets every plan.
+ELSA_EXPORT void elsa_cuda_clear() { cache.clear(); }
+
+// Layouts that are kept, and calls that ran without Python.
+ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {
+  *layouts = static_cast<int64_t>(cache.size());
+  *calls = served.load();
+}

@@ -1,0 +1,71 @@
+// A planned call as data: what it allocates and launches, with pointers named by slots.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "driver.h"
+#include "kernels.h"
+
+namespace elsa_cuda {
+
+// A result: PyTorch's number of the dtype, sizes and strides in elements.
+struct Output {
+  int32_t dtype = 0;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+};
+
+// Where an address comes from. Slots: the operator's tensors in their order (absent ones too), then
+// the outputs, then the workspace.
+struct Place {
+  uint32_t slot = 0;
+  uint64_t offset = 0;  // bytes
+};
+
+struct Pointer {
+  uint32_t at = 0;  // in Step::arguments
+  Place place;
+};
+
+// A launch, or where `bytes` is not 0 memory that is set to zero.
+struct Step {
+  uint32_t kernel = 0;
+  uint32_t grid[3] = {1, 1, 1};
+  std::vector<uint8_t> arguments;  // one behind the other, each aligned to its size
+  std::vector<uint32_t> offsets;   // of each argument
+  std::vector<Pointer> pointers;
+  Place zeroed;
+  uint64_t bytes = 0;
+};
+
+struct Plan {
+  uint32_t inputs = 0;
+  std::vector<Output> outputs;
+  uint64_t workspace = 0;  // bytes
+  std::vector<Step> steps;
+
+  uint32_t slots() const { return inputs + static_cast<uint32_t>(outputs.size()) + 1; }
+};
+
+// Reads a plan as elsa_core/backends/cuda/plan.py writes it. Throws std::runtime_error for bytes
+// that are no plan: every length, slot, offset and size is checked, so that running what is
+// returned reads no memory but its own, and writes none beyond outputs and workspace that it
+// zeroes. What kernels do with their arguments is theirs.
+Plan parse(const uint8_t* bytes, uint64_t size);
+
+// A plan on a device: with the functions of its kernels.
+struct Bound {
+  Plan plan;
+  Device device = 0;
+  std::vector<const Kernel*> kernels;  // of each step
+  std::vector<Function> functions;
+};
+
+// Loads what a plan launches. Throws std::runtime_error: a kernel is unknown or not loaded.
+Bound bind(Plan plan, Device device);
+
+// Makes the launches of a plan on a stream. slots: addresses, `plan.slots()` of them.
+void run(const Bound& bound, const Address* slots, Stream stream);
+
+}  // namespace elsa_cuda

@@ -1,0 +1,238 @@
+// How packed sequences are cut into items, and who works on them.
+#include "varlen.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "gradient_kernel.h"
+#include "kernel.h"
+#include "work.h"
+
+namespace elsa {
+namespace {
+
+// Items per thread, so that the last ones to finish are short beside the whole.
+constexpr int64_t kItemsPerThread = 8;
+
+int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+View from_token(View view, int64_t token) {
+  view.data =
+      static_cast<const char*>(view.data) + token * view.stride[2] * element_size(view.dtype);
+  return view;
+}
+
+Target from_token(Target target, int64_t token) {
+  if (target.data) target.data += token * target.stride[2];
+  return target;
+}
+
+// Sequence s of the packed ones as a problem of its own.
+Attention sequence(const Attention& packed, const Sequences& at, int64_t s) {
+  Attention a = packed;
+  a.queries = at.query[s + 1] - at.query[s];
+  a.keys = at.key[s + 1] - at.key[s];
+  a.query = from_token(packed.query, at.query[s]);
+  a.key = from_token(packed.key, at.key[s]);
+  a.value = from_token(packed.value, at.key[s]);
+  if (packed.out) {
+    a.out = static_cast<char*>(packed.out) +
+            at.query[s] * packed.heads * packed.value_dim * element_size(packed.query.dtype);
+  }
+  a.lse = packed.lse + at.query[s];
+  a.lse_head = packed.queries;
+  return a;
+}
+
+double scores_of(const Attention& a) {
+  return static_cast<double>(a.queries) * static_cast<double>(a.keys) * (a.causal ? 0.5 : 1.0);
+}
+
+// A sequence's problem and the first of its items.
+struct Forward {
+  Attention problem;
+  Plan plan;
+  int64_t first;
+  double scores;
+};
+
+struct Backward {
+  AttentionGradient problem;
+  int64_t first;
+  double scores;
+};
+
+// Long sequences first: items are handed out in order, and short ones fill the gaps.
+template <class Part>
+void order(std::vector<Part>& parts) {
+  std::stable_sort(parts.begin(), parts.end(),
+                   [](const Part& x, const Part& y) { return x.scores > y.scores; });
+}
+
+// The items of all parts, handed out one by one.
+template <class Part>
+struct Work {
+  const std::vector<Part>& parts;
+  const int64_t workspace;  // floats of each worker
+  const void* kernel;
+  Queues queues;
+  std::atomic<bool> out_of_memory{false};
+
+  int64_t part_of(int64_t item) const {
+    const auto after = std::upper_bound(parts.begin(), parts.end(), item,
+                                        [](int64_t i, const Part& p) { return i < p.first; });
+    return after - parts.begin() - 1;
+  }
+};
+
+template <class Part>
+Status work_on(Work<Part>& work, Body body, int64_t workers, ParallelFor parallel_for) {
+  if (workers <= 1) {
+    body(0, 1, &work);
+  } else {
+    parallel_for(workers, body, &work);
+  }
+  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
+}
+
+void attend(int64_t, int64_t, void* context) {
+  Work<Forward>& work = *static_cast<Work<Forward>*>(context);
+  const Kernel& kernel = *static_cast<const Kernel*>(work.kernel);
+  static thread_local Scratch scratch;
+  Workspace workspace = {scratch.get(work.workspace), -1};
+  if (workspace.memory == nullptr) {
+    work.out_of_memory = true;
+    return;
+  }
+  int64_t last = -1;
+  for (int64_t item; (item = work.queues.take(0)) >= 0;) {
+    const int64_t index = work.part_of(item);
+    const Forward& part = work.parts[index];
+    if (index != last) workspace.packed_head = -1;  // packed keys are of another sequence
+    last = index;
+    kernel.run(part.problem, part.plan, item - part.first, -1, workspace);
+  }
+}
+
+void differentiate(int64_t, int64_t, void* context) {
+  Work<Backward>& work = *static_cast<Work<Backward>*>(context);
+  const GradientKernel& kernel = *static_cast<const GradientKernel*>(work.kernel);
+  static thread_local Scratch scratch;
+  float* const memory = scratch.get(work.workspace);
+  if (memory == nullptr) {
+    work.out_of_memory = true;
+    return;
+  }
+  for (int64_t item; (item = work.queues.take(0)) >= 0;) {
+    const Backward& part = work.parts[work.part_of(item)];
+    kernel.attention(part.problem, item - part.first, memory);
+  }
+}
+
+// Zeros and -inf for queries without a key.
+void fill_empty(const Attention& a) {
+  const int64_t row = a.heads * a.value_dim * element_size(a.query.dtype);
+  memset(a.out, 0, static_cast<size_t>(a.queries * row));
+  for (int64_t h = 0; h < a.heads; ++h) {
+    for (int64_t i = 0; i < a.queries; ++i) a.lse[lse_offset(a, 0, h) + i] = -__builtin_inff();
+  }
+}
+
+void clear(const Target& target, int64_t heads, int64_t rows, int64_t columns) {
+  if (target.data == nullptr) return;
+  const int64_t* s = target.stride;
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t d = 0; d < columns; ++d) target.data[h * s[1] + i * s[2] + d * s[3]] = 0.0f;
+    }
+  }
+}
+
+int64_t split(const Attention& a, const Kernel& kernel, double target, Plan& plan) {
+  const int64_t least = cut_keys(a, plan);
+  const int64_t most = ceil_div(a.queries, kernel.row_tile);
+  const int64_t wanted = target > 0.0 ? static_cast<int64_t>(scores_of(a) / target) + 1 : 1;
+  plan.splits = std::max(least, std::min(wanted, most));
+  plan.items = a.heads * plan.splits;
+  return plan.items;
+}
+
+}  // namespace
+
+Status varlen_attention(const Attention& packed, const Sequences& at, int threads,
+                        ParallelFor parallel_for) {
+  const Kernel* const kernel = attention_kernel();
+  if (kernel == nullptr) return isa_status();
+  if (packed.heads == 0) return Status::kOk;
+  std::vector<Forward> parts;
+  double scores = 0.0;
+  for (int64_t s = 0; s < at.count; ++s) {
+    const Attention a = sequence(packed, at, s);
+    if (a.queries == 0) continue;
+    if (a.keys == 0) {
+      fill_empty(a);
+      continue;
+    }
+    parts.push_back({a, {}, 0, scores_of(a)});
+    scores += scores_of(a);
+  }
+  if (parts.empty()) return Status::kOk;
+  order(parts);
+  const double depth = static_cast<double>(packed.head_dim + packed.value_dim);
+  const double all = scores * static_cast<double>(packed.heads);
+  if (all * depth < kSerialWork || threads < 1) threads = 1;
+  const double target = threads > 1 ? all / static_cast<double>(threads * kItemsPerThread) : 0.0;
+  int64_t items = 0, workspace = 0;
+  for (Forward& part : parts) {
+    part.first = items;
+    items += split(part.problem, *kernel, target, part.plan);
+    workspace = std::max(workspace, kernel->workspace(part.problem, part.plan));
+  }
+  Work<Forward> work = {parts, workspace, kernel, Queues(items, 1)};
+  return work_on(work, attend, std::min<int64_t>(threads, items), parallel_for);
+}
+
+Status varlen_gradient(const AttentionGradient& packed, const Sequences& at, int threads,
+                       ParallelFor parallel_for) {
+  const GradientKernel* const kernel = gradient_kernel();
+  if (kernel == nullptr) return isa_status();
+  const Attention& all = packed.forward;
+  if (all.heads == 0) return Status::kOk;
+  std::vector<Backward> parts;
+  double scores = 0.0;
+  for (int64_t s = 0; s < at.count; ++s) {
+    AttentionGradient g = packed;
+    g.forward = sequence(all, at, s);
+    g.out = from_token(packed.out, at.query[s]);
+    g.grad_out = from_token(packed.grad_out, at.query[s]);
+    if (packed.grad_lse) g.grad_lse = packed.grad_lse + at.query[s];
+    g.query = from_token(packed.query, at.query[s]);
+    g.key = from_token(packed.key, at.key[s]);
+    g.value = from_token(packed.value, at.key[s]);
+    const Attention& a = g.forward;
+    if (a.queries == 0 || a.keys == 0) {
+      clear(g.query, a.heads, a.queries, a.head_dim);
+      clear(g.key, a.kv_heads, a.keys, a.head_dim);
+      clear(g.value, a.kv_heads, a.keys, a.value_dim);
+      continue;
+    }
+    parts.push_back({g, 0, scores_of(a)});
+    scores += scores_of(a);
+  }
+  if (parts.empty()) return Status::kOk;
+  order(parts);
+  int64_t items = 0, workspace = 0;
+  for (Backward& part : parts) {
+    part.first = items;
+    items += all.kv_heads;
+    workspace = std::max(workspace, kernel->attention_workspace(part.problem));
+  }
+  const double depth = static_cast<double>(3 * all.head_dim + 2 * all.value_dim);
+  if (scores * depth * static_cast<double>(all.heads) < kSerialWork || threads < 1) threads = 1;
+  Work<Backward> work = {parts, workspace, kernel, Queues(items, 1)};
+  return work_on(work, differentiate, std::min<int64_t>(threads, items), parallel_for);
+}
+
+}  // namespace elsa

@@ -1,0 +1,173 @@
+// elsa::varlen_attention on the CPU, through PyTorch's stable ABI: no Python, ATen or c10 symbol.
+#include "../elsa/varlen.h"
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "common.h"
+
+namespace {
+
+using elsa_torch::ScalarType;
+using elsa_torch::Tensor;
+
+constexpr const char* kName = "elsa::varlen_attention";
+
+// [tokens, heads, dim] as [1, heads, tokens, dim].
+elsa::View operand(const Tensor& tensor, const char* name, int64_t tokens, int64_t heads,
+                   int64_t dim) {
+  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.size(0) == tokens && tensor.size(1) == heads &&
+                      tensor.size(2) == dim,
+                  kName, ": ", name, " must be [", tokens, ", ", heads, ", ", dim, "]");
+  elsa::View view;
+  view.data = tensor.const_data_ptr();
+  view.dtype = elsa_torch::dtype_of(tensor.scalar_type(), kName);
+  view.stride[1] = tensor.stride(1);
+  view.stride[2] = tensor.stride(0);
+  view.stride[3] = tensor.stride(2);
+  return view;
+}
+
+template <class Integer>
+std::vector<int64_t> copied(const Tensor& lengths) {
+  const Integer* const from = static_cast<const Integer*>(lengths.const_data_ptr());
+  return std::vector<int64_t>(from, from + lengths.numel());
+}
+
+// Cumulative lengths, which decide what memory is read: checked.
+std::vector<int64_t> bounds(const Tensor& given, const char* name, int64_t tokens) {
+  STD_TORCH_CHECK(given.dim() == 1 && given.numel() >= 1, kName, ": ", name,
+                  " must be of rank 1 and hold 0 at least");
+  const Tensor dense = given.is_contiguous() ? given : torch::stable::contiguous(given);
+  const bool wide = given.scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK(wide || given.scalar_type() == ScalarType::Int, kName, ": ", name,
+                  " must be int32 or int64");
+  const std::vector<int64_t> found = wide ? copied<int64_t>(dense) : copied<int32_t>(dense);
+  bool rises = found.front() == 0 && found.back() == tokens;
+  for (size_t i = 1; i < found.size(); ++i) rises = rises && found[i] >= found[i - 1];
+  STD_TORCH_CHECK(rises, kName, ": ", name, " must start with 0, not decrease and end with ",
+                  tokens);
+  return found;
+}
+
+struct Packed {
+  elsa::Attention problem;
+  std::vector<int64_t> query, key;
+
+  elsa::Sequences sequences() const {
+    return {query.data(), key.data(), static_cast<int64_t>(query.size()) - 1};
+  }
+};
+
+Packed packed(const Tensor& query, const Tensor& key, const Tensor& value,
+              const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, bool is_causal,
+              double scale) {
+  STD_TORCH_CHECK(query.dim() == 3 && key.dim() == 3 && value.dim() == 3, kName,
+                  ": query, key and value must be of rank 3");
+  Packed p;
+  elsa::Attention& a = p.problem;
+  a.batch = 1;
+  a.queries = query.size(0);
+  a.heads = query.size(1);
+  a.head_dim = query.size(2);
+  a.keys = key.size(0);
+  a.kv_heads = key.size(1);
+  a.value_dim = value.size(2);
+  a.query = operand(query, "query", a.queries, a.heads, a.head_dim);
+  a.key = operand(key, "key", a.keys, a.kv_heads, a.head_dim);
+  a.value = operand(value, "value", a.keys, a.kv_heads, a.value_dim);
+  STD_TORCH_CHECK(a.kv_heads > 0 ? a.heads % a.kv_heads == 0 : a.heads == 0, kName, ": ", a.heads,
+                  " query heads are no multiple of ", a.kv_heads, " key heads");
+  STD_TORCH_CHECK(a.head_dim >= 1 && a.head_dim <= 256 && a.value_dim >= 1 && a.value_dim <= 256,
+                  kName, ": head_dim must be 1 to 256, got ", a.head_dim, " (query) and ",
+                  a.value_dim, " (value)");
+  STD_TORCH_CHECK(a.query.dtype == a.key.dtype && a.query.dtype == a.value.dtype &&
+                      a.query.dtype != elsa::DType::kBool,
+                  kName, ": query, key and value must have one floating dtype");
+  a.scale = static_cast<float>(scale);
+  a.causal = is_causal;
+  p.query = bounds(cu_seqlens_q, "cu_seqlens_q", a.queries);
+  p.key = bounds(cu_seqlens_k, "cu_seqlens_k", a.keys);
+  STD_TORCH_CHECK(p.query.size() == p.key.size(), kName,
+                  ": cu_seqlens_q and cu_seqlens_k must have one length");
+  return p;
+}
+
+std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key,
+                                            const Tensor& value, const Tensor& cu_seqlens_q,
+                                            const Tensor& cu_seqlens_k, bool is_causal,
+                                            double scale, std::string precision) {
+  Packed p = packed(query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale);
+  elsa::Attention& a = p.problem;
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
+  Tensor out = elsa_torch::empty<3>({a.queries, a.heads, a.value_dim},
+                                    {a.heads * a.value_dim, a.value_dim, 1}, dtype);
+  Tensor lse =
+      elsa_torch::empty<2>({a.heads, a.queries}, {a.queries, 1}, aoti_torch_dtype_float32());
+  a.out = out.mutable_data_ptr();
+  a.lse = static_cast<float*>(lse.mutable_data_ptr());
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  elsa_torch::check_status(
+      elsa::varlen_attention(a, p.sequences(), threads, elsa_torch::parallel_for), kName);
+  return {out, lse};
+}
+
+// A gradient laid out as its operand, or nothing.
+Tensor gradient_of(const Tensor& operand, bool needed, elsa::Target& target) {
+  if (!needed) return elsa_torch::nothing();
+  Tensor gradient = torch::stable::empty_like(operand);
+  target.data = static_cast<float*>(gradient.mutable_data_ptr());
+  target.stride[1] = gradient.stride(1);
+  target.stride[2] = gradient.stride(0);
+  target.stride[3] = gradient.stride(2);
+  return gradient;
+}
+
+// As elsa::varlen_attention_backward of operands in float32.
+std::tuple<Tensor, Tensor, Tensor> varlen_attention_backward(
+    const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& query,
+    const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+    const Tensor& out, const Tensor& lse, bool is_causal, double scale, bool needs_query,
+    bool needs_key, bool needs_value) {
+  Packed p = packed(query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale);
+  elsa::AttentionGradient g;
+  g.forward = p.problem;
+  const elsa::Attention& a = g.forward;
+  g.out = operand(out, "out", a.queries, a.heads, a.value_dim);
+  g.grad_out = operand(grad_out, "grad_out", a.queries, a.heads, a.value_dim);
+  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32 && g.out.dtype == elsa::DType::kFloat32 &&
+                      g.grad_out.dtype == elsa::DType::kFloat32,
+                  kName, "_backward: the CPU kernel takes float32");
+  const auto rows = [&](const Tensor& t, const char* name) {
+    STD_TORCH_CHECK(t.numel() == a.heads * a.queries && t.scalar_type() == ScalarType::Float, kName,
+                    "_backward: ", name, " must be float32 [heads, queries]");
+    return t.is_contiguous() ? t : torch::stable::contiguous(t);
+  };
+  const Tensor kept_lse = rows(lse, "lse");
+  g.forward.lse = const_cast<float*>(static_cast<const float*>(kept_lse.const_data_ptr()));
+  std::optional<Tensor> kept_slope;
+  if (grad_lse.has_value()) {
+    kept_slope = rows(*grad_lse, "grad_lse");
+    g.grad_lse = static_cast<const float*>(kept_slope->const_data_ptr());
+  }
+  Tensor grad_query = gradient_of(query, needs_query, g.query);
+  Tensor grad_key = gradient_of(key, needs_key, g.key);
+  Tensor grad_value = gradient_of(value, needs_value, g.value);
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  elsa_torch::check_status(
+      elsa::varlen_gradient(g, p.sequences(), threads, elsa_torch::parallel_for), kName);
+  return {grad_query, grad_key, grad_value};
+}
+
+}  // namespace
+
+// The schemas belong to elsa_core/operators alone: no bundle holds these operators yet, and a
+// library that is loaded without Python registers kernels of operators that nobody defines.
+STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
+  m.impl("varlen_attention", TORCH_BOX(&varlen_attention));
+  m.impl("varlen_attention_backward_native", TORCH_BOX(&varlen_attention_backward));
+}

@@ -1,0 +1,149 @@
+"""The operators that the library serves: what a call of an unknown layout does, and its errors."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls
+from elsa_core.backends.cuda import plan as plans
+from elsa_core.backends.cuda.kernels import PlanError
+from elsa_core.backends.cuda.library import Library
+from elsa_core.errors import UnavailableError
+
+_LOG = logging.getLogger("elsa")
+_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+_DEFAULT = re.compile(r"=[^,)]+")
+
+
+class _Failed(threading.local):
+    error: BaseException | None = None
+
+
+_FAILED = _Failed()
+
+
+def serve(library: Library, operator: str, kernel: Callable[..., Any], key: str) -> None:
+    """Make the library the kernel of `elsa::<operator>` for a dispatch key.
+
+    kernel: what computes a call in Python, with all its arguments; asked once for each layout, and
+    every time where the library cannot serve it.
+
+    Raises:
+        UnavailableError: the library refuses.
+    """
+    schema = str(getattr(torch.ops.elsa, operator).default._schema)
+    given, _, returned = _DEFAULT.sub("", schema).partition(") -> ")
+    given = given.partition("(")[2]
+    results = f"{returned.strip('()')}, Tensor"
+    _LIBRARY.define(f"{operator}_plan({given}) -> ({results})")
+    answer = functools.partial(_answer, library, kernel, results.count(","))
+    _LIBRARY.impl(f"{operator}_plan", answer, key)
+    library.register(operator, key)
+
+
+def direct(overload: Any) -> Callable[..., Any]:
+    """An operator that the library serves, for calls that autograd need not see.
+
+    What a call raises in Python is raised as it is.
+    """
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return calls.below_autograd(overload, *arguments)
+        except RuntimeError as raised:
+            error, _FAILED.error = _FAILED.error, None
+            if error is not None and _text(error) in str(raised):
+                raise error from None
+            raise
+
+    return call
+
+
+def _answer(
+    library: Library, kernel: Callable[..., Any], results: int, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """`elsa::<operator>_plan`: the call's results, and what the library is to keep of it.
+
+    An error comes back as a text behind "E": the library's own frames would lose it.
+    """
+    _FAILED.error = None
+    try:
+        found, said = planned(library, kernel, arguments)
+    except Exception as error:
+        _FAILED.error = error
+        found = tuple(torch.empty(0) for _ in range(results))
+        said = b"E" + _text(error).encode()
+    return *found, torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else _nothing()
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def planned(
+    library: Library, kernel: Callable[..., Any], arguments: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], bytes]:
+    """Run a call in Python and say what the library is to keep for its layout.
+
+    Returns:
+        The results, and "P" and a plan; "N" where such calls are for Python; nothing where the next
+        one is to be asked about again (a CUDA graph is recorded, or a launch hook is set).
+    """
+    from elsa_core.backends.cuda.record import Recorder
+
+    _listen(library)
+    if _capturing():
+        return _tuple(kernel(*arguments)), b""
+    # objects of their own: two arguments may be one tensor in this call, and not in the next
+    own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+    recorder = Recorder([a for a in own if a is None or isinstance(a, Tensor)])
+    with recorder:
+        results = _tuple(kernel(*own))
+    if recorder.hooked:
+        return results, b""
+    try:
+        found = plans.write(recorder.plan(results, library.number))
+        library.check(found, max(0, results[0].get_device()))
+    except PlanError as reason:
+        _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
+        return results, b"N"
+    except UnavailableError as error:
+        _warn_once(f"the CUDA library serves no such call, Triton's launcher does: {error}")
+        return results, b"N"
+    return results, b"P" + found
+
+
+@functools.cache
+def _listen(library: Library) -> None:
+    """From now on hear of launches, and forget plans where the planners forget theirs."""
+    from elsa_core.backends.cuda import record
+    from elsa_core.backends.triton.shared import launch
+    from elsa_core.backends.triton.shared.plans import PLANS
+
+    launch.listen(record.heard)
+    PLANS.on_clear.append(library.clear)
+
+
+def _tuple(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    _LOG.warning("%s", line)

@@ -1,0 +1,113 @@
+"""The library of `csrc/cuda`: built on first need, loaded, and told of kernels and plans."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elsa_core.backends import compiler
+from elsa_core.backends.cuda.kernels import kernel_of
+from elsa_core.backends.cuda.plan import Kernel
+from elsa_core.errors import UnavailableError
+
+_UNITS = ("driver", "kernels", "plan", "operators")
+# The letters of `Operator::types` in csrc/cuda/operators.cpp.
+_TYPES = {
+    "Tensor": "T", "Optional[Tensor]": "O", "int": "n", "bool": "b", "float": "d", "str": "s",
+    "List[int]": "N", "List[bool]": "B",
+}  # fmt: skip
+_OVERLAP, _COOPERATIVE = 1, 2
+
+
+class Library:
+    """One loaded library. Methods raise UnavailableError with what it says is wrong."""
+
+    def __init__(self, path: Path):
+        torch.ops.load_library(str(path))
+        self._calls = ctypes.CDLL(str(path))
+        self._numbers: dict[tuple[str, str], tuple[int, Kernel]] = {}
+        self._lock = threading.Lock()
+
+    def open_driver(self, path: str | None = None) -> None:
+        """Open libcuda.so.1, or the file that a test names."""
+        self._ask("elsa_cuda_open", None if path is None else path.encode())
+
+    def register(self, operator: str, key: str) -> None:
+        """Make the library the kernel of `elsa::<operator>` for a dispatch key.
+
+        `elsa::<operator>_plan` must be defined: it takes the same and returns one tensor more.
+        """
+        schema = getattr(torch.ops.elsa, operator).default._schema
+        types = "".join(_TYPES[str(argument.type)] for argument in schema.arguments)
+        results = ctypes.c_uint32(len(schema.returns))
+        self._ask("elsa_cuda_register", operator.encode(), types.encode(), results, key.encode())
+
+    def number(self, compiled: Any) -> tuple[int, Kernel]:
+        """The number by which plans name a compiled kernel, and its record.
+
+        Raises:
+            PlanError: the library cannot launch it.
+        """
+        key = (compiled.hash, compiled.metadata.name)
+        with self._lock:
+            if key not in self._numbers:
+                kernel = kernel_of(compiled)
+                self._numbers[key] = (self.add(kernel), kernel)
+            return self._numbers[key]
+
+    def add(self, kernel: Kernel) -> int:
+        """Give the library a kernel; its number."""
+        number = ctypes.c_uint32()
+        self._ask(
+            "elsa_cuda_add_kernel", kernel.symbol.encode(), kernel.code,
+            ctypes.c_uint64(len(kernel.code)), ctypes.c_uint32(kernel.threads),
+            ctypes.c_uint32(kernel.shared), ctypes.c_uint32(kernel.cluster),
+            ctypes.c_uint32(_OVERLAP * kernel.overlap + _COOPERATIVE * kernel.cooperative),
+            ctypes.byref(number),
+        )  # fmt: skip
+        return number.value
+
+    def check(self, plan: bytes, device: int) -> None:
+        """Read a plan as a call would, and load its kernels on a device; -1: only read it."""
+        self._ask("elsa_cuda_load_plan", plan, ctypes.c_uint64(len(plan)), ctypes.c_int(device))
+
+    def clear(self) -> None:
+        """Forget every plan."""
+        self._calls.elsa_cuda_clear()
+
+    def counts(self) -> tuple[int, int]:
+        """Layouts that are kept, and calls that ran without Python."""
+        layouts, calls = ctypes.c_int64(), ctypes.c_int64()
+        self._calls.elsa_cuda_counts(ctypes.byref(layouts), ctypes.byref(calls))
+        return layouts.value, calls.value
+
+    def _ask(self, name: str, *arguments: Any) -> None:
+        function = getattr(self._calls, name)
+        function.restype = ctypes.c_char_p
+        error: bytes | None = function(*arguments)
+        if error is not None:
+            raise UnavailableError(error.decode(errors="replace"))
+
+
+def recipe() -> compiler.Recipe:
+    """How the library is built: by a C++ compiler alone, no CUDA toolkit."""
+    return compiler.torch_recipe("libelsa-cuda", "CUDA library", "cuda", _UNITS)
+
+
+@functools.cache
+def load() -> Library:
+    """The library, built if this machine has not built it yet.
+
+    Raises:
+        UnavailableError: it cannot be built or loaded.
+    """
+    path = compiler.build(recipe())
+    try:
+        return Library(path)
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be loaded: {error.__cause__ or error}") from None

@@ -1,0 +1,273 @@
+"""alpha-entmax attention on a GPU: one launch forward; lists of tiles and two launches backward.
+
+These kernels were run by Triton's interpreter and compiled, never run on a GPU yet: "auto" does not
+choose them. The workspace is a number for each tile of 64 queries and 64 keys. Nothing is added by
+atomics: equal arguments give equal bits. The gradient of an additive mask is not computed here.
+
+Source: AdaSplash, arXiv 2502.12082 (passes over tiles, tiles that are skipped).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.support import Request, Support
+from elsa_core.backends.triton.shared import layout
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
+
+TILE = 64
+STEPS = 60
+MODES = {"strict": 1, "lean": 1, "ieee": 2}
+# what two operands of a tile of 64 rows take of the shared memory of every GPU from sm_80 on
+LARGEST_WIDE = 128
+CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan depends on beside the tensors' layouts. alpha: 0 where heads have their own."""
+
+    alpha: float
+    is_causal: bool
+    scale: float
+    precision: str
+    needs: tuple[bool, ...] = ()
+
+
+@dataclass
+class Call:
+    """The launches of a call."""
+
+    forward: Launch | None = None
+    by_rows: Launch | None = None
+    by_columns: Launch | None = None
+    query: Launch | None = None
+    key: Launch | None = None
+
+
+def support(request: Request) -> Support:
+    """Whether the kernels serve such calls; whether a GPU is there is asked elsewhere."""
+    if request.precision not in MODES:
+        return Support(False, f"entmax has no Triton kernel for precision={request.precision!r}")
+    dim = max(request.head_dim, request.value_dim)
+    if request.dtype == torch.float32 and dim > LARGEST_WIDE:
+        return Support(False, f"head dimension {dim} is above {LARGEST_WIDE} in float32")
+    return Support(True)
+
+
+def entmax_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    head_alpha: Tensor | None,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The CUDA kernel of `elsa::entmax_attention`; arguments and results are the operator's.
+
+    query, key and value are float32, float16 or bfloat16, of any strides.
+    """
+    batch, heads, queries, _ = query.shape
+    keys, value_dim = value.shape[2:]
+    out = query.new_empty((batch, queries, heads, value_dim)).transpose(1, 2)
+    rows = query.new_empty((3, batch, heads, queries), dtype=torch.float32)
+    grid = (batch, heads, _tiles(queries), _tiles(keys))
+    tiles = query.new_zeros(grid, dtype=torch.uint8)
+    if not (out.numel() and keys):
+        return out.zero_(), rows.fill_(-math.inf), tiles
+    options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision)
+    operands = {"q": query, "k": key, "v": value, "o": out}
+    call = _planned(operands, attn_mask, head_alpha, options)
+    lists = query.new_empty(grid, dtype=torch.int32)
+    of_heads = query if head_alpha is None else head_alpha
+    assert call.forward is not None
+    with _device(query):
+        mask = _mask(attn_mask, query)
+        call.forward(query, key, value, mask, of_heads, out, rows, tiles, lists)
+    return out, rows, tiles
+
+
+def entmax_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    head_alpha: Tensor | None,
+    rows: Tensor,
+    tiles: Tensor,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and head_alpha; that of a mask comes back empty.
+
+    Arguments and results are those of `elsa::entmax_attention_backward`.
+    """
+    wants = tuple(bool(x) for x in needs)
+    grads = [
+        torch.empty_like(t) if wanted else t.new_empty(0)
+        for t, wanted in zip((query, key, value), wants[:3], strict=True)
+    ]
+    none = query.new_empty(0)
+    grad_alpha = none
+    if wants[4] and head_alpha is not None:
+        grad_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
+    if not (query.numel() and key.numel() and value.numel()):
+        return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), none, grad_alpha
+    if not (any(wants[:3]) or wants[4]):
+        return grads[0], grads[1], grads[2], none, grad_alpha
+    options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision, wants)
+    written = [g if g.dim() == 4 else t for g, t in zip(grads, (query, key, value), strict=True)]
+    operands = {
+        "q": query, "k": key, "v": value, "g": grad_out,
+        "dq": written[0], "dk": written[1], "dv": written[2],
+    }  # fmt: skip
+    call = _planned(operands, attn_mask, head_alpha, options)
+    by_row = torch.empty_like(rows[0]) if wants[4] else query
+    with _device(query):
+        _execute(call, operands, attn_mask, head_alpha, rows, tiles, by_row)
+    if wants[4] and head_alpha is not None:
+        of_heads = by_row.sum(-1)[..., None, None]
+        grad_alpha = of_heads.sum_to_size(head_alpha.shape).to(head_alpha.dtype)
+    return grads[0], grads[1], grads[2], none, grad_alpha
+
+
+def _execute(
+    call: Call, operands: dict[str, Tensor], attn_mask: Tensor | None, head_alpha: Tensor | None,
+    rows: Tensor, tiles: Tensor, by_row: Tensor,
+) -> None:  # fmt: skip
+    q, k, v, g = (operands[name] for name in "qkvg")
+    batch, heads, q_tiles, k_tiles = tiles.shape
+    mask, of_heads = _mask(attn_mask, q), q if head_alpha is None else head_alpha
+    delta = torch.empty_like(rows[0])
+    shared = q, k, v, g, mask, of_heads, rows
+    lists = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
+    assert call.by_rows is not None and call.query is not None
+    call.by_rows(tiles, lists)
+    call.query(*shared, lists, delta, operands["dq"], by_row)
+    if call.key is not None and call.by_columns is not None:
+        lists = q.new_empty((batch * heads * k_tiles, 1 + q_tiles), dtype=torch.int32)
+        call.by_columns(tiles, lists)
+        call.key(*shared, lists, delta, operands["dk"], operands["dv"])
+
+
+def _tiles(length: int) -> int:
+    return -(-length // TILE)
+
+
+def _mask(attn_mask: Tensor | None, query: Tensor) -> Tensor:
+    if attn_mask is None:
+        return query
+    return attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+
+
+def _device(query: Tensor) -> Any:
+    return torch.cuda.device(query.device if query.is_cuda else -1)
+
+
+def _layout(t: Tensor | None) -> tuple[Any, ...] | None:
+    return None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
+
+
+def _planned(
+    operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options
+) -> Call:
+    """The plan of a call, cached by layout."""
+    key = (
+        "entmax", operands["q"].get_device(), options, _layout(mask), _layout(head_alpha),
+        *(_layout(t) for t in operands.values()),
+    )  # fmt: skip
+    return PLANS.get(key, plan_call, operands, mask, head_alpha, options)
+
+
+def plan_call(
+    operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options
+) -> Call:
+    """The launches of a call; everything here depends on layouts, never on data.
+
+    operands: q, k, v and o, or q, k, v, g (grad_out), dq, dk, dv.
+    """
+    from elsa_core.backends.triton.attention import entmax_kernels as kernels
+
+    tail = _tail(operands, mask, head_alpha, options)
+    batch, heads, queries, _ = operands["q"].shape
+    q_tiles, k_tiles = _tiles(queries), _tiles(tail["n_k"])
+    wide = max(tail["D0"], tail["V0"]) > 64
+    settings = {"num_warps": 8 if wide else 4, "num_stages": 1}
+    if not options.needs:
+        grid = (batch * heads * q_tiles,)
+        return Call(forward=_launch(kernels.forward, grid, tail, settings))
+    small = {"num_warps": 4, "num_stages": 1}
+    own = {"CHUNK": CHUNK}
+    of_rows = own | {"length": k_tiles, "others": q_tiles, "own_step": k_tiles, "step": 1}
+    of_columns = own | {"length": q_tiles, "others": k_tiles, "own_step": 1, "step": k_tiles}
+    rows, columns = batch * heads * q_tiles, batch * heads * k_tiles
+    call = Call(
+        by_rows=_launch(kernels.list_tiles, (rows,), of_rows, small),
+        by_columns=_launch(kernels.list_tiles, (columns,), of_columns, small),
+        query=_launch(kernels.query_gradient, (rows,), tail, settings),
+    )
+    if options.needs[1] or options.needs[2]:
+        programs = batch * operands["k"].shape[1] * k_tiles
+        call.key = _launch(kernels.key_gradient, (programs,), tail, settings)
+    return call
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], settings: dict[str, int]
+) -> Launch:
+    return Launch(kernel, grid, {n: tail[n] for n in kernel.arg_names if n in tail}, settings)
+
+
+def _tail(
+    operands: dict[str, Tensor], mask: Tensor | None, head_alpha: Tensor | None, options: Options
+) -> dict[str, Any]:
+    """The arguments that the launches share, by name."""
+    q, k, v = (operands[name] for name in "qkv")
+    read = tuple(operands[name] for name in "qkvg" if name in operands)
+    step, unit_d = layout.row_unit(read)
+    half = q.dtype != torch.float32
+    powers = {1.5: 2, 2.0: 1}
+    alpha_b, alpha_h = (0, 0)
+    if head_alpha is not None:
+        alpha_b, alpha_h = (
+            0 if size == 1 else stride
+            for size, stride in zip(head_alpha.shape[:2], head_alpha.stride()[:2], strict=True)
+        )
+    tail: dict[str, Any] = {
+        "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "batch": q.shape[0],
+        "n_q": q.shape[2], "n_k": k.shape[2], "scale": float(options.scale),
+        "alpha": float(options.alpha), "log_keys": math.log(k.shape[2]),
+        "alpha_b": alpha_b, "alpha_h": alpha_h, **layout.mask_strides(mask),
+        "MODE": 0 if half else MODES[options.precision],
+        "POWER": 0 if head_alpha is not None else powers.get(options.alpha, 0),
+        "OF_HEADS": head_alpha is not None, "MASK": layout.mask_kind(mask),
+        "CAUSAL": options.is_causal, "STEPS": STEPS, "STAGES": 2 if half else 1,
+        "BM": TILE, "BN": TILE, "STEP": step, "UNIT_D": unit_d,
+        "D": q.shape[3], "D0": _padded(q.shape[3]), "DV": v.shape[3], "V0": _padded(v.shape[3]),
+    }  # fmt: skip
+    for name, t in operands.items():
+        tail |= layout.strides(name, t, step if name in "qkvg" else 1)
+    if options.needs:
+        wants = dict(
+            zip(("WANT_Q", "WANT_K", "WANT_V", "", "WANT_ALPHA"), options.needs, strict=True)
+        )
+        tail |= {name: wanted for name, wanted in wants.items() if name}
+    return tail
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())

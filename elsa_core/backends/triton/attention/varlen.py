@@ -1,0 +1,99 @@
+"""Packed sequences on the GPU: tiles, launch and results of `elsa::varlen_attention`.
+
+These kernels were compiled and interpreted and never run on a GPU: `elsa.varlen_attention` calls
+them with backend="triton" alone, and "auto" does not choose them until they are measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.support import Request, Support
+from elsa_core.backends.triton import support as support_of_attention
+from elsa_core.backends.triton.attention import tiling
+from elsa_core.backends.triton.attention.schedules.forward import fold_options, fold_tail
+from elsa_core.backends.triton.attention.schedules.record import Problem, known
+from elsa_core.backends.triton.attention.tiling import Shape
+from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
+
+
+def support(request: Request) -> Support:
+    """As the kernels of attention."""
+    return support_of_attention(request)
+
+
+def schedule(*arguments: Any) -> str:
+    """How a call is cut, in words."""
+    return "packed sequences: each program finds its own, keys and values split in the loop"
+
+
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float, precision: str
+) -> Launch:
+    """The launch of a call that has queries; everything here depends on layouts, never on data."""
+    from elsa_core.backends.triton.attention.varlen_forward import varlen_forward
+
+    sequences = starts.shape[0] - 1
+    mode = device.mode_of(q.dtype, precision)
+    shape = Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2], v.shape[2])
+    table, multiprocessors = device.device_table(device.index_of(q.device))
+    # tiles of one product are for operands split ahead alone
+    usual = shape._replace(keys=max(1, -(-shape.keys // max(1, sequences))))
+    tiles = tiling.plan(
+        usual, "split" if mode == "single" else mode, table, workspace=False,
+        multiprocessors=multiprocessors, specialized=False,
+    )  # fmt: skip
+    alone = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, H, T, D]
+    # no sequence has more keys than there are
+    tiles = replace(tiles, partitions=1, chunk=max(1, shape.keys))
+    problem = Problem(*alone, None, causal, scale, precision, mode, shape, tiles)
+    slots = shape.queries // tiles.tile.block_m + sequences
+    tail = {
+        **fold_tail(problem), "shift": max(0, shape.keys - 1).bit_length(),
+        "sequences": sequences, "steps": sequences.bit_length(), "slots": slots,
+    }  # fmt: skip
+    options = fold_options(problem, tail)
+    return Launch(varlen_forward, (slots * shape.heads,), known(varlen_forward, tail), options)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """The CUDA kernel of `elsa::varlen_attention`; layouts and results as there.
+
+    Nothing is read by the host. Cumulative lengths that leave the tokens are cut to them; rows that
+    no sequence has are not written.
+    """
+    tokens, heads, _ = query.shape
+    out = query.new_empty((tokens, heads, value.shape[2]))
+    lse = query.new_empty((heads, tokens), dtype=torch.float32)
+    if not out.numel():
+        return out, lse
+    if not key.shape[0] or not key.shape[1]:
+        return out.zero_(), lse.fill_(-torch.inf)
+    starts, others = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    layouts = tuple(
+        (t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
+        for t in (query, key, value, starts, others)
+    )
+    key_of_plan = ("varlen_attention", *layouts, query.get_device(), is_causal, scale, precision)
+    launch = PLANS.get(key_of_plan, plan, query, key, value, starts, is_causal, scale, precision)
+    if query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):
+            launch(query, key, value, starts, others, out, lse)
+    else:
+        launch(query, key, value, starts, others, out, lse)
+    return out, lse

@@ -1,0 +1,163 @@
+"""The forward of packed sequences: a program folds all keys of one sequence for BLOCK_M of its
+queries and one head.
+
+Which sequence that is, the program finds itself: sequence s owns the programs from
+starts[s] // BLOCK_M + s on, one more than its queries fill at most. So the grid needs the number of
+tokens and of sequences alone, and the host never reads a length.
+
+MODE as in `forward.py`; keys and values are split in the loop.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from elsa_core.backends.triton.attention.exact import fold_exact
+from elsa_core.backends.triton.attention.fold import fold_range, key_tiles, merged, split_tile
+from elsa_core.backends.triton.attention.forward import store_rows
+from elsa_core.backends.triton.shared.helpers import (
+    SINGLE_LIMIT,
+    SPLIT_LIMIT,
+    load_part,
+    power,
+    row_before,
+)
+
+RUNTIME_INTEGERS = [
+    "heads", "group", "n_q", "n_k", "sequences", "steps", "slots", "shift", "scale_exp",
+    "q_h", "q_n", "q_d", "k_h", "k_n", "k_d", "v_h", "v_n", "v_d",
+]  # fmt: skip
+
+
+@triton.jit
+def sequence_of(Starts, slot, sequences, steps, BM: tl.constexpr):
+    """The sequence whose programs `slot` is among; `steps` halvings reach any of `sequences`."""
+    low = tl.zeros_like(slot)
+    high = low + sequences
+    for _ in tl.range(0, steps, num_stages=1):
+        middle = (low + high) // 2
+        first = tl.load(Starts + middle).to(tl.int64) // BM + middle
+        below = first <= slot
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, tl.maximum(middle, low + 1))
+    return low
+
+
+@triton.jit
+def bounds_of(Starts, i_sequence, tokens):
+    """(first token, length) of a sequence, within the tokens that there are."""
+    first = tl.minimum(tl.maximum(tl.load(Starts + i_sequence).to(tl.int64), 0), tokens)
+    end = tl.minimum(tl.maximum(tl.load(Starts + i_sequence + 1).to(tl.int64), first), tokens)
+    return first, (end - first).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+def varlen_forward(
+    Q, K, V, StartsQ, StartsK, Out, LSE,
+    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, sequences: tl.int32,
+    steps: tl.int32, slots: tl.int32, shift: tl.int32, scale_exp: tl.int32,
+    scale: tl.float32, flip: tl.float32,
+    q_h: tl.int64, q_n: tl.int64, q_d: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    MODE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr, CAUSAL: tl.constexpr,
+    FLIP: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+):  # fmt: skip
+    """Grid (slots x heads). n_q and n_k: the tokens of all sequences; Out [n_q, heads, DV], LSE
+    [heads, n_q]. `steps`: bits of `sequences`. The other arguments as in `forward.forward`.
+    """
+    pid = tl.program_id(0)
+    slot = (pid % slots).to(tl.int64)
+    i_h = (pid // slots).to(tl.int64)
+    i_kv = i_h // group
+    i_s = sequence_of(StartsQ, slot, sequences, steps, BM)
+    first_q, len_q = bounds_of(StartsQ, i_s, n_q)
+    first_k, len_k = bounds_of(StartsK, i_s, n_k)
+    row0 = (slot - (first_q // BM + i_s)).to(tl.int32) * BM
+    rows = len_q - row0
+    if rows <= 0:
+        return
+    q_n = q_n * UNIT
+    k_n = k_n * UNIT
+    v_n = v_n * UNIT
+    p_q = Q + i_h * q_h * UNIT + (first_q + row0) * q_n
+    p_k = K + i_kv * k_h * UNIT + first_k * k_n
+    p_v = V + i_kv * v_h * UNIT + first_k * v_n
+    lo, full, hi = key_tiles(Q, 0, len_k, len_k, row0, BM, BN, CAUSAL, 0)
+    LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
+
+    m = tl.full([BM], -float("inf"), tl.float32)
+    z = tl.zeros([BM, 8], tl.float32)
+    acc0 = tl.zeros([BM, V0], tl.float32)
+    acc1 = tl.zeros([BM, V1 if V1 else 1], tl.float32)
+    bad = tl.full([], 1 if MODE == 3 else 0, tl.int32)
+    if MODE != 3:
+        o_m = tl.arange(0, BM)
+        f = scale
+        e_q = 0
+        # what operands split ahead would need, and a mask
+        e_k = 0
+        e_v = 0
+        no_region = 0
+        no_mask = 0
+        q0 = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
+        q1 = q0
+        if D1:
+            q1 = load_part(p_q, o_m, rows, q_n, q_d, D0, D1, D, UNIT_D, True)
+        if MODE == 0:
+            if FLIP:
+                q0 = (q0.to(tl.float32) * flip).to(q0.dtype)
+                q1 = (q1.to(tl.float32) * flip).to(q1.dtype)
+            qh0 = q0
+            ql0 = q0
+            qh1 = q1
+            ql1 = q1
+        else:
+            before0 = row_before(p_q, row0, q_n, q_d, 0, D0, D, UNIT_D)
+            before1 = before0
+            if D1:
+                before1 = row_before(p_q, row0, q_n, q_d, D0, D1, D, UNIT_D)
+            qh0, ql0, qh1, ql1, e, bad = split_tile(
+                q0, q1, before0, before1, scale * flip, D1, LIMIT
+            )
+            e_q = scale_exp - e
+        if CHAIN:
+            for c0 in tl.range(lo, hi, CHAIN, num_stages=1):
+                end = tl.minimum(hi, c0 + CHAIN)
+                m1, z1, x1, y1, bad = fold_range(
+                    qh0, ql0, qh1, ql1, f, e_q, tl.full([BM], -float("inf"), tl.float32),
+                    tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
+                    p_k, p_v, Q, Q, Q, Q, no_region, no_region, Q,
+                    c0, tl.maximum(c0, tl.minimum(full, end)), end, len_k,
+                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows,
+                    MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
+                )  # fmt: skip
+                m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
+        else:
+            m, z, acc0, acc1, bad = fold_range(
+                qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
+                p_k, p_v, Q, Q, Q, Q, no_region, no_region, Q, lo, full, hi, len_k,
+                k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows,
+                MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
+            )  # fmt: skip
+    offset = tl.full([], 0.0, tl.float32)
+    if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
+        if bad != 0:
+            m, z, acc0, acc1 = fold_exact(
+                p_q, p_k, p_v, Q, Q, lo, hi, len_k, q_n, q_d, k_n, k_d, v_n, v_d,
+                0, 0, row0, rows, scale * flip, scale_exp, power(-shift),
+                0, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, 0,
+            )  # fmt: skip
+            offset = shift.to(tl.float32)
+
+    token = first_q + row0
+    store_rows(
+        acc0, acc1, tl.sum(z, 1), m, offset, Out, LSE, (token * heads + i_h) * DV,
+        heads.to(tl.int64) * DV, i_h * n_q + token, rows, BM, DV, V0, V1, False,
+    )  # fmt: skip

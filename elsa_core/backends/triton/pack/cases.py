@@ -1,0 +1,212 @@
+"""The calls that packs are built for: a list of data, planned by the planners themselves.
+
+A case is one call of a model's site for one image. `cases.json` has those of model families at
+their default size; `expanded` multiplies them by batch sizes, dtypes and directions, and keeps what
+is routed to the kernels by default.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.triton.attention import backward as attention_backward
+from elsa_core.backends.triton.attention import backward_tiling
+from elsa_core.backends.triton.attention.tiling import Shape
+from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared.device import Described
+from elsa_core.backends.triton.window import backward as window_backward
+from elsa_core.backends.triton.window import planner as window_planner
+from elsa_core.backends.triton.window import tiling as window_tiling
+from elsa_core.routing import measured
+
+CASES = Path(__file__).with_name("cases.json")
+DEVICES = Path(__file__).with_name("devices.json")
+BATCHES = (1, 8)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_MASK_VALUE = -100.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        name: `attention/vit_base_patch16_224/12x197x64/b8-fp16`; gradients end with `-training`.
+        row: of `cases.json`.
+        batch: images. dtype: a key of `DTYPES`. training: the gradients instead of the forward.
+    """
+
+    name: str
+    row: dict[str, Any]
+    batch: int
+    dtype: str
+    training: bool
+
+    def launch(self) -> None:
+        """Make the call on tensors without memory: for `launch.recording`."""
+        _CALLS[self.row["operator"]](self)
+
+    def empty(self, *shape: int) -> Tensor:
+        """A tensor without memory, in the case's dtype."""
+        return torch.empty(shape, dtype=DTYPES[self.dtype], device="meta")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that packs are planned for. shared_memory: bytes that a program may use."""
+
+    arch: int
+    facts: Described
+    shared_memory: int
+
+
+def gpus(arch: int) -> list[Gpu]:
+    """The GPUs of one architecture, as `devices.json` describes them; none for an unknown one."""
+    rows = json.loads(DEVICES.read_text(encoding="utf-8"))["devices"]
+    return [
+        Gpu(
+            arch,
+            Described(row["name"], divmod(arch, 10), row["multiprocessors"]),
+            row["shared_memory"],
+        )
+        for row in rows
+        if row["arch"] == arch
+    ]
+
+
+def architectures() -> list[int]:
+    """Every architecture that packs can be built for."""
+    rows = json.loads(DEVICES.read_text(encoding="utf-8"))["devices"]
+    return sorted({row["arch"] for row in rows})
+
+
+def expanded(
+    only: str = "*", batches: tuple[int, ...] = BATCHES, path: Path = CASES
+) -> Iterator[Case]:
+    """The cases whose name matches a glob."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    for row in rows:
+        for batch in batches:
+            for dtype in DTYPES:
+                for training in (False, True):
+                    name = f"{_name(row)}/b{batch}-{dtype}{'-training' if training else ''}"
+                    if fnmatch.fnmatchcase(name, only):
+                        yield Case(name, row, batch, dtype, training)
+
+
+def _name(row: dict[str, Any]) -> str:
+    operator = row["operator"]
+    if operator == "attention":
+        tokens = str(row["keys"])
+        tokens = tokens if row["keys"] == row["queries"] else f"{row['queries']}:{tokens}"
+        what = f"{row['batch'] * row['heads']}x{tokens}x{row['head_dim']}"
+        what += "" if row["mask"] == "none" else f"-{row['mask']}"
+    elif operator == "window_attention":
+        size, window = ("x".join(map(str, row[key])) for key in ("size", "window"))
+        what = f"{row['heads']}x{size}-{window}{'-shifted' if any(row['shift']) else ''}"
+    else:
+        what = f"{row['rows']}x{row['depth']}x{row['columns']}-{row['activation']}"
+        what += "-residual" if row["residual"] else ""
+    return f"{operator}/{row['model']}/{what}"
+
+
+def _attention(case: Case) -> None:
+    from elsa_core.backends import triton
+
+    row = case.row
+    b, h, n = row["batch"] * case.batch, row["heads"], row["queries"]
+    d, dv = row["head_dim"], row["value_dim"]
+
+    def heads(count: int, length: int, dim: int) -> Tensor:
+        return case.empty(b, length, count, dim).transpose(1, 2)
+
+    q = heads(h, n, d)
+    k, v = heads(row["key_heads"], row["keys"], d), heads(row["key_heads"], row["keys"], dv)
+    mask = _mask(case, (b, h, n, row["keys"]))
+    causal, scale = row["causal"], d**-0.5
+    if not case.training:
+        triton.attention_forward(q, k, v, mask, causal, scale, "strict")
+        return
+    shape = Shape(b, h, row["key_heads"], n, row["keys"], d, dv)
+    kind = backward_tiling.mask_kind(mask, causal)
+    row_of_table = measured.training("attention", "cuda", q.dtype)
+    if row_of_table is None or row_of_table.whole:  # PyTorch's own kernels train
+        return
+    if not backward_tiling.serves(shape, q.dtype, kind, q.device):
+        return
+    needs = (True, True, True, mask is not None and mask.is_floating_point())
+    lse = torch.empty((b, h, n), dtype=torch.float32, device="meta")
+    out = heads(h, n, dv)
+    attention_backward.attention_backward(
+        out, torch.empty_like(lse), q, k, v, mask, out, lse, causal, scale, "strict", needs
+    )
+
+
+def _mask(case: Case, shape: tuple[int, ...]) -> Tensor | None:
+    if case.row["mask"] == "none":
+        return None
+    sizes = [n if full else 1 for n, full in zip(shape, case.row["mask_full"], strict=True)]
+    dtype = torch.bool if case.row["mask"] == "bool" else DTYPES[case.dtype]
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _window(case: Case) -> None:
+    row = case.row
+    tokens, heads, channels = math.prod(row["window"]), row["heads"], row["channels"]
+    qkv = case.empty(row["batch"] * case.batch, *row["size"], 3 * channels)
+    bias = index = None
+    if row["bias"]:
+        bias = case.empty(heads, tokens, tokens)
+    if row["table"]:
+        bias = case.empty(row["table"], heads)
+        index = torch.empty((tokens, tokens), dtype=torch.int64, device="meta")
+    pad = case.empty(3 * channels) if row["pad"] else None
+    logit = torch.empty(heads, dtype=torch.float32, device="meta") if row["cosine"] else None
+    arguments = (
+        qkv, bias, index, pad, logit, heads, row["window"], row["shift"],
+        (channels // heads) ** -0.5, _MASK_VALUE, row["layout"], row["grid"], "strict",
+    )  # fmt: skip
+    if not case.training:
+        window_planner.window_attention(*arguments)
+    elif tokens <= window_tiling.load_table(device.table_of(-1)).gradients:
+        grad = case.empty(*qkv.shape[:-1], channels)
+        needs = (True, bias is not None, pad is not None, logit is not None)
+        window_backward.window_attention_backward(grad, *arguments, needs)
+
+
+def _linear(case: Case) -> None:
+    from elsa_core.backends.triton.linear import gate, gemm, planner
+
+    gpu = device.described()
+    if gpu is None or gpu.capability != (9, 0):  # as `gate` has it
+        return
+    row = case.row
+    rows, depth, columns = row["rows"] * case.batch, row["depth"], row["columns"]
+    x, weight = case.empty(rows, depth), case.empty(columns, depth)
+    bias = case.empty(columns) if row["bias"] else None
+    if case.dtype != "fp32":
+        if not case.training and gate._suits(x, weight):
+            gemm.linear(x, weight, bias)
+        return
+    if case.training:
+        planner.backward(case.empty(rows, columns), x, weight, (True, True, bias is not None))
+        return
+    residual = case.empty(rows, columns) if row["residual"] else None
+    scale = case.empty(columns) if row["scale"] else None
+    terms = (x, weight, bias, row["activation"], residual, scale, "strict")
+    planner.linear(*terms)
+    split = planner.split_weight(weight)
+    if split is not None:  # of a model whose weights do not change
+        planner.linear(*terms, *split)
+
+
+_CALLS = {"attention": _attention, "window_attention": _window, "linear": _linear}

@@ -1,0 +1,249 @@
+"""Kernels from packs, found by the first call of a launch in place of Triton's JIT.
+
+Not chosen by auto until measured: nothing is read unless ELSA_PACK asks for it. A kernel of a pack
+serves a call only where its key is the one of what the JIT would compile (`specialize.key_of`).
+What no pack has, and whatever is wrong with one, leaves the call to the JIT; one warning says why.
+
+Environment variables:
+    ELSA_PACK: "1" reads packs from the cache (`elsa build --cuda` writes there) and from this
+        package; a folder is looked into before these. Unset, empty or "0": no pack is read.
+    ELSA_CACHE_DIR: the cache (default: the user's cache directory).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elsa_core.backends import cache
+from elsa_core.backends.triton.pack import store
+from elsa_core.backends.triton.pack.store import Entry, Pack
+from elsa_core.errors import UnavailableError
+
+VARIABLE = "ELSA_PACK"
+_LOG = logging.getLogger("elsa")
+_LOCK = threading.Lock()
+_LOADED: dict[tuple[str, int], Any] = {}
+COUNTS: Counter[str] = Counter()
+"""Launches that a pack served ("hits") and those it lacked ("misses"), in this process."""
+
+
+class Place(NamedTuple):
+    """A folder that may hold packs, `sm_90` and so on; trusted: it is part of this package."""
+
+    folder: Path
+    trusted: bool
+
+
+class Found(NamedTuple):
+    """A pack as `elsa doctor` shows it; `reason` says why it is not used, empty where it is."""
+
+    folder: Path
+    arch: int
+    kernels: int
+    bytes: int
+    triton: str
+    reason: str
+
+
+def wanted() -> bool:
+    """Whether packs are asked for."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def own_folder() -> Path:
+    """Where `elsa build --cuda` writes packs.
+
+    Raises:
+        UnavailableError: no folder is this user's own.
+    """
+    return cache.directory().with_name("packs")
+
+
+def places() -> list[Place]:
+    """Where packs are looked for, the first that has a kernel serves it."""
+    given = os.environ.get(VARIABLE, "")
+    found = [Place(Path(given).expanduser(), False)] if given not in ("", "0", "1") else []
+    try:
+        found.append(Place(own_folder(), False))
+    except UnavailableError as error:
+        _warn(str(error))
+    return [*found, Place(Path(__file__).parents[3] / "packs", True)]
+
+
+def shipped() -> Iterator[Found]:
+    """Every pack that lies where packs are looked for. Never raises for what is wrong with one."""
+    for place in places():
+        for folder in sorted(place.folder.glob("sm_*")):
+            digits = folder.name.removeprefix("sm_")
+            arch = int(digits) if digits.isdecimal() else 0
+            try:
+                pack = store.read(folder, trusted=place.trusted)
+            except (UnavailableError, FileNotFoundError) as error:
+                yield Found(folder, arch, 0, 0, "", " ".join(str(error).split()))
+            else:
+                count = len(pack.entries)
+                yield Found(folder, arch, count, pack.bytes, pack.triton, _unfit(pack, pack.arch))
+
+
+def summary(arch: int) -> str:
+    """The packs of one architecture in a line for `explain`; empty where there are none."""
+    found = [pack for pack in shipped() if pack.arch == arch and pack.kernels]
+    if not found:
+        return "no kernel pack is here: Triton compiles" if wanted() else ""
+    pack = next((pack for pack in found if not pack.reason), found[0])
+    what = f"kernel pack sm_{arch} ({pack.kernels} kernels, Triton {pack.triton})"
+    if pack.reason:
+        return f"{what} is not used: {pack.reason}"
+    return what if wanted() else f"{what} is not used: {VARIABLE}=1 asks for it"
+
+
+def find(
+    kernel: Any, tensors: tuple[Any, ...], tail: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    """The compiled kernel of a launch, on the current device; None where the JIT is to serve.
+
+    kernel: a `triton.jit` function; tensors, tail, options: its pointers, its other arguments by
+    name, and the compiler's options.
+    """
+    from triton.runtime import driver
+
+    device = driver.active.get_current_device()
+    packs = _packs(device)
+    if not packs:
+        return None
+    from elsa_core.backends.triton.pack import specialize
+
+    reason = specialize.departs()
+    if reason:
+        _warn(f"kernel packs are not used: {reason} is set")
+        return None
+    _, _, target, backend, binder = kernel.device_caches[device]
+    special = specialize.specialize(kernel, tensors, tail, options, backend, binder)
+    for pack in packs:
+        source = _source_key(kernel, pack)
+        key = specialize.key_of(kernel, special, source, target.arch)
+        entry = pack.entries.get(key)
+        if entry is not None:
+            loaded = _loaded(key, device, pack, entry, special, target, backend)
+            COUNTS["hits" if loaded is not None else "misses"] += 1
+            return loaded
+    COUNTS["misses"] += 1
+    return None
+
+
+def forget() -> None:
+    """Read packs again, for example after one was built. Kernels that launches hold stay."""
+    with _LOCK:
+        _packs.cache_clear()
+        _LOADED.clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _packs(device: int) -> tuple[Pack, ...]:
+    """The packs that serve a GPU."""
+    import torch
+
+    if torch.version.hip:
+        return ()
+    major, minor = torch.cuda.get_device_capability(device)
+    return packs_for(10 * major + minor)
+
+
+def packs_for(arch: int) -> tuple[Pack, ...]:
+    """The packs that serve an architecture, in the order in which they are asked."""
+    found = []
+    for place in places():
+        try:
+            pack = store.read(place.folder / f"sm_{arch}", trusted=place.trusted)
+        except FileNotFoundError:
+            continue
+        except UnavailableError as error:
+            _warn(str(error))
+            continue
+        reason = _unfit(pack, arch)
+        if reason:
+            _warn(f"the kernel pack {pack.folder} is not used: {reason}")
+        else:
+            found.append(pack)
+    return tuple(found)
+
+
+def _unfit(pack: Pack, arch: int) -> str:
+    """Why a pack serves nothing here; empty where it may."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed"
+    from elsa_core.backends.triton.pack import specialize
+
+    if pack.arch != arch or pack.folder.name != f"sm_{pack.arch}":
+        return f"it is for sm_{pack.arch}"
+    if pack.triton != triton.__version__:
+        return f"it needs Triton {pack.triton}, this is {triton.__version__}"
+    return "" if specialize.known() else f"packs are not made for Triton {triton.__version__}"
+
+
+def _source_key(kernel: Any, pack: Pack) -> str:
+    """Triton's hash of a kernel's source, taken from the pack where all sources are the same."""
+    from elsa_core.backends.triton.pack import specialize
+
+    name = specialize.name_of(kernel)
+    known = kernel.hash is None and name in pack.source_keys
+    if known and pack.sources == specialize.sources_digest():
+        return pack.source_keys[name]
+    return str(kernel.cache_key)
+
+
+def _loaded(
+    key: str, device: int, pack: Pack, entry: Entry, special: Any, target: Any, backend: Any
+) -> Any:
+    """The kernel on its device, one for all launches; None where it cannot be loaded."""
+    with _LOCK:
+        found = _LOADED.get((key, device))
+        if found is None:
+            try:
+                found = compiled(key, pack, entry, special, target, backend)
+                found._init_handles()
+            except (UnavailableError, OSError, RuntimeError) as error:
+                _warn(f"a kernel of the pack {pack.folder} is not used: {error}")
+                return None
+            _LOADED[key, device] = found
+        return found
+
+
+def compiled(key: str, pack: Pack, entry: Entry, special: Any, target: Any, backend: Any) -> Any:
+    """What Triton's compiler would return, of the pack's code; not on a device yet.
+
+    Raises:
+        UnavailableError: the code is not what was written.
+    """
+    from collections import namedtuple
+
+    from triton.compiler.compiler import AsmDict, CompiledKernel
+
+    metadata = {
+        **special.options.__dict__, **entry.metadata, "hash": key, "target": target,
+        "triton_version": pack.triton,
+    }  # fmt: skip
+    kernel: Any = CompiledKernel.__new__(CompiledKernel)
+    kernel.module = kernel._module_pid = kernel.function = kernel._run = None
+    kernel.metadata = namedtuple("KernelMetadata", sorted(metadata))(**metadata)
+    kernel.packed_metadata = backend.pack_metadata(kernel.metadata)
+    kernel.src, kernel.hash, kernel.name = special.source, key, kernel.metadata.name
+    kernel.kernel = pack.cubin(entry.kernel)
+    kernel.asm = AsmDict(cubin=kernel.kernel)
+    kernel.metadata_group = {}
+    kernel.parameters = entry.kernel.parameters  # for a launcher of another make
+    return kernel
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    _LOG.warning("%s", line)

@@ -1,0 +1,190 @@
+"""What the ranks of a call must have in common, compared before the first byte of data.
+
+Each rank writes what it was called with (dtype, sizes, mask, method, version of this package) and
+the lengths of its shards into one message of fixed size; all messages are gathered, and every rank
+compares them in the same order. So all ranks go on, or all of them raise the same line.
+
+A rank cannot know that the lengths of another one have changed, so that a call without `lengths`
+asks each time. With `lengths`, those of all ranks, the answer is kept for calls of that kind: what
+it depends on changes on all ranks together.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elsa_core.distributed import groups
+from elsa_core.errors import ArgumentError
+from elsa_core.precision import dtype_name
+from elsa_core.version import __version__
+
+_BYTES = 1024  # of a message
+_LONGEST = 400  # characters of an error in it
+_NO_MASK = "none"
+_KEPT = 4096  # answers of a group
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know of a call.
+
+    Attributes:
+        queries, keys: tokens of each rank's shard, in the order of the ranks.
+        rank: this one.
+        common: what is equal on all ranks, by name.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    rank: int
+    common: dict[str, Any]
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return len(self.queries)
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Where a rank's queries begin and end in the whole sequence."""
+        start = sum(self.queries[:rank])
+        return start, start + self.queries[rank]
+
+    def columns(self, rank: int) -> tuple[int, int]:
+        """The same of its keys."""
+        start = sum(self.keys[:rank])
+        return start, start + self.keys[rank]
+
+
+_ANSWERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]
+_ANSWERS = weakref.WeakKeyDictionary()
+
+
+def described(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    lengths: Sequence[int],
+    **terms: Any,
+) -> dict[str, Any]:
+    """What a rank says of its call. Lengths and the first two dims of a mask are its own."""
+    mask = _NO_MASK if attn_mask is None else dtype_name(attn_mask.dtype)
+    return {
+        "the version of elsa": __version__,
+        "the device": query.device.type,
+        "the dtype": dtype_name(query.dtype),
+        "the batch": query.shape[0],
+        "the number of query heads": query.shape[1],
+        "the number of key heads": key.shape[1],
+        "head_dim": query.shape[3],
+        "the width of value": value.shape[3],
+        "attn_mask": mask,
+        **terms,
+        "lengths": list(lengths),
+        "mask": [] if attn_mask is None else list(attn_mask.shape),
+        "queries": query.shape[2],
+        "keys": key.shape[2],
+    }
+
+
+_OWN = ("queries", "keys", "mask", "error")  # may differ between ranks
+
+
+def agree(group: dist.ProcessGroup, said: dict[str, Any], device: torch.device) -> Agreement:
+    """The ranks' common answer to `said` (see `described`), by one small all_gather.
+
+    Raises:
+        ArgumentError: the ranks differ, or one of them has an argument that is wrong; the same line
+            on every rank.
+        UnavailableError: a rank does not answer.
+    """
+    answers = _ANSWERS.setdefault(group, {})
+    text = json.dumps(said, sort_keys=True)
+    if text in answers:
+        return answers[text]
+    message = torch.zeros(_BYTES, dtype=torch.uint8)
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    message[: encoded.numel()] = encoded
+    with groups.watching(group, "comparing calls"):
+        gathered = groups.all_gather(group, message.to(device)).cpu()
+    told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in gathered]
+    _compare(told)
+    answer = _answer(
+        group,
+        tuple(each["queries"] for each in told),
+        tuple(each["keys"] for each in told),
+        told[0],
+    )
+    _check_masks(told, answer)
+    _check_lengths(said["lengths"], answer)
+    if not said["lengths"]:
+        return answer
+    if len(answers) >= _KEPT:
+        answers.clear()
+    answers[text] = answer
+    return answer
+
+
+def agreed_before(group: dist.ProcessGroup, said: dict[str, Any], tokens: Tensor) -> Agreement:
+    """The answer to a call whose ranks have agreed already: `tokens` [2, P] of queries and keys."""
+    queries, keys = tokens.tolist()
+    return _answer(group, tuple(queries), tuple(keys), said)
+
+
+def _answer(
+    group: dist.ProcessGroup, queries: tuple[int, ...], keys: tuple[int, ...], said: dict[str, Any]
+) -> Agreement:
+    common = {name: value for name, value in said.items() if name not in _OWN}
+    return Agreement(queries, keys, group.rank(), common)
+
+
+def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> None:
+    """Tell the other ranks that this one's arguments are wrong, so that all of them end.
+
+    Raises:
+        ArgumentError: always; it names the rank.
+    """
+    agree(group, {"error": f"{error}"[:_LONGEST], "lengths": []}, device)
+
+
+def _compare(told: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(told):
+        if "error" in each:
+            raise ArgumentError(f"rank {rank}: {each['error']}")
+    for rank, each in enumerate(told):
+        for name, value in told[0].items():
+            if name not in _OWN and each.get(name) != value:
+                raise ArgumentError(
+                    f"the ranks make different calls: {name} is {value} on rank 0 and "
+                    f"{each.get(name)} on rank {rank}"
+                )
+
+
+def _check_lengths(lengths: list[int], answer: Agreement) -> None:
+    """What the caller says of all ranks, against what they say themselves."""
+    given = tuple(lengths)
+    for name, own in (("query", answer.queries), ("key", answer.keys)):
+        if given and given != own:
+            raise ArgumentError(f"lengths={given}, but the shards of {name} have {own} tokens")
+
+
+def _check_masks(told: list[dict[str, Any]], answer: Agreement) -> None:
+    """A mask has its rank's rows and the columns of all ranks' keys."""
+    if answer.common["attn_mask"] == _NO_MASK:
+        return
+    batch, heads = answer.common["the batch"], answer.common["the number of query heads"]
+    for rank, each in enumerate(told):
+        full = (batch, heads, answer.queries[rank], sum(answer.keys))
+        if any(size not in (1, wanted) for size, wanted in zip(each["mask"], full, strict=True)):
+            raise ArgumentError(
+                f"rank {rank}: attn_mask of shape {each['mask']} does not broadcast to "
+                f"{list(full)}: the rank's own queries by the keys of all ranks"
+            )

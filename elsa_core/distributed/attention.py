@@ -1,0 +1,165 @@
+"""`attention` and `explain` over the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls, operands, routing
+from elsa_core import precision as precisions
+from elsa_core.distributed import agreement, groups, operators
+from elsa_core.distributed.plan import Plan, check_method
+from elsa_core.errors import ArgumentError
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    group: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    method: str = "auto",
+    enable_gqa: bool = False,
+    lengths: Sequence[int] | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Tensor:
+    """`elsa_core.attention` of a sequence whose tokens are sharded over ranks.
+
+    The whole sequence is that of rank 0, then that of rank 1, and so on; shards may differ in
+    length and may be empty. Every rank of the group makes the call. The result is the same from run
+    to run: sums have one order, whatever message comes first. Differentiable once, under
+    `torch.compile(fullgraph=True)` too.
+
+    Before the first byte of data the ranks compare dtype, sizes, mask, method and version in one
+    small message and learn each other's lengths: at every call, or, where `lengths` is given, once
+    for each kind of call (see `elsa_core.distributed.agreement`).
+
+    Args:
+        query: [B, Hq, n, D] of this rank, floating.
+        key, value: [B, Hkv, m, D] and [B, Hkv, m, Dv] of this rank; m may differ from n.
+        attn_mask: [B or 1, Hq or 1, n or 1, M or 1], M the keys of all ranks: the rank's own rows
+            and all columns. bool (True takes part) or additive. Its gradient is of this rank's rows
+            alone: where ranks share a mask, sum it over them.
+        group: a process group, a one-dimensional DeviceMesh or None for all ranks.
+        is_causal: query i of the whole sequence sees keys 0..i; excludes `attn_mask`. The first
+            ranks have less to do then.
+        scale: factor on the scores; default 1 / sqrt(D).
+        method: "ring": keys and values go round, the next shard under way while one is folded;
+            "gather": every rank gets all keys and values; "heads": tokens are exchanged for heads
+            (DeepSpeed-Ulysses), which wants numbers of heads that the ranks divide; "auto": the
+            least time in a simple model of cost, see `explain`.
+        enable_gqa: allow fewer key/value heads than query heads.
+        lengths: the tokens of every rank, in their order, where queries and keys have the same: the
+            ranks then compare once and a call sends data alone. All ranks must give the same.
+        precision, backend: as in `elsa_core.attention`.
+
+    Returns:
+        out [B, Hq, n, Dv] of this rank's queries, in the query's dtype. A row that sees no key
+        gives zeros.
+
+    Raises:
+        ArgumentError: an argument does not fit, or ranks differ in theirs; on all ranks alike.
+        UnavailableError: there is no process group, or a rank has ended or hangs: what the group
+            raises after its timeout.
+
+    Reference:
+        ELSA (arXiv 2604.23798), Eq. 4; ring: arXiv 2310.01889; heads: arXiv 2309.14509.
+    """
+    arguments = _arguments(
+        query, key, value, attn_mask, group, is_causal, scale, method, enable_gqa, lengths,
+        precision, backend,
+    )  # fmt: skip
+    out: Tensor = torch.ops.elsa.distributed_attention(*arguments)[0]
+    return out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    group: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    method: str = "auto",
+    enable_gqa: bool = False,
+    lengths: Sequence[int] | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Plan:
+    """Say how `attention` would be served, and what it would move. Every rank makes this call.
+
+    Takes and raises what `attention` does; sends the small message alone.
+    """
+    arguments = _arguments(
+        query, key, value, attn_mask, group, is_causal, scale, method, enable_gqa, lengths,
+        precision, backend,
+    )  # fmt: skip
+    return operators.agreed_call(*arguments)[1]
+
+
+def _arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    group: Any,
+    is_causal: bool,
+    scale: float | None,
+    method: str,
+    enable_gqa: bool,
+    lengths: Sequence[int] | None,
+    precision: str,
+    backend: str,
+) -> tuple[Any, ...]:
+    """What the operator takes; a rank whose arguments are wrong tells the others."""
+    name = groups.name_of(group)
+    try:
+        check_method(method)
+        if backend not in routing.names():
+            choices = ", ".join(routing.names())
+            raise ArgumentError(f"backend={backend!r} is unknown: choose one of {choices}")
+        operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+        if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+            query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
+        _check_ranks(query, key, value, attn_mask, is_causal)
+        precisions.validate(precision, query.dtype)
+        query, key, value, _ = operands.operands(query, key, value, None, False, enable_gqa)
+    except ArgumentError as error:
+        if not calls.watched() and isinstance(query, Tensor):
+            agreement.refuse(groups.by_name(name), error, query.device)
+        raise
+    if scale is None:
+        scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+    wanted = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
+    gradients = " ".join(wanted)
+    terms = (is_causal, float(scale), precision, backend, method, gradients, [*(lengths or ())])
+    return query, key, value, attn_mask, *terms, name
+
+
+def _check_ranks(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> None:
+    for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if given is not None and given.dim() != 4:
+            raise ArgumentError(f"{name} must be of rank 4 ([B, H, N, D]), not {given.dim()}")
+    if attn_mask is None:
+        return
+    if is_causal:
+        raise ArgumentError(
+            "attn_mask and is_causal exclude each other: put the triangle in the mask"
+        )
+    if attn_mask.dtype != query.dtype and attn_mask.dtype not in (torch.bool, torch.float32):
+        raise ArgumentError(
+            f"attn_mask must be bool, float32 or the query's {query.dtype}, not {attn_mask.dtype}"
+        )
+    if attn_mask.device != query.device:
+        raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")

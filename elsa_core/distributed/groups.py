@@ -1,0 +1,119 @@
+"""Process groups by name, and their collectives with one line for what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.messages import first_line
+
+_ASK = "call torch.distributed.init_process_group, or start the program with torchrun"
+
+
+def name_of(group: Any) -> str:
+    """The name of a process group, a one-dimensional DeviceMesh or, for None, of all ranks.
+
+    Raises:
+        UnavailableError: there is no process group in this process.
+        ArgumentError: it is none of these, or this rank is not in it.
+    """
+    if isinstance(group, str):
+        return group
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnavailableError(f"torch.distributed has no process group here: {_ASK}")
+    if group is None:
+        return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ArgumentError(
+                f"a mesh of {group.ndim} dimensions: name the one of the sequence, mesh['sequence']"
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError("group must be a process group that this rank is in, a mesh or None")
+    return str(group.group_name)
+
+
+# A constant for the compiler: a group is no tensor.
+name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def by_name(name: str) -> dist.ProcessGroup:
+    """The process group of a name.
+
+    Raises:
+        UnavailableError: there is none of this name any more.
+    """
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    try:
+        found: dist.ProcessGroup = resolve(name)
+        return found
+    except (RuntimeError, ValueError, KeyError):
+        raise UnavailableError(f"the process group {name!r} is gone: {_ASK}") from None
+
+
+@contextmanager
+def watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+    """Turn what a collective raises into one line.
+
+    Raises:
+        UnavailableError: a rank has ended, hangs or does something else, as far as PyTorch tells.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # those of this package are none, but for UnavailableError
+        if isinstance(error, UnavailableError | torch.OutOfMemoryError):
+            raise
+        raise UnavailableError(
+            f"rank {group.rank()} of {group.size()} waited in vain while {doing}: a rank has ended "
+            f"or hangs, or makes another call ({first_line(error)[:140]})"
+        ) from None
+
+
+def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """[P, *shape] of all ranks' tensors of one shape."""
+    gathered = tensor.new_empty((group.size(), *tensor.shape))
+    dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous().view(-1), group=group)
+    return gathered
+
+
+def exchange(
+    group: dist.ProcessGroup, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
+    """Send parts[r] to rank r; what comes from each rank, of the shapes given."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    packed = torch.cat([part.reshape(-1) for part in parts])
+    received = packed.new_empty(sum(sizes))
+    dist.all_to_all_single(received, packed, sizes, [part.numel() for part in parts], group=group)
+    pieces = received.split(sizes)
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def pass_on(
+    group: dist.ProcessGroup, sent: Tensor | None, received: Tensor | None
+) -> list[dist.Work]:
+    """Begin to send to the rank before and to receive from the one behind; None and empty tensors
+    are no message."""
+    rank, size = group.rank(), group.size()
+    operations = []
+    if sent is not None and sent.numel():
+        before = (rank - 1) % size
+        operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=before))
+    if received is not None and received.numel():
+        behind = (rank + 1) % size
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=behind))
+    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    return works
+
+
+def finish(works: Sequence[dist.Work]) -> None:
+    """Wait for messages; on a GPU the current stream waits, the host does not."""
+    for work in works:
+        work.wait()

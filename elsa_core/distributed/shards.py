@@ -1,0 +1,215 @@
+"""A rank's queries against some of the keys: states forward, gradients backward.
+
+A rank's rows [q0, q1) and a run of columns [k0, k1) of the whole score matrix meet in blocks that a
+kernel takes: all of one, or a causal one whose diagonal starts in its corner.
+
+Forward, a block's (out, lse) is the state (m, S, W) = (lse, 1, out), and states are merged in the
+order of the columns: ELSA (arXiv 2604.23798), Eq. 4. Backward, the weights of a block are
+P = exp(score - lse) with the lse of the whole row, and delta = rowsum(grad_out * out) with the out
+of the whole row: what a block adds to the gradients needs nothing of other blocks
+(FlashAttention, arXiv 2205.14135, Algorithm 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elsa_core import monoid, routing
+from elsa_core.attention import attention as attend
+from elsa_core.monoid import State, state_dtype
+
+
+class Run(NamedTuple):
+    """Keys and values of columns [start, stop) of the whole sequence: [B, Hkv, n, D or Dv]."""
+
+    start: int
+    stop: int
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's side of a call.
+
+    Attributes:
+        query: [B, Hq, n, D] of rows [start, start + n) of the whole sequence.
+        attn_mask: [B or 1, Hq or 1, n or 1, all keys or 1] or None.
+        start: the first row.
+        is_causal, scale, precision, backend: as in `elsa_core.attention`.
+    """
+
+    query: Tensor
+    attn_mask: Tensor | None
+    start: int
+    is_causal: bool
+    scale: float
+    precision: str
+    backend: str
+
+
+class _Block(NamedTuple):
+    """Rows and columns (within the rank's rows and within a run), and whether it is causal."""
+
+    rows: slice
+    columns: slice
+    is_causal: bool
+
+
+def _blocks(start: int, stop: int, first: int, last: int, is_causal: bool) -> Iterator[_Block]:
+    """The blocks of rows [start, stop) by columns [first, last) in which anything is seen."""
+    if start >= stop or first >= last:
+        return
+    count = stop - start
+    if not is_causal:
+        yield _Block(slice(0, count), slice(0, last - first), False)
+        return
+    seen_by_all = min(last, start)
+    if first < seen_by_all:
+        yield _Block(slice(0, count), slice(0, seen_by_all - first), False)
+    column = max(first, start)
+    if column < min(stop, last):  # the diagonal starts in the corner
+        yield _Block(slice(column - start, count), slice(column - first, last - first), True)
+
+
+def _mask_of(rows: Rows, block: _Block, run: Run) -> Tensor | None:
+    mask = rows.attn_mask
+    if mask is None:
+        return None
+    if mask.shape[2] > 1:
+        mask = mask[:, :, block.rows]
+    columns = slice(run.start + block.columns.start, run.start + block.columns.stop)
+    return mask[..., columns] if mask.shape[3] > 1 else mask
+
+
+def state(rows: Rows, runs: Iterable[Run]) -> State | None:
+    """The state of a rank's rows over some runs, merged in their order; None of no key at all."""
+    total: State | None = None
+    for run in runs:
+        stop = rows.start + rows.query.shape[2]
+        for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
+            found = _of_block(rows, run, block)
+            total = found if total is None else monoid.merge(total, found)
+    return total
+
+
+def _of_block(rows: Rows, run: Run, block: _Block) -> State:
+    out, lse = attend(
+        rows.query[:, :, block.rows], run.key[:, :, block.columns], run.value[:, :, block.columns],
+        _mask_of(rows, block, run), is_causal=block.is_causal, scale=rows.scale, enable_gqa=True,
+        precision=rows.precision, backend=rows.backend, return_lse=True,
+    )  # fmt: skip
+    found = State(lse, (~lse.isneginf()).to(lse.dtype), out.to(lse.dtype))
+    if block.rows.start == 0:
+        return found
+    whole = State.identity(rows.query.shape[:3], out.shape[3], dtype=lse.dtype, device=lse.device)
+    for all_rows, some in zip(whole, found, strict=True):
+        all_rows[:, :, block.rows] = some
+    return whole
+
+
+def finished(total: State | None, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, n, Dv] in the query's dtype, memory [B, n, Hq, Dv], and lse [B, Hq, n]."""
+    query = rows.query
+    if total is None:
+        total = State.identity(query.shape[:3], value_dim, dtype=query.dtype, device=query.device)
+    out, lse = monoid.finalize(total)
+    out = out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return out, lse.contiguous()
+
+
+class Wanted(NamedTuple):
+    """Which gradients a call wants; equal on all ranks."""
+
+    query: bool
+    key: bool
+    value: bool
+    attn_mask: bool
+
+
+@dataclass
+class Sums:
+    """A rank's gradients of its own rows, float32 or float64, summed run after run.
+
+    Attributes:
+        query: [B, Hq, n, D]. attn_mask: of the mask's shape. None where not wanted.
+    """
+
+    query: Tensor | None
+    attn_mask: Tensor | None
+
+    @classmethod
+    def zeros(cls, rows: Rows, wanted: Wanted) -> Sums:
+        """Nothing summed yet."""
+        wide = state_dtype(rows.query.dtype)
+        return cls(
+            torch.zeros_like(rows.query, dtype=wide) if wanted.query else None,
+            torch.zeros_like(rows.attn_mask, dtype=wide, memory_format=torch.contiguous_format)
+            if wanted.attn_mask and rows.attn_mask is not None
+            else None,
+        )
+
+
+class Saved(NamedTuple):
+    """What the gradients read of a rank's rows.
+
+    grad_out and out [B, Hq, n, Dv], lse [B, Hq, n]: of the whole rows.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def gradients(
+    rows: Rows, run: Run, saved: Saved, sums: Sums, wanted: Wanted
+) -> tuple[Tensor, Tensor]:
+    """Add a run's share to `sums`; give the gradients of its keys and values.
+
+    Returns:
+        [B, Hkv, n, D] and [B, Hkv, n, Dv] of this rank's rows alone, float32 or float64; [0] where
+        not wanted.
+    """
+    wide = state_dtype(rows.query.dtype)
+    of_key, of_value = (
+        torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format)
+        if needed
+        else t.new_empty(0, dtype=wide)
+        for t, needed in ((run.key, wanted.key), (run.value, wanted.value))
+    )
+    stop = rows.start + rows.query.shape[2]
+    for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
+        grads = _block_gradients(rows, run, block, saved, wanted)
+        if sums.query is not None:
+            sums.query[:, :, block.rows] += grads[0]
+        if wanted.key:
+            of_key[:, :, block.columns] += grads[1]
+        if wanted.value:
+            of_value[:, :, block.columns] += grads[2]
+        if sums.attn_mask is not None:
+            part = _mask_of(_with_mask(rows, sums.attn_mask), block, run)
+            assert part is not None
+            part += grads[3]
+    return of_key, of_value
+
+
+def _with_mask(rows: Rows, mask: Tensor) -> Rows:
+    return Rows(
+        rows.query, mask, rows.start, rows.is_causal, rows.scale, rows.precision, rows.backend
+    )
+
+
+def _block_gradients(rows: Rows, run: Run, block: _Block, saved: Saved, wanted: Wanted) -> Any:
+    mask = _mask_of(rows, block, run)
+    grad_out, out, lse = (t[:, :, block.rows] for t in saved)
+    return routing.shard_backward(
+        grad_out, lse.new_zeros(0) if lse.is_cuda else torch.zeros_like(lse),
+        rows.query[:, :, block.rows], run.key[:, :, block.columns],
+        run.value[:, :, block.columns], mask, out, lse, block.is_causal, rows.scale,
+        rows.precision, list(wanted),
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Samples near a value, each with other roundings, and weights that hide no term."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def nearby(case: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+    """The case with its floating tensors moved by 1.6%: another sample of the same roundings."""
+
+    def move(tensor: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        rms = tensor.float().square().mean().sqrt().clamp_min(2.0**-6).to(tensor.dtype)
+        return tensor + 2.0**-6 * rms * noise
+
+    return tuple(
+        move(item) if isinstance(item, Tensor) and item.is_floating_point() else item
+        for item in case
+    )
+
+
+def jittered(value: Any, seed: int) -> Any:
+    """The same nested value, each number of its floating tensors moved by 1.6% of itself.
+
+    Another sample of all roundings: which tokens are large, and what is zero or infinite, stays.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
+        return (leaf.double() * (1.0 + 2.0**-6 * noise)).to(leaf.dtype)
+
+    return pytree.tree_map(move, value)
+
+
+def nudged(value: Any, seed: int) -> Any:
+    """The same nested value, its floating tensors rounded once more at random.
+
+    Each number moves by one ulp with probability 1/12, which has the variance of a rounding to
+    nearest. What a model makes of it is another sample of the model's own rounding error.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        draw = torch.rand(leaf.shape, generator=generator).to(leaf.device)
+        sign = (draw < 1 / 24).double() - (draw > 23 / 24).double()
+        # A significand in [1, 2) times 1 + 0.75 eps rounds to its neighbour.
+        return (leaf.double() * (1.0 + 0.75 * torch.finfo(leaf.dtype).eps * sign)).to(leaf.dtype)
+
+    return pytree.tree_map(nudge, value)
+
+
+def random_weight(
+    name: str, like: Tensor, generator: torch.Generator, spread: float = 1.0
+) -> Tensor:
+    """A random parameter that keeps activations near one: gains near one, no bias at zero.
+
+    `name` tells gains from biases; `spread` below 1 makes all of them smaller but the gains.
+    """
+    noise = torch.randn(like.shape, generator=generator)
+    fan_in = like[0].numel() if like.ndim > 1 else 1
+    gain = like.ndim < 2 and name.rpartition(".")[2] in ("weight", "gamma", "scale")
+    width = fan_in**-0.5 if like.ndim > 1 else 0.1
+    return float(gain) + spread * width * noise

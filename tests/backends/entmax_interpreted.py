@@ -1,0 +1,137 @@
+"""Runs the alpha-entmax kernels by Triton's interpreter; prints one JSON line of errors per case.
+
+A program of its own, because TRITON_INTERPRET must be set before Triton is imported and must not
+reach other tests. The interpreter has no bfloat16 products, and no float32 rounding of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from fence import fenced  # noqa: E402
+
+from elsa_core.backends import eager_entmax  # noqa: E402
+from elsa_core.backends.triton.attention import entmax  # noqa: E402
+
+F32, F16 = torch.float32, torch.float16
+# name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, alpha, options
+CASES = {
+    "1.5": ((1, 2, 2, 70, 150, 32, 32), F32, 1.5, {}),
+    "2": ((1, 2, 2, 70, 150, 32, 32), F32, 2.0, {}),
+    "1.25, groups, odd widths": ((2, 4, 2, 33, 100, 20, 12), F32, 1.25, {}),
+    "near 1": ((1, 1, 1, 40, 90, 16, 16), F32, 1.001, {}),
+    "3": ((1, 1, 1, 40, 90, 16, 16), F32, 3.0, {"whole": True}),
+    "causal": ((1, 2, 1, 150, 150, 16, 16), F32, 1.5, {"causal": True}),
+    "causal, more keys": ((1, 1, 1, 70, 200, 16, 16), F32, 1.3, {"causal": True}),
+    "boolean mask": ((1, 2, 2, 40, 150, 16, 16), F32, 1.5, {"mask": "bool"}),
+    "additive mask of keys": ((2, 2, 2, 40, 90, 16, 16), F32, 1.7, {"mask": "keys"}),
+    "additive mask, hidden rows": ((1, 2, 2, 70, 90, 16, 16), F32, 1.5, {"mask": "float"}),
+    "alpha of heads": ((2, 3, 3, 40, 70, 16, 16), F32, (1, 3, 1, 1), {}),
+    "alpha of batches and heads, causal": (
+        (2, 2, 1, 70, 70, 16, 16), F32, (2, 2, 1, 1), {"causal": True}
+    ),
+    "one alpha as a tensor": ((1, 2, 2, 40, 70, 16, 16), F32, (1, 1, 1, 1), {}),
+    "sparse tiles": ((1, 1, 1, 130, 400, 16, 16), F32, 1.5, {"sharp": True}),
+    "ties and large scores": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"whole": True, "huge": True}),
+    "strides": ((2, 2, 2, 70, 70, 16, 16), F32, 1.5, {"packed": True}),
+    "ieee": ((1, 1, 1, 40, 70, 16, 16), F32, 1.5, {"precision": "ieee"}),
+    "half": ((1, 2, 1, 70, 150, 32, 24), F16, 1.5, {}),
+    "half, small gradients": ((1, 1, 1, 40, 90, 16, 16), F16, 1.25, {"size": 1e-6}),
+    "key alone": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"needs": (0, 1, 0, 0, 0)}),
+    "alpha alone": ((1, 2, 2, 40, 70, 16, 16), F32, (1, 2, 1, 1), {"needs": (0, 0, 0, 0, 1)}),
+}  # fmt: skip
+
+
+def mask_of(kind, b, h, n, m, generator):
+    if kind is None:
+        return None
+    if kind == "keys":
+        return torch.randn(b, 1, 1, m, generator=generator)
+    mask = torch.rand(1, h, n, m, generator=generator) > 0.3
+    mask[:, :, 0] = False
+    return mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+
+
+def distance(x, reference):
+    return ((x.double() - reference).norm() / (reference.norm() if reference.any() else 1.0)).item()
+
+
+def tensors(shape, dtype, options, generator):
+    b, hq, hk, n, m, d, dv = shape
+    q, k, v = (
+        torch.randn(size, generator=generator).to(dtype)
+        for size in ((b, hq, n, d), (b, hk, m, d), (b, hk, m, dv))
+    )
+    if options.get("packed"):
+        k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
+    if options.get("sharp"):
+        q, k = q * 6, k * 2
+    if options.get("whole"):
+        q, k = (q * 2).round() / 2, (k * 2).round()
+    if options.get("huge"):
+        q[:, 0, :5] *= 4096
+        q[:, 1, 3] = 0.0
+    return q, k, v
+
+
+def run(shape, dtype, alpha, options):
+    b, hq, _, n, m, d, _ = shape
+    generator = torch.Generator().manual_seed(n + m)
+    q, k, v = tensors(shape, dtype, options, generator)
+    mask = mask_of(options.get("mask"), b, hq, n, m, generator)
+    head_alpha, number = None, alpha
+    if isinstance(alpha, tuple):
+        head_alpha, number = 1.2 + 0.7 * torch.rand(alpha, generator=generator), 0.0
+    terms = (number, options.get("causal", False), 0.5 if "whole" in options else d**-0.5)
+    precision = options.get("precision", "strict")
+    call = (q, k, v, mask, head_alpha)
+    with fenced() as fence:
+        out, rows, tiles = entmax.entmax_forward(*call, *terms, precision)
+    wide = [t.double() if t is not None and t.is_floating_point() else t for t in call]
+    exact, _, held = eager_entmax.attention(*wide, *terms)
+    near = [t.float() if t is not None and t.is_floating_point() else t for t in call]
+    peer = eager_entmax.attention(*near, *terms)
+    g = (torch.randn(out.shape, generator=generator) * options.get("size", 1.0)).to(dtype)
+    needs = [bool(x) for x in options.get("needs", (1, 1, 1, 0, head_alpha is not None))]
+    with fenced() as fence_2:
+        got = entmax.entmax_backward(g, *call, rows, tiles, *terms, precision, needs)
+    again = entmax.entmax_forward(*call, *terms, precision)
+    again_got = entmax.entmax_backward(g, *call, rows, tiles, *terms, precision, needs)
+    expected = eager_entmax.backward(
+        g.double(), *wide, *eager_entmax.attention(*wide, *terms)[1:], *terms, "strict", needs
+    )
+    theirs = eager_entmax.backward(g.float(), *near, *peer[1:], *terms, "strict", needs)
+    pairs = [("o", out, exact, peer[0]), *zip("qkvma", got, expected, theirs, strict=True)]
+    found = [x for x in pairs if x[1].numel()]
+    return {
+        "errors": {name: distance(x, ref) for name, x, ref, _ in found},
+        "peer": {name: distance(p, ref) for name, _, ref, p in found},
+        "finite": all(bool(x.isfinite().all()) for _, x, _, _ in found),
+        "same": all(
+            torch.equal(x, y)
+            for x, y in zip((out, rows, tiles, *got), (*again, *again_got), strict=True)
+        ),
+        "tiles": [int(tiles.sum()), int((held & ~tiles).sum()), int((tiles & ~held).sum())],
+        "all": tiles.numel(),
+        "fence": fence["intact"] and fence_2["intact"],
+    }
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(CASES)
+    for name in names:
+        sys.stdout.write(json.dumps({"name": name, **run(*CASES[name])}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

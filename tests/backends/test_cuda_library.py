@@ -1,0 +1,149 @@
+"""The CUDA library without a GPU: what it launches, over a driver that writes down its calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "csrc" / "cuda"
+
+DECLARATIONS = r"""
+#include <cuda.h>
+#include "driver.h"
+namespace e = elsa_cuda;
+#define SAME(a, b) static_assert(static_cast<long long>(a) == static_cast<long long>(b))
+#define PLACE(ours, theirs) SAME(offsetof(e::Config, ours), offsetof(CUlaunchConfig, theirs))
+SAME(sizeof(e::Config), sizeof(CUlaunchConfig));
+PLACE(grid, gridDimX);
+PLACE(block, blockDimX);
+PLACE(shared_bytes, sharedMemBytes);
+PLACE(stream, hStream);
+PLACE(attributes, attrs);
+PLACE(attribute_count, numAttrs);
+SAME(sizeof(e::Attribute), sizeof(CUlaunchAttribute));
+SAME(offsetof(e::Attribute, value), offsetof(CUlaunchAttribute, value));
+SAME(sizeof(e::Address), sizeof(CUdeviceptr));
+SAME(sizeof(e::Device), sizeof(CUdevice));
+SAME(e::kCooperative, CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
+SAME(e::kClusterDimension, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+SAME(e::kClusterSchedulingPolicy, CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE);
+SAME(e::kProgrammaticStreamSerialization, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+SAME(e::kClusterSpread, CU_CLUSTER_SCHEDULING_POLICY_SPREAD);
+SAME(e::kMaxDynamicSharedBytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+SAME(e::kNonPortableClusterAllowed, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED);
+SAME(e::kPreferShared, CU_FUNC_CACHE_PREFER_SHARED);
+// A function declared by cuda.h and the pointer that the driver is called by take the same.
+template <typename... Ours, typename... Theirs>
+constexpr bool same(int (*)(Ours...), CUresult (*)(Theirs...)) {
+  return sizeof...(Ours) == sizeof...(Theirs) && ((sizeof(Ours) == sizeof(Theirs)) && ...);
+}
+#define NAMED(field, theirs) static_assert(same(decltype(e::Driver::field)(nullptr), \
+                                                decltype(&theirs)(nullptr)));
+NAMED(init, cuInit)
+NAMED(device_get, cuDeviceGet)
+NAMED(primary_context, cuDevicePrimaryCtxRetain)
+NAMED(current_context, cuCtxGetCurrent)
+NAMED(current_device, cuCtxGetDevice)
+NAMED(push_context, cuCtxPushCurrent_v2)
+NAMED(pop_context, cuCtxPopCurrent_v2)
+NAMED(load_module, cuModuleLoadData)
+NAMED(get_function, cuModuleGetFunction)
+NAMED(unload_module, cuModuleUnload)
+NAMED(set_attribute, cuFuncSetAttribute)
+NAMED(set_cache, cuFuncSetCacheConfig)
+NAMED(launch, cuLaunchKernelEx)
+NAMED(fill, cuMemsetD8Async)
+NAMED(error_name, cuGetErrorName)
+NAMED(error_text, cuGetErrorString)
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A driver that gives out handles and runs nothing."""
+    path = tmp_path_factory.mktemp("stub") / "libcuda_stub.so"
+    command = ["g++", "-std=c++20", "-O1", "-Wall", "-Werror", "-fPIC", "-shared", f"-I{SOURCES}"]
+    subprocess.run([*command, str(HERE / "cuda_stub.cpp"), "-o", str(path)], check=True)
+    return path
+
+
+@pytest.mark.parametrize(("program", "checks"), [("cuda_calls.py", 4), ("cuda_plans.py", 9)])
+def test_over_a_stub_driver(program: str, checks: int, stub: Path, tmp_path: Path) -> None:
+    """`cuda_calls.py`: planned calls make the launches that Triton would; `cuda_plans.py`: plans,
+    keys, threads, contexts, errors and hostile bytes."""
+    environment = {**os.environ, "STUB_LOG": str(tmp_path / "log"), "ELSA_NATIVE": "0"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / program), str(stub)],
+        capture_output=True, text=True, check=False, env=environment, timeout=600,
+    )  # fmt: skip
+    assert done.stdout == f"{checks} done\n", done.stdout + done.stderr
+
+
+def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
+    """Layouts and values that csrc/cuda/driver.h repeats, against the cuda.h that Triton brings."""
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    if not (headers / "cuda.h").exists():
+        pytest.skip("this Triton comes without cuda.h")
+    program = tmp_path / "declarations.cpp"
+    program.write_text(DECLARATIONS)
+    command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{headers}", f"-I{SOURCES}", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def program(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env=environment, timeout=600,
+    )  # fmt: skip
+
+
+ASKED = """
+import torch, elsa_core as elsa
+from elsa_core.backends import cuda
+from elsa_core.routing import table
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+for name in table.KERNELS_ON_CUDA:
+    assert has(f"elsa::{name}", "CUDA"), name
+x = torch.randn(1, 2, 5, 8)
+expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+torch.testing.assert_close(elsa.attention(x, x, x), expected)
+torch.testing.assert_close(torch.compile(elsa.attention, backend="eager")(x, x, x), expected)
+print(cuda.status().ok, cuda.status().reason)
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
+def test_asked_for(tmp_path: Path) -> None:
+    """The library takes its operators over at import; calls on the CPU are as they were."""
+    done = program(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
+    served = "True serves attention, linear, window_attention\n"
+    assert (done.returncode, done.stdout) == (0, served), done.stderr
+    assert "is off" not in done.stderr
+
+
+def test_off_unless_asked_for() -> None:
+    done = program(ASKED, ELSA_NATIVE="0")
+    off = "False off: set ELSA_CUDA_LIBRARY=1 to try it\n"
+    assert (done.returncode, done.stdout) == (0, off), done.stderr
+
+
+def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:
+    """Triton's kernels are registered as ever."""
+    done = program(
+        ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0", CXX="no-such-compiler",
+        ELSA_CACHE_DIR=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith("False "), done.stderr
+    said = [line for line in done.stderr.splitlines() if "the CUDA library is off" in line]
+    reason = "no-such-compiler" if torch.version.cuda else "without CUDA"
+    assert len(said) == 1 and reason in said[0], done.stderr

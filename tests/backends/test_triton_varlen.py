@@ -1,0 +1,87 @@
+"""The kernel of packed sequences without a GPU: interpreted, compiled, and off unless asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elsa_core import routing
+from elsa_core.backends.support import Request
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import Rows, rows_of
+from triton_compile import compile_launch
+from varlen_interpreted import CASES
+
+from elsa_core.backends.triton.attention import varlen
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Rows]:
+    with rows_of("varlen_interpreted.py") as rows:
+        yield rows
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_interpreted(interpreted: Rows, name: str) -> None:
+    _, _, dtype, precision, _ = CASES[name]
+    row = interpreted[name]
+    assert row["finite"] and row["hidden"] and row["fence"] and row["again"]
+    limit = 6e-4 if dtype == torch.float16 else 1e-3 if precision == "turbo" else 6e-7
+    assert row["error"] < limit
+    assert row["lse"] < (1e-3 if precision == "turbo" else 1e-6)
+
+
+def planned(dtype: torch.dtype, dim: int, precision: str, causal: bool):
+    q = torch.empty(4096, 4, dim, dtype=dtype, device="meta")
+    starts = torch.empty(9, dtype=torch.int32, device="meta")
+    return varlen.plan(q, q, q, starts, causal, dim**-0.5, precision)
+
+
+CALLS = {
+    "strict": (torch.float32, 64, "strict", False),
+    "strict 80": (torch.float32, 80, "strict", False),
+    "half": (torch.float16, 64, "strict", False),
+    "bf16 causal": (torch.bfloat16, 128, "strict", True),
+    "ieee": (torch.float32, 64, "ieee", False),
+}
+TARGETS = [
+    ("strict", 80), ("strict", 90), ("strict", 120), ("strict 80", 90), ("half", 120),
+    ("bf16 causal", 80), ("ieee", 90),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arch"), TARGETS)
+def test_compiles(name: str, arch: int) -> None:
+    dtype, dim, precision, causal = CALLS[name]
+    compiled = compile_launch(planned(dtype, dim, precision, causal), dtype, "cuda", arch)
+    assert ("mma" in compiled.asm["ptx"]) == (precision != "ieee")
+    assert compiled.metadata.shared <= {80: 166912, 90: 232448, 120: 101376}[arch]
+
+
+def test_grid_holds_every_tile() -> None:
+    """One program more a sequence than its queries fill, whatever the lengths are."""
+    launch = planned(torch.float32, 64, "strict", False)
+    block = launch.tail["BM"]
+    assert launch.tail["slots"] == 4096 // block + 8
+    lengths = [1, 0, block, block + 1, 4096 - 2 * block - 2, 0, 0, 0]
+    starts = [0]
+    for n in lengths:
+        starts.append(starts[-1] + n)
+    first = [starts[s] // block + s for s in range(9)]
+    for s, n in enumerate(lengths):
+        assert first[s + 1] - first[s] >= -(-n // block)
+    assert first[8] == launch.tail["slots"]
+
+
+def test_is_served_by_name_alone() -> None:
+    assert "triton" in routing.names("varlen_attention")
+    request = Request("cuda", torch.float32, 64, 64, "strict", "varlen_attention")
+    name, reasons = routing.select(request)
+    assert name == "eager"
+    assert any("triton: was not measured" in reason for reason in reasons)

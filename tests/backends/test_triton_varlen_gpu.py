@@ -1,0 +1,106 @@
+"""Packed sequences on a real GPU: by padding, which is the default, and by their own kernel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import elsa_core as elsa  # noqa: E402
+
+LENGTHS = {
+    "mixed": ([256, 1, 0, 1000, 63, 577], [256, 1, 0, 1000, 63, 577]),
+    "crossed": ([7, 300, 0, 65, 128], [70, 1, 4, 0, 2049]),
+}
+
+
+def bounds(lengths):
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return starts.to(device="cuda", dtype=torch.int32)
+
+
+def operands(case, dtype, heads=6, kv_heads=3, dim=64, seed=0):
+    torch.manual_seed(seed)
+    queries, keys = LENGTHS[case]
+    shapes = ((sum(queries), heads, dim), (sum(keys), kv_heads, dim), (sum(keys), kv_heads, dim))
+    q, k, v = (torch.randn(s, device="cuda").to(dtype) for s in shapes)
+    return q, k, v, bounds(queries), bounds(keys)
+
+
+def relative(x, exact):
+    return ((x.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+def attend(given, **options):
+    return elsa.varlen_attention(*given, enable_gqa=True, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_agrees_with_float64(backend, case, is_causal, dtype):
+    given = operands(case, dtype)
+    wide = (*(t.double() for t in given[:3]), *given[3:])
+    exact, exact_lse = attend(wide, is_causal=is_causal, backend="eager")
+    peer, _ = attend(given, is_causal=is_causal, backend="eager")
+    filled = torch.full_like(peer, torch.nan)  # what the next allocation of the size finds
+    del filled
+    out, lse = attend(given, is_causal=is_causal, backend=backend)
+    assert out.dtype == dtype and out.isfinite().all()
+    eps = torch.finfo(dtype).eps
+    assert relative(out, exact) <= 2 * relative(peer, exact) + 4 * eps
+    assert torch.equal(lse.isneginf(), exact_lse.isneginf())
+    live = ~lse.isneginf()
+    assert (lse[live] - exact_lse[live]).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert torch.equal(out, attend(given, is_causal=is_causal, backend=backend)[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_gradients(backend, case):
+    given = operands(case, torch.float32)
+    weight = torch.randn_like(given[0])
+
+    def grads(dtype, backend):
+        q, k, v = (t.to(dtype).requires_grad_() for t in given[:3])
+        out, _ = attend((q, k, v, *given[3:]), backend=backend)
+        return torch.autograd.grad((out * weight.to(dtype)).sum(), (q, k, v))
+
+    exact, peer, found = grads(torch.float64, "eager"), grads(torch.float32, "eager"), None
+    found = grads(torch.float32, backend)
+    for one, other, reference in zip(found, peer, exact, strict=True):
+        assert relative(one, reference) <= 2 * relative(other, reference) + 5e-7
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_nothing_waits_where_the_longest_is_given(backend):
+    given = operands("mixed", torch.float32)
+    elsa.varlen_attention(*given, 1000, 1000, enable_gqa=True, backend=backend)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        elsa.varlen_attention(*given, 1000, 1000, enable_gqa=True, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_new_lengths_in_a_recorded_graph():
+    """A graph that was recorded with other lengths serves these: they are data."""
+    q, k, v, starts, _ = operands("mixed", torch.float32, kv_heads=6)
+    static = starts.clone()
+    elsa.varlen_attention(q, k, v, static, max_seqlen_q=1000, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = elsa.varlen_attention(q, k, v, static, max_seqlen_q=1000, backend="triton")
+    others = bounds([1000, 0, 600, 200, 1, 96])
+    static.copy_(others)
+    graph.replay()
+    assert torch.equal(out, elsa.varlen_attention(q, k, v, others, backend="triton"))

@@ -1,0 +1,90 @@
+"""Small ViTs that are sharded over ranks, by name, and what a rank finds of each."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from timm.layers import SwiGLU
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from torch import Tensor, nn
+
+import elsa_core as elsa
+
+VITS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "registers": {"reg_tokens": 4, "qk_norm": True, "init_values": 0.1},
+    "mean": {"global_pool": "avg", "class_token": False},
+    "mean of patches": {"global_pool": "avg", "no_embed_class": True, "reg_tokens": 2},
+    "maximum": {"global_pool": "max", "block_fn": ResPostBlock, "init_values": 1.0},
+    "both": {"global_pool": "avgmax", "pre_norm": True, "fc_norm": True},
+    "attention pooling": {"global_pool": "map", "class_token": False, "mlp_layer": SwiGLU},
+    "tokens": {"global_pool": ""},
+    "any size": {"dynamic_img_size": True},
+}
+
+
+def vit(name: str) -> VisionTransformer:
+    """5 x 4 patches; weights such that attention is no mean of all tokens."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=(20, 16), patch_size=4, num_classes=40, embed_dim=24, depth=2, num_heads=3,
+        **VITS[name],
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def images(name: str) -> Tensor:
+    """Eight images; of another size than the model's where it takes any."""
+    generator = torch.Generator().manual_seed(1)
+    height = 12 if name == "any size" else 20
+    return torch.randn((8, 3, height, 16), generator=generator)
+
+
+def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Outputs and the gradients of one step."""
+    out = model(images(name).to(dtype))
+    labels = torch.arange(8)
+    logits = out if out.dim() == 2 else out.mean(1)
+    nn.functional.cross_entropy(logits, labels).backward()
+    grads = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+    return {"output": out.detach(), **grads}
+
+
+def sharded(name: str) -> dict[str, Tensor]:
+    """A rank's outputs, and gradients after their mean over ranks."""
+    model = vit(name)
+    if name == "registers":
+        elsa.patch(model, mesh=torch.distributed.group.WORLD, scope="model")
+    else:
+        elsa.distributed.shard(model)
+    step(model, name)
+    elsa.distributed.reduce_gradients(model)
+    grads = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        return {"output": model(images(name)), **grads}
+
+
+def by_ddp(name: str) -> dict[str, Tensor]:
+    """The same by DistributedDataParallel."""
+    model = vit(name)
+    elsa.distributed.shard(model)
+    found = step(nn.parallel.DistributedDataParallel(model), name)
+    return {path.removeprefix("module."): tensor for path, tensor in found.items()}
+
+
+def undone(name: str) -> bool:
+    """Whether unpatching gives back what was there, and a copy of a sharded model works."""
+    model = vit(name)
+    before = [type(module) for module in model.modules()]
+    state = {key: set(vars(module)) for key, module in model.named_modules()}
+    one = elsa.distributed.shard(model)(images(name))
+    two = copy.deepcopy(model)(images(name))
+    elsa.unpatch(model)
+    same = before == [type(module) for module in model.modules()]
+    same = same and state == {key: set(vars(module)) for key, module in model.named_modules()}
+    return same and torch.equal(one, two)

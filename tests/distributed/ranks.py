@@ -1,0 +1,216 @@
+"""What the processes of the tests do: one start of Python for everything of a world size."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core.distributed import agreement
+
+from . import models
+from .cases import CASES, Case
+
+Result = dict[str, Tensor | None]
+SHORT = 4.0  # seconds: the timeout of a group in which a rank hangs
+
+
+def start(world: int, folder: Path) -> list[Any]:
+    """Run `everything` in as many processes; what each of them found."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+    mp.spawn(everything, (port, world, str(folder)), nprocs=world)
+    return [torch.load(folder / f"{world}-{rank}.pt") for rank in range(world)]
+
+
+def everything(rank: int, port: int, world: int, folder: str) -> None:
+    """One process: all that is tested in this number of ranks, into a file."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
+    found: dict[str, Any] = {"calls": calls(rank, world)}
+    found["models"] = {name: models.sharded(name) for name in models.VITS}
+    if world == 2:
+        found |= {"agreement": disagreements(rank), "one rank": alone(rank), "plans": plans(rank)}
+        found["compiled"] = compiled(rank)
+        found["ddp"] = models.by_ddp("registers")
+        found["undone"] = models.undone("class token")
+        found["again"] = lengths_are_kept(rank)
+    else:
+        found["faults"] = faults(rank)
+    torch.save(found, Path(folder) / f"{world}-{rank}.pt")
+    os._exit(0)  # after a fault there is nobody to say goodbye to
+
+
+def call(case: Case, rank: int, method: str, function: Any = None, **options: Any) -> Result:
+    """Output and gradients of one rank."""
+    *inputs, grad = case.shard(rank)
+    leaves = [
+        t if t is None or t.dtype == torch.bool else t.detach().requires_grad_() for t in inputs
+    ]
+    function = function or elsa.distributed.attention
+    out = function(*leaves, method=method, **case.arguments(), **options)
+    out.backward(grad)
+    found: Result = {"out": out.detach()}
+    for name, leaf in zip(("query", "key", "value", "mask"), leaves, strict=True):
+        found[name] = None if leaf is None else leaf.grad
+    return found
+
+
+def equal(one: Result, two: Result) -> bool:
+    """Whether two results are equal bit for bit."""
+    pairs = [(a, two[name]) for name, a in one.items()]
+    return all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in pairs)
+
+
+def calls(rank: int, world: int) -> dict[tuple[str, str], Any]:
+    """Every case by every method, twice, and whether both were equal bit for bit."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, case in CASES[world].items():
+        for method in case.methods:
+            first = call(case, rank, method)
+            found[name, method] = (first, equal(first, call(case, rank, method)))
+    return found
+
+
+def said(run: Callable[[], Any]) -> str:
+    """The class and text of what a call raises; "" where it raises nothing."""
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def disagreements(rank: int) -> dict[str, str]:
+    """What this rank is told where the ranks make different calls."""
+    attention = elsa.distributed.attention
+    x = torch.randn(1, 2, 4, 8)
+    mine = bool(rank)
+    mask = torch.zeros(1, 1, 4, 8)
+
+    def other_version() -> None:
+        before = agreement.__version__
+        agreement.__version__ = f"{before}+{rank}"
+        try:
+            attention(x, x, x)
+        finally:
+            agreement.__version__ = before
+
+    y = x.double() if mine else x
+    wide = torch.randn(1, 2, 4, 9) if mine else x
+    leaf = x.clone().requires_grad_(mine)
+    return {
+        "dtype": said(lambda: attention(y, y, y)),
+        "head_dim": said(lambda: attention(wide, wide, wide)),
+        "mask": said(lambda: attention(x, x, x, mask.bool() if mine else mask)),
+        "no mask": said(lambda: attention(x, x, x, mask if mine else None)),
+        "method": said(lambda: attention(x, x, x, method="ring" if mine else "gather")),
+        "causal": said(lambda: attention(x, x, x, is_causal=mine)),
+        "gradients": said(lambda: attention(leaf, x, x)),
+        "version": said(other_version),
+        "wrong here": said(lambda: attention(x, x[:, :, :3] if mine else x, x)),
+        "method name": said(lambda: attention(x, x, x, method="star" if mine else "ring")),
+        "mask of own keys": said(lambda: attention(x, x, x, mask[..., : 4 if mine else 8])),
+        "heads": said(lambda: attention(x[:, :1], x[:, :1], x[:, :1], method="heads")),
+        "lengths": said(lambda: attention(x, x, x, lengths=(4, 5))),
+        "agreed": said(lambda: attention(x, x, x, mask)),
+    }
+
+
+def alone(rank: int) -> dict[str, Any]:
+    """A group of one rank: the call is the one of a single process, bit for bit."""
+    groups = [dist.new_group([each]) for each in range(2)]
+    found: dict[str, Any] = {}
+    for name in ("causal", "additive", "grouped"):
+        case = CASES[2][name]
+        whole = Case(**{**vars(case), "queries": (sum(case.queries),)})
+        for method in case.methods:
+            one = call(whole, 0, method, group=groups[rank])
+            found[f"{name} {method}"] = one["out"]
+    return found
+
+
+def plans(rank: int) -> dict[str, Any]:
+    """How calls of several sizes are served, and by a mesh instead of a group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    for name, tokens, heads in (("short", 8, 3), ("long", 20000, 3), ("heads", 64, 64)):
+        x = torch.empty(1, heads, tokens + rank, 64)
+        found[name] = elsa.distributed.explain(x, x, x, group=mesh).to_dict()
+    two = said(lambda: elsa.distributed.explain(x, x, x, group=init_device_mesh("cpu", (1, 2))))
+    return {**found, "mesh of two dimensions": two}
+
+
+def compiled(rank: int) -> dict[str, bool]:
+    """Whether a caller compiled as a whole gives what it gives uncompiled."""
+    case = CASES[2]["uneven"]
+
+    def caller(*tensors: Any, **options: Any) -> Tensor:
+        out = elsa.distributed.attention(*tensors, **options)
+        return out * 2.0 + 1.0
+
+    whole = torch.compile(caller, fullgraph=True, backend="aot_eager")
+    return {
+        method: equal(call(case, rank, method, whole), call(case, rank, method, caller))
+        for method in ("ring", "gather", "heads", "auto")
+    }
+
+
+def lengths_are_kept(rank: int) -> dict[str, Any]:
+    """How often the ranks compare: with lengths once for each kind of call, else each time."""
+    gathered = []
+    before = agreement.groups.all_gather
+
+    def counted(group: Any, tensor: Tensor) -> Tensor:
+        gathered.append(tensor.numel())
+        return before(group, tensor)
+
+    x = torch.randn(1, 1, 4 + rank, 8)
+    agreement.groups.all_gather = counted
+    try:
+        outs = [
+            elsa.distributed.attention(x, x, x, method="ring", lengths=lengths)
+            for lengths in (None, None, (4, 5), (4, 5))
+        ]
+    finally:
+        agreement.groups.all_gather = before
+    return {"messages": len(gathered), "equal": all(out.equal(outs[0]) for out in outs)}
+
+
+def faults(rank: int) -> dict[str, Any]:
+    """A rank that hangs, in groups with a short timeout; then one that has ended."""
+    x = torch.randn(1, 2, 5, 8)
+    found: dict[str, Any] = {}
+    timeout = datetime.timedelta(seconds=SHORT)
+    ways = {"hangs before": None, "hangs after": (5, 5, 5), "ended": None}
+    groups = {name: dist.new_group(timeout=timeout) for name in ways}
+    for name, lengths in ways.items():
+        attention = partial(
+            elsa.distributed.attention, x, x, x,
+            group=groups[name], method="ring", lengths=lengths,
+        )  # fmt: skip
+        if lengths is not None:  # agreed before the rank hangs
+            attention()
+        if rank != 1:
+            begun = time.monotonic()
+            found[name] = (said(attention), time.monotonic() - begun)
+        if name == "ended":
+            break
+        dist.barrier()  # in which rank 1 waits for the others
+    return found

@@ -1,0 +1,79 @@
+"""Sharded ViTs on two and three ranks against one process, by the rule of `check`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core.errors import ModelError
+from elsa_core.proof.compare import Comparison
+
+from . import models
+from .conftest import Results
+
+
+def assert_as_exact(found: dict[str, Tensor], name: str) -> None:
+    plain = models.vit(name)
+    exact = models.step(copy.deepcopy(plain).double(), name, torch.float64)
+    one = models.step(plain, name)
+    assert list(found) == list(one) == list(exact)
+    for terms in (["output"], [key for key in exact if key != "output"]):
+        comparison = Comparison(2.0)
+        for term in terms:
+            comparison.add(exact[term], one[term], found[term])
+        assert comparison.reason() == ""
+        assert comparison.oracle.maximum > 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", models.VITS)
+def test_as_exact_as_one_process(name: str, world: int, results: Results) -> None:
+    parts = [results[world][rank]["models"][name] for rank in range(world)]
+    for part in parts[1:]:
+        assert all(torch.equal(part[term], first) for term, first in parts[0].items())
+    assert_as_exact(parts[0], name)
+
+
+def test_distributed_data_parallel(results: Results) -> None:
+    for rank in range(2):
+        assert_as_exact(results[2][rank]["ddp"], "registers")
+
+
+def test_copies_and_unpatch(results: Results) -> None:
+    assert all(results[2][rank]["undone"] for rank in range(2))
+
+
+def small(**options: Any) -> VisionTransformer:
+    return VisionTransformer(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2,
+                             num_classes=3, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (torch.nn.Linear(2, 2), "Linear cannot be sharded: only timm's VisionTransformer is known"),
+        (
+            SwinTransformer(img_size=32, patch_size=4, embed_dim=16, depths=(1,), num_heads=(1,)),
+            "SwinTransformer cannot be sharded: only timm's VisionTransformer is known",
+        ),
+        (
+            small(block_fn=ParallelScalingBlock),
+            "blocks.0 cannot be sharded: ParallelScalingBlock is not Block or ResPostBlock",
+        ),
+        (small(patch_drop_rate=0.5), "patch_drop cannot be sharded: ranks would drop different"),
+        (
+            small(norm_layer=torch.nn.BatchNorm1d),
+            "blocks.0.norm1 cannot be sharded: its statistics are over all tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded(model: Any, line: str) -> None:
+    with pytest.raises(ModelError, match=line):
+        elsa.distributed.require_shardable(model)
