@@ -32,9 +32,8 @@ from elsa_core.measuring import environment, timing
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
 from elsa_core.patching import adapters
-from elsa_core.patching.copies import shared_copy
 from elsa_core.patching.freeze import freeze
-from elsa_core.patching.patch import patch
+from elsa_core.patching.patch import patch, shared_copy
 
 MODELS = (
     ("vit_base_patch16_224", 8), ("vit_base_patch16_224", 1),
