@@ -19,6 +19,7 @@ BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_tol
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
+FOLDS = "tests/patching/test_folds.py"
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,10 @@ SUITES = (
     _adapter("timm_windows", "windows"),
     _adapter("windows", "windows", "swin", "maxvit"),
     _adapter("torchvision_mlp", SCOPE),
+    _adapter("torchvision_blocks", FOLDS),
+    _adapter("timm_folded", FOLDS),
+    _adapter("residual", FOLDS, SCOPE),
+    _adapter("handing", FOLDS, SCOPE),
     _adapter("torchvision_maxvit", "maxvit"),
     _adapter("torchvision_*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_maxxvit", "maxvit", "windows"),
@@ -134,7 +139,7 @@ SUITES = (
     _adapter("timm_*", "timm", "eager", "redirect", "watched", SCOPE),
     _adapter("common", "transformers", "timm", "eager", "watched"),
     _adapter("decomposed", "eager", "timm"),
-    _adapter("open_clip_towers", "eager", "multihead"),
+    _adapter("open_clip_towers", "eager", "multihead", FOLDS),
     _adapter("asked", "timm", "multihead", "watched"),
     _triton(
         "attention/fma_fallback",
@@ -146,6 +151,7 @@ SUITES = (
     *(_triton(f"attention/{name}", *_FORWARD) for name in ("merge", "split")),
     _triton("window/backward_*", *_WINDOWS_BACKWARD),
     _triton("window/*", *_WINDOWS),
+    _triton("linear/usertable", "tests/bench/test_bench_linear.py"),
     _triton("linear/*", *_LINEAR),
     _triton("shared/philox", *_DROPOUT),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),
