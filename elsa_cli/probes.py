@@ -233,6 +233,7 @@ def _backends() -> Iterator[Probe]:
     from elsa_core import routing
     from elsa_core.backends.support import Request
 
+    yield _cuda_library()
     for backend in routing.BACKENDS:
         name, device = backend.name, backend.device or "cpu"
         offered = backend.operators.get("attention")
@@ -250,6 +251,15 @@ def _backends() -> Iterator[Probe]:
             yield Probe(
                 "backends", name, answer.ok, f"{device}, fp32" if answer.ok else "", answer.reason
             )
+
+
+def _cuda_library() -> Probe:
+    from elsa_core.backends import cuda
+
+    answer = cuda.status()
+    if answer.ok or answer.reason.startswith("off"):
+        return Probe("gpu", "CUDA library", answer.ok or None, answer.reason)
+    return Probe("gpu", "CUDA library", False, "", answer.reason)
 
 
 def _native_built() -> bool:

@@ -63,6 +63,11 @@ def test_split_falls_back_on_channels_not_on_single_numbers(interpreted):
             assert (interpreted[name]["exact_folds"] > 0) == outlier, name
 
 
+def test_interpreted_merge(interpreted):
+    row = interpreted["merge"]
+    assert row["error"] < 1e-6 and row["lse"] < 4e-6 and row["hidden"] and row["fence"]
+
+
 def test_interpreted_schedules(interpreted):
     assert "split keys" in interpreted["split keys"]["words"]
     assert "split ahead" in interpreted["strict two blocks"]["words"]

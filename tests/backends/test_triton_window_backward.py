@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_compile
+from interpreted import Rows, rows_of
 from window_backward_interpreted import CASES, F16
 
 from elsa_core.backends.support import Request
@@ -31,24 +30,17 @@ ALL = Wants(True, True, True, True)
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict]:
-    """Every case of window_backward_interpreted.py, run once in a process of its own."""
-    script = Path(__file__).with_name("window_backward_interpreted.py")
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    return {row["name"]: row for row in rows}
+def interpreted() -> Iterator[Rows]:
+    """Every case of window_backward_interpreted.py, in a process of its own."""
+    with rows_of("window_backward_interpreted.py") as rows:
+        yield rows
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_interpreted(interpreted, name):
     """Within twice the error of autograd on a model's own operations; twice the same bits."""
     row, (_, dtype, precision, options) = interpreted[name], CASES[name]
-    assert row["finite"] and row["dense"] and row["same"] and row["errors"]
+    assert row["finite"] and row["dense"] and row["same"] and row["errors"] and row["fence"]
     band = 1e-3 if precision == "turbo" else 3e-4 if dtype == F16 else 2.5e-7
     for term, error in row["errors"].items():
         # autograd makes NaN of a row that sees no key

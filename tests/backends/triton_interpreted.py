@@ -18,10 +18,12 @@ if __name__ == "__main__":
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from fence import fenced  # noqa: E402
 
 from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
 from elsa_core.backends.triton.attention import planner, schedules, tiling  # noqa: E402
+from elsa_core.backends.triton.attention.schedules.merge import plan_merge  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, precision, options
@@ -55,6 +57,8 @@ CASES = {
     "turbo chains": ((1, 1, 1, 20, 900, 32, 32), F32, "turbo", {"chain": 1, "mask": "float"}),
     "one query": ((1, 4, 2, 1, 1500, 64, 64), F32, "strict", {}),
     "one query half": ((1, 4, 2, 1, 700, 64, 48), F16, "strict", {}),
+    "one query, odd widths": ((1, 4, 2, 1, 300, 40, 24), F32, "strict", {"nan": True}),
+    "strict odd widths": ((1, 2, 2, 20, 100, 40, 24), F32, "strict", {"nan": True}),
     "one query masked": ((1, 2, 2, 1, 300, 64, 64), F32, "strict", {"mask": "bool"}),
     "huge logits": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (1e15, 1e15, 1)}),
     "overflow": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (5e37, 5e37, 5e37)}),
@@ -91,6 +95,8 @@ def run(shape, dtype, precision, options):
             ((b, hq, n, d), (b, hk, m, d), (b, hk, m, dv)), factors, strict=True
         )
     )
+    if options.get("nan"):  # in the memory behind every row of channels
+        q, k, v = (F.pad(t, (0, 8), value=math.nan)[..., : t.shape[-1]] for t in (q, k, v))
     if options.get("packed"):
         k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
     if options.get("outlier"):
@@ -123,6 +129,27 @@ def run(shape, dtype, precision, options):
     }
 
 
+def merged() -> dict:
+    """Partial states of so many rows that a program merges several of them, the last one fewer."""
+    shape, parts = tiling.Shape(1, 103, 103, 10, 1, 16, 5), 3
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(parts, 1030, 5, generator=generator)
+    logs = 4 * torch.randn(parts, 1030, generator=generator)
+    logs[:, 7] = -math.inf
+    weights = (logs.double() * math.log(2)).softmax(0).nan_to_num()
+    expected = (weights[..., None] * states.double()).sum(0).view(1, 103, 10, 5).transpose(1, 2)
+    with fenced() as fence:
+        out, lse = torch.empty(1, 10, 103, 5), torch.empty(1, 103, 10)
+        plan_merge(shape, parts, overlap=False).launch(states, logs, out, lse)
+    expected_lse = (logs.double() * math.log(2)).logsumexp(0).view(lse.shape)
+    return {
+        "error": (out.double() - expected).abs().max().item(),
+        "lse": (lse - expected_lse).nan_to_num(0.0).abs().max().item(),
+        "hidden": bool((lse.isinf() == expected_lse.isinf()).all()),
+        "fence": fence["intact"],
+    }
+
+
 exact_folds: list[int] = []
 
 
@@ -144,6 +171,7 @@ def main() -> None:
     torch.manual_seed(0)
     for name, case in CASES.items():
         sys.stdout.write(json.dumps({"name": name, **run(*case)}) + "\n")
+    sys.stdout.write(json.dumps({"name": "merge", **merged()}) + "\n")
 
 
 if __name__ == "__main__":

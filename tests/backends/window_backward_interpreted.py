@@ -17,6 +17,7 @@ if __name__ == "__main__":
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from fence import fenced  # noqa: E402
 
 from elsa_core.backends import eager_window  # noqa: E402
 from elsa_core.backends.triton.window import backward  # noqa: E402
@@ -194,7 +195,9 @@ def distance(x: torch.Tensor, reference: torch.Tensor) -> float:
 def run(given: Given, grad: torch.Tensor, options) -> dict:
     needs = tuple(bool(n) for n in options.get("needs", (1, 1, 1, 1)))
     expected, theirs = exact(given, grad, needs), peers(given, grad, needs)
-    found, again = (backward.window_attention_backward(grad, *given, needs) for _ in range(2))
+    with fenced() as fence:
+        found = backward.window_attention_backward(grad, *given, needs)
+    again = backward.window_attention_backward(grad, *given, needs)
     terms = (given.qkv, given.bias, given.pad_qkv, given.logit_scale)
     errors, peer, dense = {}, {}, True
     for name, x, ref, their, term, needed in zip(
@@ -207,7 +210,7 @@ def run(given: Given, grad: torch.Tensor, options) -> dict:
         errors[name] = distance(x, ref)
         peer[name] = 0.0 if their is None else distance(their, ref)
     return {
-        "errors": errors, "peer": peer, "dense": dense,
+        "errors": errors, "peer": peer, "dense": dense, "fence": fence["intact"],
         "finite": all(bool(x.isfinite().all()) for x in found),
         "same": all(torch.equal(x, y) for x, y in zip(found, again, strict=True)),
     }  # fmt: skip

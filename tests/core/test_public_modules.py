@@ -25,6 +25,7 @@ PUBLIC = {
         "adapters.table",
         "text",
         "page",
+        "sharding",
     },
     "proof": {"check", "compare", "samples"},
 }

@@ -17,6 +17,7 @@ MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
+SCOPE = "tests/patching/test_scope.py"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _triton(pattern: str, *tests: str, lines: int = 50) -> Suite:
 _FORWARD = (
     *(
         f"tests/backends/test_triton.py::test_interpreted_{name}"
-        for name in ("error", "finite", "denormals", "schedules")
+        for name in ("error", "finite", "denormals", "schedules", "merge")
     ),
     "tests/backends/test_triton.py::test_split_falls_back_on_channels_not_on_single_numbers",
 )
@@ -60,6 +61,20 @@ _BACKWARD = tuple(
         "half large scores", "half large lse", "strict", "strict, groups, odd widths",
         "strict causal", "strict additive mask", "strict bias of keys", "strict bias of queries",
     )
+)  # fmt: skip
+# Of 50 cases, which take a minute, those that between them run every kernel and every term.
+_WINDOWS_BACKWARD = (
+    *(
+        f"tests/backends/test_triton_window_backward.py::test_interpreted[{name}]"
+        for name in (
+            "half swin", "half padded, head first", "half table", "strict swin",
+            "padded with a bias", "minus infinity", "rows that see nothing", "cosine padded",
+            "ieee", "small gradients", "outlier channels", "outlier channels, table", "long",
+            "long half", "long cosine", "long outlier channels",
+            "padding and logit scale alone",
+        )
+    ),
+    "tests/backends/test_triton_window_backward.py::test_sums_do_not_depend_on_the_programs",
 )  # fmt: skip
 _WINDOWS = tuple(
     f"tests/backends/test_triton_window.py::test_{name}"
@@ -90,17 +105,23 @@ SUITES = (
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
     Suite("csrc/torch/*", (ATTENTION, GRADIENT)),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
-    _adapter("timm_swin*", "windows", "swin", "tests/patching/test_stale.py"),
-    _adapter("timm_windows", "windows", "swin", "maxvit"),
+    _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
+    _adapter("timm_windows", "windows"),
     _adapter("windows", "windows", "swin", "maxvit"),
-    _adapter("torchvision_*", "windows", "swin", "maxvit", "tests/patching/test_stale.py"),
+    _adapter("torchvision_mlp", SCOPE),
+    _adapter("torchvision_maxvit", "maxvit"),
+    _adapter("torchvision_*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_maxxvit", "maxvit", "windows"),
     _adapter("derived", "tests/patching/test_stale.py", "swin"),
     _adapter("torch_multihead", "multihead"),
     _adapter("hf_transformers", "transformers"),
     _adapter("redirect", "redirect", "timm", "watched"),
     _adapter("timm_mvitv2", "eager", "timm"),
-    _adapter("timm_*", "timm", "eager", "redirect", "watched"),
+    _adapter("timm_mlp", SCOPE),
+    _adapter("timm_blocks", SCOPE),
+    _adapter("torch_layers", SCOPE),
+    _adapter("halves", SCOPE),
+    _adapter("timm_*", "timm", "eager", "redirect", "watched", SCOPE),
     _adapter("common", "transformers", "timm", "eager", "watched"),
     _adapter("decomposed", "eager", "timm"),
     _adapter("open_clip_towers", "eager", "multihead"),
@@ -112,6 +133,7 @@ SUITES = (
     _triton("attention/backward_*", *_BACKWARD, lines=80),
     *(_triton(f"attention/{name}", *_FORWARD) for name in ("decode", "exact", "fold", "forward")),
     *(_triton(f"attention/{name}", *_FORWARD) for name in ("merge", "split")),
+    _triton("window/backward_*", *_WINDOWS_BACKWARD),
     _triton("window/*", *_WINDOWS),
     _triton("linear/*", *_LINEAR),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elsa_core.patching.adapters import windows
 from elsa_core.patching.adapters.windows import read_bias
 from elsa_core.patching.patch import patch, patched_sites, unpatch
 from elsa_core.patching.sites import inspect
@@ -476,3 +477,11 @@ def test_a_scale_of_ones_own_is_read() -> None:
         if hasattr(block, "relative_position_bias_table"):
             block.scale *= 3.0
     assert_same(model, images(), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_large_bias_is_read_through_its_index(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of usual models have a dense bias: an index that is left out shows at others."""
+    monkeypatch.setattr(windows, "DENSE_BYTES", 0)
+    assert_same(make(kind), images(), torch.float32)

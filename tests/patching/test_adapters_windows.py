@@ -85,3 +85,22 @@ def test_gradients_compiled_and_inspected(kind: str) -> None:
         torch.testing.assert_close(compiled(x), plain(x))
     mine = [s for s in inspect(patched, (3, *SIDES)).sites if s.adapter == ADAPTERS[kind]]
     assert [(s.kind, s.patched) for s in mine] == [("window", True)] * 2
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+@torch.no_grad()
+def test_a_scale_of_ones_own_is_read(kind: str, fused: bool) -> None:
+    """Where timm reads it: its fused branch leaves the scale to PyTorch, which knows the usual one.
+
+    A scale that is left out shows at another than the usual one alone.
+    """
+    model = make(kind)
+    scaled = [module for module in model.modules() if isinstance(vars(module).get("scale"), float)]
+    assert scaled
+    for module in scaled:
+        module.scale *= 3.0
+        module.fused_attn = fused
+    patch(model)
+    found = check(model, torch.randn(2, 3, *SIDES))
+    assert found.ok, found.failures

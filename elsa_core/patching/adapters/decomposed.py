@@ -30,7 +30,7 @@ def attend_decomposed(
     rel_h: Tensor,
     rel_w: Tensor,
     *,
-    scale: float,
+    scale: float | None,
     prefix: int = 0,
     dropout_p: float = 0.0,
 ) -> Tensor:
@@ -43,7 +43,7 @@ def attend_decomposed(
         value: [B, H, prefix + kh * kw, Dv].
         rel_h: [qh, kh, D], multiplied with the unscaled queries.
         rel_w: [qw, kw, D].
-        scale: of the scores, not of the bias.
+        scale: of the scores, not of the bias; 1 / sqrt(D) if None.
         prefix: tokens in front.
         dropout_p: the probability of dropping a weight.
 
@@ -51,6 +51,7 @@ def attend_decomposed(
         [B, H, prefix + qh * qw, Dv].
     """
     (q_rows, k_rows, dim), (q_columns, k_columns, _) = rel_h.shape, rel_w.shape
+    scale = dim**-0.5 if scale is None else scale
     grid = query[:, :, prefix:].unflatten(2, (q_rows, q_columns))
     by_row = torch.einsum("bnhwc,hkc->bnhwk", grid, rel_h).flatten(2, 3)
     by_column = torch.einsum("bnhwc,wkc->bnhwk", grid, rel_w).flatten(2, 3)

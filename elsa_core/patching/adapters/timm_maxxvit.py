@@ -12,7 +12,7 @@ from timm.layers import RelPosBias
 from timm.models.maxxvit import AttentionCl, PartitionAttentionCl
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project
+from elsa_core.patching.adapters.common import project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -66,7 +66,7 @@ class ElsaPartitionAttentionCl(Derives, PartitionAttentionCl):  # type: ignore[m
             bias_index=bias.bias_index,
             num_heads=attn.num_heads,
             window_size=self.partition_size,
-            scale=attn.scale,
+            scale=scale_of(attn),
             layout="head" if attn.head_first else "qkv",
             grid=not self.partition_block,
         )

@@ -23,6 +23,7 @@ from elsa_core.patching.adapters.common import (
     drop_p,
     join_heads,
     project,
+    scale_of,
     split_heads,
     split_packed,
 )
@@ -33,7 +34,7 @@ _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_
 
 def _projected(module: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Attention, and the projection and dropout that most of these end with: [B, N, H * Dv]."""
-    out = attend(module, q, k, v, bias, scale=module.scale, dropout_p=drop_p(module))
+    out = attend(module, q, k, v, bias, scale=scale_of(module), dropout_p=drop_p(module))
     projected: Tensor = module.proj_drop(project(module, module.proj, join_heads(out)))
     return projected
 

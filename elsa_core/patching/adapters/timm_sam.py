@@ -10,7 +10,14 @@ from timm.layers import apply_rot_embed_cat
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import attend, drop_p, join_heads, project, split_packed
+from elsa_core.patching.adapters.common import (
+    attend,
+    drop_p,
+    join_heads,
+    project,
+    scale_of,
+    split_packed,
+)
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table
 
 
@@ -29,13 +36,15 @@ class ElsaSamAttention(Attention):  # type: ignore[misc]  # timm is untyped
         if self.use_rel_pos:
             rel_h = table(_resized(self.rel_pos_h, height), height, height)
             rel_w = table(_resized(self.rel_pos_w, width), width, width)
-            out = attend_decomposed(self, q, k, v, rel_h, rel_w, scale=self.scale, dropout_p=drop)
+            out = attend_decomposed(
+                self, q, k, v, rel_h, rel_w, scale=scale_of(self), dropout_p=drop
+            )
         else:
             if self.rope is not None:
                 rope = self.rope.get_embed()
                 q = apply_rot_embed_cat(q, rope).type_as(v)
                 k = apply_rot_embed_cat(k, rope).type_as(v)
-            out = attend(self, q, k, v, scale=self.scale, dropout_p=drop)
+            out = attend(self, q, k, v, scale=scale_of(self), dropout_p=drop)
         image: Tensor = self.proj_drop(project(self, self.proj, join_heads(out))).unflatten(
             1, (height, width)
         )

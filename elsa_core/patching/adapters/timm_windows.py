@@ -14,7 +14,7 @@ from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import drop_p, project
+from elsa_core.patching.adapters.common import drop_p, project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -50,7 +50,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
             None,
             num_heads=self.num_heads,
             window_size=(self.ws, self.ws),
-            scale=self.scale,
+            scale=scale_of(self),
             pad_qkv=of_padding(self.qkv, image, (self.ws, self.ws)),
         )
         joined: Tensor = self.proj_drop(project(self, self.proj, out.flatten(1, 2)))
@@ -84,7 +84,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
             None,
             num_heads=attn.num_heads,
             window_size=self.window_size,
-            scale=attn.scale,
+            scale=scale_of(attn),
             pad_qkv=of_padding(attn.qkv, normed, self.window_size),
         )
         tokens = tokens + self.drop_path1(project(self, attn.proj, out))
@@ -139,7 +139,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
             bias_index=bias.bias_index,
             num_heads=attn.num_heads,
             window_size=(window, window),
-            scale=attn.scale,
+            scale=scale_of(attn),
             pad_qkv=pad,
             layout="head",
         )
