@@ -30,6 +30,13 @@ PUBLIC = {
 }
 
 
+# Who imports more than these, and why. A line that is no longer true fails.
+FURTHER = {
+    # its classes are adapters: of the attention of a ViT whose tokens lie on several devices
+    ("distributed/vit.py", "patching"): {"adapters.common", "adapters.timm_attention"},
+}
+
+
 def imports(package: str) -> Iterator[tuple[str, str]]:
     """(file, module of the package) for every import from outside it, wherever it stands."""
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "elsa_cli").rglob("*.py")]
@@ -49,8 +56,11 @@ def imports(package: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_others_import_the_public_modules(package: str) -> None:
-    past = {(file, module) for file, module in imports(package) if module not in PUBLIC[package]}
-    assert not past
+    past: dict[tuple[str, str], set[str]] = {}
+    for file, module in imports(package):
+        if module not in PUBLIC[package]:
+            past.setdefault((file, package), set()).add(module)
+    assert past == {key: modules for key, modules in FURTHER.items() if key[1] == package}
 
 
 @pytest.mark.parametrize("package", PUBLIC)
