@@ -30,7 +30,7 @@ COMMANDS = {
     "verify": "Check a bundle: its files, and that it still computes the model.",
     "bench": "Measure ELSA against its peers on this machine.",
     "doctor": "Show what this machine offers and why a backend is off.",
-    "build": "Compile the native library ahead of its first use.",
+    "build": "Compile the native library, or GPU kernels, ahead of their use.",
     "completion": "Print the completion script of a shell.",
     "help": "Show this page, or the one of a command.",
 }

@@ -59,6 +59,7 @@ def examine(progress: Callable[[str], None] = lambda text: None) -> list[Probe]:
         ("packages", _packages),
         ("gpu", _gpu),
         ("native library", _native),
+        ("kernel packs", _packs),
         ("backends", _backends),
         ("caches", _caches),
         ("variables", _variables),
@@ -211,12 +212,28 @@ def _native() -> Iterator[Probe]:
         yield Probe(group, "kernels", None, native.isa())
 
 
+def _packs() -> Iterator[Probe]:
+    from elsa_core.backends.triton.pack import lookup
+
+    group, none = "kernel packs", True
+    for pack in lookup.shipped():
+        none = False
+        held = f" ({pack.kernels} kernels, {human(pack.bytes)}, Triton {pack.triton})"
+        value = f"{pack.folder}{held if pack.kernels else ''}"
+        off = "" if lookup.wanted() else f"not asked for: {lookup.VARIABLE}=1 does"
+        ok = False if pack.reason else (True if lookup.wanted() else None)
+        yield Probe(group, pack.folder.name, ok, value, pack.reason or off)
+    if none:
+        yield Probe(group, "packs", None, "none here: `elsa build --cuda` compiles them")
+
+
 def _backends() -> Iterator[Probe]:
     import torch
 
     from elsa_core import routing
     from elsa_core.backends.support import Request
 
+    yield _cuda_library()
     for backend in routing.BACKENDS:
         name, device = backend.name, backend.device or "cpu"
         offered = backend.operators.get("attention")
@@ -234,6 +251,15 @@ def _backends() -> Iterator[Probe]:
             yield Probe(
                 "backends", name, answer.ok, f"{device}, fp32" if answer.ok else "", answer.reason
             )
+
+
+def _cuda_library() -> Probe:
+    from elsa_core.backends import cuda
+
+    answer = cuda.status()
+    if answer.ok or answer.reason.startswith("off"):
+        return Probe("gpu", "CUDA library", answer.ok or None, answer.reason)
+    return Probe("gpu", "CUDA library", False, "", answer.reason)
 
 
 def _native_built() -> bool:

@@ -35,7 +35,7 @@ def profile(session: Session, model: str, given: dict[str, Any]) -> None:
         UnavailableError: not under torchrun, or a rank was lost.
         ModelError: the model cannot be sharded.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(os.environ.get("RANK") or 0)
     if rank:
         session.quiet = True  # rank 0 speaks
     with _rank_0_speaks(rank):
@@ -77,7 +77,7 @@ def _check(given: dict[str, Any]) -> None:
                        ("dtype", "--dtype"), ("precision", "--precision")):  # fmt: skip
         if given[name] is not None and len(given[name]) > 1:
             raise click.UsageError(f"--sequence-parallel takes one {flag}")
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
         raise UnavailableError(
             "--sequence-parallel needs ranks: torchrun --nproc-per-node 2 -m elsa_cli profile ..."
         )
@@ -108,11 +108,11 @@ def _measured(
 ) -> tuple[Scaling, dict[str, Any]]:
     import torch
 
-    from elsa_core.distributed.models import require_shardable
     from elsa_core.distributed.scaling import scaling
     from elsa_core.loading.load import load_model
     from elsa_core.loading.spec import parse
     from elsa_core.patching.patch import patch
+    from elsa_core.patching.sharding import require_shardable
 
     source = Options.of({key: given[key] for key in _SOURCE}).source()
     dtype = Options(dtype=given["dtype"][0]).torch_dtype()

@@ -15,7 +15,7 @@ from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
-    from elsa_core import distributed
+    from elsa_core import distributed, nn
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
@@ -81,6 +81,7 @@ __all__ = [
     "linear",
     "load",
     "merge",
+    "nn",
     "patch",
     "profile",
     "refresh",
@@ -95,8 +96,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what concerns models at its first use (PEP 562): kernels alone need none of it."""
-    if name == "distributed":
-        return import_module("elsa_core.distributed")
+    if name in ("distributed", "nn"):
+        return import_module(f"elsa_core.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'elsa_core' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from elsa_core.operators.linear import ACTIVATIONS, epilogue
 from elsa_core.precision import validate
 from elsa_core.routing import Route
 
+# The weight [K] and the bias [K] of a layer norm, each perhaps None, and its eps.
+Norm = tuple[Tensor | None, Tensor | None, float]
+
 
 def linear(
     input: Tensor,
@@ -24,10 +28,12 @@ def linear(
     activation: str = "none",
     residual: Tensor | None = None,
     scale: Tensor | None = None,
+    norm: Norm | None = None,
     precision: str = "strict",
     backend: str = "auto",
 ) -> Tensor:
-    """`residual + scale * activation(input @ weight.T + bias)`.
+    """`residual + scale * activation(input @ weight.T + bias)`, of the layer norm of input where
+    `norm` is given.
 
     The first three arguments are those of `torch.nn.functional.linear`, and so is the result
     without the others; an absent term is left out. Operands may have any strides.
@@ -51,6 +57,9 @@ def linear(
         activation: "none", "gelu", "gelu_tanh" (its approximation by tanh), "quick_gelu"
             (x * sigmoid(1.702 x)), "silu" or "relu".
         residual: [..., N], added last. scale: [N], LayerScale's gamma.
+        norm: weight [K] or None, bias [K] or None, and eps, of the layer norm over input's last
+            axis that comes first: `torch.nn.functional.layer_norm`. On a GPU the launch that splits
+            the input can normalise it; that is not chosen by auto until measured.
         precision, backend: as in `elsa_core.attention`.
 
     Returns:
@@ -61,9 +70,9 @@ def linear(
 
     Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
     """
-    _check(input, weight, bias, residual, scale)
+    _check(input, weight, bias, residual, scale, norm)
     _check_names(activation, precision, backend, input.dtype)
-    return served(input, weight, bias, activation, residual, scale, precision, backend)
+    return served(input, weight, bias, activation, residual, scale, precision, backend, norm=norm)
 
 
 def served(
@@ -77,24 +86,52 @@ def served(
     backend: str = "auto",
     halves: Tensor | None = None,
     powers: Tensor | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """`linear` without its checks, for patched layers.
 
     `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
     for the weight not having changed since.
     """
+    if norm is not None:
+        terms = (activation, residual, scale, precision, halves, powers)
+        found = _normed(input, weight, bias, norm, terms, backend)
+        if found is not None:
+            return found
+        input = functional.layer_norm(input, input.shape[-1:], *norm)
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
         product = served(input, weight, bias, precision=precision, backend=backend)
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
-    terms = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
     for serve in routing.SERVING.get(("linear", device_type, backend), ()):
-        out: Tensor | None = serve(*terms)
+        out: Tensor | None = serve(*given)
         if out is not None:
             return out
     product = functional.linear(input, weight, bias)
     return epilogue(product, activation, residual, scale) if fused else product
+
+
+def _normed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    terms: tuple[Any, ...],
+    backend: str,
+) -> Tensor | None:
+    """The call by a kernel that takes the norm too; None where the norm is PyTorch's."""
+    serving = routing.SERVING.get(("layer_norm_linear", input.device.type, backend), ())
+    if not serving or _composes(input, weight, bias, *terms[1:3]):
+        return None
+    if calls.wanted(norm_weight=norm[0], norm_bias=norm[1]):
+        return None
+    for serve in serving:
+        out: Tensor | None = serve(input, weight, bias, *norm, *terms)
+        if out is not None:
+            return out
+    return None
 
 
 def explain_linear(
@@ -105,6 +142,7 @@ def explain_linear(
     activation: str = "none",
     residual: Tensor | None = None,
     scale: Tensor | None = None,
+    norm: Norm | None = None,
     precision: str = "strict",
     backend: str = "auto",
 ) -> Route:
@@ -113,7 +151,7 @@ def explain_linear(
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
     out in another way is PyTorch's all the same.
     """
-    _check(input, weight, bias, residual, scale)
+    _check(input, weight, bias, residual, scale, norm)
     _check_names(activation, precision, backend, input.dtype)
     request = Request(
         input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
@@ -147,6 +185,7 @@ def _check(
     bias: Tensor | None,
     residual: Tensor | None,
     scale: Tensor | None,
+    norm: Norm | None,
 ) -> None:
     """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
 
@@ -165,6 +204,9 @@ def _check(
     for name, vector in (("bias", bias), ("scale", scale)):
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
             raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
+    for vector in () if norm is None else norm[:2]:
+        if vector is not None and vector.shape != (depth,):
+            raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
     if residual is not None and residual.shape != (*input.shape[:-1], columns):
         raise ArgumentError(
             f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"

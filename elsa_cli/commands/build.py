@@ -1,25 +1,74 @@
-"""`elsa build`: compile the native library ahead of its first use."""
+"""`elsa build`: compile the native library, or packs of GPU kernels, ahead of their first use."""
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
+from typing import Any
 
 import click
 
 from elsa_cli.console import Session
-from elsa_cli.options import Command, output_options, pass_session
-from elsa_cli.probes import environment
+from elsa_cli.options import Command, FilePath, Listed, output_options, pass_session
+from elsa_cli.probes import environment, human
+
+
+class Architecture(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
+    """`sm_90`, or `90`."""
+
+    name = "arch"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """90 for sm_90; a usage error for anything else."""
+        found = re.fullmatch(r"(?:sm_)?(\d{2,3})", str(value).strip().lower())
+        if found is None:
+            self.fail(f"{str(value)[:60]!r} is no architecture (like sm_90)", param, ctx)
+        return int(found[1])
 
 
 @click.command("build", cls=Command)
 @click.option("--force", is_flag=True, help="Compile even if the library is there.")
+@click.option("--cuda", is_flag=True, help="Compile kernel packs for GPUs instead; needs no GPU.")
+@click.option(
+    "--arch", type=Listed(Architecture(), "sm_NN"), help="GPUs to compile for [this machine's]."
+)
+@click.option(
+    "--output",
+    "--out",
+    "-o",
+    type=FilePath(folder=True),
+    metavar="DIR",
+    help="Folder for the packs [the user's cache].",
+)
+@click.option("--jobs", type=click.IntRange(1, 256), help="Compiling processes [one a core].")
+@click.option("--only", metavar="GLOB", help="Kernels of the cases whose name matches alone.")
 @output_options
 @pass_session
-def command(session: Session, /, force: bool) -> None:
+def command(
+    session: Session, /, force: bool, cuda: bool, arch: tuple[int, ...] | None,
+    output: Path | None, jobs: int | None, only: str | None,
+) -> None:  # fmt: skip
     """Compile the native CPU library into the user's cache (ELSA_CACHE_DIR moves it).
 
     Without this, the first use compiles it. Needs a C++ compiler: CXX, or c++, g++, clang++.
+
+    With --cuda, compile packs of GPU kernels, so that the first call on a GPU compiles nothing.
+    Takes minutes for each architecture; a second run compiles what has changed alone.
     """
+    given = {"--arch": arch, "--output": output, "--jobs": jobs, "--only": only}
+    if cuda:
+        if force:
+            raise click.UsageError("--force is for the native library: leave it out with --cuda")
+        _packs(session, arch, output, jobs or 0, only or "*")
+        return
+    named = [flag for flag, value in given.items() if value is not None]
+    if named:
+        raise click.UsageError(f"{named[0]} needs --cuda")
+    _native(session, force)
+
+
+def _native(session: Session, force: bool) -> None:
     from elsa_core.backends import native
     from elsa_core.backends.cache import is_sound
 
@@ -45,3 +94,38 @@ def command(session: Session, /, force: bool) -> None:
         from elsa_core.errors import UnavailableError
 
         raise UnavailableError(f"the native library was built but cannot be used: {answer.reason}")
+
+
+def _packs(
+    session: Session, archs: tuple[int, ...] | None, output: Path | None, jobs: int, only: str
+) -> None:
+    """One pack for each architecture."""
+    with session.stage("importing torch and triton", imports=True):
+        import torch
+
+        from elsa_core.backends.triton.pack import build, lookup
+    if archs is None:
+        if not torch.cuda.is_available() or torch.version.hip:
+            raise click.UsageError("no NVIDIA GPU is here: name those to compile for, --arch sm_90")
+        major, minor = torch.cuda.get_device_capability()
+        archs = (10 * major + minor,)
+    out = output or lookup.own_folder()
+    found = []
+    for arch in archs:
+        start = time.perf_counter()
+        with session.stage(f"compiling sm_{arch}", beats=True) as update:
+            built = build.build(arch, out, jobs=jobs, only=only, progress=update)
+        session.written.append(built.folder)
+        found.append({**built.to_dict(), "seconds": time.perf_counter() - start})
+        for kernel, reason in built.left_out.items():
+            session.warn(f"left out of sm_{arch}: {kernel}: {reason}")
+        compiled = built.kernels - built.reused
+        session.line(f"{built.folder}")
+        session.line(
+            f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)} · serves "
+            f"{built.served:.0%} of {built.calls} calls",
+            even_quiet=True,
+        )
+    session.document("build", environment(), {"packs": found})
+    where = "1" if output is None else str(output)
+    session.line(f"Next: ELSA_PACK={where} elsa doctor")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
 SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
+VARLEN_TABLE: Final = "varlen"  # its batches are sequences of different length
 WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
 
@@ -68,7 +69,11 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the two matrix products: 4 B H Nq Nk D."""
+        """Multiplications and additions of the two matrix products: 4 B H Nq Nk D; of packed
+        sequences without what is padding in a batch of them."""
+        if self.table == VARLEN_TABLE:
+            scores = sum(n * n for n in lengths_of(self.batch, self.queries))
+            return 4 * self.heads * scores * self.head_dim
         return 4 * self.batch * self.heads * self.queries * self.keys * self.head_dim
 
     @property
@@ -86,6 +91,11 @@ class Case:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {"name": self.name, **asdict(self), "precisions": list(self.precisions)}
+
+
+def lengths_of(batch: int, longest: int) -> list[int]:
+    """The lengths of a case of packed sequences: in even steps down from the longest."""
+    return [longest * (batch - i) // batch for i in range(batch)]
 
 
 def inputs(

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls, operands
+from elsa_core import calls, operands, routing
 from elsa_core import precision as precisions
 from elsa_core.distributed import agreement, groups, operators
 from elsa_core.distributed.plan import Plan, check_method
 from elsa_core.errors import ArgumentError
-from elsa_core.patching.adapters import asked
 
 
 def attention(
@@ -125,7 +124,9 @@ def _arguments(
     name = groups.name_of(group)
     try:
         check_method(method)
-        asked.check_names(precision, backend)
+        if backend not in routing.names():
+            choices = ", ".join(routing.names())
+            raise ArgumentError(f"backend={backend!r} is unknown: choose one of {choices}")
         operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
             query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)

@@ -60,6 +60,12 @@ class Plan:
         return asdict(self)
 
 
+def shard_lengths(tokens: int, world: int) -> tuple[int, ...]:
+    """The tokens of each rank: equal, the first ranks one more where they do not divide."""
+    least, more = divmod(tokens, world)
+    return tuple(least + (rank < more) for rank in range(world))
+
+
 def check_method(method: str) -> None:
     """Refuse a method that there is not.
 
@@ -155,6 +161,7 @@ def _seconds(agreed: Agreement) -> dict[str, float]:
     moved = shard + _q_bytes(agreed, max(agreed.queries)) / device.bandwidth
     return {
         "gather": device.latency + (world - 1) * shard + world * fold,
-        "ring": fold + (world - 1) * max(device.latency + shard, fold),
+        # a step of the ring is a call and a merge of its own
+        "ring": fold + (world - 1) * (max(device.latency + shard, fold) + device.latency),
         "heads": 4 * device.latency + moved * (world - 1) / world + world * fold,
     }

@@ -69,15 +69,12 @@ def _blocks(start: int, stop: int, first: int, last: int, is_causal: bool) -> It
     if not is_causal:
         yield _Block(slice(0, count), slice(0, last - first), False)
         return
-    seen_by_all = min(last, start + 1)
+    seen_by_all = min(last, start)
     if first < seen_by_all:
         yield _Block(slice(0, count), slice(0, seen_by_all - first), False)
-        first, skipped = seen_by_all, seen_by_all - first
-    else:
-        skipped = 0
-    row = max(start, first)  # from here on the diagonal starts in the corner
-    if row < stop and first < last:
-        yield _Block(slice(row - start, count), slice(skipped, skipped + last - first), True)
+    column = max(first, start)
+    if column < min(stop, last):  # the diagonal starts in the corner
+        yield _Block(slice(column - start, count), slice(column - first, last - first), True)
 
 
 def _mask_of(rows: Rows, block: _Block, run: Run) -> Tensor | None:

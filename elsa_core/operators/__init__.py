@@ -6,6 +6,7 @@ from elsa_core.operators.attention import ATTENTION
 from elsa_core.operators.attention_dropout import ATTENTION_DROPOUT
 from elsa_core.operators.entmax import ENTMAX_ATTENTION
 from elsa_core.operators.linear import LINEAR, SPLIT_WEIGHT
+from elsa_core.operators.normed_linear import LAYER_NORM_LINEAR
 from elsa_core.operators.record import Backward, Gradients, Operator, of, record, records, register
 from elsa_core.operators.varlen import VARLEN_ATTENTION
 from elsa_core.operators.window import WINDOW_ATTENTION
@@ -14,6 +15,7 @@ __all__ = [
     "ATTENTION",
     "ATTENTION_DROPOUT",
     "ENTMAX_ATTENTION",
+    "LAYER_NORM_LINEAR",
     "LINEAR",
     "SPLIT_WEIGHT",
     "VARLEN_ATTENTION",

@@ -39,6 +39,7 @@ _BACKWARD_SCHEMA = (
 _QUICK = 1.702  # of quick_gelu: x * sigmoid(1.702 x)
 # Of float32: the exponent's bias and the bits below the exponent.
 _BIAS, _MANTISSA = 127, 23
+_UNIT = 8  # halves of 16 bytes
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -122,7 +123,8 @@ def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight: [N, K] float32.
 
     Returns:
-        halves [2, N, K] float16, powers [N] float32; both dense.
+        halves [2, N, P] float16, where P is the next multiple of 8 after K, and zeros beyond K;
+        powers [N] float32; both dense.
 
     Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
     """
@@ -136,6 +138,7 @@ def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
     else:
         powers = weight.new_zeros(rows)
     scaled = weight / torch.where(powers == 0, 1.0, powers)[:, None]
+    scaled = functional.pad(scaled, (0, -depth % _UNIT))
     high = scaled.to(torch.float16)
     low = (scaled - high.to(torch.float32)).to(torch.float16)
     return torch.stack((high, low)), powers
@@ -146,7 +149,7 @@ def _rows(t: Tensor) -> Tensor:
     return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
 
 
-def _fake(
+def fake(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -157,6 +160,7 @@ def _fake(
     halves: Tensor | None = None,
     powers: Tensor | None = None,
 ) -> Tensor:
+    """What the operator returns, on fake tensors."""
     torch._check(weight.dim() == 2, lambda: f"weight must be [N, K], not {list(weight.shape)}")
     torch._check(
         input.shape[-1] == weight.shape[1],
@@ -182,8 +186,9 @@ def _split_fake(weight: Tensor) -> tuple[Tensor, Tensor]:
     torch._check(
         weight.dtype == torch.float32, lambda: f"weight must be float32, not {weight.dtype}"
     )
-    halves = weight.new_empty((2, *weight.shape), dtype=torch.float16)
-    return halves, weight.new_empty(weight.shape[0])
+    rows, depth = weight.shape
+    halves = weight.new_empty((2, rows, (depth + _UNIT - 1) // _UNIT * _UNIT), dtype=torch.float16)
+    return halves, weight.new_empty(rows)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -200,28 +205,50 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(operator: Any, ctx: Any, grad_out: Tensor) -> Grads:
-    input, weight, bias, scale = ctx.saved_tensors
-    activation, precision, again = ctx.terms
+    activation, precision, _ = ctx.terms
     wanted = [*ctx.needs_input_grad, *(False,) * (6 - len(ctx.needs_input_grad))]
-    grad_residual = grad_out if wanted[4] else None
-    grad_scale = None
-    if again:
+    *grads, of_scale = gradients_of(
+        grad_out, ctx.saved_tensors, activation, precision, (*wanted[:3], wanted[5])
+    )
+    return *grads, None, grad_out if wanted[4] else None, of_scale, None, None, None
+
+
+def gradients_of(
+    grad_out: Tensor,
+    saved: Sequence[Tensor | None],
+    activation: str,
+    precision: str,
+    wanted: Sequence[bool],
+) -> Grads:
+    """The gradients of scale * activation(input @ weight.T + bias), by `elsa::linear_backward`.
+
+    Args:
+        grad_out: [..., N]. saved: input, weight, bias and scale, each None where neither its
+            gradient's formula nor the product, computed again, reads it. wanted: whether the
+            gradients of these four are.
+
+    Returns:
+        The four; None where one is not wanted.
+    """
+    input, weight, bias, scale = saved
+    of_scale = None
+    if activation != "none" or scale is not None:
         product = torch.ops.elsa.linear.default(input, weight, bias, "none", None, None, precision)
         activate = ACTIVATIONS[activation]
-        if wanted[5]:
+        if wanted[3]:
             out = product if activate is None else activate(product)
-            grad_scale = _rows(grad_out * out).sum(0)
+            of_scale = _rows(grad_out * out).sum(0)
         grad_out = grad_out if scale is None else grad_out * scale
         grad_out = _slope(activation, product, grad_out)
     absent = grad_out.new_empty(0)
-    grads = operator(
+    grads = torch.ops.elsa.linear_backward.default(
         grad_out,
         absent if input is None else input,
         absent if weight is None else weight,
         precision,
-        wanted[:3],
+        list(wanted[:3]),
     )
-    return *needed(grads, wanted[:3]), None, grad_residual, grad_scale, None, None, None
+    return *needed(grads, wanted[:3]), of_scale
 
 
 class Eager(torch.autograd.Function):
@@ -301,7 +328,7 @@ LINEAR = register(
         name="linear",
         schema=_SCHEMA,
         reference=plain,
-        fake=_fake,
+        fake=fake,
         gradients=Gradients(
             setup_context=_setup_context,
             formula=_backward,

@@ -99,5 +99,6 @@ VARLEN_ATTENTION = register(
         kind="varlen",
         terms=("query", "key", "value"),
         twin=True,
+        bench="elsa_core.bench.varlen:VARLEN",
     )
 )

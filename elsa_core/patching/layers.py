@@ -43,7 +43,12 @@ def scope_of(model: nn.Module, scope: str) -> str:
 def patched_scope(model: nn.Module) -> str:
     """The scope that a patched model has: "model" where a layer is patched."""
     patched = (m for m in model.modules() if adapters.is_patched(m))
-    return MODEL if any(is_layer(m) or adapters.is_companion(m) for m in patched) else ATTENTION
+    return MODEL if any(is_layer(m) or _of_layers(m) for m in patched) else ATTENTION
+
+
+def _of_layers(module: nn.Module) -> bool:
+    """Whether a patched module is the companion of layers, which no other scope has."""
+    return adapters.is_companion(module) and not getattr(module, "elsa_any_scope", False)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -80,15 +85,17 @@ def support(module: nn.Module) -> Support | None:
 
 def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """The modules whose classes are swapped beside those of `selected`: the linear layers within
-    MLPs, and the blocks that hand terms to a selected site."""
+    MLPs, the blocks that hand terms to a selected site, and in any scope models that say what is
+    padding (`elsa_any_scope`)."""
     chosen = set(selected)
     for module in selected:
         yield from adapters.parts(module)
-    if not any(is_layer(module) for module in selected):
-        return
+    whole = any(is_layer(module) for module in selected)
     for module in model.modules():
         adapter: Any = adapters.written(adapters.base_class(module))
         if not getattr(adapter, "elsa_companion", False) or not adapters.support(module).ok:
+            continue
+        if not (whole or getattr(adapter, "elsa_any_scope", False)):
             continue
         if chosen.intersection(adapter.elsa_serves(module)):
             yield module

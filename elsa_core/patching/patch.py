@@ -117,9 +117,9 @@ def patch(
     """
     model = plain_model(model)
     if mesh is not None:
-        from elsa_core import distributed
+        from elsa_core.patching import sharding
 
-        distributed.require_shardable(model)
+        sharding.require_shardable(model)
     asked.check_names(precision, backend)
     wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
     scope = layers.scope_of(model, scope)
@@ -142,7 +142,7 @@ def patch(
         )
     _swap(model, selected, precision, backend)
     if mesh is not None:
-        distributed.shard(model, mesh)
+        sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
     return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted, scope)
 

@@ -32,12 +32,13 @@ from elsa_core.routing.choose import (
     unregister,
 )
 from elsa_core.routing.gradients import recorded, shard_backward
-from elsa_core.routing.measured import eager_least, scope
+from elsa_core.routing.measured import NORM, eager_least, linear_form, scope, unmeasured
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [
     "BACKENDS",
+    "NORM",
     "PLAIN",
     "RUNS",
     "SERVING",
@@ -48,6 +49,7 @@ __all__ = [
     "gradient_name",
     "implementation",
     "kernels_of",
+    "linear_form",
     "mask_kind",
     "name_of",
     "names",
@@ -61,5 +63,6 @@ __all__ = [
     "support",
     "training_name",
     "trains_original",
+    "unmeasured",
     "unregister",
 ]

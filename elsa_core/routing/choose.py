@@ -37,6 +37,10 @@ DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 
+# Operators of which PyTorch's own call serves where nobody is faster.
+_PROJECTIONS = ("linear", "layer_norm_linear")
+
+
 def register(backend: Backend, *, ahead_of: str = PLAIN) -> None:
     """Let a backend of another package serve calls: `auto` asks it before the one named.
 
@@ -338,7 +342,7 @@ def _forget() -> None:
             RUNS[operator, each.name] = offered.run
             if offered.direct is not None:
                 DIRECT[operator, each.name] = offered.direct
-            if operator != "linear" or offered.direct is None or each.device is None:
+            if operator not in _PROJECTIONS or offered.direct is None or each.device is None:
                 continue
             for name in ("auto", *(n for n, home in homes.items() if home == each.device)):
                 key = (operator, each.device, name)

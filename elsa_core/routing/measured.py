@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +109,45 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
         if capability is None or _capability(device) == tuple(capability):
             return str(row["scope"])
     return "attention"
+
+
+# Forms of `elsa.linear` that a device has kernels of: a layer norm within the split of the input,
+# and depths that are no multiple of 8.
+NORM, PADDED = "norm", "padded"
+_TRIED: set[str] = set()
+
+
+def linear_form(form: str, device: torch.device) -> bool:
+    """Whether a form of float32 linear layers is used on a device: where the shipped table says
+    that it was measured to be faster, and within `unmeasured`.
+    """
+    return form in _TRIED or _form_measured(form, device)
+
+
+linear_form._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers open no file
+
+
+@functools.lru_cache(maxsize=64)
+def _form_measured(form: str, device: torch.device) -> bool:
+    rows = [row for row in _table()["linear_forms"] if row["form"] == form]
+    return any(
+        row["device"] == device.type and _capability(device) == tuple(row["capability"])
+        for row in rows
+    )
+
+
+@contextmanager
+def unmeasured(*forms: str) -> Iterator[None]:
+    """Use forms of linear layers that no table names yet, in every thread: to test and to measure
+    them. They are not chosen by auto until measured.
+    """
+    before = set(_TRIED)
+    _TRIED.update(forms)
+    try:
+        yield
+    finally:
+        _TRIED.clear()
+        _TRIED.update(before)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

@@ -133,6 +133,11 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return kernel(grad_out, grad_lse, *rest)
 
 
+def _triton_dropout_gradient(request: Request) -> Support:
+    answer: Support = _late("triton.attention.dropout", "support_gradient")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
 def _triton_window_gradient(request: Request) -> Support:
     answer: Support = _late("triton.window.backward", "support")(request)
     return _late("triton", "support")(request) if answer.ok else answer
@@ -154,6 +159,13 @@ def _linear_by_triton(*arguments: Any) -> Tensor | None:
     from elsa_core.backends.triton.linear import gate
 
     found: Tensor | None = gate.serve(*arguments)
+    return found
+
+
+def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
+    from elsa_core.backends.triton.linear import gate
+
+    found: Tensor | None = gate.serve_normed(*arguments)
     return found
 
 
@@ -194,10 +206,12 @@ _NATIVE = {
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
+    "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
+    "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
     "linear_backward": _late("triton.linear.gate", "backward"),
     "split_weight": _late("triton.linear.gate", "split_weight"),
 }
@@ -205,11 +219,26 @@ KERNELS_ON_CUDA = {
 BY_LIBRARY = ("attention", "window_attention", "linear")
 cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
 
+
+def _triton_schedule(*arguments: Any) -> str:
+    words: str = _late("triton", "schedule")(*arguments)
+    return f"{words}; the CUDA library launches it" if cuda.serves("attention") else words
+
+
 _TRITON = {
+    "attention_dropout": Implementation(
+        support=_late("triton", "support"),
+        run=operators.ATTENTION_DROPOUT.overload,
+        schedule=_late("triton.attention.dropout", "schedule"),
+        arithmetic=_split,
+        gradient=_triton_dropout_gradient,
+        backward=_late("triton.attention.dropout", "attention_dropout_backward"),
+        asked=True,
+    ),
     "attention": Implementation(
         support=_late("triton", "support"),
         run=operators.ATTENTION.overload,
-        schedule=_late("triton", "schedule"),
+        schedule=_triton_schedule,
         arithmetic=_split,
         direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
@@ -247,6 +276,13 @@ _TRITON = {
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_linear_by_triton,
+    ),
+    "layer_norm_linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=operators.LAYER_NORM_LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_normed_linear_by_triton,
     ),
 }
 _ONEDNN = {

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -96,3 +97,53 @@ def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
     command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{headers}", f"-I{SOURCES}", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def program(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env=environment, timeout=600,
+    )  # fmt: skip
+
+
+ASKED = """
+import torch, elsa_core as elsa
+from elsa_core.backends import cuda
+from elsa_core.routing import table
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+for name in table.KERNELS_ON_CUDA:
+    assert has(f"elsa::{name}", "CUDA"), name
+x = torch.randn(1, 2, 5, 8)
+expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+torch.testing.assert_close(elsa.attention(x, x, x), expected)
+torch.testing.assert_close(torch.compile(elsa.attention, backend="eager")(x, x, x), expected)
+print(cuda.status().ok, cuda.status().reason)
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
+def test_asked_for(tmp_path: Path) -> None:
+    """The library takes its operators over at import; calls on the CPU are as they were."""
+    done = program(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
+    served = "True serves attention, linear, window_attention\n"
+    assert (done.returncode, done.stdout) == (0, served), done.stderr
+    assert "is off" not in done.stderr
+
+
+def test_off_unless_asked_for() -> None:
+    done = program(ASKED, ELSA_NATIVE="0")
+    off = "False off: set ELSA_CUDA_LIBRARY=1 to try it\n"
+    assert (done.returncode, done.stdout) == (0, off), done.stderr
+
+
+def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:
+    """Triton's kernels are registered as ever."""
+    done = program(
+        ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0", CXX="no-such-compiler",
+        ELSA_CACHE_DIR=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith("False "), done.stderr
+    said = [line for line in done.stderr.splitlines() if "the CUDA library is off" in line]
+    reason = "no-such-compiler" if torch.version.cuda else "without CUDA"
+    assert len(said) == 1 and reason in said[0], done.stderr

@@ -24,6 +24,19 @@ NAMES = [
     "whole numbers", "infinity", "not a number", *planner.ACTIVATIONS[1:], "scale", "residual",
     "residual of what is not finite",
 ]  # fmt: skip
+PADDED = [
+    "padded", "padded, ragged", "padded, frozen", "padded, long rows", "padded, strided weight",
+    "padded, channels of other magnitude", "padded, infinity", "padded, small numbers",
+]  # fmt: skip
+NORMED = [
+    f"normed, {name}"
+    for name in (
+        "one tile", "no gain, no shift", "no shift", "images", "long rows", "all terms", "frozen",
+        "padded", "a large mean", "large rows", "small rows", "denormal rows",
+        "rows of every magnitude", "an outlier channel", "an outlier gain", "a row of zeros",
+        "constant rows", "infinity", "not a number",
+    )
+]  # fmt: skip
 GRADIENTS = [(70, 64, 72, 1), (300, 72, 136, 3), (64, 136, 64, 1)]
 
 
@@ -34,7 +47,7 @@ def interpreted() -> Iterator[Rows]:
         yield rows
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PADDED, *NORMED])
 def test_interpreted(interpreted, name):
     row = interpreted[name]
     assert row["same"]  # NaNs and infinities, where PyTorch has them
@@ -54,7 +67,8 @@ def test_interpreted_gradients(interpreted, case):
 
 
 def test_interpreted_cases_are_all_here(interpreted):
-    assert sorted(interpreted) == sorted([*NAMES, *(f"gradient {case}" for case in GRADIENTS)])
+    names = [*NAMES, *PADDED, *NORMED]
+    assert sorted(interpreted) == sorted([*names, *(f"gradient {case}" for case in GRADIENTS)])
 
 
 def meta(rows, depth, columns, dtype=torch.float32):
@@ -75,6 +89,39 @@ def test_compiles(epilogue, arch):
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in text
     assert "cp.async" in text
     assert compiled.metadata.shared <= {80: 163, 90: 227, 120: 99}[arch] * 1024
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("depth", [768, 6144])
+def test_a_norm_compiles(depth, arch):
+    norm = planner.Norm(True, True, 1e-6)
+    call = planner.Forward(*meta(1576, depth, 768), EPILOGUES[1], False, False, norm)
+    split = compile_launch(call.split, torch.float32, "cuda", arch)
+    assert split.metadata.shared <= 99 * 1024 and "ld.global.v4" in split.asm["ptx"]
+    assert "sqrt.rn" in split.asm["ptx"]
+    compiled = compile_launch(call.multiply.launch, torch.float32, "cuda", arch)
+    assert compiled.metadata.shared <= {80: 163, 90: 227, 120: 99}[arch] * 1024
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_padded_rows_compile(arch):
+    call = planner.Forward(*meta(1576, 588, 768), EPILOGUES[0], False, False)
+    split = compile_launch(call.split, torch.float32, "cuda", arch).asm["ptx"]
+    assert "ld.global.v4" in split and "st.global.v" in split
+    compile_launch(call.multiply.launch, torch.float32, "cuda", arch)
+
+
+def test_forms_that_were_not_measured_are_not_chosen():
+    from elsa_core.routing.measured import NORM, linear_form, unmeasured
+    from elsa_core.routing.measured import PADDED as FORM
+
+    device = torch.device("cuda", 0)
+    x, w = meta(64, 68, 64)
+    assert not linear_form(NORM, device) and not planner.serves(x, w, ())
+    with unmeasured(FORM):
+        assert linear_form(FORM, device) and not linear_form(NORM, device)
+        assert planner.serves(x, w, ())
+    assert not planner.serves(x, w, ())
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])

@@ -15,6 +15,7 @@ from elsa_core.bench.cases import (
     Case,
     all_tables,
     inputs,
+    lengths_of,
     select,
 )
 from elsa_core.errors import ArgumentError
@@ -58,6 +59,18 @@ def test_windows_fill_square_images() -> None:
         assert case.window**2 == case.queries == case.keys
 
 
+def test_packed_sequences_are_half_of_a_padded_batch() -> None:
+    for device in ("cpu", "cuda"):
+        for case in TABLES[device]["varlen"]:
+            lengths = lengths_of(case.batch, case.queries)
+            assert max(lengths) == lengths[0] == case.queries
+            share = sum(lengths) / (case.batch * case.queries)
+            assert 0.5 <= share <= 0.625
+            padded = 4 * case.batch * case.heads * case.queries**2 * case.head_dim
+            assert case.flops < padded / 2
+    assert lengths_of(16, 4096) == [256 * (16 - i) for i in range(16)]
+
+
 def test_the_gpu_tables_are_whole() -> None:
     tables = TABLES["cuda"]
     assert all(case.precisions == ("strict", "turbo", "lean") for case in tables["fp32"])
@@ -92,7 +105,7 @@ def test_selection() -> None:
         ({"device_type": "mps"}, "no cases for 'mps'; use one of cpu, cuda"),
         (
             {"device_type": "cpu", "tables": ["fp32"]},
-            "no table 'fp32'; use one of vit, sweep, window",
+            "no table 'fp32'; use one of vit, sweep, varlen, window",
         ),
         ({"device_type": "cpu", "patterns": ["nothing"]}, "match nothing; --dry-run"),
     ):

@@ -29,7 +29,7 @@ def vit(name: str) -> VisionTransformer:
     """5 x 4 patches; weights such that attention is no mean of all tokens."""
     torch.manual_seed(0)
     model = VisionTransformer(
-        img_size=(20, 16), patch_size=4, num_classes=5, embed_dim=24, depth=2, num_heads=3,
+        img_size=(20, 16), patch_size=4, num_classes=40, embed_dim=24, depth=2, num_heads=3,
         **VITS[name],
     )  # fmt: skip
     with torch.no_grad():
@@ -39,16 +39,16 @@ def vit(name: str) -> VisionTransformer:
 
 
 def images(name: str) -> Tensor:
-    """Two images; of another size than the model's where it takes any."""
+    """Eight images; of another size than the model's where it takes any."""
     generator = torch.Generator().manual_seed(1)
     height = 12 if name == "any size" else 20
-    return torch.randn((2, 3, height, 16), generator=generator)
+    return torch.randn((8, 3, height, 16), generator=generator)
 
 
 def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Outputs and the gradients of one step."""
     out = model(images(name).to(dtype))
-    labels = torch.arange(2)
+    labels = torch.arange(8)
     logits = out if out.dim() == 2 else out.mean(1)
     nn.functional.cross_entropy(logits, labels).backward()
     grads = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import elsa_core as elsa
+from elsa_core import routing
 from elsa_core.patching.adapters import common, torch_layers
 
 timm = pytest.importorskip("timm")
@@ -301,3 +302,74 @@ def test_the_check_judges_folded_blocks():
     elsa.patch(model, scope="model")
     verdict = elsa.check(model, x, stress=False)
     assert verdict.ok and all(site.calls for site in verdict.sites)
+
+
+NORMS = {
+    "vit_tiny_patch16_224": ({"img_size": 48, "depth": 2, **_SMALL}, 48, 4),
+    "swin_tiny_patch4_window7_224": (
+        FAMILIES["swin_tiny_patch4_window7_224"].options, 32, 8,
+    ),
+    "cait_xxs24_224": (FAMILIES["cait_xxs24_224"].options, 32, 3),
+}  # fmt: skip
+
+
+class Norms(list[bool]):
+    """Of each call of `served`, whether it was given a norm."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        inner = common.served
+
+        def called(*given):
+            self.append(len(given) > 10 and given[10] is not None)
+            return inner(*given)
+
+        monkeypatch.setattr(common, "served", called)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_within_the_product(monkeypatch, name):
+    """Only within `unmeasured`, and where nobody else reads what is normalised."""
+    options, side, count = NORMS[name]
+    torch.manual_seed(0)
+    model, x = (
+        timm.create_model(name, num_classes=5, **options).eval(),
+        torch.randn(2, 3, side, side),
+    )
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 0.5, 0.2)
+    with torch.no_grad():
+        wanted = model(x)
+        elsa.patch(model, scope="model")
+        seen = Norms(monkeypatch)
+        model(x)
+        assert not any(seen)
+        with routing.unmeasured(routing.NORM):
+            torch.testing.assert_close(model(x), wanted)
+            assert sum(seen) == count
+            seen.clear()
+            called: list[Tensor] = []
+            norm = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
+            norm.register_forward_hook(lambda module, args, out: called.append(out))
+            block = next(m for m in model.modules() if hasattr(m, "norm2"))
+            block.norm2.register_forward_hook(lambda module, args, out: called.append(out))
+            torch.testing.assert_close(model(x), wanted)
+            assert len(called) == 2 and sum(seen) >= count - 2
+
+
+def test_a_norm_that_is_no_layer_norm_stays(monkeypatch):
+    class Shifted(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    torch.manual_seed(0)
+    options, side, count = NORMS["vit_tiny_patch16_224"]
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **options).eval()
+    model.blocks[0].norm1.__class__ = Shifted
+    x = torch.randn(2, 3, side, side)
+    with torch.no_grad(), routing.unmeasured(routing.NORM):
+        wanted = model(x)
+        elsa.patch(model, scope="model")
+        seen = Norms(monkeypatch)
+        torch.testing.assert_close(model(x), wanted)
+        assert sum(seen) == count - 1

@@ -47,7 +47,7 @@ class Calls(list[tuple[int, str, bool, bool]]):
 
         def called(x, w, b, activation="none", residual=None, scale=None, *rest, **named):
             self.append((w.shape[0], activation, residual is not None, scale is not None))
-            self.halves.append(len(rest) == 4 and rest[2] is not None)
+            self.halves.append(len(rest) >= 4 and rest[2] is not None)
             return inner(x, w, b, activation, residual, scale, *rest, **named)
 
         for module in (common, torch_layers):

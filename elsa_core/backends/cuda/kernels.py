@@ -51,7 +51,12 @@ def kernel_of(compiled: Any) -> Kernel:
 
 
 def _parameters(compiled: Any) -> tuple[int, ...]:
-    """The bytes of the kernel's parameters, as its PTX declares them."""
+    """The bytes of the kernel's parameters: of one from a pack as its record says, else as its PTX
+    declares them.
+    """
+    recorded: tuple[int, ...] | None = getattr(compiled, "parameters", None)
+    if recorded is not None:
+        return recorded
     entry = _ENTRY.search(compiled.asm.get("ptx") or "")
     if entry is None:
         raise PlanError(f"kernel {compiled.metadata.name} has no PTX that can be read")

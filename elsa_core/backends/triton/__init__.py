@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import planner
+from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared import device
 from elsa_core.limits import LARGEST_HEAD_DIM
 
@@ -33,8 +34,17 @@ def _environment() -> Support:
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return Support(False, "the GPU is older than sm_80 (Ampere)")
     if torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0):
-        return Support(True, "" if device.gluon_known() else _slower(triton.__version__))
-    return Support(True)
+        slower = "" if device.gluon_known() else _slower(triton.__version__)
+        return Support(True, "; ".join(filter(None, (slower, _pack()))))
+    return Support(True, _pack())
+
+
+def _pack() -> str:
+    """What there is to know of kernel packs for this GPU."""
+    if torch.version.hip is not None:
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    return lookup.summary(10 * major + minor)
 
 
 def _slower(version: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elsa_core import calls, routing
 from elsa_core.attention import attention
-from elsa_core.linear import served
+from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.handing import taken
 
@@ -77,21 +77,47 @@ def project(
     activation: str = "none",
     residual: Tensor | None = None,
     scale: Tensor | None = None,
+    norm: nn.Module | None = None,
 ) -> Tensor:
-    """residual + scale * activation(layer(x)), a projection of the patched site: one call where
-    that is a plain linear layer without hooks. On a CPU a recorded program calls the layer. A block
-    may have handed the layer a residual and a scale.
+    """residual + scale * activation(layer(norm(x))), a projection of the patched site: one call
+    where that is a plain linear layer without hooks, and the norm in it where a kernel takes it. On
+    a CPU a recorded program calls the layer. A block may have handed the layer a residual and a
+    scale.
     """
     if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
         if residual is None and scale is None:
             residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
+        within = None if norm is None else norm_of(norm, x)
+        if norm is not None and within is None:
+            x = norm(x)
         kept: Any = getattr(layer, "elsa_halves", None)
-        halves = (None, None) if kept is None else kept()
+        halves, powers = (None, None) if kept is None else kept()
         return served(
             x, layer.weight, layer.bias, activation, residual, scale, site.elsa_precision,  # type: ignore[arg-type]
-            site.elsa_backend, *halves,
+            site.elsa_backend, halves, powers, within,
         )  # fmt: skip
-    return epilogue(layer(x), activation, residual, scale)
+    return epilogue(layer(x if norm is None else norm(x)), activation, residual, scale)
+
+
+# Layer norms whose forward is `torch.nn.functional.layer_norm` in float32.
+_NORMS = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+
+
+def norm_of(module: Any, x: Tensor) -> Norm | None:
+    """What `elsa_core.linear` takes of a layer norm over the channels of x; None where the module
+    must be called: no kernel takes its norm, another class, another shape, or hooks.
+    """
+    if x.dtype != torch.float32 or not routing.linear_form(routing.NORM, x.device):
+        return None
+    cls = type(module)
+    if f"{cls.__module__}.{cls.__qualname__}" not in _NORMS or is_shown(module):
+        return None
+    if tuple(module.normalized_shape) != x.shape[-1:]:
+        return None
+    vectors = (module.weight, module.bias)
+    if any(type(v) not in (Tensor, nn.Parameter, type(None)) for v in vectors):
+        return None
+    return *vectors, module.eps
 
 
 def project_by(

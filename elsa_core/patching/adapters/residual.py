@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elsa_core import calls
-from elsa_core.patching.adapters.common import all_original, is_host_bound, is_shown
+from elsa_core.patching.adapters.common import all_original, is_host_bound, is_shown, norm_of
 from elsa_core.patching.adapters.handing import Handing
 
 # Parts whose forward ends with a linear layer and a dropout (if any), by the names of these two.
@@ -87,18 +87,27 @@ class Adds(_Module):  # type: ignore[misc]
 
 def added(
     x: Tensor,
-    normed: Tensor,
+    norm: Any,
     part: Any,
     scale: Any,
     drop_path: Any,
     terms: dict[str, Any] | None = None,
 ) -> Tensor:
-    """x + drop_path(scale * part(normed, **terms)), in the part's last product where it can.
+    """x + drop_path(scale * part(norm(x), **terms)), in the part's last product where it can, with
+    the norm in its first one where a kernel takes it.
 
-    `scale` is a LayerScale, its gamma, or None; `drop_path` may be None too.
+    `norm` is a module, or what it makes of its input. `scale` is a LayerScale, its gamma, or None;
+    `drop_path` may be None too.
     """
     terms = terms or {}
-    if folds(part) and _idles(drop_path) and _scales(scale):
+    free = _idles(drop_path) and _scales(scale) and folds(part)
+    if isinstance(norm, nn.Module):
+        if free and _normalises(part) and norm_of(norm, x) is not None:
+            within: Tensor = part.elsa_added(x, x, gamma_of(scale), norm=norm, **terms)
+            return within
+        norm = norm(x)
+    normed: Tensor = norm
+    if free:
         folded: Tensor = part.elsa_added(normed, x, gamma_of(scale), **terms)
         return folded
     return added_by(lambda: part(normed, **terms), x, part, scale, drop_path)
@@ -140,6 +149,11 @@ def folds(part: Any) -> bool:
     if not hasattr(part, "elsa_added") or is_shown(part):
         return False
     return _idles(part.drop2 if hasattr(part, "drop2") else part.proj_drop)
+
+
+def _normalises(part: Any) -> bool:
+    """Whether a part takes the norm of its input as an argument: nothing else in it reads x."""
+    return bool(getattr(part, "elsa_normalises", False))
 
 
 def last_layer(part: nn.Module) -> nn.Module | None:

@@ -188,6 +188,7 @@ _TIMM = (
     Row("models.mvitv2.MultiScaleAttention", GLOBAL, "timm_mvitv2.ElsaMultiScaleAttention"),
     Row("models.mvitv2.MultiScaleAttentionPoolFirst", GLOBAL),
     Row("models.mvitv2.MultiScaleBlock", COMPANION, "timm_folded.ElsaMultiScaleBlock"),
+    Row("models.naflexvit.NaFlexVit", COMPANION, "timm_naflex.ElsaNaFlexVit"),
     Row("models.nest.Attention", WINDOW, "timm_plain.ElsaNestAttention"),
     Row("models.nextvit.EfficientAttention", GLOBAL),
     Row("models.pvt_v2.Attention", GLOBAL),

@@ -16,6 +16,7 @@ import torch
 from timm.layers import apply_rot_embed_cat
 from timm.layers.attention import Attention, AttentionRope
 from torch import Tensor
+from torch.nn import Module
 
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
@@ -31,12 +32,14 @@ from elsa_core.patching.adapters.common import (
     trains_by_pytorch,
     weights_are_hooked,
 )
+from elsa_core.patching.adapters.padding import padding_of, without_padding
 
 
 class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Attention
+    elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
 
@@ -52,24 +55,27 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         scale: Tensor | None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        norm: Module | None = None,
     ) -> Tensor:
-        """residual + scale * forward(x); the two are for calls without dropout."""
+        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
+        if norm is not None and getattr(self, "gate", None) is not None:
+            x, norm = norm(x), None  # the gate reads it too
         if (
             is_within_original(self)
             or weights_are_hooked(self)
             or trains_by_pytorch(self, x, self.qkv)
         ):
-            shown: Tensor = super().forward(x, attn_mask, **_causal(is_causal))
+            shown: Tensor = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
             return epilogue(shown, "none", residual, scale)
 
         def by_elsa() -> Tensor:
             gate = gate_of(self, x)
-            q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+            q, k, v = split_packed(project(self, self.qkv, x, norm=norm), self.num_heads)
             q, k = self.q_norm(q), self.k_norm(k)
             return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
 
         if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
-            shown = super().forward(x, attn_mask, **_causal(is_causal))
+            shown = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
             return epilogue(shown, "none", residual, scale)
         return by_elsa()
 
@@ -113,6 +119,11 @@ def _causal(is_causal: bool) -> dict[str, bool]:
     return {"is_causal": True} if is_causal else {}
 
 
+def _of(norm: Module | None, x: Tensor) -> Tensor:
+    normed: Tensor = x if norm is None else norm(x)
+    return normed
+
+
 def gate_of(module: Any, x: Tensor) -> Tensor | None:
     """The sigmoid gate on the output, [B, N, C], where the module has one."""
     gate = getattr(module, "gate", None)
@@ -146,16 +157,13 @@ def attended(
 
     `residual` and `scale` are terms of `project`, for calls without dropout.
     """
-    out = attend(
-        module,
-        q,
-        k,
-        v,
-        attn_mask,
-        scale=scale_of(module),
-        dropout_p=drop_p(module),
-        is_causal=is_causal,
-    )
+    own_scale, dropout_p = scale_of(module), drop_p(module)
+    padding = padding_of(attn_mask) if not is_causal and dropout_p == 0.0 else None
+    out = without_padding(module, q, k, v, padding, own_scale) if padding else None
+    if out is None:
+        out = attend(
+            module, q, k, v, attn_mask, scale=own_scale, dropout_p=dropout_p, is_causal=is_causal
+        )
     x = module.norm(join_heads(out))
     if gate is not None:
         x = x * gate

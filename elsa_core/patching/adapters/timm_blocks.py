@@ -37,8 +37,8 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
             terms["is_causal"] = True
 
         def by_elsa() -> Tensor:
-            y = added(x, self.norm1(x), self.attn, self.ls1, self.drop_path1, terms)
-            return added(y, self.norm2(y), self.mlp, self.ls2, self.drop_path2)
+            y = added(x, self.norm1, self.attn, self.ls1, self.drop_path1, terms)
+            return added(y, self.norm2, self.mlp, self.ls2, self.drop_path2)
 
         # its largest product has four times as many channels, as MLPs have by default
         if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):

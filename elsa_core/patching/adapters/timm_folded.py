@@ -27,8 +27,8 @@ class ElsaBeitBlock(Adds, BeitBlock):  # type: ignore[misc]  # timm is untyped
 
     def elsa_forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         terms = {"shared_rel_pos_bias": shared_rel_pos_bias}
-        x = added(x, self.norm1(x), self.attn, self.gamma_1, self.drop_path1, terms)
-        return added(x, self.norm2(x), self.mlp, self.gamma_2, self.drop_path2)
+        x = added(x, self.norm1, self.attn, self.gamma_1, self.drop_path1, terms)
+        return added(x, self.norm2, self.mlp, self.gamma_2, self.drop_path2)
 
 
 class ElsaEvaBlock(Adds, EvaBlock):  # type: ignore[misc]
@@ -38,8 +38,8 @@ class ElsaEvaBlock(Adds, EvaBlock):  # type: ignore[misc]
 
     def elsa_forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
         terms = dict(zip(("rope", "attn_mask", "is_causal"), given, strict=False)) | named
-        x = added(x, self.norm1(x), self.attn, self.gamma_1, self.drop_path1, terms)
-        return added(x, self.norm2(x), self.mlp, self.gamma_2, self.drop_path2)
+        x = added(x, self.norm1, self.attn, self.gamma_1, self.drop_path1, terms)
+        return added(x, self.norm2, self.mlp, self.gamma_2, self.drop_path2)
 
 
 class ElsaLayerScaleBlock(Adds, LayerScaleBlock):  # type: ignore[misc]
@@ -48,8 +48,8 @@ class ElsaLayerScaleBlock(Adds, LayerScaleBlock):  # type: ignore[misc]
     elsa_base = LayerScaleBlock
 
     def elsa_forward(self, x: Tensor) -> Tensor:
-        x = added(x, self.norm1(x), self.attn, self.gamma_1, self.drop_path)
-        return added(x, self.norm2(x), self.mlp, self.gamma_2, self.drop_path)
+        x = added(x, self.norm1, self.attn, self.gamma_1, self.drop_path)
+        return added(x, self.norm2, self.mlp, self.gamma_2, self.drop_path)
 
 
 class ElsaLayerScaleBlockClassAttn(Adds, LayerScaleBlockClassAttn):  # type: ignore[misc]
@@ -60,7 +60,7 @@ class ElsaLayerScaleBlockClassAttn(Adds, LayerScaleBlockClassAttn):  # type: ign
     def elsa_forward(self, x: Tensor, x_cls: Tensor) -> Tensor:
         tokens = self.norm1(cat((x_cls, x), dim=1))
         x_cls = added(x_cls, tokens, self.attn, self.gamma_1, self.drop_path)
-        return added(x_cls, self.norm2(x_cls), self.mlp, self.gamma_2, self.drop_path)
+        return added(x_cls, self.norm2, self.mlp, self.gamma_2, self.drop_path)
 
 
 class ElsaXCABlock(Adds, XCABlock):  # type: ignore[misc]
@@ -69,9 +69,9 @@ class ElsaXCABlock(Adds, XCABlock):  # type: ignore[misc]
     elsa_base = XCABlock
 
     def elsa_forward(self, x: Tensor, H: int, W: int) -> Tensor:  # noqa: N803 (timm's names)
-        x = added(x, self.norm1(x), self.attn, self.gamma1, self.drop_path1)
+        x = added(x, self.norm1, self.attn, self.gamma1, self.drop_path1)
         x = x + self.drop_path3(self.gamma3 * self.local_mp(self.norm3(x), H, W))
-        return added(x, self.norm2(x), self.mlp, self.gamma2, self.drop_path2)
+        return added(x, self.norm2, self.mlp, self.gamma2, self.drop_path2)
 
 
 class ElsaHieraBlock(Adds, HieraBlock):  # type: ignore[misc]
@@ -87,7 +87,7 @@ class ElsaHieraBlock(Adds, HieraBlock):  # type: ignore[misc]
             x = pooled.amax(dim=1)
             x = x if self.proj is not None else cat((x, pooled.mean(dim=1)), dim=-1)
         x = added(x, normed, self.attn, self.ls1, self.drop_path1)
-        return added(x, self.norm2(x), self.mlp, self.ls2, self.drop_path2)
+        return added(x, self.norm2, self.mlp, self.ls2, self.drop_path2)
 
 
 class ElsaMultiScaleBlock(Adds, MultiScaleBlock):  # type: ignore[misc]
@@ -114,5 +114,5 @@ class ElsaRelPosBlock(Adds, RelPosBlock):  # type: ignore[misc]
 
     def elsa_forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         terms = {"shared_rel_pos": shared_rel_pos}
-        x = added(x, self.norm1(x), self.attn, self.ls1, self.drop_path1, terms)
-        return added(x, self.norm2(x), self.mlp, self.ls2, self.drop_path2)
+        x = added(x, self.norm1, self.attn, self.ls1, self.drop_path1, terms)
+        return added(x, self.norm2, self.mlp, self.ls2, self.drop_path2)

@@ -28,6 +28,7 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
     """The MLP of a ViT block: [..., C] -> [..., C], any floating dtype."""
 
     elsa_base = Mlp
+    elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
 
@@ -45,16 +46,20 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
         return self.elsa_added(x)
 
     def elsa_added(
-        self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
-        """residual + scale * forward(x); the two are for calls without dropout."""
+        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
 
         def by_elsa() -> Tensor:
-            return _second(self, _activated(self, self.fc1, x), residual, scale)
+            return _second(self, _activated(self, self.fc1, x, norm), residual, scale)
 
         work = x.numel() * self.fc1.weight.shape[0]
         if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
-            shown = all_original(super().forward, x)
+            shown = all_original(super().forward, x if norm is None else norm(x))
             return epilogue(shown, "none", residual, scale)
         return by_elsa()
 
@@ -97,12 +102,12 @@ def _why_not(module: Any, *layers: nn.Module) -> str:
     return reason
 
 
-def _activated(module: Any, layer: nn.Module, x: Tensor) -> Tensor:
+def _activated(module: Any, layer: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
     """The activation of a layer's output, in one call unless a hook sees the activation."""
     if is_shown(module.act):
-        shown: Tensor = module.act(project(module, layer, x))
+        shown: Tensor = module.act(project(module, layer, x, norm=norm))
         return shown
-    return project(module, layer, x, activation=activation_of(module.act) or "none")
+    return project(module, layer, x, activation=activation_of(module.act) or "none", norm=norm)
 
 
 def _second(module: Any, x: Tensor, residual: Tensor | None, scale: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project, scale_of
+from elsa_core.patching.adapters.common import norm_of, project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.residual import added, added_by
 from elsa_core.patching.adapters.windows import (
@@ -51,23 +51,32 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
-        x = added_by(lambda: self._attn(normed), x, self.attn, None, self.drop_path1)
+        norm = self.norm1
+        within = norm_of(norm, x) is not None
+        normed = x if within else norm(x)
+        x = added_by(
+            lambda: self._elsa_attn(normed, norm if within else None),
+            x, self.attn, None, self.drop_path1,
+        )  # fmt: skip
         tokens = x.flatten(1, 2)
-        out = added(tokens, self.norm2(tokens), self.mlp, None, self.drop_path2)
+        out = added(tokens, self.norm2, self.mlp, None, self.drop_path2)
         return out.reshape(x.shape)
 
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
+        return self._elsa_attn(x, None)
+
+    def _elsa_attn(self, x: Tensor, norm: Any) -> Tensor:
+        """_attn(norm(x))."""
         attn = self.attn
         terms = (attn.qkv, attn.num_heads, self.window_size)
         if must_call(attn, WindowAttention) or trains_original(self, x, *terms):
-            out: Tensor = super()._attn(x)
+            out: Tensor = super()._attn(x if norm is None else norm(x))
             return out
         bias: Bias = derived(self.elsa_derivation())
         return attend_block(
             self,
-            project(self, attn.qkv, x),
+            project(self, attn.qkv, x, norm=norm),
             bias.bias,
             bias_index=bias.bias_index,
             scale=scale_of(attn),

@@ -32,10 +32,12 @@ INTEGERS = [
 def product(x, y, MODE: tl.constexpr):
     """x y in an accumulator of its own."""
     if MODE == 0:
-        return tl.dot(x, y)
-    if MODE == 1:
-        return tl.dot(x, y, input_precision="tf32x3")
-    return tl.dot(x, y, input_precision="ieee")
+        o = tl.dot(x, y)
+    elif MODE == 1:
+        o = tl.dot(x, y, input_precision="tf32x3")
+    else:
+        o = tl.dot(x, y, input_precision="ieee")
+    return o
 
 
 @triton.jit
@@ -47,9 +49,11 @@ def accumulate(acc, x, y, MODE: tl.constexpr):
     if MODE == 0:
         e = exponent(tl.max(tl.abs(x), 1))
         o = tl.dot((x * power(e)[:, None]).to(y.dtype), y)
-        return tl.fma(o, tl.broadcast_to(power(-e)[:, None], acc.shape), acc)
-    # by name: written with + the compiler would let the product accumulate into acc
-    return tl.fma(product(x, y, MODE), 1.0, acc)
+        acc = tl.fma(o, tl.broadcast_to(power(-e)[:, None], acc.shape), acc)
+    else:
+        # by name: written with + the compiler would let the product accumulate into acc
+        acc = tl.fma(product(x, y, MODE), 1.0, acc)
+    return acc
 
 
 @triton.jit

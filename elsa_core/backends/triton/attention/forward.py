@@ -25,24 +25,27 @@ from elsa_core.backends.triton.shared.helpers import (
     row_before,
     store_tile,
 )
+from elsa_core.backends.triton.shared.philox import drawn
 
 RUNTIME_INTEGERS = [
     "heads", "group", "n_q", "n_k", "chunk", "tiles", "shift", "scale_exp", "batch",
     "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
-    "mask_b", "mask_h", "mask_q", "mask_k",
+    "mask_b", "mask_h", "mask_q", "mask_k", "threshold",
 ]  # fmt: skip
 
 
 @triton.jit
 def store_rows(
-    acc0, acc1, z, m, offset, Out, LSE, o_row, o_step, lse_row, rows,
+    acc0, acc1, z, m, offset, Out, LSE, o_row, o_step, lse_row, rows, kept,
     BM: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """out = acc / z, zeros where no key was seen; lse natural, or base 2 for a partial state."""
+    """out = kept * acc / z, zeros where no key was seen; lse natural, or base 2 for a partial
+    state.
+    """
     o_m = tl.arange(0, BM)
     inside = o_m < rows
     empty = z == 0.0
-    inverse = 1.0 / tl.where(empty, 1.0, z)
+    inverse = kept / tl.where(empty, 1.0, z)
     lse = tl.where(empty, -float("inf"), m + offset + tl.log2(z))
     if not PARTIAL:
         lse = lse * LN2
@@ -58,13 +61,14 @@ def store_rows(
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def forward(
-    Q, K, V, Mask, W, Out, LSE, Tiles,
+    Q, K, V, Mask, W, Out, LSE, Tiles, Seed,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, chunk: tl.int32,
     tiles: tl.int32, shift: tl.int32, scale_exp: tl.int32, scale: tl.float32, flip: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64, batch: tl.int32,
+    threshold: tl.int32, kept: tl.float32,
     MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, PARTIAL: tl.constexpr, FLIP: tl.constexpr,
     OVERLAP: tl.constexpr, UNIT: tl.constexpr, UNIT_D: tl.constexpr, UNIT_K: tl.constexpr,
@@ -82,8 +86,10 @@ def forward(
     a multiple of BN, after which keys are folded into a fresh state, merged later; 0: one state.
     LISTED: 0, every tile of keys is folded and Tiles is None; else int32 Tiles [batch x heads x
     query tiles, 1 + LISTED] says how many tiles of BN keys each program folds, and then which (not
-    with PRE, CHAIN or several partitions).
+    with PRE, CHAIN or several partitions). Seed: None, or int64 [2] of dropout, with its
+    `threshold` and the factor `kept` (`elsa_core.backends.philox`).
     """
+    drop = drawn(Seed, threshold, kept)
     q_tiles = tl.cdiv(n_q, BM)
     if PARTIAL and OVERLAP:
         gdc_launch_dependents()
@@ -182,6 +188,7 @@ def forward(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                 p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles, lo, full, hi, n_k,
                 k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
+                drop, i_bh,
                 MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                 UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
             )  # fmt: skip
@@ -197,6 +204,7 @@ def forward(
                     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles,
                     c0, tl.maximum(c0, tl.minimum(full, end)), end, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
+                    drop, i_bh,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
                 )  # fmt: skip
@@ -209,6 +217,7 @@ def forward(
                     qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                     p_k, p_v, p_mask, WK, WV, p_e, region_k, region_v, p_tiles, lo, full, hi, n_k,
                     k_n, k_d, v_n, v_d, mask_q, mask_k, row0, rows,
+                    drop, i_bh,
                     MODE, PRE, FRESH, MASK, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, LISTED,
                 )  # fmt: skip
@@ -238,20 +247,23 @@ def forward(
             m, z, acc0, acc1 = fold_exact(
                 p_q, p_k, p_v, p_mask, p_tiles, lo, hi, n_k, q_n, q_d, k_n, k_d, v_n, v_d,
                 mask_q, mask_k, row0, rows, scale * flip, scale_exp, power(-shift),
+                drop, i_bh,
                 MASK, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, LISTED,
             )  # fmt: skip
             offset = shift.to(tl.float32)
 
     z = tl.sum(z, 1)
+    if Seed is None:
+        kept = 1.0
     if PARTIAL:
         i_state = i_part.to(tl.int64) * batch * heads + i_bh
         store_rows(
             acc0, acc1, z, m, offset, Out, LSE, (i_state * n_q + row0) * DV, DV,
-            i_state * n_q + row0, rows, BM, DV, V0, V1, True,
+            i_state * n_q + row0, rows, kept, BM, DV, V0, V1, True,
         )  # fmt: skip
     else:
         store_rows(
             acc0, acc1, z, m, offset, Out, LSE,
             ((i_b * n_q + row0) * heads + i_h) * DV, heads.to(tl.int64) * DV,
-            i_bh.to(tl.int64) * n_q + row0, rows, BM, DV, V0, V1, False,
+            i_bh.to(tl.int64) * n_q + row0, rows, kept, BM, DV, V0, V1, False,
         )  # fmt: skip

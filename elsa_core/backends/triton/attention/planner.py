@@ -41,7 +41,7 @@ def plan_call(
     mode = device.mode_of(q.dtype, precision)
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)
     if not (shape.queries == 1 or EMPTY.serves(problem)):
-        problem = replace(problem, tiles=tiles or _tiles(problem, specialized))
+        problem = replace(problem, tiles=tiles or tiles_of(problem, specialized))
     return planned_by(schedule_of(problem), problem)
 
 
@@ -54,7 +54,8 @@ def planned_by(schedule: Schedule, problem: Problem) -> Call:
     )  # fmt: skip
 
 
-def _tiles(problem: Problem, specialized: bool | None) -> Plan:
+def tiles_of(problem: Problem, specialized: bool | None) -> Plan:
+    """The tiles of the device's table, for the kernels of sm_90 if those may serve."""
     q, k, v, mask = problem.query, problem.key, problem.value, problem.mask
     table, multiprocessors = device.device_table(device.index_of(q.device))
     return tiling.plan(

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls
+from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.operators.linear import Eager, epilogue, plain, plain_backward, plain_split
-from elsa_core.routing.measured import eager_least
+from elsa_core.operators.normed_linear import plain as plain_normed
+from elsa_core.routing.measured import NORM, eager_least, linear_form
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 32
@@ -70,6 +72,32 @@ def _computed(
 
     product = gemm.linear(input, weight, bias)
     return None if product is None else epilogue(product, activation, residual, scale)
+
+
+def normed_kernel(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor:
+    """The CUDA kernel of `elsa::layer_norm_linear`: not chosen by auto until measured."""
+    norm, terms = (norm_weight, norm_bias, eps), (activation, residual, scale)
+    out = None
+    if input.dtype == torch.float32 and _serves(input.device, input.dtype, precision):
+        from elsa_core.backends.triton.linear import planner
+
+        out = planner.normed_linear(
+            input, weight, bias, *norm, *terms, precision, halves, powers
+        )  # fmt: skip
+    return plain_normed(input, weight, bias, *norm, *terms) if out is None else out
 
 
 def backward(
@@ -137,10 +165,50 @@ def serve(
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
     if not small:
-        return _computed(input, weight, bias, *terms)
+        return _eager(input, weight, bias, *terms)
     if plain and not torch.cuda.is_current_stream_capturing():
-        _computed(input, weight, bias, *terms)  # a graph may be recorded of it later
+        _eager(input, weight, bias, *terms)  # a graph may be recorded of it later
     return None
+
+
+def serve_normed(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor | None:
+    """By the kernel that normalises where it splits; None where the norm is PyTorch's.
+
+    Not chosen by auto until measured: see `elsa_core.routing.measured.linear_form`.
+    """
+    if input.dtype != torch.float32 or not linear_form(NORM, input.device):
+        return None
+    terms = (activation, residual is None, scale is None, halves is None, "norm")
+    if (
+        (_is_small(input, weight) and _seen(input, weight, terms))
+        or not _fits(input, weight, bias)
+        or not _serves(input.device, input.dtype, precision)
+        or calls.differentiates(input, weight, bias, norm_weight, norm_bias)
+    ):
+        return None
+    given = (
+        input, weight, bias, norm_weight, norm_bias, eps, activation, residual, scale, precision,
+        halves, powers,
+    )  # fmt: skip
+    if calls.recorded() or not _plain(input, weight):
+        out: Tensor = torch.ops.elsa.layer_norm_linear.default(*given)
+        return out
+    from elsa_core.backends.triton.linear import planner
+
+    return planner.normed_linear(*given)
 
 
 def _least(dtype: torch.dtype) -> int:
@@ -210,3 +278,6 @@ def _has_kernel(device: torch.device) -> bool:
     except ImportError:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+_eager = cuda.direct(torch.ops.elsa.linear.default, _computed)

@@ -18,6 +18,7 @@ from elsa_core.backends.triton.linear.product import ACTIVATIONS, product
 from elsa_core.backends.triton.shared.device import described
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
+from elsa_core.routing.measured import PADDED, linear_form
 
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
@@ -55,6 +56,14 @@ LEAST_WEIGHT = 1 << 17
 LONG = 4096
 # Writing and adding a part takes as long as the products of so many tokens.
 PART = 130
+
+
+class Norm(NamedTuple):
+    """A layer norm of the input: whether it has a weight and a bias, and its eps."""
+
+    gain: bool
+    shift: bool
+    eps: float
 
 
 # Whether there is a bias, the activation, whether there are a scale and a residual.
@@ -122,11 +131,11 @@ class Multiply:
 
     def __init__(
         self, shape: Shape, left: tuple[int, int], right: tuple[int, int], device: torch.device, *,
-        single: bool = False, epilogue: Epilogue = NO_EPILOGUE,
+        single: bool = False, epilogue: Epilogue = NO_EPILOGUE, norm: Norm | None = None,
         tile: Tile | None = None, parts: int = 1,
     ):  # fmt: skip
         tile = tile or tile_for(shape, _multiprocessors(device))
-        padded = -(-shape.depth // 8) * 8
+        padded = padded_depth(shape.depth)
         blocks = -(-padded // tile.depth)
         tiles = tiles_of(shape, tile)
         chunk = -(-blocks // parts)
@@ -138,6 +147,7 @@ class Multiply:
             "w_row": right[0], "w_depth": right[1], "SINGLE": single,
             "EVEN": padded % tile.depth == 0, "BIAS": bias,
             "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale, "RESIDUAL": residual,
+            **_constants(norm),
             "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
             "XM": 16, "XK": 16,
         }  # fmt: skip
@@ -145,16 +155,28 @@ class Multiply:
         self.launch = Launch(product, (tiles, self.parts), tail, options)
 
 
+def _constants(norm: Norm | None) -> dict[str, bool]:
+    """What the kernels know of a norm when they are compiled."""
+    return {
+        "NORM": norm is not None,
+        "GAIN": norm is not None and norm.gain,
+        "SHIFT": norm is not None and norm.shift,
+    }
+
+
 def split_launch(
-    shape: tuple[int, int, int], x_row: int, w_row: int, single: bool = False
-) -> Launch:
-    """Rows of X [rows, depth] and of W [others, depth] in one launch."""
+    shape: tuple[int, int, int], x_row: int, w_row: int, single: bool = False,
+    norm: Norm | None = None,
+) -> Launch:  # fmt: skip
+    """Rows of X [rows, depth], or of its layer norm, and of W [others, depth] in one launch."""
     rows, others, depth = shape
     width = min(MOST_COLUMNS, triton.next_power_of_2(depth))
     held = max(1, min(4, 1024 // width))
+    unit = 4 if depth % 8 else 8
     tail = {
-        "rows": rows, "others": others, "depth": depth // 8, "x_row": x_row // 4,
-        "w_row": w_row // 4, "SINGLE": single, "R": held, "C": width, "WHOLE": width >= depth,
+        "rows": rows, "others": others, "depth": depth // unit, "x_row": x_row // 4,
+        "w_row": w_row // 4, "eps": 0.0 if norm is None else norm.eps, "SINGLE": single,
+        **_constants(norm), "UNIT": unit, "R": held, "C": width, "WHOLE": width >= depth,
     }  # fmt: skip
     programs = -(-rows // held) + -(-others // held)
     return Launch(splitting.split_rows, (programs,), tail, {"num_warps": 4})
@@ -166,7 +188,7 @@ class Turned:
     def __init__(self, depth: int, columns: int, stride: int):
         steps = -(-depth // (BLOCK * CHUNKS))
         self.chunks = -(-depth // (BLOCK * steps))
-        self.columns, self.padded = columns, -(-depth // 8) * 8
+        self.columns, self.padded = columns, padded_depth(depth)
         common = {"depth": depth, "columns": columns // 4, "stride": stride // 4}
         blocks = -(-columns // BLOCK)
         sizes = {"BK": BLOCK, "BC": BLOCK}
@@ -194,18 +216,19 @@ class Forward:
 
     def __init__(
         self, input: Tensor, weight: Tensor, epilogue: Epilogue, single: bool,
-        frozen: bool,
+        frozen: bool, norm: Norm | None = None,
     ):  # fmt: skip
         columns, depth = weight.shape
         rows = input.numel() // depth
         shape = Shape(rows, columns, depth)
         self.frozen = frozen
         others = 0 if frozen else columns
-        self.split = split_launch((rows, others, depth), depth, weight.stride(0), single)
+        self.split = split_launch((rows, others, depth), depth, weight.stride(0), single, norm)
         self.multiply = Multiply(
-            shape, (depth, 1), (weight.stride(0), 1), input.device, single=single, epilogue=epilogue
-        )
-        self.rows, self.columns, self.depth = shape
+            shape, (depth, 1), (weight.stride(0), 1), input.device, single=single,
+            epilogue=epilogue, norm=norm,
+        )  # fmt: skip
+        self.rows, self.columns, self.padded = rows, columns, padded_depth(depth)
 
     @property
     def loaded(self) -> bool:
@@ -215,21 +238,32 @@ class Forward:
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None,
         residual: Tensor | None, halves: Tensor | None, powers: Tensor | None,
+        norm: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Tensor:  # fmt: skip
         half = torch.float16
-        left = input.new_empty((2, self.rows, self.depth), dtype=half)
+        left = input.new_empty((2, self.rows, self.padded), dtype=half)
         left_powers = input.new_empty(self.rows)
         if halves is None or powers is None:
-            halves = input.new_empty((2, self.columns, self.depth), dtype=half)
+            halves = input.new_empty((2, self.columns, self.padded), dtype=half)
             powers = input.new_empty(self.columns)
-        self.split(input, left, left_powers, weight, halves, powers)
-        out = input.new_empty((*input.shape[:-1], self.columns))
         absent = left_powers
+        normed = (absent, absent, absent)
+        if norm is not None:
+            gain, shift = (absent if term is None else term for term in norm)
+            normed = (gain, shift, input.new_empty((2, self.rows)))
+        self.split(input, left, left_powers, weight, halves, powers, *normed)
+        out = input.new_empty((*input.shape[:-1], self.columns))
         self.multiply.launch(
             left, left_powers, halves, powers, input, weight, absent if bias is None else bias,
-            absent if scale is None else scale, absent if residual is None else residual, out,
+            absent if scale is None else scale, absent if residual is None else residual, *normed,
+            out,
         )  # fmt: skip
         return out
+
+
+def padded_depth(depth: int) -> int:
+    """The elements of a row of halves: whole units of 16 bytes."""
+    return -(-depth // 8) * 8
 
 
 def linear(
@@ -253,6 +287,47 @@ def linear(
         return None
     with on_device_of(input):
         return call(input, weight, bias, scale, residual, halves, powers)
+
+
+def normed_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None, precision: str = "strict",
+    halves: Tensor | None = None, powers: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """The float32 CUDA kernel of `elsa::layer_norm_linear`: the launch that splits rows of input
+    normalises them. None where `linear` returns None, and where a norm's vector does not fit.
+    """
+    given = (input, weight, bias, norm_weight, norm_bias, residual, scale)
+    key = ("layer_norm_linear", *map(layout, given), eps, activation, precision, halves is not None)
+    call = PLANS.get(key, _plan_normed, given, eps, activation, precision, halves is not None)
+    if call is None:
+        return None
+    if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with on_device_of(input):
+        return call(input, weight, bias, scale, residual, halves, powers, (norm_weight, norm_bias))
+
+
+def _plan_normed(
+    given: tuple[Tensor | None, ...], eps: float, activation: str, precision: str, frozen: bool
+) -> Forward | None:  # fmt: skip
+    input, weight, bias, gain, shift, residual, scale = given
+    assert input is not None and weight is not None
+    if not serves(input, weight, (bias, scale), residual):
+        return None
+    for vector in (gain, shift):
+        if vector is not None and not (
+            vector.dtype == torch.float32
+            and vector.device == input.device
+            and vector.shape == input.shape[-1:]
+            and vector.is_contiguous()
+            and not vector.data_ptr() % 16
+        ):
+            return None
+    epilogue = (bias is not None, activation, scale is not None, residual is not None)
+    norm = Norm(gain is not None, shift is not None, eps)
+    return Forward(input, weight, epilogue, precision == "turbo", frozen, norm)
 
 
 class on_device_of:  # noqa: N801 (a context manager that is read as a sentence)
@@ -281,6 +356,7 @@ def planned(
     key = (
         "linear", layout(input), layout(weight), layout(bias), activation, layout(residual),
         layout(scale), precision, frozen,
+        weight.shape[-1] % 8 != 0 and linear_form(PADDED, input.device),
     )  # fmt: skip
     return PLANS.get(
         key, _plan, input, weight, bias, activation, residual, scale, precision, frozen
@@ -323,7 +399,7 @@ def serves(
     return (
         depth >= LEAST_DEPTH
         and input.numel() >= LEAST_ROWS * depth
-        and depth % 8 == 0
+        and (depth % 8 == 0 or (depth % 4 == 0 and linear_form(PADDED, input.device)))
         and columns % 4 == 0
         and columns > 0
         and input.is_contiguous()
@@ -363,11 +439,11 @@ class Backward:
         rows = grad_out.numel() // columns
         left = grad_out.new_empty((2, rows, columns), dtype=torch.float16)
         powers = grad_out.new_empty(rows)
-        self.rows(grad_out, left, powers, grad_out, left, powers)
+        self.rows(grad_out, left, powers, grad_out, left, powers, powers, powers, powers)
         right, right_powers = self.weight(weight)
         out = grad_out.new_empty((*grad_out.shape[:-1], depth))
         self.of_input.launch(
-            left, powers, right, right_powers, grad_out, weight, powers, powers, powers, out
+            left, powers, right, right_powers, grad_out, weight, *(powers,) * 6, out
         )
         return out
 
@@ -378,7 +454,7 @@ class Backward:
         parts = self.of_weight.parts
         out = input.new_empty((parts, grad_out.shape[-1], input.shape[-1]))
         self.of_weight.launch(
-            left, powers, right, right_powers, grad_out, input, powers, powers, powers, out
+            left, powers, right, right_powers, grad_out, input, *(powers,) * 6, out
         )
         return out[0] if parts == 1 else out.sum(0)
 
@@ -429,13 +505,13 @@ def _turns(columns: int, depth: int, stride: int) -> bool:
 def split_weight(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """The CUDA kernel of `elsa::split_weight`; None where rows do not fit it."""
     rows, depth = weight.shape
-    fits = rows > 0 and depth > 0 and depth % 8 == 0 and weight.stride(1) == 1
+    fits = rows > 0 and depth > 0 and depth % 4 == 0 and weight.stride(1) == 1
     if not fits or weight.stride(0) % 4 or weight.data_ptr() % 16:
         return None
-    halves = weight.new_empty((2, rows, depth), dtype=torch.float16)
+    halves = weight.new_empty((2, rows, padded_depth(depth)), dtype=torch.float16)
     powers = weight.new_empty(rows)
     key = ("split_weight", layout(weight))
     with on_device_of(weight):
         launch = PLANS.get(key, split_launch, (rows, 0, depth), weight.stride(0), 0)
-        launch(weight, halves, powers, weight, halves, powers)
+        launch(weight, halves, powers, weight, halves, powers, powers, powers, powers)
     return halves, powers

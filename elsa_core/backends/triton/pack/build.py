@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,10 @@ class Built:
     calls: int
     served: float
     left_out: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "folder": str(self.folder)}
 
 
 class _Made(NamedTuple):
@@ -160,8 +164,6 @@ def _workers(count: int, place: Path, plan: Plan, only: str) -> Iterator[list[An
     environ = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
         "TRITON_CACHE_DIR": str(place / "triton"),
-        # Code is the same without; paths of this machine would be in it otherwise.
-        "TRITON_DISABLE_LINE_INFO": "1",
     }  # fmt: skip
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environ}
     with ExitStack() as stack:

@@ -240,6 +240,7 @@ def compiled(key: str, pack: Pack, entry: Entry, special: Any, target: Any, back
     kernel.kernel = pack.cubin(entry.kernel)
     kernel.asm = AsmDict(cubin=kernel.kernel)
     kernel.metadata_group = {}
+    kernel.parameters = entry.kernel.parameters  # for a launcher of another make
     return kernel
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ class Planner:
         self.target = GPUTarget("cuda", arch, 32)
         self.backend = make_backend(self.target)
         self.binders: dict[int, Any] = {}
+        self.known: dict[Hashable, str] = {}
         self.seen: list[str] = []
 
     def add(self, cases: Iterable[Case]) -> Plan:
@@ -76,6 +77,20 @@ class Planner:
         return self.plan
 
     def _record(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
+        """Note what a launch compiles; calls that differ in runtime arguments alone share it."""
+        kernel, tail = launch.kernel, launch.tail
+        fixed = tuple(
+            (p.name, repr(tail[p.name]))
+            for p in kernel.params
+            if p.name in tail and (p.is_constexpr or not p.do_not_specialize)
+        )
+        given = tuple((t.dtype, t.data_ptr() % 16) for t in tensors)
+        seen = (id(kernel), fixed, given, repr(launch.options))
+        if seen not in self.known:
+            self.known[seen] = self._specialized(launch, tensors)
+        self.seen.append(self.known[seen])
+
+    def _specialized(self, launch: Launch, tensors: tuple[Any, ...]) -> str:
         kernel = launch.kernel
         if id(kernel) not in self.binders:
             self.binders[id(kernel)] = specialize.binder_of(kernel, self.backend)
@@ -84,4 +99,4 @@ class Planner:
         )
         key = specialize.key_of(kernel, special, kernel.cache_key, self.plan.arch)
         self.plan.jobs.setdefault(key, Job(kernel, special, self.target))
-        self.seen.append(key)
+        return key

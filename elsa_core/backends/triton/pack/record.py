@@ -17,7 +17,10 @@ MOST_WARPS = 32
 MOST_ARGUMENTS = 256
 _SYMBOL = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]{0,255}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TYPE = re.compile(r"\*?k?[a-z][a-z0-9]{0,15}")
+_TYPE = re.compile(r"\*[a-z][a-z0-9]{0,15}")
+# Bytes of a parameter by its type; a pointer's are 8.
+_SIZES = {"i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8, "fp32": 4,
+          "fp64": 8}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class Kernel:
     cooperative: bool
     arguments: tuple[tuple[str, str], ...]
 
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Bytes of each parameter of the code, those for scratch memory included."""
+        return (*(_SIZES.get(kind, 8) for _, kind in self.arguments), 8, 8)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
@@ -123,5 +131,5 @@ def _check(kernel: Kernel) -> None:
     if len(kernel.arguments) > MOST_ARGUMENTS:
         raise ValueError(f"{len(kernel.arguments)} arguments")
     for name, kind in kernel.arguments:
-        if not _SYMBOL.fullmatch(name) or not _TYPE.fullmatch(kind):
+        if not _SYMBOL.fullmatch(name) or not (kind in _SIZES or _TYPE.fullmatch(kind)):
             raise ValueError(f"argument {name!r} of type {kind!r}")

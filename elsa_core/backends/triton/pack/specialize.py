@@ -26,14 +26,15 @@ _HARMLESS = frozenset(
     (
         *("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER", "TRITON_STORE_BINARY_ONLY"),
         *("TRITON_LIBCUDA_PATH", "TRITON_PRINT_AUTOTUNING", "TRITON_CACHE_AUTOTUNING"),
-        *("TRITON_DISABLE_LINE_INFO", "TRITON_BUILD_DIR", "LLVM_SYMBOLIZER_PATH"),
+        *("TRITON_BUILD_DIR", "LLVM_SYMBOLIZER_PATH"),
         *("TRITON_CUOBJDUMP_PATH", "TRITON_NVDISASM_PATH", "TRITON_DUMP_DIR"),
         *("TRITON_OVERRIDE_DIR", "TRITON_FRONT_END_DEBUGGING", "TRITON_DEFAULT_FP_FUSION"),
     )
 )
 _KNOBS = {
     "compilation": ("override", "dump_ir", "always_compile", "use_ir_loc", "enable_asan",
-                    "instrumentation_mode", "fpsan_homomorphic_casts", "listener"),
+                    "instrumentation_mode", "fpsan_homomorphic_casts", "listener",
+                    "disable_line_info", "dump_ir_extract_di_local_variables"),
     "runtime": ("debug", "override_arch", "jit_cache_hook", "jit_post_compile_hook",
                 "add_stages_inspection_hook"),
     "language": ("fp32_default", "force_disable_fp_fusion"),

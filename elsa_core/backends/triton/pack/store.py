@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-import threading
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ _NAME = re.compile(r"(cubins|ptx)-[0-9a-f]{16}\.bin")
 _KEY = re.compile(r"[0-9a-f]{64}")
 _TAIL = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\n\}\n')
 _TAIL_BYTES = 81
+_ATTEMPTS = 2
 _DAMAGED = "build it again: elsa build --cuda"
 
 
@@ -133,26 +134,22 @@ class _Data:
         if type(self.size) is not int or not 0 <= self.size <= LARGEST_DATA:
             raise ValueError(f"a data file of {self.size!r} bytes")
         self.path = folder / name
-        self.lock = threading.Lock()
-        descriptor = _opened(self.path, trusted)
-        self.file = open(descriptor, "rb")  # noqa: PTH123, SIM115  # of a descriptor, kept
-        if os.fstat(descriptor).st_size != self.size:
+        self.descriptor = _opened(self.path, trusted)
+        weakref.finalize(self, os.close, self.descriptor)
+        if os.fstat(self.descriptor).st_size != self.size:
             raise ValueError(f"{name} does not have its {self.size} bytes")
 
     def read(self, code: Code) -> bytes:
-        with self.lock:
-            self.file.seek(code.offset)
-            content = self.file.read(code.size)
-        if hashlib.sha256(content).hexdigest() != code.sha256:
-            raise UnavailableError(f"the kernel pack {self.path} is damaged; {_DAMAGED}")
-        return content
+        return self._checked(code.offset, code.size, code.sha256)
 
     def verify(self) -> None:
-        with self.lock:
-            self.file.seek(0)
-            digest = hashlib.sha256(self.file.read()).hexdigest()
-        if digest != self.sha256:
+        self._checked(0, self.size, self.sha256)
+
+    def _checked(self, offset: int, size: int, digest: str) -> bytes:
+        content = os.pread(self.descriptor, size, offset)
+        if hashlib.sha256(content).hexdigest() != digest:
             raise UnavailableError(f"the kernel pack {self.path} is damaged; {_DAMAGED}")
+        return content
 
 
 def read(folder: Path, *, trusted: bool = False) -> Pack:
@@ -171,11 +168,11 @@ def read(folder: Path, *, trusted: bool = False) -> Pack:
             reason = cache.not_own(place)
             if reason:
                 raise UnavailableError(f"the kernel pack is not used: {reason}")
-    try:
-        return _read(folder, trusted)
-    except FileNotFoundError:
-        # there is none, or another process replaced it between the two files
-        return _read(folder, trusted)
+    for _ in range(_ATTEMPTS):
+        # another process may replace it between the two files
+        with contextlib.suppress(FileNotFoundError):
+            return _read(folder, trusted)
+    return _read(folder, trusted)
 
 
 def _read(folder: Path, trusted: bool) -> Pack:

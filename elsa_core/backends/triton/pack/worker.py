@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from elsa_core.backends.triton.pack import specialize
 from elsa_core.backends.triton.pack.cases import expanded
 from elsa_core.backends.triton.pack.plan import Job, Planner
 from elsa_core.messages import first_line
@@ -23,6 +24,7 @@ def main() -> None:
     folder, arch, only = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     answers = sys.stdout
     sys.stdout = sys.stderr  # what a compiler prints is no answer
+    _without_debug_sections()
     jobs = Planner(arch).add(expanded(only)).jobs
     for line in sys.stdin:
         key = line.strip()
@@ -35,13 +37,45 @@ def main() -> None:
         answers.flush()
 
 
+def _without_debug_sections() -> None:
+    """Have cubins without lines of sources, which are most of their bytes.
+
+    Lines are left in until the assembler has made the code of them: compiled without from the
+    start, some kernels come out with other registers than the JIT's.
+    """
+    from triton import knobs
+
+    def changed(*given: Any) -> tuple[str, str]:
+        if given:  # else Triton asks what its cache is to be keyed by
+            stages = given[1]
+            assemble = stages["cubin"]
+            stages["cubin"] = lambda text, metadata: suppressed(assemble, text, metadata)
+        return "", ""
+
+    def suppressed(assemble: Any, text: str, metadata: Any) -> Any:
+        with knobs.compilation.scope():
+            knobs.compilation.disable_line_info = True  # -lineinfo -suppress-debug-info
+            return assemble(text, metadata)
+
+    knobs.runtime.add_stages_inspection_hook = changed
+
+
+def _named_neutrally(text: str) -> str:
+    """PTX that names files of sources below their packages instead of on this machine."""
+    import triton
+
+    for root in (specialize.KERNELS.parents[2], Path(triton.__file__).parents[1]):
+        text = text.replace(f'"{root}/', '"')
+    return text
+
+
 def _compile(job: Job, stem: Path) -> None:
     import triton
 
     options = job.special.options.__dict__
     compiled = triton.compile(job.special.source, target=job.target, options=options)
     stem.with_suffix(".cubin").write_bytes(compiled.asm["cubin"])
-    stem.with_suffix(".ptx").write_text(compiled.asm["ptx"], encoding="utf-8")
+    stem.with_suffix(".ptx").write_text(_named_neutrally(compiled.asm["ptx"]), encoding="utf-8")
     found = {"kernel": _kernel(job, compiled.metadata), "metadata": _added(job, compiled.metadata)}
     stem.with_suffix(".json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -41,7 +41,7 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
     if mode == "half" or t.ahead:
         tail_stages = t.stages if t.one_loop else 2
     return {
-        "Tiles": None, "LISTED": 0,
+        "Tiles": None, "LISTED": 0, "Seed": None, "threshold": 0, "kept": 1.0,
         "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
         "n_k": shape.keys, "chunk": p.chunk, "tiles": -(-shape.keys // t.block_n),
         "shift": (shape.keys - 1).bit_length(), "scale_exp": factors["scale_exp"],
@@ -131,13 +131,15 @@ def _plan_ahead(problem: Problem) -> Parts:
     return Parts({"ahead": ahead, "fold": _fold(problem, tail)}, merge, workspace)
 
 
-def _run_ahead(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _run_ahead(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *drawn: Tensor
+) -> tuple[Tensor, Tensor]:
     out, lse = call.results(q)
     launches, merge = call.launches, call.merge
     outputs, logs = (out, lse) if merge is None else merge.states(q)
     halves = q.new_empty(call.workspace, dtype=torch.float16)
     launches["ahead"](k, v, halves)
-    launches["fold"](q, k, v, mask, halves, outputs, logs)
+    launches["fold"](q, k, v, mask, halves, outputs, logs, *drawn)
     if merge is not None:
         merge.launch(outputs, logs, out, lse)
     return out, lse
@@ -153,12 +155,14 @@ def _plan(problem: Problem) -> Parts:
     return Parts({"fold": _fold(problem, tail)}, merge)
 
 
-def _run(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _run(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *drawn: Tensor
+) -> tuple[Tensor, Tensor]:
     out, lse = call.results(q)
     merge = call.merge
     outputs, logs = (out, lse) if merge is None else merge.states(q)
     # no workspace: the kernel does not read its pointer
-    call.launches["fold"](q, k, v, mask, out, outputs, logs)
+    call.launches["fold"](q, k, v, mask, out, outputs, logs, *drawn)
     if merge is not None:
         merge.launch(outputs, logs, out, lse)
     return out, lse

@@ -114,7 +114,7 @@ class Call:
         return out, query.new_empty(self.lse_shape, dtype=torch.float32)
 
 
-Run = Callable[[Call, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Run = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,10 @@ from timm.models.vision_transformer import Block, ResPostBlock, VisionTransforme
 from torch import nn
 
 from elsa_core.distributed.groups import by_name, name_of
-from elsa_core.distributed.vit import (
-    ShardedAttention,
-    ShardedVisionTransformer,
-    shard_lengths,
-)
+from elsa_core.distributed.plan import shard_lengths
 from elsa_core.errors import ModelError
 from elsa_core.patching import adapters
+from elsa_core.patching.adapters.timm_sharded import ShardedAttention, ShardedVisionTransformer
 
 _BLOCKS, _MLPS = (Block, ResPostBlock), (Mlp, GluMlp, SwiGLU)
 

@@ -1,6 +1,6 @@
-"""Writes the list of cases that packs are built for: what the sites of named models compute.
+"""Writes the list of cases that kernel packs are built for: what sites of named models compute.
 
-    python -m elsa_core.bench.tune.pack_cases timm:vit_base_patch16_224 ... > cases.json
+    python -m elsa_core.surveying.pack_cases timm:vit_base_patch16_224 ... > cases.json
 
 Models are built without weights, patched as a whole and run once, on PyTorch's meta device, with a
 backend that writes down each call. Needs the models' library, no GPU.
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from elsa_core import routing
 from elsa_core.backends.support import Backend, Implementation, Request, Support
-from elsa_core.loading.architecture import whole
+from elsa_core.loading import architecture
 from elsa_core.patching.patch import patch
 
 ABOUT = (
-    "The calls of the sites of these models at their default size, one image: see pack/cases.py. "
-    "Written by bench/tune/pack_cases.py."
+    "The calls of the sites of these models at their default size, one image. "
+    "Written by elsa_core/surveying/pack_cases.py, read by elsa_core/backends/triton/pack/cases.py."
 )
 
 
@@ -114,7 +114,7 @@ def collect(names: list[str]) -> dict[str, Any]:
     rows = Rows()
     with written_down(rows), torch.no_grad():
         for name in names:
-            model: Any = whole(name)
+            model: Any = architecture.whole(name).eval()
             patch(model, scope="model")
             rows.model = name.partition(":")[2]
             size = model.default_cfg["input_size"]

@@ -20,18 +20,13 @@ from torch import Tensor, nn
 
 from elsa_core.distributed.attention import attention
 from elsa_core.distributed.groups import by_name
+from elsa_core.distributed.plan import shard_lengths
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.monoid import state_dtype
 from elsa_core.patching.adapters.common import join_heads, project, split_packed
 from elsa_core.patching.adapters.timm_attention import ElsaAttention, gate_of
 
 _LOWEST = float("-inf")
-
-
-def shard_lengths(tokens: int, world: int) -> tuple[int, ...]:
-    """The tokens of each rank: equal, the first ranks one more where they do not divide."""
-    least, more = divmod(tokens, world)
-    return tuple(least + (rank < more) for rank in range(world))
 
 
 class ShardedAttention(ElsaAttention):
@@ -48,8 +43,10 @@ class ShardedAttention(ElsaAttention):
         scale: Tensor | None,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        norm: nn.Module | None = None,
     ) -> Tensor:
-        """residual + scale * forward(x); the two are for calls without dropout."""
+        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
+        x = x if norm is None else norm(x)
         gate = gate_of(self, x)
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)

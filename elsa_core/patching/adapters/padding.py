@@ -1,0 +1,127 @@
+"""Padded tokens that attention leaves out instead of masking them.
+
+A mask that a patched model made itself carries what it was made from, as an attribute: which tokens
+are there. Nothing is concluded from a mask's contents, and nothing outlives the mask. A mask that
+was written to since, or came from the caller, is a mask like any other.
+
+On CUDA devices masks stay masks, until the kernels of packed sequences are measured there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls, routing
+from elsa_core.varlen import varlen_attention
+
+# Packing copies queries, keys and values: only where this share of the tokens is padding.
+_LEAST_PADDING = 0.125
+# A hidden score is the least number of these, and stays that with any score added. float16's does
+# not: there a padded query sees all keys by their scores.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where the tokens of a padded batch [B, N] are.
+
+    Attributes:
+        cu_seqlens: [B + 1] int32, of the tokens that are there.
+        rows: [T] their places among B * N; None where the tokens lie packed already.
+        of_queries: whether padded queries see no key either; then each sees all with equal weight,
+            since all of its scores are the same least number.
+        version: of the mask that was made from it.
+    """
+
+    cu_seqlens: Tensor
+    rows: Tensor | None
+    of_queries: bool
+    version: int
+
+
+def note(mask: Tensor, valid: Tensor, of_queries: bool) -> None:
+    """Let attention know what a mask was made from: valid [B, N] bool, True for tokens.
+
+    Only where it would be used: an eager call on a CPU, an eighth of padding, no empty sequence.
+    """
+    if calls.watched() or mask.device.type != "cpu" or mask.dtype not in _DTYPES:
+        return
+    counts = valid.sum(1)
+    if not valid.numel() or int(counts.amin()) == 0:
+        return
+    if int(counts.sum()) > (1 - _LEAST_PADDING) * valid.numel():
+        return
+    rows = valid.flatten().nonzero().squeeze(1)
+    mask.elsa_padding = Padding(bounds(counts), rows, of_queries, version(mask))  # type: ignore[attr-defined]
+
+
+def packed_mask(padding: Padding) -> Tensor:
+    """What takes the place of a mask where a model's tokens lie packed, [1, T, C]."""
+    marker = padding.cu_seqlens.clone()
+    marker.elsa_padding = Padding(  # type: ignore[attr-defined]
+        padding.cu_seqlens, None, padding.of_queries, version(marker)
+    )
+    return marker
+
+
+def padding_of(mask: Tensor | None) -> Padding | None:
+    """What `note` wrote on a mask, as long as the mask is what it was."""
+    found: Padding | None = getattr(mask, "elsa_padding", None)
+    if found is None or mask is None or calls.watched():
+        return None
+    return found if found.version == version(mask) else None
+
+
+def without_padding(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, padding: Padding, scale: float | None
+) -> Tensor | None:
+    """Attention among the tokens that are there, [B, H, N, D] -> [B, H, N, Dv], in the memory of
+    [B, N, H, Dv]; what the original gives at padded places too. None where the operands are not
+    those that the mask was made for.
+    """
+    if module.elsa_backend not in routing.names("varlen_attention"):
+        return None
+    batch, heads, tokens, _ = q.shape
+    options: dict[str, Any] = {
+        "scale": scale, "enable_gqa": True, "precision": module.elsa_precision,
+        "backend": module.elsa_backend,
+    }  # fmt: skip
+    starts, rows = padding.cu_seqlens, padding.rows
+    queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # [B * N, H, D]
+    out: Any
+    if rows is None:
+        out = varlen_attention(queries, keys, values, starts, **options)
+        return _heads_first(out, batch, tokens)
+    if q.dtype not in _DTYPES or (batch, tokens) != (starts.shape[0] - 1, k.shape[2]):
+        return None
+    keys, values = keys[rows], values[rows]
+    if padding.of_queries:
+        out = varlen_attention(queries[rows], keys, values, starts, **options)
+        mean = v.mean(2).repeat_interleave(heads // v.shape[1], 1)  # [B, H, Dv]
+        whole = mean[:, None].expand(batch, tokens, -1, -1).flatten(0, 1)
+        out = whole.index_copy(0, rows, out)
+    else:
+        every = torch.arange(batch + 1, dtype=starts.dtype) * tokens
+        out = varlen_attention(queries, keys, values, every, starts, **options)
+    return _heads_first(out, batch, tokens)
+
+
+def _heads_first(out: Tensor, batch: int, tokens: int) -> Tensor:
+    """[B * N, H, D] -> [B, H, N, D]."""
+    apart: Tensor = out.unflatten(0, (batch, tokens))
+    return apart.transpose(1, 2)
+
+
+def bounds(counts: Tensor) -> Tensor:
+    """[B] lengths as cumulative ones, [B + 1] int32."""
+    zero = counts.new_zeros(1)
+    return torch.cat((zero, counts.cumsum(0))).to(torch.int32)
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to; 0 in inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version

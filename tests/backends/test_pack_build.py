@@ -1,0 +1,289 @@
+"""`elsa build --cuda`: code as Triton's JIT compiles it, the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from elsa_core.backends.triton.pack import build as building
+from elsa_core.backends.triton.pack import cases, specialize, store
+from elsa_core.backends.triton.pack.build import build
+from elsa_core.backends.triton.pack.plan import Planner
+from elsa_core.backends.triton.shared import device
+from elsa_core.errors import ArgumentError, UnavailableError
+
+pytestmark = pytest.mark.skipif(
+    device.INTERPRETED or not specialize.known(), reason="packs are made by Triton 3.6 to 3.9"
+)
+ROOT = Path(__file__).parents[2]
+# two kernels, 2 s each to compile
+ONLY = "attention/vit_base_patch16_siglip_224/12x1:196x64/b8-??16"
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack of two kernels for sm_80, which holds PTX as well."""
+    out = tmp_path_factory.mktemp("packs")
+    built = build(80, out, jobs=2, only=ONLY)
+    assert (built.kernels, built.reused, built.calls, built.served) == (2, 0, 2, 1.0)
+    assert built.ptx_bytes > 0 and not built.left_out
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("ELSA_PACK", raising=False)
+
+
+def elsa(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "elsa_cli", *map(str, arguments)], capture_output=True, text=True,
+        timeout=300, check=False, env={**os.environ, "PYTHONPATH": str(ROOT), **extra},
+    )  # fmt: skip
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_second_build_gives_the_same_bytes(packs: Path, tmp_path: Path) -> None:
+    """In another process, from another folder, by another number of processes."""
+    answer = elsa("build", "--cuda", "--arch", "sm_80", "--jobs", 1, "--only", ONLY, "-o", "again",
+                  "--json")  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    (pack,) = json.loads(answer.stdout)["results"]["packs"]
+    assert (pack["arch"], pack["kernels"], pack["reused"]) == (80, 2, 0)
+    assert content(tmp_path / "again" / "sm_80") == content(packs / "sm_80")
+
+
+def test_what_is_unchanged_is_not_compiled_again(packs: Path, monkeypatch) -> None:
+    before = content(packs / "sm_80")
+    monkeypatch.setattr(building, "_workers", lambda *_: pytest.fail("compiles"))
+    assert build(80, packs, only=ONLY).reused == 2
+    assert content(packs / "sm_80") == before
+    built = build(80, packs, only=ONLY.replace("??16", "fp16"))
+    assert (built.kernels, built.reused) == (1, 1)
+    monkeypatch.undo()
+    assert build(80, packs, jobs=1, only=ONLY).reused == 1
+    assert content(packs / "sm_80") == before
+
+
+def code_of(cubin: bytes) -> dict[str, bytes]:
+    """The sections of machine code, constants and kernel properties of an ELF file, by name."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    rows = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    start = rows[names][4]
+    found = {}
+    for name, _, _, _, offset, length in rows:
+        title = cubin[start + name : cubin.index(b"\0", start + name)].decode()
+        if title.startswith((".text", ".nv.constant", ".nv.info.", ".nv.global")):
+            found[title] = cubin[offset : offset + length]
+    return found
+
+
+def test_code_is_what_the_jit_compiles(packs: Path) -> None:
+    """Compiled here as the JIT does: the machine code and all that a launch needs are the same.
+
+    Packs left lines of sources out from the start, and kernels came out with other registers.
+    """
+    pack = store.read(packs / "sm_80")
+    plan = Planner(80).add(cases.expanded(ONLY))
+    for key, entry in pack.entries.items():
+        job = plan.jobs[key]
+        options = job.special.options.__dict__
+        compiled = triton.compile(job.special.source, target=job.target, options=options)
+        ours, theirs = code_of(pack.cubin(entry.kernel)), code_of(compiled.asm["cubin"])
+        assert any(name.startswith(".text") for name in ours)
+        assert ours == theirs
+        for name, value in entry.metadata.items():
+            assert getattr(compiled.metadata, name) == value
+        assert (entry.kernel.symbol, entry.kernel.shared, entry.kernel.warps) == (
+            compiled.metadata.name, compiled.metadata.shared, compiled.metadata.num_warps
+        )  # fmt: skip
+
+
+TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
+
+
+def test_arguments_are_those_of_the_code(packs: Path) -> None:
+    """In order and by type, then two pointers for scratch memory: as the PTX lists them."""
+    pack = store.read(packs / "sm_80")
+    for entry in pack.entries.values():
+        ptx = pack.ptx_of(entry.kernel)
+        assert ptx is not None
+        listed = re.findall(r"\.param (\.\w+)", ptx.decode().partition(".entry")[2].split("{")[0])
+        arguments = entry.kernel.arguments
+        expected = [".u64" if kind[0] == "*" else TYPES[kind] for _, kind in arguments]
+        assert listed == [*expected, ".u64", ".u64"]
+        assert [8 if kind == ".u64" else 4 for kind in listed] == list(entry.kernel.parameters)
+        assert f".entry {entry.kernel.symbol}(" in ptx.decode()
+
+
+def test_no_path_of_this_machine_is_in_a_pack(packs: Path) -> None:
+    for name, data in content(packs / "sm_80").items():
+        assert str(ROOT).encode() not in data and b"elsa_core/" not in data, name
+
+
+def test_every_default_case_is_planned_for_every_architecture() -> None:
+    """None is refused by its planner, and each architecture has kernels of both operators."""
+    for arch in cases.architectures():
+        plan = Planner(arch).add(cases.expanded("*/b8-fp32"))
+        names = {specialize.name_of(job.kernel).split(".")[0] for job in plan.jobs.values()}
+        assert names >= {"attention", "window"}
+        assert ("linear" in names) is (arch == 90)
+
+
+def test_the_case_list_is_of_calls_that_exist_once() -> None:
+    names = [case.name for case in cases.expanded(batches=(1,))]
+    rows = json.loads(cases.CASES.read_text())["cases"]
+    assert len(names) == 2 * len(cases.DTYPES) * len(rows) and len(rows) > 100
+
+
+def test_what_cannot_be_built() -> None:
+    with pytest.raises(ArgumentError, match="arch sm_75 is unknown: choose of sm_80"):
+        build(75, Path("out"))
+    with pytest.raises(ArgumentError, match="no case that matches 'nothing'"):
+        build(80, Path("out"), only="nothing")
+    assert not Path("out").exists()
+
+
+def test_a_compiler_set_up_otherwise_builds_nothing(monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    with pytest.raises(UnavailableError, match="TRITON_F32_DEFAULT changes what Triton compiles"):
+        build(80, Path("out"), only=ONLY)
+    monkeypatch.undo()
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    with pytest.raises(UnavailableError, match=r"Triton 3\.6 to 3\.9, this is 3\.10\.0"):
+        build(80, Path("out"), only=ONLY)
+
+
+def test_a_kernel_that_no_gpu_can_hold_is_left_out(packs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "kernel.json"
+    path.write_text(json.dumps({"kernel": {"shared": 200000}}))
+    assert building._too_large(80, path) == "takes 200000 bytes of shared memory, sm_80 has 166912"
+    assert building._too_large(90, path) == ""
+
+
+def test_a_compiling_process_that_dies_is_one_line(monkeypatch) -> None:
+    run = building.running
+
+    def broken(command: list[str], **options: Any) -> Iterator[Any]:
+        script = "import sys; sys.exit('no luck')"
+        return run([sys.executable, "-c", script], **options)
+
+    monkeypatch.setattr(building, "running", broken)
+    with pytest.raises(UnavailableError, match="a compiling process ended: no luck"):
+        build(80, Path("out"), jobs=1, only=ONLY)
+    assert not list(Path("out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--cuda", "--arch", "sm_75"), 2, "arch sm_75 is unknown"),
+        (("--cuda", "--arch", "ninety"), 2, "'ninety' is no architecture"),
+        (("--cuda", "--force"), 2, "--force is for the native library"),
+        (("--arch", "sm_90"), 2, "--arch needs --cuda"),
+        (("--only", "x"), 2, "--only needs --cuda"),
+        (("--cuda", "--arch", "sm_80", "--only", "nothing"), 2, "no case that matches"),
+        (("--cuda", "--arch", "sm_80", "-o", "file/packs"), 3, "cannot be written to file/packs"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, code, words, capsys) -> None:
+    from elsa_cli.main import run
+
+    Path("file").write_text("")
+    assert run(["build", *arguments]) == code
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == "" and line.startswith("error: ") and words in line
+
+
+@pytest.mark.skipif(device.triton_version() < (3, 6), reason="packs need it")
+def test_without_a_gpu_the_architecture_must_be_named(capsys) -> None:
+    import torch
+
+    from elsa_cli.main import run
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    assert run(["build", "--cuda"]) == 2
+    assert "name those to compile for, --arch sm_90" in capsys.readouterr().err
+
+
+def test_the_command_and_doctor_say_what_is_there(packs: Path, capsys, monkeypatch) -> None:
+    from elsa_cli.main import run
+
+    assert run(["build", "--cuda", "--arch", "80", "--only", ONLY, "-o", str(packs)]) == 0
+    out, _ = capsys.readouterr()
+    first, second, third = out.splitlines()
+    assert first == str(packs / "sm_80")
+    assert second.startswith("2 kernels (0 compiled) · ") and second.endswith("100% of 2 calls")
+    assert third == f"Next: ELSA_PACK={packs} elsa doctor"
+    monkeypatch.setenv("ELSA_PACK", str(packs))
+    assert run(["doctor", "--json"]) == 0
+    probes = json.loads(capsys.readouterr().out)["results"]["probes"]
+    (pack,) = [probe for probe in probes if probe["group"] == "kernel packs"]
+    assert (pack["name"], pack["ok"], pack["reason"]) == ("sm_80", True, "")
+    assert "(2 kernels, " in pack["value"] and triton.__version__ in pack["value"]
+    monkeypatch.delenv("ELSA_PACK")
+    assert run(["doctor", "--json"]) == 0
+    assert "none here: `elsa build --cuda` compiles them" in capsys.readouterr().out
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    """The pack that was there stays, no process goes on, no folder is left."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "build", "--cuda", "--arch", "sm_90", "-o", "packs",
+         "--jobs", "2", "--only", "window_attention/swin_tiny*"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("packs/.elsa-pack-*/stderr")):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.0)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted; nothing was written"
+    assert not list((tmp_path / "packs").iterdir())
+
+
+def test_first_calls_are_compared_by_medians(monkeypatch) -> None:
+    """Each variant with Triton's cache empty and kept, in the same cache one after the other."""
+    from elsa_core.bench import first_call
+
+    times, caches = iter(range(100)), []
+
+    def fresh(shape: str, dtype: str, pack: str, cache: str) -> dict[str, Any]:
+        caches.append((pack, cache))
+        return {"first_call_ms": float(next(times))}
+
+    monkeypatch.setattr(first_call, "_fresh", fresh)
+    found = first_call.compared("1,2,3,4", "fp16", "here")
+    runs = 2 * first_call.REPEATS
+    assert [pack for pack, _ in caches] == ["here"] * runs + ["0"] * runs
+    assert caches[::2] == caches[1::2] and len(set(caches)) == runs
+    assert found["pack_empty"] == {"first_call_ms": 2.0, "first_call_range_ms": [0.0, 4.0]}
+    assert found["jit_kept"] == {"first_call_ms": 9.0, "first_call_range_ms": [7.0, 11.0]}

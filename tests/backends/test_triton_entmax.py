@@ -1,0 +1,120 @@
+"""The alpha-entmax kernels without a GPU: interpreted against float64, and compiled code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+import triton_compile
+from entmax_interpreted import CASES, F16
+from interpreted import Rows, rows_of
+
+import elsa_core as elsa
+from elsa_core import routing
+from elsa_core.backends import eager_entmax
+from elsa_core.backends.support import Request
+from elsa_core.backends.triton.attention import entmax
+
+KINDS = {
+    "Alpha": "fp32", "Rows": "fp32", "Tiles": "u8", "Lists": "i32", "Delta": "fp32",
+    "DAlpha": "fp32",
+}  # fmt: skip
+# bytes of shared memory that a program may have
+SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Rows]:
+    """Every case of entmax_interpreted.py, in a process of its own."""
+    with rows_of("entmax_interpreted.py") as rows:
+        yield rows
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_interpreted_error(interpreted, name):
+    """Against float64, within twice float32's own error in plain PyTorch; twice the same bits."""
+    row = interpreted[name]
+    band = 6e-4 if CASES[name][1] == F16 else 2.4e-7
+    assert row["finite"] and row["same"] and row["errors"] and row["fence"]
+    for operand, error in row["errors"].items():
+        assert error < 2 * row["peer"][operand] + band, (operand, error, row["peer"][operand])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_tiles_are_those_of_float64(interpreted, name):
+    _, missing, more = interpreted[name]["tiles"]
+    assert missing == more == 0
+
+
+def test_tiles_are_skipped(interpreted):
+    row = interpreted["sparse tiles"]
+    assert 0 < row["tiles"][0] < row["all"]
+
+
+def planned(dtype, alpha=1.5, *, needs=(), mask=None, causal=False, dim=64, heads=None):
+    """The launches of a call of 4 heads on a machine without a GPU."""
+    q, k = (torch.empty((1, 4, n, dim), dtype=dtype, device="meta") for n in (300, 333))
+    options = entmax.Options(alpha, causal, dim**-0.5, "strict", needs)
+    operands = {"q": q, "k": k, "v": k}
+    operands |= {"g": q, "dq": q, "dk": k, "dv": k} if needs else {"o": q}
+    call = entmax.plan_call(operands, mask, heads, options)
+    found = (call.forward, call.by_rows, call.by_columns, call.query, call.key)
+    return [launch for launch in found if launch is not None]
+
+
+def compiled(monkeypatch, launch, dtype, arch):
+    monkeypatch.setattr(triton_compile, "POINTERS", {**triton_compile.POINTERS, **KINDS})
+    return triton_compile.compile_launch(launch, dtype, "cuda", arch)
+
+
+@pytest.mark.parametrize("arch", list(SHARED))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_compiles_and_fits(monkeypatch, arch, dtype):
+    """The largest head dimensions, forward and backward; no atomics."""
+    dim = entmax.LARGEST_WIDE if dtype == torch.float32 else 256
+    launches = [*planned(dtype, dim=dim), *planned(dtype, dim=dim, needs=(True,) * 5)]
+    assert len(launches) == 5
+    for launch in launches:
+        kernel = compiled(monkeypatch, launch, dtype, arch)
+        assert kernel.metadata.shared <= SHARED[arch]
+        assert not re.search(r"(?<![\w.])(atom|red)\.", kernel.asm["ptx"])
+
+
+def test_compiles_with_a_mask_causal_and_alpha_of_heads(monkeypatch):
+    heads = torch.empty((1, 4, 1, 1), device="meta")
+    mask = torch.empty((1, 1, 300, 333), dtype=torch.bool, device="meta")
+    for causal, given in ((True, None), (False, mask)):
+        for needs in ((), (True, True, True, False, True)):
+            for launch in planned(
+                torch.bfloat16, 0.0, needs=needs, mask=given, causal=causal, heads=heads
+            ):
+                assert "cubin" in compiled(monkeypatch, launch, torch.bfloat16, 90).asm
+
+
+def test_products_are_what_the_precision_says(monkeypatch):
+    (launch,) = planned(torch.float32)
+    assert "tf32" in compiled(monkeypatch, launch, torch.float32, 80).asm["ptx"]
+
+
+def test_what_the_kernels_share_with_the_operator():
+    assert entmax.TILE == eager_entmax.TILE
+
+
+def test_auto_does_not_choose_them_and_support_says_why_not():
+    request = Request("cuda", torch.float32, 64, 64, "strict", "entmax_attention")
+    name, reasons = routing.select(request)
+    assert name == "eager" and "triton" in routing.names("entmax_attention")
+    assert any(reason.startswith("triton: ") and "measured" in reason for reason in reasons)
+    assert "256" in entmax.support(request._replace(head_dim=256)).reason
+    assert "lean" not in entmax.support(request._replace(precision="lean")).reason
+    assert "turbo" in entmax.support(request._replace(precision="turbo")).reason
+    q = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(elsa.errors.UnavailableError, match="triton"):
+        elsa.entmax_attention(q, q, q, backend="triton")

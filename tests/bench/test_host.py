@@ -1,0 +1,25 @@
+"""The host's time of warm calls: the document, not the numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elsa_core.bench import host
+
+pytest.importorskip("timm")
+
+
+def test_document(capsys: pytest.CaptureFixture[str]) -> None:
+    host.main(["--device", "cpu", "--rounds", "1", "--calls", "1"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema_version"] == 1 and document["environment"]["device"] == "cpu"
+    assert set(document["cuda_library"]) == {"ok", "reason"}
+    rows = document["results"]
+    assert {(row["operator"], row["dtype"]) for row in rows} == {
+        (operator, dtype) for operator in host.BARS for dtype in ("float16", "float32")
+    }
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["elsa_us"] / row["peer_us"], abs=2e-3)
+        assert row["bar"] == host.BARS[row["operator"]]

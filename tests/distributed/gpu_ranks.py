@@ -1,0 +1,81 @@
+"""What each of two processes does with a GPU of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import elsa_core as elsa
+
+from . import models
+from .cases import Case
+from .ranks import Result, equal
+
+CASES = {
+    "float32": Case((700, 613), batch=1, heads=2, kv_heads=2, head_dim=64, value_dim=64),
+    "causal": Case((700, 613), batch=1, heads=2, kv_heads=2, head_dim=64, value_dim=64,
+                   is_causal=True),
+    "grouped": Case((333, 100), heads=4, kv_heads=2, head_dim=32, value_dim=32),
+    "additive": Case((129, 100), heads=2, kv_heads=2, head_dim=64, value_dim=64, mask="additive"),
+    "bool": Case((129, 100), heads=2, kv_heads=2, head_dim=64, value_dim=64, mask="bool"),
+    "extreme": Case((333, 340), heads=2, kv_heads=2, head_dim=64, value_dim=64, factor=20.0),
+    "huge": Case((333, 340), heads=2, kv_heads=2, head_dim=64, value_dim=64, factor=2000.0),
+    "odd width": Case((100, 51), head_dim=40, value_dim=24),
+    "empty rank": Case((0, 200), heads=2, kv_heads=2, head_dim=64, value_dim=64),
+    "float16": Case((700, 613), batch=1, heads=2, kv_heads=2, head_dim=64, value_dim=64,
+                    dtype=torch.float16),
+    "bfloat16": Case((700, 613), batch=1, heads=2, kv_heads=2, head_dim=64, value_dim=64,
+                     dtype=torch.bfloat16, is_causal=True),
+    "float64": Case((65, 64), heads=2, kv_heads=2, head_dim=64, value_dim=64, dtype=torch.float64),
+}  # fmt: skip
+
+
+def methods(case: Case) -> tuple[str, ...]:
+    return ("ring", "gather", "heads") if case.heads % 2 == 0 else ("ring", "gather")
+
+
+def call(case: Case, rank: int, method: str) -> Result:
+    """Output and gradients of one rank, back on the CPU."""
+    *inputs, grad = case.shard(rank)
+    leaves = [None if t is None else t.detach().cuda() for t in inputs]
+    for leaf in leaves:
+        if leaf is not None and leaf.dtype != torch.bool:
+            leaf.requires_grad_()
+    out = elsa.distributed.attention(*leaves, method=method, **case.arguments())  # type: ignore[arg-type]
+    out.backward(grad.cuda())
+    found: Result = {"out": out.detach().cpu()}
+    for name, leaf in zip(("query", "key", "value", "mask"), leaves, strict=True):
+        found[name] = None if leaf is None or leaf.grad is None else leaf.grad.cpu()
+    return found
+
+
+def everything(rank: int, port: int, folder: str) -> None:
+    """One process over NCCL: all cases, and a model, into a file."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=2)
+    found: dict[Any, Any] = {}
+    for name, case in CASES.items():
+        for method in methods(case):
+            first = call(case, rank, method)
+            found[name, method] = (first, equal(first, call(case, rank, method)))
+    found["model"] = model()
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def model() -> dict[str, Tensor]:
+    """Outputs and gradients of a sharded ViT, patched as a whole."""
+    subject = models.vit("registers").cuda()
+    elsa.patch(subject, mesh=dist.group.WORLD, scope="model")
+    out = subject(models.images("registers").cuda())
+    torch.nn.functional.cross_entropy(out, torch.arange(8).cuda()).backward()
+    elsa.distributed.reduce_gradients(subject)
+    grads = {k: p.grad.cpu() for k, p in subject.named_parameters() if p.grad is not None}
+    return {"output": out.detach().cpu(), **grads}

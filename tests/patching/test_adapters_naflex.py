@@ -1,0 +1,237 @@
+"""Batches of images of different size in timm's NaFlexViT: padding is left out, and only that."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import elsa_core as elsa
+from elsa_core.patching.adapters import padding
+
+MODELS: dict[str, dict[str, Any]] = {
+    "avg": {},
+    "map": {"global_pool": "map"},
+    "token": {"global_pool": "token", "class_token": True},
+    "max, registers": {"global_pool": "max", "reg_tokens": 2},
+    "avgmax": {"global_pool": "avgmax"},
+    "mask of keys": {"use_key_only_attn_mask": True},
+    "rope": {"rope_type": "axial"},
+    "eva": {"attn_type": "eva", "swiglu_mlp": True},
+    "qk norm": {"qk_norm": True},
+}
+
+
+def model(name: str = "avg", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    made = timm.create_model(
+        "naflexvit_base_patch16_gap", depth=2, embed_dim=32, num_heads=2, num_classes=7,
+        **{**MODELS[name], **options},
+    )  # fmt: skip
+    for parameter in made.parameters():  # some are zeros
+        nn.init.normal_(parameter, std=0.15)
+    return made.eval()
+
+
+def batch(valid: tuple[int, ...] = (20, 7, 12), tokens: int = 20) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    patches = torch.randn(len(valid), tokens, 16 * 16 * 3, generator=generator)
+    place = torch.arange(tokens)
+    coordinates = torch.stack((place // 5, place % 5), -1).expand(len(valid), -1, -1)
+    there = place[None] < torch.tensor(valid)[:, None]
+    return {"patches": patches, "patch_coord": coordinates.clone(), "patch_valid": there}
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many queries each call of packed attention had."""
+    seen: list[int] = []
+
+    def attention(query: Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(query.shape[0])
+        return elsa.varlen_attention(query, *rest, **options)
+
+    monkeypatch.setattr(padding, "varlen_attention", attention)
+    yield seen
+
+
+def error(out: Tensor, exact: Tensor) -> float:
+    return ((out.double() - exact).norm() / exact.norm()).item()
+
+
+def assert_agree(out: Tensor, peer: Tensor, exact: Tensor) -> None:
+    assert error(out, exact) <= 2 * error(peer, exact) + 1e-6
+
+
+def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_agrees_with_the_original(name: str, packed: list[int]) -> None:
+    original, given = model(name), batch()
+    patched = copy.deepcopy(original)
+    report = elsa.patch(patched, scope="attention")
+    assert report.scope == "attention"
+    exact = copy.deepcopy(original).double()
+    assert_agree(patched(given), original(given), exact(wide(given)))
+    assert len(packed) >= 2  # each block
+    assert set(packed) == {39 + 3 * original.num_prefix_tokens}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_features_are_the_originals_everywhere(name: str, packed: list[int]) -> None:
+    """What stands at padded places too, which only a caller may read."""
+    original, given = model(name), batch()
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    found, peer = (m.forward_features(**given)["patches"] for m in (patched, original))
+    exact = copy.deepcopy(original).double().forward_features(**wide(given))["patches"]
+    assert_agree(found, peer, exact)
+    padded = torch.cat((torch.zeros(3, exact.shape[1] - 20) > 0, ~given["patch_valid"]), 1)
+    assert_agree(found[padded], peer[padded], exact[padded])
+    assert len(packed) == 2
+
+
+def test_gradients_are_the_originals() -> None:
+    original, given = model(), batch()
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+
+    def grads(m: nn.Module, given: dict[str, Tensor]) -> Tensor:
+        m.zero_grad()
+        m(given).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])
+
+    exact = grads(copy.deepcopy(original).double(), wide(given))
+    for training in (False, True):
+        original.train(training), patched.train(training)
+        assert_agree(grads(patched, given), grads(original, given), exact)
+
+
+@torch.no_grad()
+def test_little_padding_stays_masked(packed: list[int]) -> None:
+    original = model()
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    for valid in ((20, 20, 19), (20, 20, 20)):
+        given = batch(valid)
+        assert_agree(patched(given), original(given), copy.deepcopy(original).double()(wide(given)))
+    assert not packed
+
+
+@torch.no_grad()
+def test_images_of_one_size_have_no_mask(packed: list[int]) -> None:
+    original = model()
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    image = torch.randn(2, 3, 64, 64)
+    assert torch.allclose(patched(image), original(image), atol=1e-5)
+    assert not packed
+
+
+@torch.no_grad()
+def test_a_mask_of_the_callers_is_a_mask(packed: list[int]) -> None:
+    original, given = model(), batch()
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    hidden = torch.rand(3, 1, 24, 24, generator=torch.Generator().manual_seed(2)) > 0.8
+    given["attn_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -1e9)
+    assert torch.allclose(patched(given), original(given), atol=1e-4)
+    assert not packed
+
+
+def test_a_mask_that_was_written_to_is_a_mask() -> None:
+    mask, valid = torch.zeros(2, 1, 4, 4), torch.tensor([[True] * 4, [True, False, False, False]])
+    padding.note(mask, valid, True)
+    assert padding.padding_of(mask) is not None
+    mask[0, 0, 0, 0] = -1.0
+    assert padding.padding_of(mask) is None
+
+
+@torch.no_grad()
+def test_hooks_see_padded_batches() -> None:
+    patched, given = model(), batch()
+    elsa.patch(patched, scope="attention")
+    shapes: list[torch.Size] = []
+    plain = patched(given)
+    patched.blocks[1].mlp.register_forward_hook(lambda m, i, out: shapes.append(out.shape))
+    assert torch.allclose(patched(given), plain, atol=1e-5)
+    assert shapes == [(3, 24, 32)]
+
+
+@torch.no_grad()
+def test_a_block_that_is_not_patched_keeps_its_mask(packed: list[int]) -> None:
+    original, given = model(), batch()
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention", exclude="blocks.0.*")
+    assert torch.allclose(patched(given), original(given), atol=1e-4)
+    assert packed == [39 + 3 * 4]  # the other one
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype, packed: list[int]) -> None:
+    original = model().to(dtype)
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()}
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    exact = copy.deepcopy(original).double()(wide(given))
+    rounding = 8 * torch.finfo(dtype).eps
+    assert error(patched(given), exact) <= 2 * error(original(given), exact) + rounding
+    assert bool(packed) == (dtype != torch.float16)
+
+
+@torch.no_grad()
+def test_whole_scope_copies_pickles_and_goes_back() -> None:
+    original, given = model(), batch()
+    patched = copy.deepcopy(original)
+    assert elsa.patch(patched, scope="model").scope == "model"
+    out = patched(given)
+    assert torch.allclose(out, original(given), atol=1e-4)
+    assert torch.equal(copy.deepcopy(patched)(given), out)
+    assert torch.equal(pickle.loads(pickle.dumps(patched))(given), out)
+    assert patched.state_dict().keys() == original.state_dict().keys()
+    elsa.unpatch(patched)
+    assert type(patched) is type(original)
+    assert torch.equal(patched(given), original(given))
+
+
+class _Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_is_recorded_keeps_the_mask(packed: list[int]) -> None:
+    """A program must not depend on how many tokens this batch has."""
+    patched, given = model(), batch()
+    elsa.patch(patched, scope="attention")
+    out = patched(given)
+    packed.clear()
+    with _Sees():
+        assert torch.allclose(patched(given), out, atol=1e-4)
+    assert not packed
+
+
+@torch.no_grad()
+def test_an_image_without_patches() -> None:
+    original, given = model("map"), batch((20, 0, 3))
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    assert_agree(patched(given), original(given), copy.deepcopy(original).double()(wide(given)))
+
+
+def test_check_agrees() -> None:
+    patched = model()
+    elsa.patch(patched, scope="attention")
+    assert elsa.check(patched, torch.randn(2, 3, 64, 64)).ok
