@@ -16,6 +16,8 @@ DROPOUT = "tests/backends/test_native_dropout.py"
 WINDOW = "tests/backends/test_native_window.py"
 MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
+DROPOUT = "tests/backends/test_native_dropout.py"
+VARLEN = "tests/core/test_varlen.py"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
@@ -101,7 +103,10 @@ _LINEAR = tuple(
 # Declarations without code: what they say is what the files that include them do.
 _DECLARATIONS = frozenset(
     f"csrc/elsa/{name}.h"
-    for name in ("attention", "gradient", "gradient_kernel", "kernel", "window", "window_kernel")
+    for name in (
+        *("attention", "gradient", "gradient_kernel", "kernel", "varlen", "window"),
+        "window_kernel",
+    )
 )
 # The first that fits a file is its own.
 SUITES = (
@@ -111,6 +116,8 @@ SUITES = (
     Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
     Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
     Suite("csrc/elsa/pack.h", (ATTENTION, WINDOW)),
+    Suite("csrc/elsa/philox.h", (DROPOUT,)),
+    Suite("csrc/*/varlen.cpp", (VARLEN,)),
     Suite("csrc/elsa/*", (ATTENTION, DROPOUT)),
     Suite("csrc/torch/common.h", (ATTENTION, WINDOW, BUILD)),
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
@@ -154,6 +161,14 @@ SUITES = (
     _triton("linear/usertable", "tests/bench/test_bench_linear.py"),
     _triton("linear/*", *_LINEAR),
     _triton("shared/philox", *_DROPOUT),
+    _triton("attention/varlen_forward", "tests/backends/test_triton_varlen.py::test_interpreted"),
+    _triton(
+        "attention/entmax_kernels",
+        *(
+            f"tests/backends/test_triton_entmax.py::test_{name}"
+            for name in ("interpreted_error", "tiles_are_those_of_float64", "tiles_are_skipped")
+        ),
+    ),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),
 )
 
