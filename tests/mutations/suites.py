@@ -13,6 +13,7 @@ from .source import Mutant, chosen, identity, mutant
 ATTENTION = "tests/backends/test_native.py"
 GRADIENT = "tests/backends/test_native_gradient.py"
 WINDOW = "tests/backends/test_native_window.py"
+VARLEN = "tests/backends/test_native_varlen.py"
 MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
 RUNTIME = ("tests/backends/test_ort_library.py",)
@@ -91,10 +92,19 @@ _LINEAR = tuple(
 # Declarations without code: what they say is what the files that include them do.
 _DECLARATIONS = frozenset(
     f"csrc/elsa/{name}.h"
-    for name in ("attention", "gradient", "gradient_kernel", "kernel", "window", "window_kernel")
+    for name in (
+        "attention",
+        "gradient",
+        "gradient_kernel",
+        "kernel",
+        "varlen",
+        "window",
+        "window_kernel",
+    )
 )
 # The first that fits a file is its own.
 SUITES = (
+    Suite("csrc/*/varlen.cpp", (VARLEN, "tests/core/test_varlen.py")),
     Suite("csrc/elsa/gradient*", (GRADIENT,)),
     Suite("csrc/elsa/window*", (WINDOW,)),
     Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
