@@ -14,10 +14,9 @@ ATTENTION = "tests/backends/test_native.py"
 GRADIENT = "tests/backends/test_native_gradient.py"
 DROPOUT = "tests/backends/test_native_dropout.py"
 WINDOW = "tests/backends/test_native_window.py"
+VARLEN = "tests/backends/test_native_varlen.py"
 MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
-DROPOUT = "tests/backends/test_native_dropout.py"
-VARLEN = "tests/core/test_varlen.py"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
@@ -110,14 +109,13 @@ _DECLARATIONS = frozenset(
 )
 # The first that fits a file is its own.
 SUITES = (
+    Suite("csrc/*/varlen.cpp", (VARLEN, "tests/core/test_varlen.py")),
     Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT)),
     Suite("csrc/elsa/philox.h", (DROPOUT,)),
     Suite("csrc/elsa/window*", (WINDOW,)),
     Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
     Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
     Suite("csrc/elsa/pack.h", (ATTENTION, WINDOW)),
-    Suite("csrc/elsa/philox.h", (DROPOUT,)),
-    Suite("csrc/*/varlen.cpp", (VARLEN,)),
     Suite("csrc/elsa/*", (ATTENTION, DROPOUT)),
     Suite("csrc/torch/common.h", (ATTENTION, WINDOW, BUILD)),
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
