@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.messages import first_line
@@ -51,6 +50,8 @@ def by_name(name: str) -> dist.ProcessGroup:
     Raises:
         UnavailableError: there is none of this name any more.
     """
+    from torch.distributed import distributed_c10d  # there may be builds without it
+
     resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     try:
         found: dist.ProcessGroup = resolve(name)

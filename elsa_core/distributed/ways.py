@@ -52,9 +52,9 @@ def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
                 continue
             # own and later shards come first, then the earlier ones: two folds, each in order
             states = after if rank >= call.group.rank() else before
-            states[:] = [monoid.merge(states[0], found) if states else found]
+            states[:] = [monoid.merge_(states[0], found) if states else found]
     folded = [*before, *after]
-    total = monoid.fold(folded) if folded else None
+    total = monoid.merge_(*folded) if len(folded) == 2 else next(iter(folded), None)
     return shards.finished(total, call.rows, value_dim)
 
 

@@ -34,9 +34,12 @@ def check(names: Iterable[str], device: str) -> tuple[str, ...]:
     """The names, where a library or the package serves each of them without Python's own eager one.
 
     Raises:
-        ExportError: the graph holds none, or one that only this package's Python code computes.
+        ExportError: the graph holds none, one that only this package's Python code computes, or
+            dropout.
     """
     found = tuple(names)
+    if any(name.startswith("attention_dropout") for name in found):
+        raise ExportError("the graph drops attention weights: a bundle is for inference")
     eager = [name for name in found if name.endswith("_eager")]
     if eager:
         raise ExportError(

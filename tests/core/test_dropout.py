@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import elsa_core as elsa
 from elsa_core.backends import eager, native, philox
 from elsa_core.backends.philox import Dropout
-from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.errors import ArgumentError, ExportError, UnavailableError
+from elsa_core.exporting.operators import check, in_program
 
 SEED = torch.tensor([-0x123456789ABCDEF, 0x1_8765_4321])
 WORD = 0xFFFFFFFF
@@ -468,3 +469,17 @@ def test_pytorch_on_a_cpu_by_name() -> None:
     out = elsa.attention(x, x, x, dropout_p=0.5, backend="sdpa")
     torch.manual_seed(0)
     assert torch.equal(out, F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+
+
+def test_a_bundle_holds_no_dropout() -> None:
+    """A module that drops in eval mode too is refused by name."""
+
+    class Drops(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return elsa.attention(x, x, x, dropout_p=0.5)
+
+    program = torch.export.export(Drops().eval(), (make(1, 2, 9, 8),))
+    names = in_program(program)
+    assert names and all(name.startswith("attention_dropout") for name in names)
+    with pytest.raises(ExportError, match="drops"):
+        check(names, "cpu")

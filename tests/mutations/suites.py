@@ -12,6 +12,7 @@ from .source import Mutant, chosen, identity, mutant
 
 ATTENTION = "tests/backends/test_native.py"
 GRADIENT = "tests/backends/test_native_gradient.py"
+DROPOUT = "tests/backends/test_native_dropout.py"
 WINDOW = "tests/backends/test_native_window.py"
 VARLEN = "tests/backends/test_native_varlen.py"
 MATH = "tests/backends/test_native_math.py"
@@ -19,6 +20,7 @@ BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_tol
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
+FOLDS = "tests/patching/test_folds.py"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,14 @@ _BACKWARD = tuple(
         "strict causal", "strict additive mask", "strict bias of keys", "strict bias of queries",
     )
 )  # fmt: skip
+# Forward and gradients with dropout: all but these tests run the kernels without it.
+_DROPOUT = tuple(
+    f"tests/backends/test_triton_dropout.py::test_interpreted[{name}]"
+    for name in (
+        "half, groups, odd widths", "half bias", "strict", "strict causal", "strict bias of keys",
+        "strict, FMA",
+    )
+)  # fmt: skip
 # Of 50 cases, which take a minute, those that between them run every kernel and every term.
 _WINDOWS_BACKWARD = (
     *(
@@ -93,32 +103,32 @@ _LINEAR = tuple(
 _DECLARATIONS = frozenset(
     f"csrc/elsa/{name}.h"
     for name in (
-        "attention",
-        "gradient",
-        "gradient_kernel",
-        "kernel",
-        "varlen",
-        "window",
+        *("attention", "gradient", "gradient_kernel", "kernel", "varlen", "window"),
         "window_kernel",
     )
 )
 # The first that fits a file is its own.
 SUITES = (
     Suite("csrc/*/varlen.cpp", (VARLEN, "tests/core/test_varlen.py")),
-    Suite("csrc/elsa/gradient*", (GRADIENT,)),
+    Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT)),
+    Suite("csrc/elsa/philox.h", (DROPOUT,)),
     Suite("csrc/elsa/window*", (WINDOW,)),
     Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
     Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
     Suite("csrc/elsa/pack.h", (ATTENTION, WINDOW)),
-    Suite("csrc/elsa/*", (ATTENTION,)),
+    Suite("csrc/elsa/*", (ATTENTION, DROPOUT)),
     Suite("csrc/torch/common.h", (ATTENTION, WINDOW, BUILD)),
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
-    Suite("csrc/torch/*", (ATTENTION, GRADIENT)),
+    Suite("csrc/torch/*", (ATTENTION, GRADIENT, DROPOUT)),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
     _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_windows", "windows"),
     _adapter("windows", "windows", "swin", "maxvit"),
     _adapter("torchvision_mlp", SCOPE),
+    _adapter("torchvision_blocks", FOLDS),
+    _adapter("timm_folded", FOLDS),
+    _adapter("residual", FOLDS, SCOPE),
+    _adapter("handing", FOLDS, SCOPE),
     _adapter("torchvision_maxvit", "maxvit"),
     _adapter("torchvision_*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_maxxvit", "maxvit", "windows"),
@@ -134,18 +144,29 @@ SUITES = (
     _adapter("timm_*", "timm", "eager", "redirect", "watched", SCOPE),
     _adapter("common", "transformers", "timm", "eager", "watched"),
     _adapter("decomposed", "eager", "timm"),
-    _adapter("open_clip_towers", "eager", "multihead"),
+    _adapter("open_clip_towers", "eager", "multihead", FOLDS),
     _adapter("asked", "timm", "multihead", "watched"),
     _triton(
         "attention/fma_fallback",
         "tests/backends/test_triton_hopper.py::test_flagged_blocks_are_folded_again",
     ),
-    _triton("attention/backward_*", *_BACKWARD, lines=80),
-    *(_triton(f"attention/{name}", *_FORWARD) for name in ("decode", "exact", "fold", "forward")),
+    _triton("attention/backward_*", *_BACKWARD, *_DROPOUT, lines=80),
+    _triton("attention/decode", *_FORWARD),
+    *(_triton(f"attention/{name}", *_FORWARD, *_DROPOUT) for name in ("exact", "fold", "forward")),
     *(_triton(f"attention/{name}", *_FORWARD) for name in ("merge", "split")),
     _triton("window/backward_*", *_WINDOWS_BACKWARD),
     _triton("window/*", *_WINDOWS),
+    _triton("linear/usertable", "tests/bench/test_bench_linear.py"),
     _triton("linear/*", *_LINEAR),
+    _triton("shared/philox", *_DROPOUT),
+    _triton("attention/varlen_forward", "tests/backends/test_triton_varlen.py::test_interpreted"),
+    _triton(
+        "attention/entmax_kernels",
+        *(
+            f"tests/backends/test_triton_entmax.py::test_{name}"
+            for name in ("interpreted_error", "tiles_are_those_of_float64", "tiles_are_skipped")
+        ),
+    ),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),
 )
 

@@ -13,9 +13,9 @@ BACKENDS = "tests/backends"
 # A limit of memory leaves no room for the sanitizers' shadow.
 _NEITHER = ("test_memory_is_linear_at_32768_tokens", "test_memory_is_linear_at_16384_tokens")
 EVERYTHING = (
-    f"{BACKENDS}/test_native.py", f"{BACKENDS}/test_native_gradient.py",
-    f"{BACKENDS}/test_native_varlen.py", f"{BACKENDS}/test_native_window.py",
-    f"{BACKENDS}/test_ort_library.py",
+    f"{BACKENDS}/test_native.py", f"{BACKENDS}/test_native_dropout.py",
+    f"{BACKENDS}/test_native_gradient.py", f"{BACKENDS}/test_native_varlen.py",
+    f"{BACKENDS}/test_native_window.py", f"{BACKENDS}/test_ort_library.py",
 )  # fmt: skip
 SHORT = (
     f"{BACKENDS}/test_native.py::test_masks",

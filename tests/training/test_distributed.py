@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .conftest import Gradients, assert_as_exact, gradients, loss_of, step, subject
 
 WAYS = [(how, kind) for how in ("ddp", "fsdp2") for kind in ("vit", "swin")]
+DROPPING = {"attn_drop_rate": 0.4}
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="torch was built without gloo",
@@ -37,12 +38,14 @@ def work(rank: int, port: int, folder: str) -> None:
             whole = shared_step(rank, how, kind)
             if rank == 0:
                 torch.save(whole, Path(folder) / f"{how}-{kind}.pt")
+        dropped = shared_step(rank, "ddp", "vit", **DROPPING)
+        torch.save(dropped, Path(folder) / f"dropped-{rank}.pt")
     finally:
         torch.distributed.destroy_process_group()
 
 
-def shared_step(rank: int, how: str, kind: str) -> Gradients:
-    found = subject(kind, "native")
+def shared_step(rank: int, how: str, kind: str, **options: float) -> Gradients:
+    found = subject(kind, "native", **options)
     half = slice(2 * rank, 2 * rank + 2)
     model: nn.Module = found.patched
     if how == "ddp":
@@ -83,3 +86,17 @@ def test_two_processes(how: str, kind: str, folder: Path) -> None:
     one = subject(kind, "native")
     oracle = step(one.exact(), one.images.double(), one.labels)
     assert_as_exact(found, step(one.plain, one.images, one.labels), oracle)
+
+
+def test_two_processes_of_one_seed_drop_alike(folder: Path) -> None:
+    """Each half by the same masks: the mean of two steps in one process."""
+    found, other = (torch.load(folder / f"dropped-{rank}.pt") for rank in (0, 1))
+    halves = []
+    for rank in (0, 1):
+        one = subject("vit", "native", **DROPPING)  # sets the seed, as in the processes
+        half = slice(2 * rank, 2 * rank + 2)
+        halves.append(step(one.patched, one.images[half], one.labels[half]))
+    for name, grad in found.items():
+        expected = (halves[0][name] + halves[1][name]) / 2
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-7, msg=name)
+        assert torch.equal(grad, other[name]), name

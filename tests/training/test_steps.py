@@ -230,12 +230,14 @@ def test_an_average_of_weights(small: Subject) -> None:
 @pytest.mark.parametrize(
     ("kind", "option"),
     [
-        *itertools.product(["vit-auto", "swin-auto", "swin-native"], ["attn_drop_rate"]),
+        *itertools.product(["swin-auto", "swin-native"], ["attn_drop_rate"]),
         *itertools.product(["vit-auto", "vit-native", "swin-native"], ["drop_path_rate"]),
     ],
 )
 def test_equal_seeds_drop_alike(kind: str, option: str) -> None:
-    """A patched model in training drops what the original drops after the same seed."""
+    """A patched model in training drops what the original drops after the same seed. Of a ViT's
+    attention weights see test_dropout.py.
+    """
     name, backend = kind.split("-")
     found = subject(name, backend, **{option: 0.4})
     results = []
@@ -249,8 +251,6 @@ def test_equal_seeds_drop_alike(kind: str, option: str) -> None:
     torch.testing.assert_close(own, loss, rtol=1e-5, atol=1e-6)
     for key, value in expected.items():
         torch.testing.assert_close(grads[key], value, rtol=1e-3, atol=1e-5, msg=key)
-    if (kind, option) == ("vit-auto", "attn_drop_rate"):
-        assert torch.equal(own, loss)
     torch.manual_seed(4)
     other = loss_of(found.patched, found.images, found.labels)
     assert (other - own).abs() > 1e-4  # something is dropped

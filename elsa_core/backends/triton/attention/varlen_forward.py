@@ -133,7 +133,7 @@ def varlen_forward(
                     tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
                     p_k, p_v, Q, Q, Q, Q, no_region, no_region, Q,
                     c0, tl.maximum(c0, tl.minimum(full, end)), end, len_k,
-                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows,
+                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
                     MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                     UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
                 )  # fmt: skip
@@ -142,7 +142,7 @@ def varlen_forward(
             m, z, acc0, acc1, bad = fold_range(
                 qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
                 p_k, p_v, Q, Q, Q, Q, no_region, no_region, Q, lo, full, hi, len_k,
-                k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows,
+                k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
                 MODE, False, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
                 UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
             )  # fmt: skip
@@ -151,7 +151,7 @@ def varlen_forward(
         if bad != 0:
             m, z, acc0, acc1 = fold_exact(
                 p_q, p_k, p_v, Q, Q, lo, hi, len_k, q_n, q_d, k_n, k_d, v_n, v_d,
-                0, 0, row0, rows, scale * flip, scale_exp, power(-shift),
+                0, 0, row0, rows, scale * flip, scale_exp, power(-shift), None, 0,
                 0, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, 0,
             )  # fmt: skip
             offset = shift.to(tl.float32)
@@ -159,5 +159,5 @@ def varlen_forward(
     token = first_q + row0
     store_rows(
         acc0, acc1, tl.sum(z, 1), m, offset, Out, LSE, (token * heads + i_h) * DV,
-        heads.to(tl.int64) * DV, i_h * n_q + token, rows, BM, DV, V0, V1, False,
+        heads.to(tl.int64) * DV, i_h * n_q + token, rows, 1.0, BM, DV, V0, V1, False,
     )  # fmt: skip
