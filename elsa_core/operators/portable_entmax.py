@@ -10,8 +10,8 @@ from torch import Tensor
 from elsa_core.backends import eager_entmax
 from elsa_core.backends.eager_entmax import Solved
 
-# Steps of the solver, by whether alpha <= 2: there about ten are the most that rows of random scores
-# were seen to take in float32, above it bisections take part.
+# Steps of the solver, by whether alpha <= 2: there rows of random scores were seen to take ten at
+# most in float32; above it bisections take part.
 _STEPS = {True: 20, False: 60}
 
 
