@@ -34,7 +34,8 @@ def test_interpreted(interpreted: Rows, name: str) -> None:
     assert row["finite"] and row["hidden"] and row["fence"] and row["again"]
     limit = 6e-4 if dtype == torch.float16 else 1e-3 if precision == "turbo" else 6e-7
     assert row["error"] < limit
-    assert row["lse"] < (1e-3 if precision == "turbo" else 1e-6)
+    band = 1e-3 if precision == "turbo" else torch.finfo(torch.float32).eps
+    assert row["lse"] <= 2 * row["peer_lse"] + band
 
 
 def planned(dtype: torch.dtype, dim: int, precision: str, causal: bool):
@@ -46,13 +47,11 @@ def planned(dtype: torch.dtype, dim: int, precision: str, causal: bool):
 CALLS = {
     "strict": (torch.float32, 64, "strict", False),
     "strict 80": (torch.float32, 80, "strict", False),
-    "half": (torch.float16, 64, "strict", False),
     "bf16 causal": (torch.bfloat16, 128, "strict", True),
     "ieee": (torch.float32, 64, "ieee", False),
 }
 TARGETS = [
-    ("strict", 80), ("strict", 90), ("strict", 120), ("strict 80", 90), ("half", 120),
-    ("bf16 causal", 80), ("ieee", 90),
+    ("strict 80", 80), ("bf16 causal", 80), ("strict", 90), ("ieee", 90), ("strict", 120),
 ]  # fmt: skip
 
 
