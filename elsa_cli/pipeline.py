@@ -116,6 +116,7 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
 
         from elsa_core.attention import explain
         from elsa_core.patching.adapters.table import LAYERS
+        from elsa_core.routing import PLAIN
 
         attention = [site for site in report.patched if site.kind not in LAYERS]
         dims = sorted({site.head_dim or 64 for site in attention})
@@ -124,7 +125,7 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
         for dim in dims:
             one = torch.zeros(1, 1, 1, dim, device=place.device, dtype=place.dtype)
             found[dim] = explain(one, one, one, precision=report.precision, backend=report.backend)
-    slow = [dim for dim, route in found.items() if route.backend == "eager"]
+    slow = [dim for dim, route in found.items() if route.backend == PLAIN]
     reasons = "; ".join(found[slow[0]].reasons) if slow else ""
     # What the native backend logged when it failed to load is not said twice.
     said = any(text.rpartition(": ")[2] in reasons for text in session.warned)

@@ -162,8 +162,9 @@ def _dropped(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with dropout of the weights, by the backend that serves such calls."""
     name = _dropout_name(query, key, value, attn_mask, precision, dropout_p, backend, return_lse)
+    run = routing.RUNS["attention_dropout", name]
     # PyTorch's own kernels draw for themselves, as they do in the original model
-    run, own = routing.RUNS["attention_dropout", name], name == "sdpa"
+    own = routing.implementation("attention_dropout", name).whole
     seed = None if own else philox.draw(query.device)
     if calls.differentiates_otherwise():
         run = operators.ATTENTION_DROPOUT.reference

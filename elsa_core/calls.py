@@ -83,6 +83,11 @@ def first_of_kind(kind: Any) -> bool:
     return True
 
 
+def forget_kinds() -> None:
+    """Ask about every kind of call anew: what serves its like has changed."""
+    _KINDS.clear()
+
+
 def was_seen(kind: Any) -> bool:
     """Whether `first_of_kind` was asked about such a call."""
     return kind in _KINDS

@@ -142,6 +142,25 @@ def merge(a: State, b: State) -> State:
     )
 
 
+def merge_(total: State, other: State) -> State:
+    """As `merge`, in the memory of `total`, which it returns; `other` is used up. No gradients.
+
+    For states of long sequences, of which nobody else holds a part: nothing of the size of `W` is
+    allocated.
+
+    Raises:
+        ArgumentError: a state is float16 or bfloat16.
+    """
+    _require_wide(total)
+    _require_wide(other)
+    m = torch.maximum(total.m, other.m)
+    factor, factor_other = _factor(total.m, m), _factor(other.m, m)
+    total.S.mul_(factor).add_(other.S.mul_(factor_other))
+    total.W.mul_(factor.unsqueeze(-1)).add_(other.W.mul_(factor_other.unsqueeze(-1)))
+    total.m.copy_(m)
+    return total
+
+
 def fold(states: State | Iterable[State]) -> State:
     """Merge states from left to right: ((u_0 + u_1) + u_2) + ...
 
@@ -218,6 +237,14 @@ def finalize(state: State) -> tuple[Tensor, Tensor]:
     )
     lse = torch.where(empty, torch.full_like(safe, _NEGATIVE_INFINITY), state.m + torch.log(safe))
     return output, lse
+
+
+def finalize_(state: State) -> tuple[Tensor, Tensor]:
+    """As `finalize`, with the output in the memory of `W`; the state is used up. No gradients."""
+    empty = state.S == 0  # W is zero there
+    safe = state.S.masked_fill(empty, 1.0)
+    lse = (state.m + torch.log(safe)).masked_fill_(empty, _NEGATIVE_INFINITY)
+    return state.W.div_(safe.unsqueeze(-1)), lse
 
 
 def _exclusive_scan(states: State) -> State:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elsa_cli import bench_compare, bench_models, bench_trace, bench_tune, completion, targets
+from elsa_cli import (
+    bench_compare,
+    bench_linear,
+    bench_models,
+    bench_trace,
+    bench_tune,
+    completion,
+    targets,
+)
 from elsa_cli.console import Session
 from elsa_cli.errors import VerdictError
 from elsa_cli.options import (
@@ -33,8 +41,8 @@ if TYPE_CHECKING:
 
 @click.command("bench", cls=Command)
 @click.argument(
-    "kind", type=click.Choice(["attention", "models", "training"]),
-    metavar="[attention|models|training]", required=False,
+    "kind", type=click.Choice(["attention", "linear", "models", "training"]),
+    metavar="[attention|linear|models|training]", required=False,
 )  # fmt: skip
 @click.option(
     "--device", type=DeviceName(), default="auto", show_default=True,
@@ -111,9 +119,14 @@ def command(session: Session, /, kind: str | None, **given: Any) -> None:
 
     --trace measures nothing: it shows a call's partitions, what becomes of its states and how deep
     its merges are, and replays them; a GPU's schedule needs no GPU. --tune times tiles on a GPU.
+    `linear --tune` measures whether split float32 products gain on this GPU; patched models then
+    use them there.
     --compare measures the cases of an earlier or published run again; exit code 1 if any became
     worse.
     """
+    if kind == "linear":
+        bench_linear.run(session, given)
+        return
     _check_modes(given)
     published = bench_compare.published(given["compare"])
     kind = _kind_of(kind, published, given)

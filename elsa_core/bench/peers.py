@@ -79,22 +79,23 @@ def of_attention(
 ) -> dict[str, Callable[[], Contender] | str]:
     """Every other exact softmax attention: PyTorch's, eager, ONNX Runtime's, FlexAttention."""
     device = tensors.query.device
-    too_large = _too_large(case, device)
+    large = too_large(case, device)
     found: dict[str, Callable[[], Contender] | str] = {
         name: functools.partial(_sdpa, name, choice, tensors)
         for name, choice in _SDPA[device.type].items()
     }
-    if too_large:
-        found["sdpa-math"] = too_large
+    if large:
+        found["sdpa-math"] = large
     if device.type == "cpu":
-        found["eager"] = too_large or (lambda: _eager(tensors))
+        found["eager"] = large or (lambda: _eager(tensors))
         found["onnxruntime"] = lambda: _onnxruntime(tensors)
     elif flex:
         found["flex"] = lambda: _flex(tensors)
     return found
 
 
-def _too_large(case: Case, device: torch.device) -> str:
+def too_large(case: Case, device: torch.device) -> str:
+    """Why score matrices of a case do not fit in memory; empty where they do."""
     needed, there = _SCORE_COPIES * case.score_bytes, available_bytes(device) // 2
     if needed <= there:
         return ""

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,10 @@ from elsa_core.errors import ArgumentError
 from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 
-_BYTES = 1024  # of a message
-_LONGEST = 400  # characters of an error in it
+_BYTES = 2048  # of a message
+_LONGEST = 300  # characters of an error in it, of up to four bytes each
 _NO_MASK = "none"
+_SHOWN = 100  # characters of lengths in it
 _KEPT = 4096  # answers of a group
 
 
@@ -63,7 +65,7 @@ class Agreement:
         return start, start + self.keys[rank]
 
 
-_ANSWERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]]
+_ANSWERS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Agreement]]
 _ANSWERS = weakref.WeakKeyDictionary()
 
 
@@ -72,7 +74,6 @@ def described(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    lengths: Sequence[int],
     **terms: Any,
 ) -> dict[str, Any]:
     """What a rank says of its call. Lengths and the first two dims of a mask are its own."""
@@ -88,7 +89,6 @@ def described(
         "the width of value": value.shape[3],
         "attn_mask": mask,
         **terms,
-        "lengths": list(lengths),
         "mask": [] if attn_mask is None else list(attn_mask.shape),
         "queries": query.shape[2],
         "keys": key.shape[2],
@@ -98,7 +98,12 @@ def described(
 _OWN = ("queries", "keys", "mask", "error")  # may differ between ranks
 
 
-def agree(group: dist.ProcessGroup, said: dict[str, Any], device: torch.device) -> Agreement:
+def agree(
+    group: dist.ProcessGroup,
+    said: dict[str, Any],
+    device: torch.device,
+    lengths: Sequence[int] = (),
+) -> Agreement:
     """The ranks' common answer to `said` (see `described`), by one small all_gather.
 
     Raises:
@@ -107,9 +112,10 @@ def agree(group: dist.ProcessGroup, said: dict[str, Any], device: torch.device) 
         UnavailableError: a rank does not answer.
     """
     answers = _ANSWERS.setdefault(group, {})
-    text = json.dumps(said, sort_keys=True)
-    if text in answers:
-        return answers[text]
+    text = json.dumps({**said, "lengths": _shown(lengths)}, sort_keys=True, ensure_ascii=False)
+    kind = (text, tuple(lengths))
+    if kind in answers:
+        return answers[kind]
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     message[: encoded.numel()] = encoded
@@ -124,12 +130,12 @@ def agree(group: dist.ProcessGroup, said: dict[str, Any], device: torch.device) 
         told[0],
     )
     _check_masks(told, answer)
-    _check_lengths(said["lengths"], answer)
-    if not said["lengths"]:
+    if not lengths:
         return answer
+    _check_lengths(tuple(lengths), answer)
     if len(answers) >= _KEPT:
         answers.clear()
-    answers[text] = answer
+    answers[kind] = answer
     return answer
 
 
@@ -152,7 +158,7 @@ def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> 
     Raises:
         ArgumentError: always; it names the rank.
     """
-    agree(group, {"error": f"{error}"[:_LONGEST], "lengths": []}, device)
+    agree(group, {"error": f"{error}"[:_LONGEST]}, device)
 
 
 def _compare(told: list[dict[str, Any]]) -> None:
@@ -168,11 +174,16 @@ def _compare(told: list[dict[str, Any]]) -> None:
                 )
 
 
-def _check_lengths(lengths: list[int], answer: Agreement) -> None:
+def _shown(lengths: Sequence[int]) -> str:
+    """The lengths that a caller gives, or what tells them apart: a message has one size."""
+    text = str(tuple(lengths))
+    return text if len(text) <= _SHOWN else f"{len(lengths)} with checksum {crc32(text.encode())}"
+
+
+def _check_lengths(given: tuple[int, ...], answer: Agreement) -> None:
     """What the caller says of all ranks, against what they say themselves."""
-    given = tuple(lengths)
     for name, own in (("query", answer.queries), ("key", answer.keys)):
-        if given and given != own:
+        if given != own:
             raise ArgumentError(f"lengths={given}, but the shards of {name} have {own} tokens")
 
 

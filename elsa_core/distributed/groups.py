@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.messages import first_line
@@ -51,6 +50,8 @@ def by_name(name: str) -> dist.ProcessGroup:
     Raises:
         UnavailableError: there is none of this name any more.
     """
+    from torch.distributed import distributed_c10d  # there may be builds without it
+
     resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     try:
         found: dist.ProcessGroup = resolve(name)
@@ -109,11 +110,13 @@ def pass_on(
     if received is not None and received.numel():
         behind = (rank + 1) % size
         operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=behind))
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    with watching(group, "passing shards around the ring"):
+        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
 
 
-def finish(works: Sequence[dist.Work]) -> None:
+def finish(group: dist.ProcessGroup, works: Sequence[dist.Work]) -> None:
     """Wait for messages; on a GPU the current stream waits, the host does not."""
-    for work in works:
-        work.wait()
+    with watching(group, "passing shards around the ring"):
+        for work in works:
+            work.wait()

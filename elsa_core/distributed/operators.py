@@ -56,11 +56,11 @@ def agreed_call(
     is_causal, scale, precision, backend, method, gradients, lengths, group = terms
     process_group = groups.by_name(group)
     said = agreement.described(
-        query, key, value, attn_mask, lengths, is_causal=is_causal, scale=scale,
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale,
         precision=precision, backend=backend, method=method, gradients=gradients,
     )  # fmt: skip
     if tokens is None:
-        agreed = agreement.agree(process_group, said, query.device)
+        agreed = agreement.agree(process_group, said, query.device, lengths)
     else:
         agreed = agreement.agreed_before(process_group, said, tokens)
     start, _ = agreed.rows(agreed.rank)

@@ -94,7 +94,7 @@ def state(rows: Rows, runs: Iterable[Run]) -> State | None:
         stop = rows.start + rows.query.shape[2]
         for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
             found = _of_block(rows, run, block)
-            total = found if total is None else monoid.merge(total, found)
+            total = found if total is None else monoid.merge_(total, found)
     return total
 
 
@@ -118,7 +118,7 @@ def finished(total: State | None, rows: Rows, value_dim: int) -> tuple[Tensor, T
     query = rows.query
     if total is None:
         total = State.identity(query.shape[:3], value_dim, dtype=query.dtype, device=query.device)
-    out, lse = monoid.finalize(total)
+    out, lse = monoid.finalize_(total)
     out = out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse.contiguous()
 

@@ -117,6 +117,7 @@ ENTMAX_ATTENTION = register(
         ),
         terms=("query", "key", "value", "attn_mask", "head_alpha"),
         twin=True,
+        bench="elsa_core.bench.entmax:ENTMAX",
     )
 )
 # On devices without kernels of this operator the name stands for the reference too.

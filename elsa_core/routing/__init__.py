@@ -32,13 +32,14 @@ from elsa_core.routing.choose import (
     unregister,
 )
 from elsa_core.routing.gradients import recorded, shard_backward
-from elsa_core.routing.measured import NORM, eager_least, linear_form, scope, unmeasured
+from elsa_core.routing.measured import NORM, PADDED, eager_least, linear_form, scope, unmeasured
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [
     "BACKENDS",
     "NORM",
+    "PADDED",
     "PLAIN",
     "RUNS",
     "SERVING",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from elsa_core import calls, operators
 from elsa_core import precision as precisions
+from elsa_core.backends import cuda
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.routing import measured
@@ -331,6 +332,7 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
 def _forget() -> None:
     """Build what compilers read, and drop what was chosen."""
     chosen.cache_clear()
+    cuda.forget()
     RUNS.clear()
     DIRECT.clear()
     SERVING.clear()

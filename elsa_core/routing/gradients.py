@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import operators, packing
-from elsa_core.backends import eager
+from elsa_core.backends import cuda, eager
 from elsa_core.backends.support import Request, loses_digits
 from elsa_core.operators.record import implement
 from elsa_core.operators.window import Eager
@@ -191,7 +191,7 @@ def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
     kernel = DIRECT.get((operator, backend))
     if kernel is None:
         return None
-    return partial(Eager.apply, kernel, window_attention_backward)
+    return partial(Eager.apply, kernel, _EAGER_BACKWARD)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -205,3 +205,13 @@ implement("varlen_attention_backward", varlen_attention_backward, "CompositeExpl
 implement("attention_dropout_backward", attention_dropout_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
 implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")
+# The plans of these are dropped where backends come or go (`choose.register`).
+cuda.activate(
+    {
+        "attention_backward": attention_backward,
+        "window_attention_backward": window_attention_backward,
+    }
+)
+_EAGER_BACKWARD = cuda.direct(
+    torch.ops.elsa.window_attention_backward.default, window_attention_backward
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -21,7 +22,7 @@ pytest.importorskip("triton")
 import triton
 
 from elsa_core.backends.triton.pack import build as building
-from elsa_core.backends.triton.pack import cases, specialize, store
+from elsa_core.backends.triton.pack import cases, lookup, specialize, store
 from elsa_core.backends.triton.pack.build import build
 from elsa_core.backends.triton.pack.plan import Planner
 from elsa_core.backends.triton.shared import device
@@ -119,6 +120,23 @@ def test_code_is_what_the_jit_compiles(packs: Path) -> None:
         assert (entry.kernel.symbol, entry.kernel.shared, entry.kernel.warps) == (
             compiled.metadata.name, compiled.metadata.shared, compiled.metadata.num_warps
         )  # fmt: skip
+
+
+def test_the_cuda_library_takes_a_pack_for_a_compiled_kernel(packs: Path) -> None:
+    """By its record, as it takes the JIT's by the PTX."""
+    from elsa_core.backends.cuda.kernels import kernel_of
+
+    pack = store.read(packs / "sm_80")
+    planner = Planner(80)
+    plan = planner.add(cases.expanded(ONLY))
+    for key, entry in pack.entries.items():
+        job = plan.jobs[key]
+        ours = lookup.compiled(key, pack, entry, job.special, job.target, planner.backend)
+        options = job.special.options.__dict__
+        theirs = triton.compile(job.special.source, target=job.target, options=options)
+        first, second = kernel_of(ours), kernel_of(theirs)
+        assert dataclasses.replace(first, code=b"") == dataclasses.replace(second, code=b"")
+        assert code_of(first.code) == code_of(second.code)
 
 
 TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}

@@ -139,11 +139,13 @@ def grouped() -> dict:
 
 
 def beyond_the_table() -> dict:
-    """An index beyond the table gives NaN in its row, and nothing else."""
-    given = arguments(CASES["table"][0], F32, "strict", {"bias": "table"})
-    given.bias_index[3, 5] = 40
-    bad = planner.window_attention(*given).isnan()
-    return {"rows": int(bad.any(-1).sum()), "windows": 2}
+    """An index outside the table, a negative one too, gives NaN in its row and nothing else."""
+    rows = []
+    for outside in (40, -1):
+        given = arguments(CASES["table"][0], F32, "strict", {"bias": "table"})
+        given.bias_index[3, 5] = outside
+        rows.append(int(planner.window_attention(*given).isnan().any(-1).sum()))
+    return {"rows": rows, "windows": 2}
 
 
 def main() -> None:

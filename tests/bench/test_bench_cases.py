@@ -97,7 +97,12 @@ def test_what_a_case_says_of_itself() -> None:
 
 def test_selection() -> None:
     quick = select("cpu", quick=True)
-    assert 3 <= len(quick) <= 10 and {c.table for c in quick} == {"vit", "window", "sweep"}
+    assert 3 <= len(quick) <= 10 and {c.table for c in quick} == {
+        "vit",
+        "window",
+        "sweep",
+        "entmax",
+    }
     assert {c.table for c in select("cuda", tables=["decode"])} == {"decode"}
     one = select("cpu", patterns=["vit/1x12x197*"])
     assert [c.name for c in one] == ["vit/1x12x197x64-fp32"]
@@ -105,7 +110,7 @@ def test_selection() -> None:
         ({"device_type": "mps"}, "no cases for 'mps'; use one of cpu, cuda"),
         (
             {"device_type": "cpu", "tables": ["fp32"]},
-            "no table 'fp32'; use one of vit, sweep, varlen, window",
+            "no table 'fp32'; use one of vit, sweep, entmax, varlen, window",
         ),
         ({"device_type": "cpu", "patterns": ["nothing"]}, "match nothing; --dry-run"),
     ):

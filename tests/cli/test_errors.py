@@ -97,9 +97,13 @@ def test_a_signal_ends_the_command_at_once(number: int, code: int) -> None:
     assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_a_long_import_is_no_reason_to_wait(tmp_path: Path, number: int, code: int) -> None:
     """On a cold disk an import of torch takes tens of seconds; Ctrl-C waited for its end."""
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip(f"{signal.Signals(number).name} is ignored here, as `nohup` has it")
     begun = tmp_path / "begun"
     (tmp_path / "torch.py").write_text(
         f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)\n"

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elsa_core.errors import ArgumentError
-from elsa_core.monoid import State, finalize, fold, lift, merge, scan, tree
+from elsa_core.monoid import (
+    State,
+    finalize,
+    finalize_,
+    fold,
+    lift,
+    merge,
+    merge_,
+    scan,
+    tree,
+)
 
 INF = float("inf")
 ULP = torch.finfo(torch.float64).eps
@@ -87,6 +97,20 @@ def test_merge_is_associative(a: State, b: State, c: State) -> None:
 @settings(deadline=None, max_examples=200)
 def test_merge_is_commutative_to_the_bit(a: State, b: State) -> None:
     assert equal(merge(a, b), merge(b, a))
+
+
+@given(states(), states())
+@settings(deadline=None, max_examples=200)
+def test_in_place_gives_the_same_bits(a: State, b: State) -> None:
+    wanted = merge(a, b)
+    total = State(*(t.clone() for t in a))
+    found = merge_(total, State(*(t.clone() for t in b)))
+    assert found is total and equal(found, wanted)
+    output, lse = finalize(wanted)
+    memory = total.W.data_ptr()
+    in_place = finalize_(total)
+    assert torch.equal(in_place[0], output) and torch.equal(in_place[1], lse)
+    assert in_place[0].data_ptr() == memory
 
 
 @given(states())

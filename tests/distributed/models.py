@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,3 +89,30 @@ def undone(name: str) -> bool:
     same = before == [type(module) for module in model.modules()]
     same = same and state == {key: set(vars(module)) for key, module in model.named_modules()}
     return same and torch.equal(one, two)
+
+
+def refused() -> dict[str, str]:
+    """What a sharded model says of calls that it cannot serve, on every rank alike."""
+    model = vit("class token")
+    elsa.distributed.shard(model)
+    batch = images("class token")
+    calls: dict[str, Callable[[], Any]] = {
+        "size": lambda: model(batch[:, :, :16]),
+        "intermediates": lambda: model.forward_intermediates(batch),
+    }
+    found = {name: _said(call) for name, call in calls.items()}
+    model.blocks[1].attn.proj_drop.p = 0.5
+    found["dropout"] = _said(lambda: model.train()(batch))
+    model.eval().blocks[1].attn.proj_drop.p = 0.0
+    elsa.patch(model)
+    found["patched since"] = _said(lambda: model(batch))
+    found["sharded again"] = _said(lambda: elsa.distributed.shard(model)(batch))
+    return found
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

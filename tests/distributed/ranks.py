@@ -48,6 +48,7 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
         found["compiled"] = compiled(rank)
         found["ddp"] = models.by_ddp("registers")
         found["undone"] = models.undone("class token")
+        found["refused"] = models.refused()
         found["again"] = lengths_are_kept(rank)
     else:
         found["faults"] = faults(rank)
@@ -127,6 +128,7 @@ def disagreements(rank: int) -> dict[str, str]:
         "mask of own keys": said(lambda: attention(x, x, x, mask[..., : 4 if mine else 8])),
         "heads": said(lambda: attention(x[:, :1], x[:, :1], x[:, :1], method="heads")),
         "lengths": said(lambda: attention(x, x, x, lengths=(4, 5))),
+        "other lengths": said(lambda: attention(x, x, x, lengths=(4, 5) if mine else (4, 4))),
         "agreed": said(lambda: attention(x, x, x, mask)),
     }
 

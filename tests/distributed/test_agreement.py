@@ -23,6 +23,7 @@ LINES = {
     "mask of own keys": "rank 1: attn_mask of shape [1, 1, 4, 4] does not broadcast to "
     "[1, 2, 4, 8]",
     "heads": "method='heads' needs numbers of heads that 2 ranks divide, not 1 and 1",
+    "other lengths": "lengths is (4, 4) on rank 0 and (4, 5) on rank 1",
     "lengths": "lengths=(4, 5), but the shards of query have (4, 4) tokens",
 }
 

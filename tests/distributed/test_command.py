@@ -13,10 +13,18 @@ import pytest
 import torch
 
 import elsa_cli
+from elsa_cli import main
 
 SCHEMA = Path(elsa_cli.__file__).parent / "schemas" / "result-1.json"
-_PROFILE = ["-m", "elsa_cli", "profile"]
-_SMALL = ["vit_tiny_patch16_224", "--img", "48", "--sequence-parallel", "--device", "cpu"]
+_SMALL = [
+    "profile",
+    "vit_tiny_patch16_224",
+    "--img",
+    "48",
+    "--sequence-parallel",
+    "--device",
+    "cpu",
+]
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
@@ -24,16 +32,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # noqa: PLW1510
-        [sys.executable, *command], capture_output=True, text=True, timeout=300,
-        env=os.environ | variables,
-    )  # fmt: skip
-
-
 def test_two_ranks_print_one_document() -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(*torchrun, *_PROFILE, *_SMALL, "--rounds", "3", "--json", OMP_NUM_THREADS="1")
+    command = [sys.executable, *torchrun, "-m", "elsa_cli", *_SMALL, "--rounds", "3", "--json"]
+    done = subprocess.run(  # noqa: PLW1510
+        command, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
@@ -54,6 +59,23 @@ def test_two_ranks_print_one_document() -> None:
         (["--batch-size", "1,2"], 2, "--sequence-parallel takes one --batch-size"),
     ],
 )
-def test_what_it_refuses(flags: list[str], code: int, line: str) -> None:
-    done = run(*_PROFILE, *_SMALL, *flags, RANK="", WORLD_SIZE="")
-    assert done.returncode == code and line in done.stderr and not done.stdout
+def test_what_it_refuses(
+    flags: list[str],
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main.run([*_SMALL, *flags]) == code
+    said = capsys.readouterr()
+    assert line in said.err and not said.out
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_one_rank_says_what_is_wrong_on_all(
+    rank: str, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    assert main.run([*_SMALL, "--train"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines

@@ -50,6 +50,22 @@ def test_copies_and_unpatch(results: Results) -> None:
     assert all(results[2][rank]["undone"] for rank in range(2))
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("size", "ArgumentError: images of 16 x 16 pixels: the model takes 20 x 16"),
+        ("intermediates", "ModelError: forward_intermediates of a sharded model: "),
+        ("dropout", "ModelError: blocks.1.attn.proj_drop drops in training"),
+        ("patched since", "ModelError: blocks.0.attn was patched after the model was sharded"),
+        ("sharded again", ""),
+    ],
+)
+def test_what_a_sharded_model_refuses(name: str, line: str, results: Results) -> None:
+    for rank in range(2):
+        said = results[2][rank]["refused"][name]
+        assert said.startswith(line) and bool(said) == bool(line) and "\n" not in said
+
+
 def small(**options: Any) -> VisionTransformer:
     return VisionTransformer(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2,
                              num_classes=3, **options)  # fmt: skip

@@ -14,11 +14,13 @@ ATTENTION = "tests/backends/test_native.py"
 GRADIENT = "tests/backends/test_native_gradient.py"
 DROPOUT = "tests/backends/test_native_dropout.py"
 WINDOW = "tests/backends/test_native_window.py"
+VARLEN = "tests/backends/test_native_varlen.py"
 MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
 RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
+FOLDS = "tests/patching/test_folds.py"
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,14 @@ _LINEAR = tuple(
 # Declarations without code: what they say is what the files that include them do.
 _DECLARATIONS = frozenset(
     f"csrc/elsa/{name}.h"
-    for name in ("attention", "gradient", "gradient_kernel", "kernel", "window", "window_kernel")
+    for name in (
+        *("attention", "gradient", "gradient_kernel", "kernel", "varlen", "window"),
+        "window_kernel",
+    )
 )
 # The first that fits a file is its own.
 SUITES = (
+    Suite("csrc/*/varlen.cpp", (VARLEN, "tests/core/test_varlen.py")),
     Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT)),
     Suite("csrc/elsa/philox.h", (DROPOUT,)),
     Suite("csrc/elsa/window*", (WINDOW,)),
@@ -119,6 +125,10 @@ SUITES = (
     _adapter("timm_windows", "windows"),
     _adapter("windows", "windows", "swin", "maxvit"),
     _adapter("torchvision_mlp", SCOPE),
+    _adapter("torchvision_blocks", FOLDS),
+    _adapter("timm_folded", FOLDS),
+    _adapter("residual", FOLDS, SCOPE),
+    _adapter("handing", FOLDS, SCOPE),
     _adapter("torchvision_maxvit", "maxvit"),
     _adapter("torchvision_*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_maxxvit", "maxvit", "windows"),
@@ -134,7 +144,7 @@ SUITES = (
     _adapter("timm_*", "timm", "eager", "redirect", "watched", SCOPE),
     _adapter("common", "transformers", "timm", "eager", "watched"),
     _adapter("decomposed", "eager", "timm"),
-    _adapter("open_clip_towers", "eager", "multihead"),
+    _adapter("open_clip_towers", "eager", "multihead", FOLDS),
     _adapter("asked", "timm", "multihead", "watched"),
     _triton(
         "attention/fma_fallback",
@@ -146,8 +156,17 @@ SUITES = (
     *(_triton(f"attention/{name}", *_FORWARD) for name in ("merge", "split")),
     _triton("window/backward_*", *_WINDOWS_BACKWARD),
     _triton("window/*", *_WINDOWS),
+    _triton("linear/usertable", "tests/bench/test_bench_linear.py"),
     _triton("linear/*", *_LINEAR),
     _triton("shared/philox", *_DROPOUT),
+    _triton("attention/varlen_forward", "tests/backends/test_triton_varlen.py::test_interpreted"),
+    _triton(
+        "attention/entmax_kernels",
+        *(
+            f"tests/backends/test_triton_entmax.py::test_{name}"
+            for name in ("interpreted_error", "tiles_are_those_of_float64", "tiles_are_skipped")
+        ),
+    ),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),
 )
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from torch.nn.utils import parametrize
 
 import elsa_core as elsa
 from elsa_core import routing
+from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.plan import apply_plan, plan_of, read_plan
 from elsa_core.patching import adapters, layers
-from elsa_core.patching.adapters import common, torch_layers
+from elsa_core.patching.adapters import common, halves, torch_layers
 from elsa_core.patching.patch import original, patched_sites
 from elsa_core.patching.sites import find_sites
 
@@ -507,3 +509,20 @@ def test_an_export_says_the_scope():
     report = elsa.patch(model, scope="model")
     plan = export_target(model, None, image(), 0).plan
     assert plan.scope == "model" and plan.sites == tuple(site.path for site in report.patched)
+
+
+class _OnGpu:
+    """What `are_read` asks of a weight on a GPU."""
+
+    dtype, device, shape = torch.float32, torch.device("cuda"), (8, 16)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.empty(self.shape[1])
+
+
+def test_products_of_ieee_read_no_halves(monkeypatch):
+    monkeypatch.setitem(routing.SERVING, ("linear", "cuda", "auto"), ())
+    monkeypatch.setattr(routing, "support", lambda *_: Support(True))
+    for precision in ("strict", "ieee"):
+        site = SimpleNamespace(elsa_precision=precision, elsa_backend="auto")
+        assert halves.are_read(site, _OnGpu()) == (precision == "strict")

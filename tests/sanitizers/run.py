@@ -14,7 +14,7 @@ BACKENDS = "tests/backends"
 _NEITHER = ("test_memory_is_linear_at_32768_tokens", "test_memory_is_linear_at_16384_tokens")
 EVERYTHING = (
     f"{BACKENDS}/test_native.py", f"{BACKENDS}/test_native_dropout.py",
-    f"{BACKENDS}/test_native_gradient.py",
+    f"{BACKENDS}/test_native_gradient.py", f"{BACKENDS}/test_native_varlen.py",
     f"{BACKENDS}/test_native_window.py", f"{BACKENDS}/test_ort_library.py",
 )  # fmt: skip
 SHORT = (
@@ -22,6 +22,7 @@ SHORT = (
     f"{BACKENDS}/test_native.py::test_dtypes_and_value_dims",
     f"{BACKENDS}/test_native.py::test_strides",
     f"{BACKENDS}/test_native_window.py::test_sizes_and_shifts",
+    f"{BACKENDS}/test_native_varlen.py",
     f"{BACKENDS}/test_native_gradient.py::test_masks",
     f"{BACKENDS}/test_native_gradient.py::test_shifts_masks_and_layouts",
     f"{BACKENDS}/test_ort_library.py::test_a_hostile_model_is_an_error_not_a_crash",

@@ -33,7 +33,7 @@ def activate(kernels: Mapping[str, Callable[..., Any]]) -> None:
     kernels: what computes each operator in Python, with all its arguments. Where the library cannot
     be loaded one warning says why, and `serves` that the caller is to register them itself.
     """
-    if os.environ.get(VARIABLE) != "1":
+    if os.environ.get(VARIABLE) != "1" or _FAILED:
         return
     try:
         _activate(kernels)
@@ -67,6 +67,14 @@ def status() -> Support:
     if _SERVED:
         return Support(True, f"serves {', '.join(sorted(_SERVED))}")
     return Support(False, _FAILED[0] if _FAILED else f"off: set {VARIABLE}=1 to try it")
+
+
+def forget() -> None:
+    """Drop every plan, for example after a backend came or went."""
+    if _SERVED:
+        from elsa_core.backends.cuda import library
+
+        library.load().clear()
 
 
 def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
-from elsa_core.patching.adapters.handing import taken
+from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out, taken
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,6 +84,8 @@ def project(
     a CPU a recorded program calls the layer. A block may have handed the layer a residual and a
     scale.
     """
+    if activation != "none" and leaves_out(ACTIVATION):
+        return epilogue(project(site, layer, x, norm=norm), activation, residual, scale)
     if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
         if residual is None and scale is None:
             residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]

@@ -9,6 +9,8 @@ records the call: there the block's own operations are recorded.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,31 @@ from torch import Tensor, nn
 
 Terms = tuple[Tensor | None, Tensor | None]
 NONE: Terms = (None, None)
+
+
+# What adapters put into a product's call: its activation, and a block's residual with LayerScale.
+ACTIVATION, RESIDUAL = "activation", "residual"
+_LEFT_OUT: set[str] = set()
+
+
+@contextmanager
+def left_out(*folds: str) -> Iterator[None]:
+    """Leave activations or residuals to PyTorch, in every thread: to measure what each gives."""
+    before = set(_LEFT_OUT)
+    _LEFT_OUT.update(folds)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.clear()
+        _LEFT_OUT.update(before)
+
+
+def leaves_out(fold: str) -> bool:
+    """Whether a fold is left out now."""
+    return fold in _LEFT_OUT
+
+
+leaves_out._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of measurements alone
 
 
 class _Waiting(threading.local):
@@ -49,14 +76,14 @@ class Handing:
 
 def taken(layer: nn.Module, x: Tensor, columns: int) -> Terms:
     """The terms handed to `layer`, once, if its product of x [..., K] with `columns` columns has
-    the residual's shape; else two times None.
+    the shape of the residual, and that is dense; else two times None.
     """
     if torch.compiler.is_compiling():  # a compiler reads no further than its own question
         return NONE
     terms = _WAITING.terms
     if terms is None or terms.layer is not layer or terms.taken:
         return NONE
-    if terms.residual.shape != (*x.shape[:-1], columns):
-        return NONE
+    if terms.residual.shape != (*x.shape[:-1], columns) or not terms.residual.is_contiguous():
+        return NONE  # kernels that add a residual read a dense one
     terms.taken = True
     return terms.residual, terms.scale

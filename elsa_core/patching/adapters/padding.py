@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls
+from elsa_core import calls, routing
 from elsa_core.varlen import varlen_attention
 
 # Packing copies queries, keys and values: only where this share of the tokens is padding.
@@ -83,7 +83,7 @@ def without_padding(
     [B, N, H, Dv]; what the original gives at padded places too. None where the operands are not
     those that the mask was made for.
     """
-    if module.elsa_backend == "triton":
+    if module.elsa_backend not in routing.names("varlen_attention"):
         return None
     batch, heads, tokens, _ = q.shape
     options: dict[str, Any] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elsa_core import calls
 from elsa_core.patching.adapters.common import all_original, is_host_bound, is_shown, norm_of
-from elsa_core.patching.adapters.handing import Handing
+from elsa_core.patching.adapters.handing import RESIDUAL, Handing, leaves_out
 
 # Parts whose forward ends with a linear layer and a dropout (if any), by the names of these two.
 _LAST = {
@@ -100,7 +100,7 @@ def added(
     `drop_path` may be None too.
     """
     terms = terms or {}
-    free = _idles(drop_path) and _scales(scale) and folds(part)
+    free = _free(scale, drop_path) and folds(part)
     if isinstance(norm, nn.Module):
         if free and _normalises(part) and norm_of(norm, x) is not None:
             within: Tensor = part.elsa_added(x, x, gamma_of(scale), norm=norm, **terms)
@@ -138,8 +138,13 @@ def handed_to(part: Any, x: Tensor, scale: Any, drop_path: Any) -> Handing:
     """The terms on their way to a part's last layer; to none where that layer cannot take them.
     Not for calls that are recorded.
     """
-    free = _idles(drop_path) and _scales(scale)
+    free = _free(scale, drop_path)
     return Handing(last_layer(part) if free else None, x, gamma_of(scale) if free else None)
+
+
+def _free(scale: Any, drop_path: Any) -> bool:
+    """Whether nothing stands between a part's last product and the block's sum."""
+    return _idles(drop_path) and _scales(scale) and not leaves_out(RESIDUAL)
 
 
 def folds(part: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from timm.layers import resample_abs_pos_embed
 from timm.layers.attention import Attention
 from timm.models.vision_transformer import VisionTransformer
@@ -46,9 +47,10 @@ class ShardedAttention(ElsaAttention):
         norm: nn.Module | None = None,
     ) -> Tensor:
         """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
-        x = x if norm is None else norm(x)
+        if norm is not None and getattr(self, "gate", None) is not None:
+            x, norm = norm(x), None  # the gate reads it too
         gate = gate_of(self, x)
-        q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
+        q, k, v = split_packed(project(self, self.qkv, x, norm=norm), self.num_heads)
         q, k = self.q_norm(q), self.k_norm(k)
         out = attention(
             q, k, v, _with_rank_4(attn_mask), group=self.elsa_group, is_causal=is_causal,

@@ -25,8 +25,8 @@ from elsa_core.backends.triton.shared.plans import PLANS
 TILE = 64
 STEPS = 60
 MODES = {"strict": 1, "lean": 1, "ieee": 2}
-# what two operands of a tile of 64 rows take of the shared memory of every GPU from sm_80 on
-LARGEST_WIDE = 128
+# the largest head dimensions whose four operands of 64 rows fit in the 99 KiB of sm_120
+LARGEST_WIDE, LARGEST_HALF = 64, 128
 CHUNK = 128
 
 
@@ -57,8 +57,10 @@ def support(request: Request) -> Support:
     if request.precision not in MODES:
         return Support(False, f"entmax has no Triton kernel for precision={request.precision!r}")
     dim = max(request.head_dim, request.value_dim)
-    if request.dtype == torch.float32 and dim > LARGEST_WIDE:
-        return Support(False, f"head dimension {dim} is above {LARGEST_WIDE} in float32")
+    largest = LARGEST_WIDE if request.dtype == torch.float32 else LARGEST_HALF
+    if dim > largest:
+        kind = str(request.dtype).removeprefix("torch.")
+        return Support(False, f"head dimension {dim} is above {largest}, entmax's for {kind}")
     return Support(True)
 
 

@@ -29,8 +29,9 @@ def support(request: Request) -> Support:
         return Support(False, f"takes float32, float16 and bfloat16, not {request.dtype}")
     if request.dtype == torch.float32 and request.precision == "ieee":
         return Support(False, "takes tensor cores: not with precision 'ieee'")
-    if not _has_kernel(torch.device(request.device_type)):
-        return Support(False, "is measured on sm_90 alone")
+    least = _least_served(torch.device(request.device_type))
+    if least is None or (least > 0 and request.dtype != torch.float32):
+        return Support(False, "is measured on sm_90 alone; see `elsa bench linear --tune`")
     return Support(True)
 
 
@@ -115,7 +116,7 @@ def backward(
 
 def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The CUDA kernel of `elsa::split_weight`."""
-    if _has_kernel(weight.device):
+    if _least_served(weight.device) is not None:
         from elsa_core.backends.triton.linear import planner
 
         found = planner.split_weight(weight)
@@ -191,6 +192,8 @@ def serve_normed(
     """
     if input.dtype != torch.float32 or not linear_form(NORM, input.device):
         return None
+    if not _gains(input, weight):
+        return None
     terms = (activation, residual is None, scale is None, halves is None, "norm")
     if (
         (_is_small(input, weight) and _seen(input, weight, terms))
@@ -222,7 +225,7 @@ def _plain(input: Tensor, weight: Tensor) -> bool:
 def _suits(input: Tensor, weight: Tensor) -> bool:
     """Whether a kernel of this package takes less of the GPU's time than PyTorch's."""
     if input.dtype == torch.float32:
-        return True
+        return _gains(input, weight)
     depth = weight.shape[-1]
     if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
         return False
@@ -256,10 +259,11 @@ def _serves(device: torch.device, dtype: torch.dtype, precision: str) -> bool:
     """Whether there is a kernel for such calls, and PyTorch's settings want what it computes."""
     if torch.is_autocast_enabled("cuda"):
         return False
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not _has_kernel(device):
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
-    if dtype != torch.float32:
-        return True
+    least = _least_served(device)
+    if dtype != torch.float32 or least is None:
+        return least == 0
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return precision != "ieee" and not tf32
 
@@ -269,15 +273,44 @@ _serves._dynamo_marked_constant = True
 
 
 @lru_cache(maxsize=64)
-def _has_kernel(device: torch.device) -> bool:
-    """Whether the kernel is known to be faster there: on sm_90, with Triton."""
+def _least_served(device: torch.device) -> int | None:
+    """The multiply-adds from which the float32 kernel is known to be faster there: 0 on sm_90, what
+    `elsa bench linear --tune` found on another GPU; None where it is not known, or without Triton.
+    """
     if torch.version.hip or not torch.cuda.is_available():  # a fake tensor needs no GPU
-        return False
+        return None
     try:
         import triton  # noqa: F401
     except ImportError:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+        return None
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        return 0
+    from elsa_core.backends.triton.linear import usertable
+
+    return usertable.least_work(torch.cuda.get_device_name(device))
+
+
+def _served_from(device: torch.device) -> int | None:
+    return _least_served(device)
+
+
+# A constant for the compiler, which opens no file.
+_served_from._dynamo_marked_constant = True
+
+
+def forget() -> None:
+    """Read the user's tables again."""
+    _least_served.cache_clear()
+
+
+def _gains(input: Tensor, weight: Tensor) -> bool:
+    """Whether a float32 product of this size gains. Recorded programs must not ask for lengths: in
+    them only the shipped figures count.
+    """
+    least = _served_from(input.device)
+    if not least:
+        return least == 0
+    return not calls.recorded() and input.numel() * weight.shape[0] >= least
 
 
 _eager = cuda.direct(torch.ops.elsa.linear.default, _computed)

@@ -57,7 +57,7 @@ def add_to_table(
         i_q = o // tokens
         p = Index + i_q * index_q + (o - i_q * tokens) * index_k
         number = tl.load(p, mask=o < size, other=-1 - rows)
-        mine = tl.where(number < 0, number + rows, number) == i_row
+        mine = number == i_row
         p = Dense + o_h.to(tl.int64)[:, None] * size + o[None, :]
         acc += tl.load(p, mask=(o_h < heads)[:, None] & mine[None, :], other=0.0)
     p = DTable + i_row.to(tl.int64) * heads + o_h

@@ -149,13 +149,12 @@ def gather_bias(
     Table, Index, Out, tokens: tl.int32, rows: tl.int32, table_l: tl.int64, table_h: tl.int64,
     index_q: tl.int64, index_k: tl.int64, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Out[h, q, k] = Table[Index[q, k], h], NaN beyond the table's rows. Grid (blocks, heads)."""
+    """Out[h, q, k] = Table[Index[q, k], h], NaN outside the table's rows. Grid (blocks, heads)."""
     i_h = tl.program_id(1)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = o < tokens * tokens
     i_q = o // tokens
     number = tl.load(Index + i_q * index_q + (o - i_q * tokens) * index_k, mask=inside, other=0)
-    number = tl.where(number < 0, number + rows, number)
     known = inside & (number >= 0) & (number < rows)
     b = tl.load(Table + number * table_l + i_h * table_h, mask=known, other=float("nan"))
     tl.store(Out + i_h.to(tl.int64) * tokens * tokens + o, b, mask=inside)

@@ -1,0 +1,46 @@
+"""The CUDA library on a real GPU, in processes that ask for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+HERE = Path(__file__).parent
+
+
+def run(*command: str, asked: bool = True) -> subprocess.CompletedProcess[str]:
+    variables = {
+        "PYTHONPATH": str(HERE.parents[1]), "ELSA_CUDA_LIBRARY": "1" if asked else "0"
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False,
+        env={**os.environ, **variables}, timeout=1800,
+    )  # fmt: skip
+
+
+def test_equal_to_triton() -> None:
+    """`cuda_gpu.py`: operators bit by bit, streams, graphs, threads, devices, memory, models."""
+    done = run(str(HERE / "cuda_gpu.py"))
+    assert done.stdout == "10 done\n", done.stdout + done.stderr
+
+
+def test_host_time() -> None:
+    """Prints what `python -m elsa_core.bench.host` measures with the library and without it."""
+    for asked in (False, True):
+        done = run("-m", "elsa_core.bench.host", "--rounds", "10", asked=asked)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document["cuda_library"]["ok"] is asked
+        for row in document["results"]:
+            print(f"library {'on' if asked else 'off'}: {row}")
