@@ -46,7 +46,7 @@ def define() -> None:
 
 def support(request: Request) -> Support:
     """Whether the kernels take gradients of such calls, as far as lengths do not decide."""
-    if request.dtype != torch.float32:
+    if request.dtype != torch.float32 and request.operator != "attention_dropout":
         return Support(False, f"gradients are float32, not {dtype_name(request.dtype)}")
     if "attn_mask" in request.gradient:
         return Support(False, "has no gradient of a mask")
@@ -104,11 +104,29 @@ def attention_dropout_backward(
     seed: Tensor,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """As `elsa::attention_dropout_backward`; None where the kernel does not serve the call."""
-    return attention_backward(
+    """As `elsa::attention_dropout_backward`; None where the kernel does not serve the call.
+
+    Half precision is widened: in plain PyTorch the mask alone takes longer than all of this. The
+    forward runs again, because a rounded output does not give the gradients of rows of nearly one
+    weight.
+    """
+    kind = query.dtype
+    if kind != torch.float32:
+        if needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool:
+            return None
+        grad_out, query, key, value = (t.float() for t in (grad_out, query, key, value))
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.float()
+        terms = (query, key, value, attn_mask, is_causal, scale, precision, dropout_p, seed)
+        out, lse = torch.ops.elsa.attention_dropout.default(*terms)
+    grads = attention_backward(
         grad_out, grad_lse, query, key, value, attn_mask, out, lse, is_causal, scale, precision,
         needs, dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
+    if grads is None:
+        return None
+    grad_query, grad_key, grad_value, grad_mask = (grad.to(kind) for grad in grads)
+    return grad_query, grad_key, grad_value, grad_mask
 
 
 def window_attention_backward(

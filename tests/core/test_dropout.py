@@ -289,6 +289,27 @@ def test_wrong_probabilities_and_backends() -> None:
     assert route.backend == "eager"
 
 
+def test_half_precision_has_gradients_by_the_kernel() -> None:
+    """Also of rows of nearly one weight over several key blocks, with an additive mask."""
+    assert native.load().ok
+    q, k, v = (make(1, 2, n, 16, seed=n) for n in (20, 1400, 1401))
+    q[:, 0, :5] *= 300
+    tensors = [t.bfloat16() for t in (q, k, v[:, :, :1400])]
+    mask = make(1, 1, 20, 1400).bfloat16()
+    found, exact = [], []
+    for operator, dtype, results in (
+        (torch.ops.elsa.attention_dropout, torch.bfloat16, found),
+        (torch.ops.elsa.attention_dropout_eager, torch.float64, exact),
+    ):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        out, _ = operator(*call(*leaves, mask.to(dtype)))
+        results.extend(torch.autograd.grad(out, leaves, make(*out.shape).bfloat16().to(dtype)))
+    for ours, oracle in zip(found, exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        rounded = oracle.bfloat16().double() - oracle
+        assert (ours.double() - oracle).norm() <= 2 * rounded.norm() + 1e-6 * oracle.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     x = make(1, 2, 21, 8).to(dtype).requires_grad_()
