@@ -88,7 +88,7 @@ def varlen_attention(
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     longest = _longest(given, max_seqlen_q, max_seqlen_k)
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         q, k, v, _ = autocast(*given[:3], None)
         given = given._replace(query=q, key=k, value=v)
     q = given.query
@@ -100,9 +100,9 @@ def varlen_attention(
     if routing.plain_alone(backend):
         out, lse = operators.VARLEN_ATTENTION.reference(*given, is_causal, scale)
     elif _pads(backend, q):
-        if longest is not None:
+        if longest is not None and q.shape[0] and given.key.shape[0]:
             out, lse = _by_padding(given, longest, is_causal, scale, precision)
-        else:  # a compiled program cannot ask for the longest length
+        else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
             out, lse = operators.VARLEN_ATTENTION.eager(*given, is_causal, scale, precision)
     else:
         name = routing.name_of("varlen_attention", *kind, backend)
@@ -145,16 +145,21 @@ def explain_varlen_attention(
     alone = routing.plain_alone(backend)
     if alone:
         return routing.route(request, routing.PLAIN, schedule=(q,), because=f"has no {alone}")
-    if not _pads(backend, q) or longest is None:
-        return routing.route(request, routing.PLAIN if longest is None else backend, schedule=(q,))
-    sequences = given.cu_seqlens_q.shape[0] - 1
+    if not _pads(backend, q):
+        return routing.route(request, backend, schedule=(q,))
+    if longest is None or not (q.shape[0] and k.shape[0]):
+        return routing.route(request, routing.PLAIN, schedule=(q,))
+    mask = _hides(given, longest, is_causal)
     like = [
-        t.new_empty((0,)).expand(0) if not sequences
-        else t.as_strided((sequences, t.shape[1], n, t.shape[2]), (0, 0, 0, 1))
+        t.new_empty(t.shape[2], requires_grad=t.requires_grad).as_strided(
+            (given.cu_seqlens_q.shape[0] - 1, t.shape[1], n, t.shape[2]), (0, 0, 0, 1)
+        )
         for t, n in ((q, longest[0]), (k, longest[1]), (v, longest[1]))
-    ]  # fmt: skip
-    found = explain(like[0], like[1], like[2], is_causal=is_causal, enable_gqa=True,
-                    precision=precision)  # fmt: skip
+    ]
+    found = explain(
+        like[0], like[1], like[2], mask, is_causal=is_causal and mask is None, enable_gqa=True,
+        precision=precision,
+    )  # fmt: skip
     return replace(
         found,
         schedule=f"padded to {longest[0]} queries and {longest[1]} keys; {found.schedule}",
@@ -172,26 +177,24 @@ def _by_padding(
 ) -> tuple[Tensor, Tensor]:
     """`attention` of the sequences as a batch of equal length; what is padding is hidden."""
     starts, others = given.cu_seqlens_q, given.cu_seqlens_k
-    tokens, heads, _ = given.query.shape
-    if not tokens or not given.key.shape[0]:
-        wide = torch.float64 if given.query.dtype == torch.float64 else torch.float32
-        # their sum of nothing keeps them in the graph
-        zero = (given.query.sum() + given.key.sum() + given.value.sum()) * 0
-        out = zero.expand(tokens, heads, given.value.shape[-1]).contiguous()
-        return out, given.query.new_full((heads, tokens), -torch.inf, dtype=wide)
+    tokens = given.query.shape[0]
     q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
     k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
-    mask = None
-    if not is_causal or starts is not others:
-        mask = packing.inside(others, longest[1])[:, None, None, :]  # [S, 1, 1, Nk]
-    if is_causal and mask is not None:
-        mask = mask & mask.new_ones(longest).tril()
+    mask = _hides(given, longest, is_causal)
     out, lse = attention(
         q, k, v, mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=True,
         precision=precision, return_lse=True,
     )  # fmt: skip
     lse = packing.packed(lse.transpose(1, 2), starts, tokens).transpose(0, 1)
     return packing.packed(out.transpose(1, 2), starts, tokens), lse
+
+
+def _hides(given: Packed, longest: tuple[int, int], is_causal: bool) -> Tensor | None:
+    """What hides padding, bool [S, 1, 1 or Nq, Nk]; None where the causal limit does."""
+    if is_causal and given.cu_seqlens_q is given.cu_seqlens_k:
+        return None  # padded keys come after every query that is there
+    mask = packing.inside(given.cu_seqlens_k, longest[1])[:, None, None, :]
+    return mask & mask.new_ones(longest).tril() if is_causal else mask
 
 
 def _checked(

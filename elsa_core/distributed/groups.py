@@ -110,11 +110,13 @@ def pass_on(
     if received is not None and received.numel():
         behind = (rank + 1) % size
         operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=behind))
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    with watching(group, "passing shards around the ring"):
+        works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
 
 
-def finish(works: Sequence[dist.Work]) -> None:
+def finish(group: dist.ProcessGroup, works: Sequence[dist.Work]) -> None:
     """Wait for messages; on a GPU the current stream waits, the host does not."""
-    for work in works:
-        work.wait()
+    with watching(group, "passing shards around the ring"):
+        for work in works:
+            work.wait()

@@ -45,14 +45,13 @@ def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
         return shards.finished(shards.state(call.rows, [run]), call.rows, value_dim)
     before: list[State] = []
     after: list[State] = []
-    with groups.watching(call.group, "passing keys and values around the ring"):
-        for rank, run in _ring(call):
-            found = shards.state(call.rows, [run])
-            if found is None:
-                continue
-            # own and later shards come first, then the earlier ones: two folds, each in order
-            states = after if rank >= call.group.rank() else before
-            states[:] = [monoid.merge_(states[0], found) if states else found]
+    for rank, run in _ring(call):
+        found = shards.state(call.rows, [run])
+        if found is None:
+            continue
+        # own and later shards come first, then the earlier ones: two folds, each in order
+        states = after if rank >= call.group.rank() else before
+        states[:] = [monoid.merge_(states[0], found) if states else found]
     folded = [*before, *after]
     total = monoid.merge_(*folded) if len(folded) == 2 else next(iter(folded), None)
     return shards.finished(total, call.rows, value_dim)
@@ -104,7 +103,7 @@ def _ring(call: Call) -> Iterator[tuple[int, Run]]:
             coming = packed.new_empty(sum(sizes))
             works = groups.pass_on(call.group, packed, coming)
         yield here, _run(call, here, packed)
-        groups.finish(works)
+        groups.finish(call.group, works)
         packed = coming
 
 
@@ -114,22 +113,21 @@ def _ring_backward(
     """The gradients of a shard follow it around the ring, one step later, and end at home."""
     needed = wanted.key or wanted.value
     sent: Tensor | None = None
-    with groups.watching(call.group, "passing gradients around the ring"):
-        for _, run in _ring(call):
-            works: list[dist.Work] = []
-            come: Tensor | None = None
-            if needed and sent is not None:
-                come = sent.new_empty(_gradient_size(run, wanted))
-                works = groups.pass_on(call.group, sent, come)
-            found = _packed(*shards.gradients(call.rows, run, saved, sums, wanted))
-            groups.finish(works)
-            sent = found if come is None else come.add_(found)
-        if not needed or sent is None:
-            return None, None
-        if call.group.size() > 1:
-            home = sent.new_empty(_gradient_size(Run(0, 0, call.key, call.value), wanted))
-            groups.finish(groups.pass_on(call.group, sent, home))
-            sent = home
+    for _, run in _ring(call):
+        works: list[dist.Work] = []
+        come: Tensor | None = None
+        if needed and sent is not None:
+            come = sent.new_empty(_gradient_size(run, wanted))
+            works = groups.pass_on(call.group, sent, come)
+        found = _packed(*shards.gradients(call.rows, run, saved, sums, wanted))
+        groups.finish(call.group, works)
+        sent = found if come is None else come.add_(found)
+    if not needed or sent is None:
+        return None, None
+    if call.group.size() > 1:
+        home = sent.new_empty(_gradient_size(Run(0, 0, call.key, call.value), wanted))
+        groups.finish(call.group, groups.pass_on(call.group, sent, home))
+        sent = home
     return _unpacked(call, sent, wanted)
 
 

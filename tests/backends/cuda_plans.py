@@ -189,6 +189,10 @@ def keys(stub: str) -> None:
     attend(at(4), at(128), at(256))  # other addresses, aligned alike
     attend(k, k, k, mask=mask.clone())
     assert KERNELS.count == len(different)
+    of_pack = compiled(shared=16)  # its PTX lies in a file of the pack
+    of_pack.asm, of_pack.parameters = {"cubin": CODE}, (8, 8, 4, 8, 8)
+    number, kernel = loaded.number(of_pack)
+    assert loaded.number(of_pack) == (number, kernel) and kernel.parameters == (8, 8, 4, 8, 8)
     PLANS.clear()
     assert loaded.counts()[0] == 0
     attend(q, k, v)

@@ -17,7 +17,7 @@ import triton
 from elsa_core.backends.triton.attention import backward_tiling
 from elsa_core.backends.triton.attention.decode import decode
 from elsa_core.backends.triton.attention.merge import merge_states
-from elsa_core.backends.triton.pack import cases, lookup, specialize, store
+from elsa_core.backends.triton.pack import cases, lookup, sources, specialize, store
 from elsa_core.backends.triton.pack.build import build
 from elsa_core.backends.triton.pack.plan import Planner
 from elsa_core.backends.triton.shared import device, launch
@@ -129,7 +129,7 @@ def key(
         kernel, tensors, found.tail, {**found.options, **options}, backend,
         specialize.binder_of(kernel, backend),
     )  # fmt: skip
-    return specialize.key_of(kernel, special, source or kernel.cache_key, arch)
+    return specialize.key_of(kernel, special, source or sources.source_key(kernel), arch)
 
 
 def changed(**tail: Any) -> Launch:
@@ -198,26 +198,55 @@ def test_knobs_of_the_compiler_turn_packs_away(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sources_are_in_a_digest_of_their_own(tmp_path: Path, monkeypatch) -> None:
-    specialize.sources_digest.cache_clear()
-    monkeypatch.setattr(specialize, "KERNELS", tmp_path)
+    sources.sources_digest.cache_clear()
+    monkeypatch.setattr(sources, "KERNELS", tmp_path)
     seen = set()
     for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2")):
         (tmp_path / name).write_text(text)
-        specialize.sources_digest.cache_clear()
-        seen.add(specialize.sources_digest())
-    specialize.sources_digest.cache_clear()
+        sources.sources_digest.cache_clear()
+        seen.add(sources.sources_digest())
+    sources.sources_digest.cache_clear()
     assert len(seen) == 3
 
 
+def test_a_source_is_known_by_all_that_it_reaches(monkeypatch) -> None:
+    """A changed helper, a changed constant; and whatever was hashed before, by Triton too."""
+    from elsa_core.backends.triton.shared import helpers
+
+    def fresh() -> str:
+        monkeypatch.setattr(sources, "_KNOWN", {})
+        return sources.source_key(decode)
+
+    first = fresh()
+    merge_states.cache_key  # noqa: B018
+    decode.cache_key  # noqa: B018
+    assert fresh() == first
+    for helper in (helpers.times_power, helpers.power):  # of decode, and of that one
+        monkeypatch.setattr(helper, "_src", helper.src + "\n    # another\n")
+        assert fresh() != first
+        monkeypatch.undo()
+    monkeypatch.setitem(decode.fn.__globals__, "LN2", triton.language.constexpr(2.0))
+    assert fresh() != first
+    monkeypatch.undo()
+    assert fresh() == first
+    monkeypatch.setitem(decode.fn.__globals__, "LN2", object())
+    with pytest.raises(ValueError, match="decode reads LN2, which has no digest"):
+        fresh()
+
+
 def test_kernels_are_written_in_nothing_but_the_digested_files() -> None:
-    """What a kernel's source reads beside Triton lies below `specialize.KERNELS`."""
-    for plan in (planned(90, "*-fp16*"), planned(90, "*/b1-fp32*")):
-        for job in plan.jobs.values():
-            job.kernel.cache_key  # noqa: B018  # finds what the source refers to
-            for (name, _), (value, where) in job.kernel.used_global_vals.items():
-                module = str(where.get("__name__"))
-                own = module.startswith("elsa_core.backends.triton.")
-                assert own or module.startswith("triton."), (name, value, module)
+    """What kernels reach beside Triton lies below `sources.KERNELS`."""
+    reached: set[str] = set()
+    waiting = [job.kernel for job in planned(90, "*/b1-fp*").jobs.values()]
+    while waiting:
+        function = waiting.pop()
+        if f"{function.__module__}:{function.__qualname__}" not in reached:
+            reached.add(f"{function.__module__}:{function.__qualname__}")
+            assert function.__module__.startswith("elsa_core.backends.triton.")
+            assert Path(function.fn.__code__.co_filename).is_relative_to(sources.KERNELS)
+            found = [value for _, value in sources._read(function)]
+            waiting += [value for value in found if sources._is_function(value)]
+    assert len(reached) > 50
 
 
 class Driver:
@@ -305,15 +334,15 @@ def test_a_first_call_takes_its_kernel_from_a_pack(gpu: Driver, packs: Path) -> 
 
 
 def test_the_hash_of_a_source_is_taken_from_the_pack(gpu: Driver, monkeypatch) -> None:
-    """Triton needs 10 ms a kernel for it, and nothing else of a hit does."""
-    monkeypatch.setattr(decode, "hash", None)
+    """It takes 10 ms a kernel, and nothing else of a hit does."""
+    monkeypatch.setattr(sources, "source_key", lambda _: pytest.fail("computed"))
     monkeypatch.setattr(type(decode), "cache_key", property(lambda _: pytest.fail("computed")))
     called(recorded()[0])
     assert lookup.COUNTS == {"hits": 1}
 
 
 def test_other_sources_are_hashed_again(gpu: Driver, monkeypatch) -> None:
-    monkeypatch.setattr(specialize, "sources_digest", lambda: "another")
+    monkeypatch.setattr(sources, "sources_digest", lambda: "another")
     called(recorded()[0])  # the kernel itself is as it was
     assert lookup.COUNTS == {"hits": 1}
 

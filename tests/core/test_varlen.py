@@ -373,9 +373,20 @@ def test_explain() -> None:
 
 def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_pads", lambda *of: True)
-    route = elsa.explain_varlen_attention(*operands("mixed"))
+    q, k, v, *lengths = operands("mixed")
+    empty = elsa.explain_varlen_attention(q[:0], k, v, bounds([0] * 5), lengths[1])
+    assert empty.backend == "eager"
+    route = elsa.explain_varlen_attention(q.requires_grad_(), k, v, *lengths)
+    assert any(reason.startswith("gradients:") for reason in route.reasons)
     assert "padded to 130 queries and 130 keys" in route.schedule
     assert any("not measured" in reason for reason in route.reasons)
+
+
+def test_shapes_alone_on_the_meta_device() -> None:
+    given = [t.to("meta") for t in operands("mixed")]
+    out, lse = elsa.varlen_attention(*given, return_lse=True)
+    assert out.shape == (169, 4, 40)
+    assert lse.shape == (4, 169)
 
 
 def test_names() -> None:

@@ -76,14 +76,14 @@ class Handing:
 
 def taken(layer: nn.Module, x: Tensor, columns: int) -> Terms:
     """The terms handed to `layer`, once, if its product of x [..., K] with `columns` columns has
-    the residual's shape; else two times None.
+    the shape of the residual, and that is dense; else two times None.
     """
     if torch.compiler.is_compiling():  # a compiler reads no further than its own question
         return NONE
     terms = _WAITING.terms
     if terms is None or terms.layer is not layer or terms.taken:
         return NONE
-    if terms.residual.shape != (*x.shape[:-1], columns):
-        return NONE
+    if terms.residual.shape != (*x.shape[:-1], columns) or not terms.residual.is_contiguous():
+        return NONE  # kernels that add a residual read a dense one
     terms.taken = True
     return terms.residual, terms.scale

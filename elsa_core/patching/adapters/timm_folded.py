@@ -69,9 +69,13 @@ class ElsaXCABlock(Adds, XCABlock):  # type: ignore[misc]
     elsa_base = XCABlock
 
     def elsa_forward(self, x: Tensor, H: int, W: int) -> Tensor:  # noqa: N803 (timm's names)
-        x = added(x, self.norm1, self.attn, self.gamma1, self.drop_path1)
-        x = x + self.drop_path3(self.gamma3 * self.local_mp(self.norm3(x), H, W))
-        return added(x, self.norm2, self.mlp, self.gamma2, self.drop_path2)
+        # one for all three in older versions
+        first, second, third = (
+            getattr(self, f"drop_path{i}", None) or self.drop_path for i in (1, 2, 3)
+        )
+        x = added(x, self.norm1, self.attn, self.gamma1, first)
+        x = x + third(self.gamma3 * self.local_mp(self.norm3(x), H, W))
+        return added(x, self.norm2, self.mlp, self.gamma2, second)
 
 
 class ElsaHieraBlock(Adds, HieraBlock):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elsa_core.backends import cache
-from elsa_core.backends.triton.pack import specialize, store
+from elsa_core.backends.triton.pack import sources, specialize, store
 from elsa_core.backends.triton.pack.cases import architectures, expanded, gpus
 from elsa_core.backends.triton.pack.plan import Plan, Planner
 from elsa_core.backends.triton.pack.record import Code, Kernel
@@ -237,10 +237,12 @@ def _write(
 ) -> Built:
     import triton
 
-    sources = {specialize.name_of(job.kernel): job.kernel.cache_key for job in plan.jobs.values()}
+    keys = {
+        specialize.name_of(job.kernel): sources.source_key(job.kernel) for job in plan.jobs.values()
+    }
     header = {
         "arch": plan.arch, "triton": triton.__version__, "elsa": __version__,
-        "sources": specialize.sources_digest(), "source_keys": sources,
+        "sources": sources.sources_digest(), "source_keys": keys,
     }  # fmt: skip
     ptx = None
     if plan.arch == PTX_ARCH:

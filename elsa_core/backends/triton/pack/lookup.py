@@ -191,14 +191,17 @@ def _unfit(pack: Pack, arch: int) -> str:
 
 
 def _source_key(kernel: Any, pack: Pack) -> str:
-    """Triton's hash of a kernel's source, taken from the pack where all sources are the same."""
-    from elsa_core.backends.triton.pack import specialize
+    """The digest of a kernel's source, taken from the pack where all sources are the same."""
+    from elsa_core.backends.triton.pack import sources, specialize
 
-    name = specialize.name_of(kernel)
-    known = kernel.hash is None and name in pack.source_keys
-    if known and pack.sources == specialize.sources_digest():
-        return pack.source_keys[name]
-    return str(kernel.cache_key)
+    known = pack.source_keys.get(specialize.name_of(kernel))
+    if known is not None and pack.sources == sources.sources_digest():
+        return known
+    try:
+        return sources.source_key(kernel)
+    except ValueError as error:
+        _warn(f"kernel packs: {error}")
+        return ""
 
 
 def _loaded(

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elsa_core.backends.triton.pack import specialize
+from elsa_core.backends.triton.pack import sources, specialize
 from elsa_core.backends.triton.pack.cases import Case, gpus
 from elsa_core.backends.triton.pack.specialize import Specialized
 from elsa_core.backends.triton.shared.device import describing
@@ -97,6 +97,6 @@ class Planner:
         special = specialize.specialize(
             kernel, tensors, launch.tail, launch.options, self.backend, self.binders[id(kernel)]
         )
-        key = specialize.key_of(kernel, special, kernel.cache_key, self.plan.arch)
+        key = specialize.key_of(kernel, special, sources.source_key(kernel), self.plan.arch)
         self.plan.jobs.setdefault(key, Job(kernel, special, self.target))
         return key

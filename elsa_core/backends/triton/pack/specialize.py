@@ -1,13 +1,12 @@
 """From a launch and its tensors to what Triton would compile, and the key of that in a pack.
 
-A key holds all that decides the code: the kernel's source with everything it calls (Triton's own
-hash), types, constants, the alignment of pointers, every option of the compiler, the architecture
-and Triton's version. Where settings change what the compiler does, there is no key: see `departs`.
+A key holds all that decides the code: the kernel's source with everything it calls (`sources`),
+types, constants, the alignment of pointers, every option of the compiler, the architecture and
+Triton's version. Where settings change what the compiler does, there is no key: see `departs`.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -40,7 +39,6 @@ _KNOBS = {
     "language": ("fp32_default", "force_disable_fp_fusion"),
     "nvidia": ("disable_ptxas_opt", "ptxas_options", "mock_ptx_version", "libdevice_path"),
 }  # fmt: skip
-KERNELS = Path(__file__).parents[1]
 
 
 class Specialized(NamedTuple):
@@ -129,7 +127,7 @@ def facts_of(kernel: Any, special: Specialized) -> dict[str, Any]:
 
 
 def key_of(kernel: Any, special: Specialized, source_key: str, arch: int) -> str:
-    """The key of a kernel: 64 hexadecimal digits. source_key: Triton's hash of its source."""
+    """The key of a kernel: 64 hexadecimal digits. source_key: see `sources`."""
     import triton
 
     source = special.source
@@ -141,19 +139,3 @@ def key_of(kernel: Any, special: Specialized, source_key: str, arch: int) -> str
         special.options.hash(),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@functools.cache
-def sources_digest() -> str:
-    """SHA-256 of every file that kernels are written in.
-
-    Where a pack's build had the same, and the same Triton, each kernel's hash is the one that it
-    wrote down: to compute it takes Triton 10 ms a kernel.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(KERNELS.rglob("*.py")):
-        if path.parent != Path(__file__).parent:
-            name = path.relative_to(KERNELS).as_posix()
-            content = path.read_bytes()
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()

@@ -64,8 +64,8 @@ class Pack:
         folder: where it lies.
         arch: 90 for sm_90.
         triton: the version of Triton whose kernels these are.
-        sources: `specialize.sources_digest` of its build.
-        source_keys: Triton's hash of each kernel's source, by name.
+        sources: `sources.sources_digest` of its build.
+        source_keys: `sources.source_key` of each kernel, by name.
         entries: kernels by key.
     """
 

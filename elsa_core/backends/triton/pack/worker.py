@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from elsa_core.backends.triton.pack import specialize
+from elsa_core.backends.triton.pack import sources
 from elsa_core.backends.triton.pack.cases import expanded
 from elsa_core.backends.triton.pack.plan import Job, Planner
 from elsa_core.messages import first_line
@@ -64,7 +64,7 @@ def _named_neutrally(text: str) -> str:
     """PTX that names files of sources below their packages instead of on this machine."""
     import triton
 
-    for root in (specialize.KERNELS.parents[2], Path(triton.__file__).parents[1]):
+    for root in (sources.KERNELS.parents[2], Path(triton.__file__).parents[1]):
         text = text.replace(f'"{root}/', '"')
     return text
 

@@ -1,0 +1,121 @@
+"""The digest of a kernel's source with everything that it calls.
+
+Triton has such a hash of its own (`JITFunction.cache_key`), which depends on what else the process
+has compiled before: up to 3.6 at least, a function takes in the constants of one that it calls only
+where that was hashed earlier. A pack is built in one process and read in another.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+KERNELS = Path(__file__).parents[1]
+_KNOWN: dict[int, tuple[Any, str]] = {}
+_MISSING = object()
+
+
+def source_key(kernel: Any) -> str:
+    """SHA-256 of the text of a kernel and of all functions that it reaches, and of the constants
+    that they read; what is Triton's own is left to its version.
+
+    Raises:
+        ValueError: it reads what is neither a function of Triton, a constant nor a module.
+    """
+    known = _KNOWN.get(id(kernel))
+    if known is not None:
+        return known[1]
+    found: dict[str, Any] = {}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop()
+        name = f"{function.__module__}:{function.__qualname__}"
+        if name in found:
+            continue
+        constants: dict[str, str] = {}
+        for text, value in _read(function):
+            if _is_function(value):
+                waiting.append(value)
+            else:
+                constants[text] = repr(value)
+        noinline = bool(getattr(function, "noinline", False))
+        found[name] = [function.src, noinline, sorted(constants.items())]
+    key = hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+    _KNOWN[id(kernel)] = kernel, key
+    return key
+
+
+def _read(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function's text names outside of itself and of Triton, with its value."""
+    nonlocals = inspect.getclosurevars(function.fn).nonlocals
+    scope = {**function.fn.__globals__, **nonlocals}
+    for node in ast.walk(ast.parse(function.src)):
+        if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        value = _value(node, scope)
+        if value is _MISSING or value is None or _is_triton(value):
+            continue
+        text = ast.unparse(node)
+        if not _is_function(value) and not _is_constant(value):
+            raise ValueError(f"{function.__qualname__} reads {text}, which has no digest")
+        yield text, value
+
+
+def _value(node: ast.expr, scope: dict[str, Any]) -> Any:
+    """The value of a name or of an attribute of modules; `_MISSING` for all that is computed."""
+    if isinstance(node, ast.Name):
+        return scope.get(node.id, _MISSING)
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, scope)
+        if isinstance(owner, ModuleType):
+            return getattr(owner, node.attr, _MISSING)
+    return _MISSING
+
+
+def _is_function(value: Any) -> bool:
+    from triton.runtime.jit import JITCallable
+
+    return isinstance(value, JITCallable) and not _of_triton(value.__module__)
+
+
+def _is_triton(value: Any) -> bool:
+    """Whether a value is a module, or of Triton's own code."""
+    if isinstance(value, ModuleType):
+        return True
+    return not _is_constant(value) and _of_triton(str(getattr(value, "__module__", "")))
+
+
+def _of_triton(module: str) -> bool:
+    return module.split(".", maxsplit=1)[0] == "triton"
+
+
+def _is_constant(value: Any) -> bool:
+    from triton.language.core import constexpr
+
+    plain = value.value if isinstance(value, constexpr) else value
+    if isinstance(plain, tuple | list):
+        return all(map(_is_constant, plain))
+    return plain is None or isinstance(plain, bool | int | float | str)
+
+
+@functools.cache
+def sources_digest() -> str:
+    """SHA-256 of every file that kernels are written in.
+
+    Where a pack's build had the same, and the same Triton, each kernel's key is the one that it
+    wrote down: to compute one takes 10 ms.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(KERNELS.rglob("*.py")):
+        if path.parent != Path(__file__).parent:
+            name = path.relative_to(KERNELS).as_posix()
+            content = path.read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
