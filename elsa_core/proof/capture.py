@@ -95,7 +95,7 @@ class OperatorCapture(TorchDispatchMode):
         self.calls: list[OperatorCall] = []
 
     def __enter__(self) -> OperatorCapture:
-        calls.observe(1)  # what is judged must be what runs where nobody watches
+        calls.observe(1)  # judged is what runs while no tracer, mode or transform is active
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

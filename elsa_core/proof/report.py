@@ -195,7 +195,7 @@ class SiteRecord:
         if self.errors:
             return self.errors[0]
         if self.worst is None:
-            # a layer whose module nobody calls, since its weight is read elsewhere, changes nothing
+            # a layer whose module is never called (its weight is read elsewhere) changes nothing
             return "" if self.layer else _NOT_REACHED
         if self.clearest == math.inf:
             return "its output is zero for each of these inputs, so nothing is known about it"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.patching.adapters import derived as derivations
 from elsa_core.patching.adapters.derived import DERIVED, derived
 from elsa_core.patching.patch import patch, patched_sites, unpatch
 
@@ -397,3 +398,12 @@ def test_weights_that_are_not_a_number_are_not_kept() -> None:
         model(x)
         first = derived(site.elsa_derivation())
         assert derived(site.elsa_derivation()) is not first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_kept_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then, as on a GPU, an operator reads the table of biases itself, through its index."""
+    monkeypatch.setattr(derivations, "_can_keep", lambda sources: False)
+    model = make(kind)
+    patch(model)
+    assert_follows(model, images(kind))
