@@ -5,8 +5,9 @@ the lengths of its shards into one message of fixed size; all messages are gathe
 compares them in the same order. So all ranks go on, or all of them raise the same line.
 
 A rank cannot know that the lengths of another one have changed, so that a call without `lengths`
-asks each time. With `lengths`, those of all ranks, the answer is kept for calls of that kind: what
-it depends on changes on all ranks together.
+asks each time. With `lengths`, those of all ranks, the answer is kept for calls of that kind, and
+later ones compare nothing: each rank checks its own tensors against the answer, and a rank that
+makes another call, or whose arguments are wrong, leaves the others to the group's timeout.
 """
 
 from __future__ import annotations
@@ -98,6 +99,10 @@ def described(
 _OWN = ("queries", "keys", "mask", "error")  # may differ between ranks
 
 
+def _text(said: dict[str, Any]) -> str:
+    return json.dumps(said, sort_keys=True, ensure_ascii=False)
+
+
 def agree(
     group: dist.ProcessGroup,
     said: dict[str, Any],
@@ -112,10 +117,11 @@ def agree(
         UnavailableError: a rank does not answer.
     """
     answers = _ANSWERS.setdefault(group, {})
-    text = json.dumps({**said, "lengths": _shown(lengths)}, sort_keys=True, ensure_ascii=False)
-    kind = (text, tuple(lengths))
+    kind = (_text({name: said[name] for name in said if name not in _OWN}), tuple(lengths))
     if kind in answers:
+        _check_own(said, answers[kind])
         return answers[kind]
+    text = _text({**said, "lengths": _shown(lengths)})
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     message[: encoded.numel()] = encoded
@@ -187,15 +193,29 @@ def _check_lengths(given: tuple[int, ...], answer: Agreement) -> None:
             raise ArgumentError(f"lengths={given}, but the shards of {name} have {own} tokens")
 
 
+def _check_own(said: dict[str, Any], answer: Agreement) -> None:
+    """A call whose like was agreed on: this rank's tensors, against what it said then."""
+    for name, agreed in (("queries", answer.queries), ("keys", answer.keys)):
+        if said[name] != agreed[answer.rank]:
+            raise ArgumentError(
+                f"rank {answer.rank} has {said[name]} {name}, lengths says {agreed[answer.rank]}"
+            )
+    _check_mask(answer.rank, said["mask"], answer)
+
+
 def _check_masks(told: list[dict[str, Any]], answer: Agreement) -> None:
+    for rank, each in enumerate(told):
+        _check_mask(rank, each["mask"], answer)
+
+
+def _check_mask(rank: int, shape: list[int], answer: Agreement) -> None:
     """A mask has its rank's rows and the columns of all ranks' keys."""
     if answer.common["attn_mask"] == _NO_MASK:
         return
     batch, heads = answer.common["the batch"], answer.common["the number of query heads"]
-    for rank, each in enumerate(told):
-        full = (batch, heads, answer.queries[rank], sum(answer.keys))
-        if any(size not in (1, wanted) for size, wanted in zip(each["mask"], full, strict=True)):
-            raise ArgumentError(
-                f"rank {rank}: attn_mask of shape {each['mask']} does not broadcast to "
-                f"{list(full)}: the rank's own queries by the keys of all ranks"
-            )
+    full = (batch, heads, answer.queries[rank], sum(answer.keys))
+    if any(size not in (1, wanted) for size, wanted in zip(shape, full, strict=True)):
+        raise ArgumentError(
+            f"rank {rank}: attn_mask of shape {shape} does not broadcast to "
+            f"{list(full)}: the rank's own queries by the keys of all ranks"
+        )

@@ -12,7 +12,7 @@ from elsa_core import calls, operands, routing
 from elsa_core import precision as precisions
 from elsa_core.distributed import agreement, groups, operators
 from elsa_core.distributed.plan import Plan, check_method
-from elsa_core.errors import ArgumentError
+from elsa_core.errors import ArgumentError, UnavailableError
 
 
 def attention(
@@ -57,7 +57,8 @@ def attention(
             least time in a simple model of cost, see `explain`.
         enable_gqa: allow fewer key/value heads than query heads.
         lengths: the tokens of every rank, in their order, where queries and keys have the same: the
-            ranks then compare once and a call sends data alone. All ranks must give the same.
+            ranks then compare once for each kind of call, and later calls send data alone. All
+            ranks must give the same, and from then on make the same calls: nobody compares them.
         precision, backend: as in `elsa_core.attention`.
 
     Returns:
@@ -65,7 +66,9 @@ def attention(
         gives zeros.
 
     Raises:
-        ArgumentError: an argument does not fit, or ranks differ in theirs; on all ranks alike.
+        ArgumentError: an argument does not fit, or ranks differ in theirs; on all ranks alike,
+            but for what changes after a first call with `lengths`.
+        TypeError: an argument is of another type.
         UnavailableError: there is no process group, or a rank has ended or hangs: what the group
             raises after its timeout.
 
@@ -133,15 +136,18 @@ def _arguments(
         _check_ranks(query, key, value, attn_mask, is_causal)
         precisions.validate(precision, query.dtype)
         query, key, value, _ = operands.operands(query, key, value, None, False, enable_gqa)
-    except ArgumentError as error:
+        if scale is None:
+            scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+        scale = float(scale)
+        kind = (query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision)
+        routing.name_of("attention", *kind, backend)
+    except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
         if not calls.watched() and isinstance(query, Tensor):
             agreement.refuse(groups.by_name(name), error, query.device)
         raise
-    if scale is None:
-        scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     wanted = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     gradients = " ".join(wanted)
-    terms = (is_causal, float(scale), precision, backend, method, gradients, [*(lengths or ())])
+    terms = (is_causal, scale, precision, backend, method, gradients, [*(lengths or ())])
     return query, key, value, attn_mask, *terms, name
 
 

@@ -183,10 +183,9 @@ def _summed_at_home(
 
 
 def _to_heads(call: Call, tensor: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[B, H, own tokens, D] -> [B, H / P, all tokens, D]. One head that all share stays one."""
-    world = call.group.size()
-    batch, heads, _, width = tensor.shape
-    parts = [tensor] * world if heads == 1 else list(tensor.chunk(world, 1))
+    """[B, H, own tokens, D] -> [B, H / P, all tokens, D]."""
+    batch, _, _, width = tensor.shape
+    parts = list(tensor.chunk(call.group.size(), 1))
     shapes = [(batch, parts[0].shape[1], n, width) for n in lengths]
     with groups.watching(call.group, "exchanging tokens for heads"):
         return torch.cat(groups.exchange(call.group, parts, shapes), 2)
@@ -206,7 +205,9 @@ def _whole_heads(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     rows, agreed = call.rows, call.agreed
     mask = rows.attn_mask
     if mask is not None:
-        mask = mask.expand(-1, -1, rows.query.shape[2], -1)
+        # whole: what a rank receives must not depend on which dims another one leaves out
+        batch, heads, tokens = rows.query.shape[:3]
+        mask = mask.expand(batch, heads, tokens, sum(agreed.keys))
         moved = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         mask = _to_heads(call, moved, agreed.queries).to(mask.dtype)
     return (
@@ -249,11 +250,5 @@ def _heads_backward(call: Call, saved: Saved, wanted: Wanted) -> Gradients:
         parts = [
             part.to(state_dtype(part.dtype)) for part in _to_tokens(call, grads[3], agreed.queries)
         ]
-        if rows.attn_mask.shape[1] == 1:  # one mask for all heads: ranks in their order
-            of_mask = parts[0]
-            for part in parts[1:]:
-                of_mask = of_mask + part
-        else:
-            of_mask = torch.cat(parts, 1)
-        of_mask = of_mask.sum_to_size(rows.attn_mask.shape)
+        of_mask = torch.cat(parts, 1).sum_to_size(rows.attn_mask.shape)
     return found[0], found[1], found[2], of_mask

@@ -316,7 +316,7 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     """Who computes the gradients of what `found` serves, and why not others."""
     if found.whole:
         return ("gradients: PyTorch's own kernels, forward and backward",)
-    if found.asked and found.gradient is not None:
+    if found.asked and found.gradient is not None and found.backward is None:
         return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
     if found.gradient is not None and found.run is operators.record(request.operator).overload:
         name, reasons = gradient_name(request)

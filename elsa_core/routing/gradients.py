@@ -130,7 +130,9 @@ def padded_backward(
     The longest lengths are read by the host, which waits for the device.
     """
     if not query.shape[0] or not key.shape[0]:
-        return _wanted((query, key, value), (query * 0, key * 0, value * 0), needs)
+        return _wanted(
+            (query, key, value), tuple(map(torch.zeros_like, (query, key, value))), needs
+        )
     bounds = (cu_seqlens_q, cu_seqlens_k)
     queries, keys = (max(1, int(b.diff().amax())) if b.shape[0] > 1 else 1 for b in bounds)
 

@@ -179,9 +179,16 @@ def test_neighbours_do_not_leak(backend: str) -> None:
     q, k, v, starts, others = operands("mixed")
     clean = elsa.varlen_attention(q, k, v, starts, others, backend=backend)
     k, v = k.clone(), v.clone()
-    k[:5], v[:5] = torch.nan, torch.inf
+    counts = (starts if others is None else others).diff()
+    longest = int(counts.argmax())  # with others before or behind it
+    own = slice(int(starts[longest]), int(starts[longest + 1]))
+    bounds = starts if others is None else others
+    keys = slice(int(bounds[longest]), int(bounds[longest + 1]))
+    k[keys], v[keys] = torch.nan, torch.inf
     spoilt = elsa.varlen_attention(q, k, v, starts, others, backend=backend)
-    assert torch.equal(spoilt[5:], clean[5:])
+    rest = torch.ones(q.shape[0], dtype=torch.bool)
+    rest[own] = False
+    assert rest.any() and torch.equal(spoilt[rest], clean[rest])
 
 
 def test_every_element_is_written(backend: str) -> None:
@@ -357,6 +364,8 @@ def test_the_kernels_check_what_they_read(starts: list[int]) -> None:
         op = getattr(torch.ops.elsa, name)
         with pytest.raises((RuntimeError, ArgumentError), match="must start with 0"):
             op(q, q, q, torch.tensor(starts), CU, False, 1.0, "strict")
+        with pytest.raises((RuntimeError, ArgumentError), match="must start with 0"):
+            op(q, q, q, CU, torch.tensor(starts), False, 1.0, "strict")
 
 
 def test_explain() -> None:

@@ -114,7 +114,18 @@ def disagreements(rank: int) -> dict[str, str]:
     y = x.double() if mine else x
     wide = torch.randn(1, 2, 4, 9) if mine else x
     leaf = x.clone().requires_grad_(mine)
+
+    def other_dims() -> None:
+        """What a rank's mask leaves out is its own matter."""
+        row = torch.arange(4.0 * 8).reshape(1, 1, 4, 8) + 100 * rank
+        own = row.expand(1, 2, 4, 8).contiguous() if mine else row
+        out, same = (attention(x, x, x, m, method=w) for m, w in ((own, "heads"), (row, "ring")))
+        torch.testing.assert_close(out, same)
+
     return {
+        "types": said(lambda: attention(x, [1] if mine else x, x)),  # type: ignore[arg-type]
+        "scale": said(lambda: attention(x, x, x, scale="a" if mine else 1.0)),  # type: ignore[arg-type]
+        "mask of other dims": said(other_dims),
         "dtype": said(lambda: attention(y, y, y)),
         "head_dim": said(lambda: attention(wide, wide, wide)),
         "mask": said(lambda: attention(x, x, x, mask.bool() if mine else mask)),

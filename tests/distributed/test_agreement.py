@@ -10,6 +10,8 @@ from .conftest import Results
 from .ranks import SHORT
 
 LINES = {
+    "types": "rank 1: key must be a torch.Tensor, not list",
+    "scale": "rank 1: could not convert string to float: 'a'",
     "dtype": "the dtype is float32 on rank 0 and float64 on rank 1",
     "head_dim": "head_dim is 8 on rank 0 and 9 on rank 1",
     "mask": "attn_mask is float32 on rank 0 and bool on rank 1",
@@ -37,6 +39,11 @@ def test_every_rank_says_the_same(name: str, results: Results) -> None:
 
 def test_calls_go_on_afterwards(results: Results) -> None:
     assert [results[2][rank]["agreement"]["agreed"] for rank in range(2)] == ["", ""]
+
+
+def test_masks_of_other_dims(results: Results) -> None:
+    for rank in range(2):
+        assert results[2][rank]["agreement"]["mask of other dims"] == ""
 
 
 def test_lengths_are_compared_once(results: Results) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -271,7 +272,8 @@ def _tests(tests: tuple[str, ...], library: str, plain: str, isa: str) -> dict[s
         try:
             digest = _digest(library)["digest"]
         except UnavailableError as error:
-            return {"word": "invalid", "by": str(error)[-200:]}
+            names = re.sub(r"(/[\w.+-]+)+/", "", str(error))  # paths are of this machine
+            return {"word": "invalid", "by": names[-200:]}
         if digest == plain:
             return {"word": "same code", "by": ""}
         if isa:

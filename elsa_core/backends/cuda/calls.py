@@ -125,8 +125,16 @@ def planned(
     return results, b"P" + found
 
 
-@functools.cache
+_LISTENING = threading.Lock()
+
+
 def _listen(library: Library) -> None:
+    with _LISTENING:  # a second listener would note each launch twice
+        _listen_once(library)
+
+
+@functools.cache
+def _listen_once(library: Library) -> None:
     """From now on hear of launches, and forget plans where the planners forget theirs."""
     from elsa_core.backends.cuda import record
     from elsa_core.backends.triton.shared import launch

@@ -103,7 +103,7 @@ def without_padding(
         out = varlen_attention(queries[rows], keys, values, starts, **options)
         mean = v.mean(2).repeat_interleave(heads // v.shape[1], 1)  # [B, H, Dv]
         whole = mean[:, None].expand(batch, tokens, -1, -1).flatten(0, 1)
-        out = whole.index_copy(0, rows, out)
+        out = whole.to(out.dtype).index_copy(0, rows, out)
     else:
         every = torch.arange(batch + 1, dtype=starts.dtype) * tokens
         out = varlen_attention(queries, keys, values, every, starts, **options)

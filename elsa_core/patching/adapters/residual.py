@@ -74,7 +74,7 @@ class Adds(_Module):  # type: ignore[misc]
         def by_elsa() -> Any:
             return self.elsa_forward(*given, **named)
 
-        x = given[0] if given else next(iter(named.values()))
+        x = next(t for t in (*given, *named.values()) if isinstance(t, Tensor))
         # its largest product has four times as many channels, as MLPs have by default
         if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):
             return all_original(super().forward, *given, **named)
@@ -172,7 +172,7 @@ def last_layer(part: nn.Module) -> nn.Module | None:
     if names is None:
         return None
     if not names[0]:
-        return _last_of_chain(list(part.children()))
+        return _last_of_chain([m for m in part._modules.values() if m is not None])
     rate = getattr(part, "dropout", 0.0)
     if part.training and isinstance(rate, float) and rate > 0.0:
         return None
@@ -197,7 +197,9 @@ def _last_names(cls: Any, forward: Any) -> tuple[str, str] | None:
 def _last_of_chain(layers: list[nn.Module]) -> nn.Module | None:
     while layers and type(layers[-1]) in (nn.Dropout, nn.Identity) and _idles(layers[-1]):
         layers.pop()
-    return layers[-1] if layers and _takes(layers[-1]) else None
+    if not layers or layers.count(layers[-1]) > 1:  # an earlier call would take the terms
+        return None
+    return layers[-1] if _takes(layers[-1]) else None
 
 
 def _takes(layer: nn.Module) -> bool:

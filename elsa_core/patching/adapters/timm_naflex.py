@@ -12,8 +12,9 @@ from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from elsa_core import calls
+from elsa_core import calls, routing
 from elsa_core.patching.adapters import padding
+from elsa_core.patching.adapters.common import is_shown
 from elsa_core.patching.adapters.padding import Padding
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 
@@ -109,7 +110,9 @@ def _packs(
         return False
     if not bool(patch_valid.bool().any(1).all()):  # a pooling of nothing reads what is there
         return False
-    return not model.grad_checkpointing and all(map(_is_plain, model.blocks))
+    if model.grad_checkpointing or "forward_features" in vars(model):
+        return False
+    return all(map(_is_plain, model.blocks))
 
 
 def _is_plain(block: Any) -> bool:
@@ -118,7 +121,9 @@ def _is_plain(block: Any) -> bool:
         return False
     if not isinstance(block.attn, ElsaAttention):
         return False
+    if block.attn.elsa_backend not in routing.names("varlen_attention"):
+        return False
     return not any(
-        part.training or part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
+        part.training or is_shown(part) or part._compiled_call_impl or "forward" in vars(part)
         for part in block.modules()
     )

@@ -52,10 +52,11 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
 
     def forward(self, x: Tensor) -> Tensor:
         norm = self.norm1
-        within = norm_of(norm, x) is not None
+        # a caller may have put an entry of its own in the place of `_attn`
+        within = norm_of(norm, x) is not None and "_attn" not in vars(self)
         normed = x if within else norm(x)
         x = added_by(
-            lambda: self._elsa_attn(normed, norm if within else None),
+            lambda: self._elsa_attn(x, norm) if within else self._attn(normed),
             x, self.attn, None, self.drop_path1,
         )  # fmt: skip
         tokens = x.flatten(1, 2)

@@ -170,7 +170,7 @@ def split_launch(
 ) -> Launch:  # fmt: skip
     """Rows of X [rows, depth], or of its layer norm, and of W [others, depth] in one launch."""
     rows, others, depth = shape
-    width = min(MOST_COLUMNS, triton.next_power_of_2(depth))
+    width = min(MOST_COLUMNS, max(8, triton.next_power_of_2(depth)))  # what a row is padded to
     held = max(1, min(4, 1024 // width))
     unit = 4 if depth % 8 else 8
     tail = {

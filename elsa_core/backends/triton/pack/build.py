@@ -147,7 +147,7 @@ def _unchanged(plan: Plan, folder: Path) -> dict[str, _Made]:
         return {
             key: _Made(entry, pack.cubin(entry.kernel), pack.ptx_of(entry.kernel))
             for key, entry in pack.entries.items()
-            if key in plan.jobs
+            if key in plan.jobs and (entry.kernel.ptx is not None or plan.arch != PTX_ARCH)
         }
     except (FileNotFoundError, UnavailableError):
         return {}

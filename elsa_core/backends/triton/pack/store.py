@@ -226,7 +226,17 @@ def _header(content: bytes) -> dict[str, Any]:
         raise ValueError(f"architecture {header['arch']!r}")
     if len(header["kernels"]) > MOST_KERNELS or not all(map(_KEY.fullmatch, header["kernels"])):
         raise ValueError("kernels without proper keys")
+    if not _is_texts(header["source_keys"]):
+        raise ValueError("source keys that are no texts by name")
+    for row in header["kernels"].values():
+        metadata = row["metadata"]
+        if type(metadata) is not dict or not all(map(str.isidentifier, metadata)):
+            raise ValueError("metadata without proper names")
     return header
+
+
+def _is_texts(given: Any) -> bool:
+    return type(given) is dict and all(type(text) is str for text in given.values())
 
 
 def write(
