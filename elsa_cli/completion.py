@@ -24,8 +24,8 @@ BASELINES = (
     "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph", "compile+graph", "all",
 )  # fmt: skip
 TABLES = (
-    "vit", "window", "sweep", "varlen", "fp32", "fp16", "bf16", "decode", "lengths", "million",
-    "batch8", "resolution", "steps", "paper",
+    "vit", "window", "sweep", "varlen", "entmax", "fp32", "fp16", "bf16", "decode", "lengths",
+    "million", "batch8", "resolution", "steps", "paper",
 )  # fmt: skip
 
 # Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.

@@ -24,6 +24,7 @@ GROUPS = [
     "packages",
     "gpu",
     "native library",
+    "kernel packs",
     "backends",
     "caches",
     "variables",

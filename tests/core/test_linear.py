@@ -85,7 +85,7 @@ def test_a_wrapped_weight_and_mixed_dtypes_are_pytorchs():
     ],
 )
 def test_whom_the_kernel_serves(monkeypatch, dtype, precision, backend, tf32, served):
-    monkeypatch.setattr(module, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(module, "_least_served", lambda device: 0)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
@@ -112,6 +112,7 @@ def test_whom_the_kernel_serves(monkeypatch, dtype, precision, backend, tf32, se
     ],
 )
 def test_where_it_gains(monkeypatch, dtype, rows, depth, columns, suits, small):
+    monkeypatch.setattr(module, "_least_served", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     x = torch.empty(rows, depth, dtype=dtype, device="meta")
     w = torch.empty(columns, depth, dtype=dtype, device="meta")
@@ -138,7 +139,8 @@ def kernel(monkeypatch):
 
     seen = set()
     monkeypatch.setattr(module, "_computed", computed)
-    monkeypatch.setattr(module, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(module, "_eager", computed)
+    monkeypatch.setattr(module, "_least_served", lambda device: 0)
     monkeypatch.setattr(
         module, "_seen", lambda x, *given: x.shape in seen or bool(seen.add(x.shape))
     )

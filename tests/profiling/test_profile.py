@@ -37,12 +37,18 @@ def test_a_model_against_itself_is_a_ratio_of_one() -> None:
 
     An interval of 95% misses the truth once in 20 times by construction, so two of three
     independent runs have to hold 1. On a machine that is busy all through one run, that run says
-    so in its interval; the middle one of the three ratios has to be within 3%.
+    so in its interval; the middle one of the three ratios has to be within 3%. What another process
+    did in the meantime does not come again in a second series; a bias does.
     """
     model, images = small_vit(), torch.randn(1, 3, 96, 96)
-    found = [control(model, images, seed) for seed in range(3)]
-    assert abs(statistics.median(each.value for each in found) - 1) < 0.03, found
-    assert sum(each.low <= 1 <= each.high for each in found) >= 2, found
+    series = ([control(model, images, 3 * turn + seed) for seed in range(3)] for turn in range(2))
+    seen = []
+    for found in series:
+        seen.append(found)
+        near = abs(statistics.median(each.value for each in found) - 1) < 0.03
+        if near and sum(each.low <= 1 <= each.high for each in found) >= 2:
+            return
+    raise AssertionError(seen)
 
 
 def test_a_slower_model_is_seen() -> None:
