@@ -33,6 +33,7 @@ from elsa_core.loading.plan import read_plan
 from elsa_core.loading.shards import read_sharded
 from elsa_core.loading.weights import read_safetensors
 
+from . import windows
 from .engine import Target, answered
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -500,6 +501,7 @@ TARGETS = (
     _target("toml", TOMLS, check_toml),
     _target("environment", VARIABLES, check_environment),
     _target("operator call", CALLS, check_call),
+    windows.TARGET,
 )
 # Every strategy holds good inputs: a reader that refuses all of them would pass otherwise.
 GOOD: dict[str, Any] = {
