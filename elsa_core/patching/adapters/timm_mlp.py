@@ -12,6 +12,7 @@ from timm.layers.mlp import Mlp, SwiGLU
 from torch import Tensor, nn
 
 from elsa_core.operators.linear import epilogue
+from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.common import (
     activation_of,
     all_original,
@@ -59,7 +60,10 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
 
         work = x.numel() * self.fc1.weight.shape[0]
         if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
-            shown = all_original(super().forward, x if norm is None else norm(x))
+            x = x if norm is None else norm(x)
+            shown = flat.served(self, flat.mlp, x)
+            if shown is None:
+                shown = all_original(super().forward, x)
             return epilogue(shown, "none", residual, scale)
         return by_elsa()
 
