@@ -222,7 +222,7 @@ class Options:
 
     def source(self) -> dict[str, Any]:
         """What `load_model` takes about a weights file: architecture and preprocessing."""
-        from elsa_core.loading.recipe import Given
+        from elsa_core.loading import Given
 
         return {
             "arch": self.arch,

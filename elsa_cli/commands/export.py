@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from elsa_core.exporting.bundle import Bundle
     from elsa_core.exporting.verify import ArtefactReport
-    from elsa_core.loading.load import Loaded
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.loading import Loaded
+    from elsa_core.proof import CheckReport
 
 _LONGEST_LABELS = 16 * 2**20
 FORMATS = ("torchscript", "onnx", "pt2")
@@ -248,7 +248,7 @@ def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
     if loaded.tower != "text":
         return pipeline.check_model(session, loaded, options)
     from elsa_core.exporting.export_target import token_cases
-    from elsa_core.proof.check import check
+    from elsa_core.proof import check
 
     with session.stage("checking") as update:
         cases = token_cases(loaded.model, options.batch_size, options.seed)

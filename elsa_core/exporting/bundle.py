@@ -35,15 +35,14 @@ from elsa_core.exporting.signature import SIGNATURE_NAME, sign
 from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
-from elsa_core.loading import save as saving
-from elsa_core.loading.plan import PLAN_NAME
+from elsa_core.loading import check_target, write_model
 from elsa_core.precision import dtype_name
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from elsa_core.loading.load import Loaded
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.loading import Loaded
+    from elsa_core.proof import CheckReport
 
 DEFAULT_FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -169,7 +168,7 @@ def _choices(
 
 def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
     if not zip:
-        saving.check_target(target, given, force)
+        check_target(target, given, force)
         return
     files.recover(target)
     if not target.exists():
@@ -206,7 +205,7 @@ def _check_disk_space(exported: ExportTarget, chosen: Choices, target: Path, giv
 
 def _checked(exported: ExportTarget, given: CheckReport | None, say: Say) -> CheckReport:
     if given is None:
-        from elsa_core.proof.check import check
+        from elsa_core.proof import check
 
         say("checking the patched model against the original")
         given = check(exported.model, tuple(t[:1] for t in exported.inputs), stress=True)
@@ -245,7 +244,7 @@ def _write(
     say: Say,
 ) -> tuple[dict[str, Any], list[ArtefactReport]]:
     say("writing weights")
-    _write_weights(exported, staging)
+    write_model(staging, exported.model, exported.plan, exported.loaded)
     write_reference(reference, staging / REFERENCE_NAME)
     used = {}
     for name in chosen.formats:
@@ -283,13 +282,3 @@ def _sign(staging: Path, key: Ed25519PrivateKey) -> None:
     signature = sign((staging / MANIFEST_NAME).read_bytes(), key)
     (staging / SIGNATURE_NAME).write_bytes(signature)
     files.flush(staging / SIGNATURE_NAME)
-
-
-def _write_weights(exported: ExportTarget, staging: Path) -> None:
-    if exported.loaded is not None:
-        saving.write_files(exported.loaded, exported.plan, staging)
-        return
-    saving.write_tensors(
-        exported.model.state_dict(), staging / saving.WEIGHTS_NAME, {"format": "pt"}
-    )
-    files.write_json(staging / PLAN_NAME, exported.plan.to_dict())

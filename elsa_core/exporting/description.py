@@ -18,7 +18,7 @@ from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 
 if TYPE_CHECKING:
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.proof import CheckReport
 
 _PACKAGES = ("torch", "timm", "open_clip_torch", "torchvision", "onnx", "onnxruntime", "numpy")
 

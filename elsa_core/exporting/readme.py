@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elsa_core.patching.text import sites_of
+from elsa_core.patching import sites_of
 
 _TORCH = """## Python with torch
 

@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ExportError, ModelError
 from elsa_core.messages import quiet
-from elsa_core.patching.patch import original
-from elsa_core.proof.compare import TURBO_EPS, Comparison, Norms, map_floating
-from elsa_core.proof.samples import nudged
+from elsa_core.patching import original
+from elsa_core.proof import TURBO_EPS, Comparison, Norms, map_floating, nudged
 
 BATCH_SIZES = (1, 2, 3)
 FACTOR = 2.0

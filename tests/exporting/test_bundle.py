@@ -29,9 +29,9 @@ from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.exporting.towers import tower_of
 from elsa_core.exporting.verify import ArtefactReport, verify
-from elsa_core.loading.load import Loaded, load_model
-from elsa_core.patching.patch import patch, patched_sites, unpatch
-from elsa_core.proof.check import check
+from elsa_core.loading.loader import Loaded, load_model
+from elsa_core.patching.rewrite import patch, patched_sites, unpatch
+from elsa_core.proof.checking import check
 
 FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -291,7 +291,7 @@ def test_zip(quick: Any, tmp_path: Path) -> None:
 
 
 STAGES = (
-    "make_reference", "_write_weights", "write_reference", "write_artefact", "write_libraries",
+    "make_reference", "write_model", "write_reference", "write_artefact", "write_libraries",
     "readme", "run_artefact", "hashed", "write_zip",
 )  # fmt: skip
 

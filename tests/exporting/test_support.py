@@ -10,8 +10,8 @@ import torch
 from elsa_core.errors import ArgumentError
 from elsa_core.exporting import support
 from elsa_core.exporting.bundle import export
-from elsa_core.loading.load import load_model
-from elsa_core.patching.patch import patch
+from elsa_core.loading.loader import load_model
+from elsa_core.patching.rewrite import patch
 
 PAGE = Path(__file__).parents[2] / "docs" / "bundles.md"
 BEGIN, END = "<!-- begin:export:support -->\n", "<!-- end:export:support -->"
