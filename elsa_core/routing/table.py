@@ -46,6 +46,7 @@ def _of_pytorch(request: Request) -> str:
 
 _PLAIN_SCHEDULES = {
     "attention": _late("eager", "schedule"),
+    "sparse": _late("eager_sparse", "schedule"),
     "varlen": _late("eager_varlen", "schedule"),
 }
 
@@ -203,6 +204,12 @@ _NATIVE = {
         operators.WINDOW_ATTENTION,
     )
 }
+_NATIVE["sparse_attention"] = Implementation(
+    support=_late("native", "support"),
+    run=operators.SPARSE_ATTENTION.overload,
+    schedule=_late("native", "schedule"),
+    arithmetic=_fma,
+)
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
