@@ -10,6 +10,7 @@ from elsa_core.entmax import entmax_attention, explain_entmax_attention
 from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
 from elsa_core.routing import Route
+from elsa_core.sparsity import SparsityReport, sparsity_report
 from elsa_core.varlen import explain_varlen_attention, varlen_attention
 from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
@@ -71,6 +72,7 @@ __all__ = [
     "PatchReport",
     "ProfileReport",
     "Route",
+    "SparsityReport",
     "State",
     "VerifyReport",
     "__version__",
@@ -95,6 +97,7 @@ __all__ = [
     "profile",
     "refresh",
     "register_adapter",
+    "sparsity_report",
     "unfreeze",
     "unpatch",
     "varlen_attention",

@@ -8,6 +8,7 @@ from elsa_core.operators.entmax import ENTMAX_ATTENTION
 from elsa_core.operators.linear import LINEAR, SPLIT_WEIGHT
 from elsa_core.operators.normed_linear import LAYER_NORM_LINEAR
 from elsa_core.operators.record import Backward, Gradients, Operator, of, record, records, register
+from elsa_core.operators.sparse import SPARSE_ATTENTION
 from elsa_core.operators.varlen import VARLEN_ATTENTION
 from elsa_core.operators.window import WINDOW_ATTENTION
 
@@ -17,6 +18,7 @@ __all__ = [
     "ENTMAX_ATTENTION",
     "LAYER_NORM_LINEAR",
     "LINEAR",
+    "SPARSE_ATTENTION",
     "SPLIT_WEIGHT",
     "VARLEN_ATTENTION",
     "WINDOW_ATTENTION",

@@ -46,6 +46,7 @@ def _of_pytorch(request: Request) -> str:
 
 _PLAIN_SCHEDULES = {
     "attention": _late("eager", "schedule"),
+    "sparse": _late("eager_sparse", "schedule"),
     "varlen": _late("eager_varlen", "schedule"),
 }
 
@@ -183,6 +184,11 @@ def _triton_entmax(request: Request) -> Support:
     return _late("triton", "support")(request) if answer.ok else answer
 
 
+def _triton_sparse(request: Request) -> Support:
+    answer: Support = _late("triton.attention.sparse", "support")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
 def _entmax_schedule(*arguments: Any) -> str:
     return "query tiles of 64, key tiles of 64 without a weight skipped after the first step"
 
@@ -203,12 +209,19 @@ _NATIVE = {
         operators.WINDOW_ATTENTION,
     )
 }
+_NATIVE["sparse_attention"] = Implementation(
+    support=_late("native", "support"),
+    run=operators.SPARSE_ATTENTION.overload,
+    schedule=_late("native", "schedule"),
+    arithmetic=_fma,
+)
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
     "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
+    "sparse_attention": _late("triton.attention.sparse", "sparse_attention"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
     "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
@@ -268,6 +281,13 @@ _TRITON = {
         schedule=_entmax_schedule,
         arithmetic=_of_tf32,
         gradient=_triton_entmax,
+        asked=True,
+    ),
+    "sparse_attention": Implementation(
+        support=_triton_sparse,
+        run=operators.SPARSE_ATTENTION.overload,
+        schedule=_late("triton.attention.sparse", "schedule"),
+        arithmetic=_of_tf32,
         asked=True,
     ),
     "linear": Implementation(
