@@ -37,6 +37,8 @@ def attention(
     precision: str = "strict",
     backend: str = "auto",
     return_lse: bool = False,
+    offload: str | None = None,
+    offload_block: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention: `softmax(query key^T * scale + attn_mask) value`.
 
@@ -65,6 +67,9 @@ def attention(
             kernels where the shipped measurements say that these are the faster exact ones (half
             precision in training, some long rows on the GPU that was measured).
         return_lse: also return the natural log of the softmax normaliser.
+        offload: "host" where key and value, or query too, stay in host memory and stream through
+            the device in blocks, see `elsa_core.offload.attention`.
+        offload_block: keys of such a block; default: by the free memory.
 
     Returns:
         out [..., Hq, Nq, Dv] in the query's dtype. From kernels of this package its memory is
@@ -82,6 +87,11 @@ def attention(
     """
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
+    if offload is not None or offload_block is not None:
+        return _offloaded(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
+            backend, return_lse, offload, offload_block,
+        )  # fmt: skip
     if not calls.watched() and not torch._C._is_any_autocast_enabled() and dropout_p == 0.0:
         try:
             answer = _direct(
@@ -103,8 +113,7 @@ def attention(
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    scale = (q.shape[-1] ** -0.5 if q.shape[-1] else 1.0) if scale is None else scale
     kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
     name = routing.name_of("attention", *kind, backend)
     out: Tensor
@@ -126,6 +135,35 @@ def attention(
         out = out.reshape(*leading, *out.shape[2:])
         lse = None if lse is None else lse.reshape(*leading, *lse.shape[2:])
     return _with_lse(out, lse, backend) if return_lse else out
+
+
+def _offloaded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str,
+    backend: str,
+    return_lse: bool,
+    offload: str | None,
+    block: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention that streams what is in host memory."""
+    from elsa_core.offload.attention import attention as streamed
+
+    if offload != "host":
+        given = "offload_block without offload" if offload is None else f"offload={offload!r}"
+        raise ArgumentError(f"{given}: offload must be 'host'")
+    if dropout_p != 0.0:
+        raise ArgumentError("offload='host' takes no dropout_p")
+    return streamed(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        precision=precision, backend=backend, return_lse=return_lse, block=block,
+    )  # fmt: skip
 
 
 def _explain_types(
