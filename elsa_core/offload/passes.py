@@ -232,9 +232,12 @@ def sizes(call: Call, *, backward: bool) -> tuple[int, int]:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that the device, or this process's own pool, still has."""
-    pool = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + pool
+    """Bytes that this process may still take of the device, its own pool included."""
+    free, total = torch.cuda.mem_get_info(device)
+    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    # torch 2.10 may lack it: then there is no limit to know of
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    return int(min(free + held, share(device) * total) - used)
 
 
 def _bounds(length: int, block: int) -> list[tuple[int, int]]:

@@ -139,7 +139,8 @@ class Loader:
     """
 
     def __init__(self, device: torch.device, timeline: Timeline, *, folds: bool = True) -> None:
-        self._device, self._timeline, self._folds = device, timeline, folds
+        self.timeline = timeline
+        self._device, self._folds = device, folds
         self._slots = (_Slot(), _Slot())
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._count = 0
@@ -160,10 +161,10 @@ class Loader:
             for following in (*bounds[1:], None):
                 if self._stream is not None and slot.copied is not None:
                     torch.cuda.current_stream(self._device).wait_event(slot.copied)
-                begun = self._timeline.mark() if self._folds else None
+                begun = self.timeline.mark() if self._folds else None
                 yield coming
                 if self._folds:
-                    self._timeline.folds.append((begun, self._timeline.mark()))
+                    self.timeline.folds.append((begun, self.timeline.mark()))
                 if self._stream is not None:
                     slot.freed = torch.cuda.current_stream(self._device).record_event()
                 if following is not None:  # after the work was launched, so that it runs meanwhile
@@ -198,7 +199,7 @@ class Loader:
                 slot.copied.synchronize()  # the last copy out of this pinned memory
             staged[i] = in_order_of(part, slot.memory[i, True])
             staged[i].copy_(part)
-            self._timeline.staged_bytes += part.nbytes
+            self.timeline.staged_bytes += part.nbytes
         found = [
             part if stays(part, self._device) else in_order_of(part, slot.memory[i, False])
             for i, part in enumerate(slices)
@@ -206,14 +207,14 @@ class Loader:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and slot.freed is not None:
                 self._stream.wait_event(slot.freed)
-            begun = self._timeline.mark()
+            begun = self.timeline.mark()
             for i, (target, part) in enumerate(zip(found, slices, strict=True)):
                 if target is not part:
-                    self._timeline.copied_bytes += part.nbytes
+                    self.timeline.copied_bytes += part.nbytes
                     for to, source in runs(target, staged.get(i, part)):
                         to.copy_(source, non_blocking=True)
-            slot.copied = self._timeline.mark()
-            self._timeline.copies.append((begun, slot.copied))
+            slot.copied = self.timeline.mark()
+            self.timeline.copies.append((begun, slot.copied))
         return slot, tuple(found)
 
 

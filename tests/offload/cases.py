@@ -12,6 +12,7 @@ from torch import Tensor
 from elsa_core import reference
 
 Terms = dict[str, Tensor]
+Place = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ CASES = {
 
 def differentiated(
     call: Callable[..., tuple[Tensor, Tensor]], case: Case, dtype: torch.dtype,
-    place: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    place: Place = lambda name, tensor: tensor,
 ) -> Terms:  # fmt: skip
     """out, lse and the gradients of query, key and value of `sum(out * grad) + sum(lse)`.
 
@@ -131,7 +132,7 @@ def by_float64(case: Case) -> Terms:
     return differentiated(call, case, torch.float64)
 
 
-def by_peer(case: Case) -> Terms:
+def by_peer(case: Case, device: str = "cpu") -> Terms:
     """PyTorch's plain formula in the case's own dtype, with rows that see nothing zeroed."""
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
 
@@ -141,7 +142,7 @@ def by_peer(case: Case) -> Terms:
         scores = (query @ key.mT).float() * scale if query.dtype.itemsize < 4 else (
             query @ key.mT * scale)  # fmt: skip
         if case.is_causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
             scores = scores.masked_fill(~seen, -torch.inf)
         elif mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -152,7 +153,7 @@ def by_peer(case: Case) -> Terms:
         lse = scores.masked_fill(dead, 0.0).logsumexp(-1).masked_fill(dead[..., 0], -torch.inf)
         return weights.to(value.dtype) @ value, lse
 
-    return differentiated(call, case, case.dtype)
+    return differentiated(call, case, case.dtype, lambda name, tensor: tensor.to(device))
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -163,13 +164,13 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float(torch.linalg.vector_norm(found[finite] - exact[finite]))
 
 
-def assert_exact(found: Terms, case: Case) -> None:
-    """The error against float64 is at most twice the peer's, and one rounding.
+def assert_exact(found: Terms, case: Case, device: str = "cpu") -> None:
+    """The error against float64 is at most twice the peer's on the device, and one rounding.
 
     A gradient reads P = exp(score - lse): the roundings of both, eps |lse| at most, are a relative
     error of P, which shows where scores are large (`factor`).
     """
-    exact, peer = by_float64(case), by_peer(case)
+    exact, peer = by_float64(case), by_peer(case, device)
     finite = exact["lse"][exact["lse"].isfinite()]
     of_weights = float(finite.abs().max()) if case.factor > 1.0 else 0.0
     for term, oracle in exact.items():
