@@ -16,7 +16,7 @@ from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
-    from elsa_core import distributed, nn
+    from elsa_core import distributed, nn, offload
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
@@ -93,6 +93,7 @@ __all__ = [
     "load",
     "merge",
     "nn",
+    "offload",
     "patch",
     "profile",
     "refresh",
@@ -108,7 +109,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what concerns models at its first use (PEP 562): kernels alone need none of it."""
-    if name in ("distributed", "nn"):
+    if name in ("distributed", "nn", "offload"):
         return import_module(f"elsa_core.{name}")
     home = _HOMES.get(name)
     if home is None:

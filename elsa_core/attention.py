@@ -39,6 +39,8 @@ def attention(
     backend: str = "auto",
     return_lse: bool = False,
     sparsity: str | float | None = None,
+    offload: str | None = None,
+    offload_block: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention: `softmax(query key^T * scale + attn_mask) value`.
 
@@ -73,6 +75,9 @@ def attention(
             output changes by less than the dtype's rounding, for finite inputs. "auto" leaves out
             tiles on the CPU; elsewhere it leaves out nothing, until kernels that do were measured.
             Excludes dropout_p, and a number gradients.
+        offload: "host" where key and value, or query too, stay in host memory and stream through
+            the device in blocks, see `elsa_core.offload.attention`.
+        offload_block: keys of such a block; default: by the free memory.
 
     Returns:
         out [..., Hq, Nq, Dv] in the query's dtype. From kernels of this package its memory is
@@ -90,6 +95,13 @@ def attention(
     """
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
+    if offload is not None or offload_block is not None:
+        if sparsity is not None:
+            raise ArgumentError("sparsity and offload exclude each other")
+        return _offloaded(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
+            backend, return_lse, offload, offload_block,
+        )  # fmt: skip
     if sparsity is not None:
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         found = sparse.serve(*given, precision, backend, sparsity)
@@ -159,6 +171,35 @@ def _served(
         run = routing.RUNS["attention", name]
         answer = run(q, k, v, mask, is_causal, scale, precision)
     return answer
+
+
+def _offloaded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str,
+    backend: str,
+    return_lse: bool,
+    offload: str | None,
+    block: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention that streams what is in host memory."""
+    from elsa_core.offload.attention import attention as streamed
+
+    if offload != "host":
+        given = "offload_block without offload" if offload is None else f"offload={offload!r}"
+        raise ArgumentError(f"{given}: offload must be 'host'")
+    if dropout_p != 0.0:
+        raise ArgumentError("offload='host' takes no dropout_p")
+    return streamed(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        precision=precision, backend=backend, return_lse=return_lse, block=block,
+    )  # fmt: skip
 
 
 def _explain_types(
