@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
+    from elsa_core.graphs.model import graphed
     from elsa_core.loading.load import load
     from elsa_core.patching.adapters.table import register_adapter
     from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
@@ -50,6 +51,7 @@ _HOMES = {
     "verify": "exporting.verify",
     "ProfileReport": "profiling.profile",
     "profile": "profiling.profile",
+    "graphed": "graphs.model",
 }
 
 __all__ = [
@@ -77,6 +79,7 @@ __all__ = [
     "explain_window_attention",
     "export",
     "freeze",
+    "graphed",
     "inspect",
     "linear",
     "load",
