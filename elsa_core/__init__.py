@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
+    from elsa_core.graphs.model import graphed
     from elsa_core.loading import load
     from elsa_core.patching import (
         AttentionSite,
@@ -60,6 +61,7 @@ _HOMES = {
     "verify": "exporting.verify",
     "ProfileReport": "profiling.profile",
     "profile": "profiling.profile",
+    "graphed": "graphs.model",
 }
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "explain_window_attention",
     "export",
     "freeze",
+    "graphed",
     "inspect",
     "linear",
     "load",
