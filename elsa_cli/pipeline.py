@@ -134,10 +134,9 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
     return found
 
 
-def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
-    """Check the patched model on generated inputs, and on the images of --images."""
+def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str, Any]:
+    """Generated inputs by name, and the images of --images."""
     from elsa_core.inputs.cases import generated_inputs, text_shape
-    from elsa_core.proof import check
 
     with session.stage("preparing inputs"):
         device = next(loaded.model.parameters()).device
@@ -151,6 +150,14 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
         )
         if options.images is not None:
             inputs = {"images": _images(session, loaded, options.images), **inputs}
+    return inputs
+
+
+def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
+    """Check the patched model on `check_inputs`."""
+    from elsa_core.proof import check
+
+    inputs = check_inputs(session, loaded, options)
     with session.stage("checking") as update:
         return check(
             loaded.model,

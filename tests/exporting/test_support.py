@@ -19,7 +19,7 @@ BEGIN, END = "<!-- begin:export:support -->\n", "<!-- end:export:support -->"
 
 def test_every_combination_has_an_answer_and_a_reason() -> None:
     answers = list(support.rows())
-    assert len(answers) == 4 * 2 * 3 == len({row[:3] for row in answers})
+    assert len(answers) == 5 * 2 * 3 == len({row[:3] for row in answers})
     assert all(answer.reason for *_, answer in answers)
     table = support.table()
     assert all(answer.reason in table for *_, answer in answers)
