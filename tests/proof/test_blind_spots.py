@@ -20,9 +20,9 @@ from elsa_cli.options import CHECKED_ROWS
 from elsa_core.backends import eager, eager_window
 from elsa_core.inputs.cases import generated_inputs
 from elsa_core.patching.adapters import timm_swin_v2
-from elsa_core.patching.patch import patch
+from elsa_core.patching.rewrite import patch
 from elsa_core.proof import capture
-from elsa_core.proof.check import CheckReport, check
+from elsa_core.proof.checking import CheckReport, check
 from elsa_core.proof.site_cases import CLAMPED, CROPPED, LONG, MANY_KEYS, ROWS
 
 WINDOWS = {"img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 24, "num_classes": 40}
