@@ -151,7 +151,7 @@ def test_check_judges_each_site_at_its_attention(kind: str, monkeypatch) -> None
     model = make(kind)
     before = {path: set(vars(m)) for path, m in model.named_modules()}
     report = patch(model)
-    found = check(model, images(1))
+    found = check(model, images(2))
     assert found.ok, found.failures
     assert len(found.sites) == 4 == len(report.patched)
     # The input and three hard cases; those of whole windows also padded, those of cosine attention
