@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +76,8 @@ class Row:
 
 
 @contextmanager
-def _tf32() -> Iterator[None]:
+def allowing_tf32() -> Iterator[None]:
+    """PyTorch's float32 products may use TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -143,7 +144,7 @@ def _rounded(shape: Shape, device: torch.device) -> tuple[list[Way], Tensor]:
         return served(x, w, b, precision="turbo", halves=kept[0], powers=kept[1])
 
     ways = [
-        Way("PyTorch", lambda: functional.linear(x, w, b), context=_tf32),
+        Way("PyTorch", lambda: functional.linear(x, w, b), context=allowing_tf32),
         Way("elsa", turbo),
         Way("elsa, rounded", turbo, routing.ROUNDED),
     ]
@@ -207,8 +208,6 @@ def measure(
         errors = {}
         with torch.inference_mode():
             for contender in contenders:
-                with contender.context():
-                    contender.call()  # small eager calls load kernels and are PyTorch's
                 errors[contender.name] = _errors(_output(contender, device), exact)
         if device.type == "cuda":
             samples, _ = timing.time_cuda(contenders, rounds=rounds, budget_seconds=budget_seconds)
@@ -265,11 +264,18 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shape(text: str) -> Shape:
+    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise ArgumentError(f"--shape {text!r} is no ROWSxCHANNELSxCOLUMNS")
+    return sizes[0], sizes[1], sizes[2]
+
+
 def main(arguments: list[str]) -> None:
     """Measure the forms named, or all of `SHAPES`.
 
     Raises:
-        ArgumentError: the output exists, or a form is unknown.
+        ArgumentError: the output exists, a form is unknown, or a shape is none.
         UnavailableError: there is no such device.
     """
     parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.forms")
@@ -293,9 +299,7 @@ def main(arguments: list[str]) -> None:
         raise UnavailableError("forms: torch sees no CUDA GPU")
     rows: list[Row] = []
     for form in given.forms or SHAPES:
-        shapes: Any = SHAPES[form]
-        if given.shape is not None:
-            shapes = (tuple(map(int, given.shape.split("x"))),)
+        shapes = SHAPES[form] if given.shape is None else (_shape(given.shape),)
         sys.stderr.write(f"{form}\n")
         options = {"rounds": given.rounds, "budget_seconds": given.budget}
         found = list(measure(form, device, shapes, compiles=given.compile, **options))

@@ -4,10 +4,13 @@
 
 Each model runs as its original, with elsa's attention alone, and as a whole with one fusion after
 the other: the products alone, then the activation, the residual with LayerScale, both, frozen
-weights, and the forms that no table names yet (`elsa_core.routing.unmeasured`): the layer norm
-within the split of the input, patch embeddings of padded depth. One table a model on stdout, in the
-order of the columns of `Row`; all figures as JSON with -o. On a GPU times are of CUDA graphs, all
-variants in turns; on a CPU, which keeps PyTorch's products, they are of eager calls.
+weights, and the forms that no table names yet (`elsa_core.routing.unmeasured`). In float32 these
+are the layer norm within the split of the input, patch embeddings of padded depth, gated units in
+one launch, sums that make up for what tensor cores cut, and turbo's rounded input, beside PyTorch
+with TF32; in half precision (--dtype) activation and residual in the product's launch. One table a
+model on stdout, in the order of the columns of `Row`; all figures as JSON with -o. On a GPU times
+are of CUDA graphs, all variants in turns; on a CPU, which keeps PyTorch's products, they are of
+eager calls. `elsa_core.bench.forms` times the forms product by product.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls, reference, routing
+from elsa_core.bench.forms import allowing_tf32
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.files import write_json
 from elsa_core.measuring import environment, timing
@@ -50,6 +54,9 @@ class Variant(NamedTuple):
         without: folds that are left out.
         forms: forms of linear layers that were not measured before.
         frozen: whether the halves of weights are kept.
+        precision: of `patch`.
+        tf32: whether PyTorch may use TF32.
+        half: whether it is of half precision, and not of float32; None for both.
     """
 
     name: str
@@ -57,20 +64,37 @@ class Variant(NamedTuple):
     without: tuple[str, ...] = ()
     forms: tuple[str, ...] = ()
     frozen: bool = False
+    precision: str = "strict"
+    tf32: bool = False
+    half: bool | None = False
 
 
 VARIANTS = (
-    Variant(ORIGINAL, ""),
-    Variant("attention", "attention"),
-    Variant(PRODUCTS, without=_FOLDS),
+    Variant(ORIGINAL, "", half=None),
+    Variant("original, TF32", "", tf32=True),
+    Variant("attention", "attention", half=None),
+    Variant(PRODUCTS, without=_FOLDS, half=None),
     Variant("activation", without=(RESIDUAL,)),
     Variant("residual", without=(ACTIVATION,)),
-    Variant("both"),
+    Variant("both", half=None),
     Variant("both, frozen", frozen=True),
     Variant("both, norm", forms=(routing.NORM,)),
     Variant("both, padded", forms=(routing.PADDED,)),
-    Variant("all", forms=(routing.NORM, routing.PADDED), frozen=True),
+    Variant("both, gated", forms=(routing.GATED,)),
+    Variant("both, centred", forms=(routing.CENTRED,)),
+    Variant("all", forms=(routing.NORM, routing.PADDED, routing.GATED), frozen=True),
+    Variant("turbo", frozen=True, precision="turbo"),
+    Variant("turbo, rounded", forms=(routing.ROUNDED,), frozen=True, precision="turbo"),
+    Variant("activation, half", without=(RESIDUAL,), forms=(routing.HALF,), half=True),
+    Variant("residual, half", without=(ACTIVATION,), forms=(routing.HALF,), half=True),
+    Variant("both, half", forms=(routing.HALF,), half=True),
 )
+
+
+def variants_of(dtype: torch.dtype) -> tuple[Variant, ...]:
+    """The variants that are measured in a dtype."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return tuple(v for v in VARIANTS if v.half in (None, half))
 
 
 @dataclass(frozen=True)
@@ -108,14 +132,19 @@ def measure(
     """
     if model.training:
         raise ArgumentError("fusions: the model is in training mode: call model.eval() first")
-    contenders = [Contender(v.name, _runner(model, x, v)) for v in VARIANTS]
+    variants = variants_of(x.dtype)
+    contenders = [
+        Contender(v.name, _runner(model, x, v), context=allowing_tf32 if v.tf32 else nullcontext)
+        for v in variants
+    ]
+    errors = {}
     with torch.inference_mode():
         exact = copy.deepcopy(model).double()(x.double())
-        outputs = {c.name: c.call() for c in contenders}
-    errors = {}
-    for name, out in outputs.items():
-        assert isinstance(out, Tensor)
-        errors[name] = reference.relative_l2(out, exact)
+        for each in contenders:
+            with each.context():
+                out = each.call()
+            assert isinstance(out, Tensor)
+            errors[each.name] = reference.relative_l2(out, exact)
     if x.is_cuda:
         samples, _ = timing.time_cuda(contenders, rounds=rounds, budget_seconds=budget_seconds)
     else:
@@ -127,7 +156,7 @@ def measure(
             v.name, digits(seconds[v.name] * 1e3), digits(seconds[ORIGINAL] / seconds[v.name]),
             digits(seconds[PRODUCTS] / seconds[v.name]), errors[v.name], errors[ORIGINAL],
         )
-        for v in VARIANTS
+        for v in variants
     )  # fmt: skip
 
 
@@ -135,7 +164,7 @@ def _runner(model: nn.Module, x: Tensor, variant: Variant) -> Callable[[], objec
     """A call of a copy of the model, with the same weights, patched as the variant says."""
     own = shared_copy(model)
     if variant.scope:
-        patch(own, scope=variant.scope)
+        patch(own, scope=variant.scope, precision=variant.precision)
     if variant.frozen:
         freeze(own)
 
@@ -176,6 +205,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="of timm")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS")
@@ -194,11 +224,12 @@ def main(arguments: list[str]) -> None:
     for name, batch in [(m, given.batch) for m in given.models] or MODELS:
         sys.stderr.write(f"{name}, batch {batch}\n")
         torch.manual_seed(0)
-        model = timm.create_model(name, img_size=given.size).eval().to(device)
-        x = torch.randn(batch, 3, given.size, given.size, device=device)
+        dtype = getattr(torch, given.dtype)
+        model = timm.create_model(name, img_size=given.size).eval().to(device, dtype)
+        x = torch.randn(batch, 3, given.size, given.size, device=device).to(dtype)
         rows = measure(model, x, rounds=given.rounds, budget_seconds=given.budget)
         sys.stdout.write(table(name, batch, rows) + "\n")
-        row = {"model": name, "batch": batch, "size": given.size}
+        row = {"model": name, "batch": batch, "size": given.size, "dtype": given.dtype}
         found.append(row | {"variants": [asdict(each) for each in rows]})
     if given.output is not None:
         described = environment.describe(device)

@@ -98,7 +98,9 @@ def _slower(members: list[Document]) -> tuple[bool, float]:
 
 def _alike(site: Document) -> str:
     keys = ("module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra")
-    return json.dumps([site[key] for key in keys])
+    # layers have neither heads nor tokens; older documents do not count their FLOPs
+    size = site.get("flops") if site["kind"] in LAYERS else None
+    return json.dumps([*(site[key] for key in keys), size])
 
 
 def _in_order(paths: dict[str, list[tuple[bool, float]]]) -> list[str]:

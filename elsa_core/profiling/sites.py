@@ -33,6 +33,7 @@ class SiteProfile:
         seconds_before, seconds_after: a forward's time in it, mean over the middle half of the
             rounds, or of a CUDA graph's replays: attention with its projections, without the MLP
             and the norms of a block (`elsa_core.profiling.boundaries`).
+        flops: of one image, as `AttentionSite` counts them; they tell layers of one class apart.
         share: of the forward before patching; those of all rows add up to 1.
         ratio: how many times as fast it became: the quotient of the two.
         error, original_error: relative error of its output against float64, patched and before;
@@ -48,6 +49,7 @@ class SiteProfile:
     query_tokens: int | None
     key_tokens: int | None
     extra: tuple[str, ...]
+    flops: int | None
     patched: bool
     reason: str
     seconds_before: float
@@ -275,7 +277,7 @@ def _whole(sample: Sample) -> float:
 
 _SHARED: Final = (
     "path", "module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra",
-    "patched", "reason",
+    "flops", "patched", "reason",
 )  # fmt: skip
 _REST_SITE: Final = AttentionSite(
     path=REST, module_class="", kind="rest", num_heads=None, head_dim=None, query_tokens=None,

@@ -42,7 +42,7 @@ def both(x, w, b, value, value_b, gate=functional.silu):
     return gate(functional.linear(x, w, b)) * functional.linear(x, value, value_b)
 
 
-GATED = [(1370, 1536, 512), (2056, 768, 2048), (65, 72, 36), (300, 3072, 100)]
+GATED = [(1370, 1536, 512), (2056, 768, 2048), (65, 72, 36)]
 
 
 @pytest.mark.parametrize("shape", GATED)
@@ -152,15 +152,17 @@ def test_rounded_of_other_magnitudes(times):
 @pytest.mark.parametrize(
     "shape", [(1576, 768, 3072), (1576, 3072, 768), (25088, 96, 384), (65, 264, 136)]
 )
-@pytest.mark.parametrize("terms", ["gelu", "residual", "all"])
+@pytest.mark.parametrize("terms", ["gelu", "all"])
 def test_half(dtype, shape, terms):
     from elsa_core.backends.triton.linear import gemm
 
     rows, _, columns = shape
     x, w, b = operands(*shape, dtype)
-    residual = torch.randn(rows, columns).cuda().to(dtype) if terms != "gelu" else None
-    scale = torch.rand(columns).cuda().to(dtype) if terms == "all" else None
-    activation = "none" if terms == "residual" else "gelu"
+    residual = scale = None
+    if terms == "all":
+        residual = torch.randn(rows, columns).cuda().to(dtype)
+        scale = torch.rand(columns).cuda().to(dtype)
+    activation = "gelu"
     with routing.unmeasured(routing.HALF):
         poisoned(rows, columns, dtype)
         out = gemm.linear(x, w, b, activation, residual, scale)

@@ -26,7 +26,8 @@ def model():
 @pytest.mark.parametrize(
     ("name", "activations", "residuals", "norms"),
     [("products alone", 0, 0, 0), ("activation", 1, 0, 0), ("residual", 0, 2, 0),
-     ("both", 1, 2, 0), ("both, norm", 1, 2, 2), ("all", 1, 2, 2)],
+     ("both", 1, 2, 0), ("both, norm", 1, 2, 2), ("all", 1, 2, 2),
+     ("turbo, rounded", 1, 2, 0), ("both, half", 1, 2, 0)],
 )  # fmt: skip
 def test_a_variant_folds_what_it_says(monkeypatch, name, activations, residuals, norms):
     made, x = model()
@@ -51,12 +52,20 @@ def test_a_variant_folds_what_it_says(monkeypatch, name, activations, residuals,
 def test_the_rows_and_the_table():
     made, x = model()
     rows = fusions.measure(made, x, rounds=3, budget_seconds=0.5)
-    assert [row.variant for row in rows] == [v.name for v in fusions.VARIANTS]
+    assert [row.variant for row in rows] == [v.name for v in fusions.variants_of(x.dtype)]
+    assert not any("half" in row.variant for row in rows)
     assert rows[0].gain == 1.0 and all(row.error < 1e-5 for row in rows)
     text = fusions.table("vit", 1, rows)
     assert text.count("\n| ") == len(rows) + 1
     with pytest.raises(ArgumentError, match="training"):
         fusions.measure(made.train(), x)
+
+
+def test_half_precision():
+    made, x = model()
+    rows = fusions.measure(made.bfloat16(), x.bfloat16(), rounds=3, budget_seconds=0.5)
+    names = [row.variant for row in rows]
+    assert names[0] == "original" and "both, half" in names and "turbo" not in names
 
 
 def test_nothing_stays_switched():
@@ -75,7 +84,7 @@ def test_the_command(tmp_path, capsys):
     fusions.main(["vit_tiny_patch16_224", "--device", "cpu", *options, "-o", str(file)])
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["rows"][0]["model"] == "vit_tiny_patch16_224"
-    assert len(document["rows"][0]["variants"]) == len(fusions.VARIANTS)
+    assert len(document["rows"][0]["variants"]) == len(fusions.variants_of(torch.float32))
     assert "products alone" in capsys.readouterr().out
     with pytest.raises(ArgumentError, match="exists"):
         fusions.main(["-o", str(file)])

@@ -310,20 +310,62 @@ def test_gated_mlps(monkeypatch):
     mlp = pytest.importorskip("timm.layers.mlp")
     model = nn.ModuleDict({
         "split": mlp.SwiGLU(8, 12, norm_layer=nn.LayerNorm), "packed": mlp.SwiGLUPacked(8, 24),
+        "sigmoid": mlp.GluMlp(8, 24),  # of an activation that no product takes
         "conv": mlp.Mlp(8, 16, use_conv=True), "other": mlp.Mlp(8, 16, act_layer=nn.Tanh),
     }).eval()  # fmt: skip
     x = torch.randn(3, 8)
-    inputs = {"split": x, "packed": x, "other": x, "conv": torch.randn(1, 8, 2, 2)}
+    inputs = {"split": x, "packed": x, "sigmoid": x, "other": x, "conv": torch.randn(1, 8, 2, 2)}
     wanted = {name: model[name](given) for name, given in inputs.items()}
     report = elsa.patch(model, scope="model")
     assert {site.path: site.kind for site in report.patched} == {
-        "split": "mlp", "packed.fc1": "linear-layer", "packed.fc2": "linear-layer",
-        "other.fc1": "linear-layer", "other.fc2": "linear-layer",
+        "split": "mlp", "packed": "mlp", "sigmoid.fc1": "linear-layer",
+        "sigmoid.fc2": "linear-layer", "other.fc1": "linear-layer", "other.fc2": "linear-layer",
     }  # fmt: skip
     seen = Calls(monkeypatch)
     for name, given in inputs.items():
         torch.testing.assert_close(model[name](given), wanted[name])
     assert [call[1] for call in seen[:3]] == ["silu", "none", "none"]
+
+
+@pytest.mark.parametrize("name", ["split", "packed", "gate last"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_gated_unit_in_one_call(monkeypatch, name, norm):
+    """Only within `unmeasured`, with the operands that the module's formula names."""
+    mlp = pytest.importorskip("timm.layers.mlp")
+    from elsa_core import routing
+    from elsa_core.operators.gated_linear import plain
+
+    torch.manual_seed(0)
+    model = {
+        "split": mlp.SwiGLU(8, 12),
+        "packed": mlp.SwiGLUPacked(8, 24),
+        "gate last": mlp.GluMlp(8, 24, act_layer=nn.SiLU, gate_last=True),
+    }[name].eval()
+    model = nn.Sequential(model)
+    x, layer_norm = torch.randn(3, 8), nn.LayerNorm(8)
+    calls = []
+
+    def serve(*given):
+        calls.append(given)
+        return plain(*given)
+
+    monkeypatch.setitem(routing.SERVING, ("gated_linear", "cpu", "auto"), (serve,))
+    with torch.no_grad():
+        wanted = model(layer_norm(x) if norm else x)
+        elsa.patch(model, scope="model")
+        given = (x, None, None, layer_norm) if norm else (x,)
+        torch.testing.assert_close(model[0].elsa_added(*given), wanted)
+        assert not calls
+        with routing.unmeasured(routing.GATED, routing.NORM):
+            torch.testing.assert_close(model[0].elsa_added(*given), wanted)
+            assert len(calls) == 1 and (calls[0][8] is not None) == norm  # the norm's eps
+            model[0].act.register_forward_hook(lambda *seen: None)
+            torch.testing.assert_close(model[0].elsa_added(*given), wanted)
+        assert len(calls) == 1  # a hook sees what is between
+    model[0].act._forward_hooks.clear()
+    with routing.unmeasured(routing.GATED):
+        model[0](x).sum().backward()  # composed, where a gradient is wanted
+    assert len(calls) == 1 and all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -47,6 +47,19 @@ def test_equal_sites_are_judged_together() -> None:
     assert plan.kept == () and plan.sites == tuple(f"blocks.{i}.attn" for i in range(12))
 
 
+def test_layers_of_other_sizes_are_judged_apart() -> None:
+    """A small linear layer that was slower is left alone, and large ones of its class are not."""
+    layer = {"kind": "linear-layer", "num_heads": None, "head_dim": None, "query_tokens": None,
+             "key_tokens": None}  # fmt: skip
+    sizes = {"small": (0.8, 10), "large.0": (1.5, 90), "large.1": (1.6, 90)}
+    sites = [site(path, gain) | layer | {"flops": n} for path, (gain, n) in sizes.items()]
+    plan = policy.faster(sweep_of(sites))
+    assert plan.sites == ("large.0", "large.1") and [path for path, _ in plan.kept] == ["small"]
+    for each in sites:
+        del each["flops"]  # a document of an older version
+    assert policy.faster(sweep_of(sites)).kept == ()
+
+
 def test_no_difference_is_no_reason() -> None:
     assert policy.faster(sweep_of([site("a", 0.98)])).sites == ("a",)
 

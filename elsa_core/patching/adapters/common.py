@@ -18,7 +18,7 @@ from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
-from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out, taken
+from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out, taken, taken_norm
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +91,7 @@ def project(
     if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
         if residual is None and scale is None:
             residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
-        within = None if norm is None else norm_of(norm, x)
+        within = taken_norm(layer, x) if norm is None else norm_of(norm, x)  # type: ignore[arg-type]
         if norm is not None and within is None:
             x = norm(x)
         kept: Any = getattr(layer, "elsa_halves", None)
@@ -104,7 +104,11 @@ def project(
 
 
 # Layer norms whose forward is `torch.nn.functional.layer_norm` in float32.
-_NORMS = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+_NORMS = (
+    "open_clip.transformer.LayerNorm",
+    "timm.layers.norm.LayerNorm",
+    "torch.nn.modules.normalization.LayerNorm",
+)
 
 
 def norm_of(module: Any, x: Tensor) -> Norm | None:
@@ -131,11 +135,13 @@ def project_by(
     bias: Tensor | None,
     halves: tuple[Tensor | None, Tensor | None] = (None, None),
     terms: tuple[Tensor | None, Tensor | None] = (None, None),
+    norm: Norm | None = None,
 ) -> Tensor:
-    """residual + scale * (x @ weight.T + bias) with the patched site's precision and backend:
+    """residual + scale * (norm(x) @ weight.T + bias) with the patched site's precision and backend:
     [..., K] -> [..., N]. `terms` are the residual and the scale.
     """
-    return served(x, weight, bias, "none", *terms, site.elsa_precision, site.elsa_backend, *halves)
+    given = ("none", *terms, site.elsa_precision, site.elsa_backend, *halves, norm)
+    return served(x, weight, bias, *given)
 
 
 # Activations by their class; of nn.GELU its argument decides.

@@ -1,4 +1,5 @@
-"""A residual and a LayerScale on their way from a block to the layer of its last product.
+"""A residual and a LayerScale on their way from a block to the layer of its last product, and a
+layer norm on its way to that of its first one.
 
 The module between the two is called as its library wrote it. A block hands the terms to a layer for
 the length of one call of that module; the layer takes them if it computes a result of the
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from elsa_core.linear import Norm
 
 Terms = tuple[Tensor | None, Tensor | None]
 NONE: Terms = (None, None)
@@ -47,6 +50,7 @@ leaves_out._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of me
 
 class _Waiting(threading.local):
     terms: Handing | None = None
+    norm: Normalising | None = None
 
 
 _WAITING = _Waiting()
@@ -87,3 +91,38 @@ def taken(layer: nn.Module, x: Tensor, columns: int) -> Terms:
         return NONE  # kernels that add a residual read a dense one
     terms.taken = True
     return terms.residual, terms.scale
+
+
+class Normalising:
+    """For the length of a `with` block, `layer` may normalise x itself, where it is called with x.
+
+    Attributes:
+        taken: whether it did: then it was called with x in the place of norm(x).
+    """
+
+    __slots__ = ("before", "layer", "norm", "taken", "x")
+
+    def __init__(self, layer: nn.Module, x: Tensor, norm: Norm):
+        self.layer, self.x, self.norm = layer, x, norm
+        self.taken = False
+        self.before: Normalising | None = None
+
+    def __enter__(self) -> Normalising:
+        self.before, _WAITING.norm = _WAITING.norm, self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _WAITING.norm = self.before
+        if not self.taken and _WAITING.terms is not None:
+            _WAITING.terms.taken = False  # the call was for nothing, and comes again
+
+
+def taken_norm(layer: nn.Module, x: Tensor) -> Norm | None:
+    """The norm handed to `layer` for x, once; whoever takes it must apply it."""
+    if torch.compiler.is_compiling():
+        return None
+    waiting = _WAITING.norm
+    if waiting is None or waiting.layer is not layer or waiting.x is not x or waiting.taken:
+        return None
+    waiting.taken = True
+    return waiting.norm

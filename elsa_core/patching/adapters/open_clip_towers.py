@@ -14,7 +14,7 @@ from open_clip.transformer import ResidualAttentionBlock
 from torch import Tensor
 
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
-from elsa_core.patching.adapters.residual import Adds, added, added_by
+from elsa_core.patching.adapters.residual import Adds, added, added_by, normalised
 
 
 class ElsaAttentionPool2d(AttentionPool2d):  # type: ignore[misc]  # open_clip is untyped
@@ -51,6 +51,14 @@ class ElsaResidualAttentionBlock(Adds, ResidualAttentionBlock):  # type: ignore[
         crosses = hasattr(self, "ln_1_kv")
         k_x = self.ln_1_kv(k_x) if crosses and k_x is not None else None
         v_x = self.ln_1_kv(v_x) if crosses and v_x is not None else None
-        terms = {"q_x": self.ln_1(q_x), "k_x": k_x, "v_x": v_x, "attn_mask": attn_mask}
-        x = added_by(lambda: self.attention(**terms), q_x, self.attn, self.ls_1, None)
-        return added(x, self.ln_2(x), self.mlp, self.ls_2, None)
+
+        def attended() -> Tensor:
+            alone = k_x is None and v_x is None
+            part = self.attn if alone else None
+            out: Tensor = normalised(
+                part, self.ln_1, q_x, lambda y: self.attention(y, k_x, v_x, attn_mask)
+            )
+            return out
+
+        x = added_by(attended, q_x, self.attn, self.ls_1, None)
+        return added(x, self.ln_2, self.mlp, self.ls_2, None)

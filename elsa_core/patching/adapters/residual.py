@@ -1,4 +1,5 @@
-"""A block's residual and LayerScale, in the last product of what the block adds.
+"""A block's residual and LayerScale, in the last product of what the block adds, and its layer norm
+in the first one.
 
 Read against timm 1.0.20 to 1.0.31, torchvision 0.29 and open_clip 3.3. Classes are known by name,
 so that no library is imported for another one's blocks.
@@ -13,8 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from elsa_core import calls
-from elsa_core.patching.adapters.common import all_original, is_host_bound, is_shown, norm_of
-from elsa_core.patching.adapters.handing import RESIDUAL, Handing, leaves_out
+from elsa_core.patching.adapters.common import (
+    all_original,
+    is_host_bound,
+    is_plain_linear,
+    is_shown,
+    norm_of,
+)
+from elsa_core.patching.adapters.handing import RESIDUAL, Handing, Normalising, leaves_out
 
 # Parts whose forward ends with a linear layer and a dropout (if any), by the names of these two.
 _LAST = {
@@ -35,6 +42,17 @@ _LAST = {
     "timm.models.xcit.XCA": ("proj", "proj_drop"),
     "torch.nn.modules.activation.MultiheadAttention": ("out_proj", ""),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ("proj", ""),
+}
+# Parts whose forward reads its input by one linear layer alone, by the name of that layer.
+_FIRST = {
+    "timm.models.beit.Attention": "qkv",
+    "timm.models.cait.TalkingHeadAttn": "qkv",
+    "timm.models.eva.EvaAttention": "qkv",
+    "timm.models.hiera.MaskUnitAttention": "qkv",
+    "timm.models.mvitv2.MultiScaleAttention": "qkv",
+    "timm.models.vision_transformer_relpos.RelPosAttention": "qkv",
+    "timm.models.xcit.XCA": "qkv",
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": "qkv",
 }
 # Layers in a row, the last of which are a linear one and perhaps a dropout.
 _CHAINS = (
@@ -105,12 +123,33 @@ def added(
         if free and _normalises(part) and norm_of(norm, x) is not None:
             within: Tensor = part.elsa_added(x, x, gamma_of(scale), norm=norm, **terms)
             return within
+        if not free:
+            module = norm
+            return added_by(
+                lambda: normalised(part, module, x, lambda y: part(y, **terms)),
+                x, part, scale, drop_path,
+            )  # fmt: skip
         norm = norm(x)
     normed: Tensor = norm
     if free:
         folded: Tensor = part.elsa_added(normed, x, gamma_of(scale), **terms)
         return folded
     return added_by(lambda: part(normed, **terms), x, part, scale, drop_path)
+
+
+def normalised(part: Any, norm: Any, x: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+    """compute(norm(x)), where compute calls a part (or None) with it, the norm in the part's first
+    product where a kernel takes it.
+    """
+    within = None if part is None or calls.recorded() else norm_of(norm, x)
+    if within is None or calls.differentiates(x, *within[:2]):
+        return compute(norm(x))
+    first = first_layer(part)
+    if first is None:
+        return compute(norm(x))
+    with Normalising(first, x, within) as handed:
+        out = compute(x)
+    return out if handed.taken else compute(norm(x))
 
 
 def added_by(
@@ -180,6 +219,31 @@ def last_layer(part: nn.Module) -> nn.Module | None:
     if type(part) is not cls and cls is nn.MultiheadAttention:  # reads the weights of its layer
         return layer if getattr(part, "batch_first", False) else None
     return layer if _takes(layer) and _idles(drop) else None
+
+
+def first_layer(part: nn.Module) -> nn.Module | None:
+    """The patched layer that alone reads what a part is called with; None where there is none, or
+    where hooks read it.
+    """
+    if is_shown(part):
+        return None
+    cls: Any = type(part).__dict__.get("elsa_base", type(part))
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls is nn.MultiheadAttention:
+        packed = getattr(part, "batch_first", False) and part.in_proj_weight is not None
+        return part if packed and type(part) is not cls else None
+    if name in _CHAINS and _last_names(cls, cls.forward) is not None:
+        layer = next(iter(part._modules.values()), None)
+    else:
+        layer = getattr(part, _FIRST.get(name, ""), None)
+        own = f"{cls.forward.__module__}.{cls.forward.__qualname__}" == f"{name}.forward"
+        # with these it computes its projection itself, or reads its input twice
+        others = (getattr(part, other, None) for other in ("q_bias", "gate"))
+        if not own or any(other is not None for other in others):
+            return None
+    if layer is None or not is_plain_linear(layer) or not _takes(layer):
+        return None
+    return layer
 
 
 @functools.lru_cache(maxsize=256)

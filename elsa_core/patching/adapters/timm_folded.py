@@ -17,7 +17,7 @@ from timm.models.vision_transformer_relpos import RelPosBlock
 from timm.models.xcit import XCABlock
 from torch import Tensor, cat
 
-from elsa_core.patching.adapters.residual import Adds, added, handed_to
+from elsa_core.patching.adapters.residual import Adds, added, handed_to, normalised
 
 
 class ElsaBeitBlock(Adds, BeitBlock):  # type: ignore[misc]  # timm is untyped
@@ -84,8 +84,9 @@ class ElsaHieraBlock(Adds, HieraBlock):  # type: ignore[misc]
     elsa_base = HieraBlock
 
     def elsa_forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
+        normed: Any = self.norm1
         if self.do_expand:
+            normed = normed(x)
             kept = x if self.proj is None else self.proj(normed)
             pooled = kept.view(kept.shape[0], self.attn.q_stride, -1, kept.shape[-1])
             x = pooled.amax(dim=1)
@@ -100,14 +101,21 @@ class ElsaMultiScaleBlock(Adds, MultiScaleBlock):  # type: ignore[misc]
     elsa_base = MultiScaleBlock
 
     def elsa_forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
-        normed = self.norm1(x)
-        short = x if self.shortcut_proj_attn is None else self.shortcut_proj_attn(normed)
+        normed, short, attend = None, x, self.attn
+        if self.shortcut_proj_attn is not None:
+            normed = self.norm1(x)
+            short = self.shortcut_proj_attn(normed)
         short = self._shortcut_pool(short, feat_size)
-        with handed_to(self.attn, short, None, self.drop_path1) as handed:
-            x, size = self.attn(normed, feat_size)
+        with handed_to(attend, short, None, self.drop_path1) as handed:
+            if normed is None:
+                x, size = normalised(attend, self.norm1, x, lambda y: attend(y, feat_size))
+            else:
+                x, size = attend(normed, feat_size)
         x = x if handed.taken else short + self.drop_path1(x)
+        if self.shortcut_proj_mlp is None:
+            return added(x, self.norm2, self.mlp, None, self.drop_path2), size
         normed = self.norm2(x)
-        short = x if self.shortcut_proj_mlp is None else self.shortcut_proj_mlp(normed)
+        short = self.shortcut_proj_mlp(normed)
         return added(short, normed, self.mlp, None, self.drop_path2), size
 
 

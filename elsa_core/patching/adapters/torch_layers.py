@@ -30,7 +30,7 @@ from elsa_core.patching.adapters.common import (
 )
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, of_layer
-from elsa_core.patching.adapters.handing import taken
+from elsa_core.patching.adapters.handing import taken, taken_norm
 
 
 class ElsaLinear(Derives, nn.Linear):
@@ -56,17 +56,19 @@ class ElsaLinear(Derives, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if is_within_original(self) or (not input.is_cuda and calls.recorded()):
             return super().forward(input)
-        terms = taken(self, input, self.weight.shape[0])
+        terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
 
         def by_elsa() -> Tensor:
             return served(
                 input, self.weight, self.bias, "none", *terms, self.elsa_precision,
-                self.elsa_backend, *self.elsa_halves(),
+                self.elsa_backend, *self.elsa_halves(), norm,
             )  # fmt: skip
 
         work = input.numel() * self.weight.shape[0]
-        form = tuple(term is None for term in terms)
+        form = tuple(term is None for term in (*terms, norm))
         if is_host_bound(self, "linear", input, work, by_elsa, form):
+            if norm is not None:
+                input = functional.layer_norm(input, input.shape[-1:], *norm)
             return epilogue(super().forward(input), "none", *terms)
         return by_elsa()
 

@@ -24,7 +24,7 @@ from elsa_core.patching.adapters.common import (
 )
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, are_read, split
-from elsa_core.patching.adapters.handing import taken
+from elsa_core.patching.adapters.handing import taken, taken_norm
 
 
 class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
@@ -102,7 +102,8 @@ class ElsaMultiheadAttention(Derives, nn.MultiheadAttention):
         if weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         elif same_keys and same_queries:
-            packed = project_by(self, query, weight, bias, self._elsa_halves()[0])
+            norm = taken_norm(self, query)
+            packed = project_by(self, query, weight, bias, self._elsa_halves()[0], norm=norm)
             return split_packed(packed, self.num_heads)
         else:
             weights = weight.chunk(3)

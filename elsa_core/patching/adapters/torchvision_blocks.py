@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.models.swin_transformer import SwinTransformerBlock
 from torchvision.models.vision_transformer import EncoderBlock
 
-from elsa_core.patching.adapters.residual import Adds, added, added_by
+from elsa_core.patching.adapters.residual import Adds, added, added_by, normalised
 
 
 class ElsaEncoderBlock(Adds, EncoderBlock):  # type: ignore[misc]  # torchvision is untyped
@@ -20,11 +20,16 @@ class ElsaEncoderBlock(Adds, EncoderBlock):  # type: ignore[misc]  # torchvision
 
     def elsa_forward(self, input: Tensor) -> Tensor:
         torch._assert(input.dim() == 3, "input must be [batch, tokens, channels]")
-        y, attend = self.ln_1(input), self.self_attention
-        x = added_by(
-            lambda: attend(y, y, y, need_weights=False)[0], input, attend, None, self.dropout
-        )
-        return added(x, self.ln_2(x), self.mlp, None, None)
+        attend = self.self_attention
+
+        def attended() -> Tensor:
+            out: Tensor = normalised(
+                attend, self.ln_1, input, lambda y: attend(y, y, y, need_weights=False)[0]
+            )
+            return out
+
+        x = added_by(attended, input, attend, None, self.dropout)
+        return added(x, self.ln_2, self.mlp, None, None)
 
 
 class ElsaSwinTransformerBlock(Adds, SwinTransformerBlock):  # type: ignore[misc]
@@ -33,5 +38,5 @@ class ElsaSwinTransformerBlock(Adds, SwinTransformerBlock):  # type: ignore[misc
     elsa_base = SwinTransformerBlock
 
     def elsa_forward(self, x: Tensor) -> Tensor:
-        x = added(x, self.norm1(x), self.attn, None, self.stochastic_depth)
-        return added(x, self.norm2(x), self.mlp, None, self.stochastic_depth)
+        x = added(x, self.norm1, self.attn, None, self.stochastic_depth)
+        return added(x, self.norm2, self.mlp, None, self.stochastic_depth)

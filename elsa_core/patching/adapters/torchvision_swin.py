@@ -16,6 +16,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedW
 
 from elsa_core.patching.adapters.common import project, project_by
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters.handing import taken_norm
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -130,11 +131,14 @@ def _attended(attn: Any, x: Tensor, terms: _Terms) -> Tensor:
         )
     ]
     padded = any(shift) and (below > 0 or right > 0)
+    norm = taken_norm(attn.qkv, x)
+    if padded and norm is not None:  # padding is zeros of what is normalised
+        x, norm = F.layer_norm(x, x.shape[-1:], *norm), None
     if padded:  # the roll carries padding with it, unlike the operator's own
         x = F.pad(x, (0, 0, 0, right, 0, below))
     out = attend_windows(
         attn,
-        project_by(attn, x, attn.qkv.weight, terms.qkv_bias),
+        project_by(attn, x, attn.qkv.weight, terms.qkv_bias, norm=norm),
         terms.bias.bias,
         bias_index=terms.bias.bias_index,
         num_heads=attn.num_heads,

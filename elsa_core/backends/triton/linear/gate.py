@@ -292,7 +292,7 @@ def _plain(input: Tensor, weight: Tensor) -> bool:
     return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
 
-def _suits(input: Tensor, weight: Tensor, fused: bool) -> bool:
+def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
     """Whether a kernel of this package takes less of the GPU's time than PyTorch's. In half
     precision it might for every call with more than a product: not chosen by auto until measured.
     """
