@@ -207,6 +207,8 @@ def test_a_row_that_sees_nothing_is_zero_whatever_the_values_hold() -> None:
     assert not out[:, :, 7].any()
     assert lse[:, :, 7].isneginf().all()
     assert lse[:, :, 8].isfinite().all()
+    out, lse = attention(q, k, v, torch.zeros_like(mask))  # and where no row sees one
+    assert not out.any() and lse.isneginf().all()
 
 
 LAYOUTS = {

@@ -296,12 +296,13 @@ def test_extreme_logits(size: float, window: tuple[int, int, int]) -> None:
     v = make(tokens, 32, seed=6)
     q = torch.zeros(tokens, 32)
     q[:, 0] = 2.0
-    k = make(tokens, 32, seed=5) * 1e-3
-    k[:, 0] = -size
-    k[tokens // 3, 0] = size
-    qkv = torch.cat([q, k, v], -1).view(1, *window, 96)
-    out = window_attention(qkv, Terms(num_heads=1, window=window, scale=1.0))
-    assert torch.equal(out, v[tokens // 3].expand_as(out))
+    for at in (tokens // 3, *range(tokens // 16 * 16, tokens)):  # the last ones by themselves
+        k = make(tokens, 32, seed=5) * 1e-3
+        k[:, 0] = -size
+        k[at, 0] = size
+        qkv = torch.cat([q, k, v], -1).view(1, *window, 96)
+        out = window_attention(qkv, Terms(num_heads=1, window=window, scale=1.0))
+        assert torch.equal(out, v[at].expand_as(out)), at
 
 
 @pytest.mark.parametrize("window", [(1, 7, 7), (1, 27, 25)], ids=str)
@@ -408,6 +409,7 @@ def test_reads_no_byte_beyond_its_operands() -> None:
         ((1, 1, 7, 7, 96), {"shift": (0, 7, 0)}, "smaller than the window"),
         ((1, 1, 7, 7, 96), {"shift": (0, -1, 0)}, "at least 0"),
         ((1, 1, 8, 7, 96), {"grid": True}, "multiples of the window"),
+        ((1, 1, 7, 7, 96), {"grid": True, "shift": (0, 0, 1)}, "and no shift"),
         ((1, 1, 7, 7, 96), {"layout": "kqv"}, "layout must be qkv or head"),
         ((1, 1, 7, 7, 96), {"bias": torch.zeros(2, 49, 48)}, r"bias must be \[2, 49, 49\]"),
         ((1, 1, 7, 7, 96), {"bias": torch.zeros(2, 49, 49).half()}, "float32 or qkv's dtype"),

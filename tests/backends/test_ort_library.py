@@ -143,7 +143,13 @@ def test_packed_attention_reads_its_mask(heads: int, library: str) -> None:
     packed = session(library, model("PackedAttention", [FLOAT, BOOL], num_heads=heads))
     plain = session(library, model("Attention", [FLOAT, FLOAT, FLOAT, BOOL]))
     q, k, v = (np.ascontiguousarray(x) for x in _apart(qkv, heads))
-    expected = run(plain, q, k, v, mask).transpose(0, 2, 1, 3).reshape(2, 9, heads * 8)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    given = [torch.from_numpy(x) for x in (q, k, v)]
+    exact = sdpa(*(x.double() for x in given), torch.from_numpy(mask)).numpy()
+    peer = sdpa(*given, torch.from_numpy(mask)).numpy()
+    out = run(plain, q, k, v, mask)
+    assert error(out, exact) <= 2 * error(peer, exact) + 2.4e-7
+    expected = out.transpose(0, 2, 1, 3).reshape(2, 9, heads * 8)
     assert np.array_equal(run(packed, qkv, mask), expected)
 
 

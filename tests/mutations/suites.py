@@ -14,6 +14,9 @@ ATTENTION = "tests/backends/test_native.py"
 GRADIENT = "tests/backends/test_native_gradient.py"
 DROPOUT = "tests/backends/test_native_dropout.py"
 WINDOW = "tests/backends/test_native_window.py"
+SPARSE = "tests/backends/test_native_sparse.py"
+MEMORY = "tests/backends/test_native_memory.py"
+SETS = "tests/backends/test_instruction_sets.py"
 VARLEN = "tests/backends/test_native_varlen.py"
 MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
@@ -112,16 +115,20 @@ _DECLARATIONS = frozenset(
 # The first that fits a file is its own.
 SUITES = (
     Suite("csrc/*/varlen.cpp", (VARLEN, "tests/core/test_varlen.py")),
-    Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT)),
+    Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT, MEMORY)),
     Suite("csrc/elsa/philox.h", (DROPOUT,)),
-    Suite("csrc/elsa/window*", (WINDOW,)),
+    Suite("csrc/elsa/window*", (WINDOW, MEMORY)),
+    Suite("csrc/elsa/attention.cpp", (ATTENTION, DROPOUT, SPARSE, MEMORY, SETS)),
+    Suite("csrc/elsa/attention*", (ATTENTION, DROPOUT, SPARSE)),
     Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
     Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
     Suite("csrc/elsa/pack.h", (ATTENTION, WINDOW)),
     Suite("csrc/elsa/*", (ATTENTION, DROPOUT)),
     Suite("csrc/torch/common.h", (ATTENTION, WINDOW, BUILD)),
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
-    Suite("csrc/torch/*", (ATTENTION, GRADIENT, DROPOUT)),
+    Suite(
+        "csrc/torch/*", (ATTENTION, GRADIENT, DROPOUT, SPARSE, "tests/bench/test_bench_trace.py")
+    ),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
     _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_windows", "windows"),

@@ -56,6 +56,17 @@ def make(kind: str) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("sides", [(112, 136), (104, 112)])
+@pytest.mark.parametrize("kind", ["davit", "tiny-vit"])
+@torch.no_grad()
+def test_windows_padded_on_one_axis(kind: str, sides: tuple[int, int]) -> None:
+    """What a padded token is counts already there: norms and projections have biases."""
+    model = make(kind)
+    patch(model)
+    found = check(model, torch.randn(2, 3, *sides))
+    assert found.ok, found.failures
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()

@@ -157,6 +157,20 @@ def test_other_libraries(name):
     assert counts == (residuals, scales)
 
 
+def test_hiera_widens_by_maximum_and_mean():
+    """Without a projection the shortcut is both, side by side in the channels."""
+    torch.manual_seed(0)
+    options = {"embed_dim": 16, "num_heads": 1, "stages": (1, 1), "q_pool": 1,
+               "use_expand_proj": False}  # fmt: skip
+    model = timm.create_model("hiera_tiny_224", img_size=64, num_classes=5, **options).eval()
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        wanted = model(x)
+        elsa.patch(model, scope="model")
+        assert type(model.blocks[1]).__name__ == "ElsaHieraBlock" and model.blocks[1].do_expand
+        torch.testing.assert_close(model(x), wanted)
+
+
 @pytest.mark.parametrize("crosses", [False, True])
 @pytest.mark.parametrize("given", ["none", "k_x", "both"])
 def test_open_clip_attends_to_other_tokens(crosses, given):
@@ -198,7 +212,16 @@ def test_hooks_see_what_they_saw(name):
     block = model.get_submodule(BLOCKS[name])
     seen: list[Tensor] = []
     # one hook at a time: each hides what another may change
-    for path in ("attn.proj", "mlp.fc2", "mlp", "drop_path1", "drop_path", "ls1"):
+    for path in (
+        "attn.proj",
+        "mlp.fc2",
+        "mlp",
+        "drop_path1",
+        "drop_path2",
+        "drop_path3",
+        "drop_path",
+        "ls1",
+    ):
         if path not in dict(block.named_modules()):
             continue
         handle = block.get_submodule(path).register_forward_hook(

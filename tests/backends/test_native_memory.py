@@ -1,0 +1,70 @@
+"""Where the kernels' own memory cannot be had: an error of every operator, and no result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elsa_core.backends import native
+
+# The kernels ask for whole pages; nothing else in the process does.
+REFUSES = """
+#include <stdlib.h>
+extern "C" void* aligned_alloc(size_t alignment, size_t size) {
+  void* memory = nullptr;
+  return alignment == 4096 || posix_memalign(&memory, alignment, size) ? nullptr : memory;
+}
+"""
+CALLS = """
+import torch
+import elsa_core as elsa
+from elsa_core.backends import native
+assert native.load().ok
+q = torch.randn(1, 2, 50, 16)
+out, lse = torch.zeros_like(q), torch.zeros(1, 2, 50)
+starts = torch.tensor([0, 20, 50], dtype=torch.int32)
+image, table = torch.randn(1, 1, 14, 14, 96), torch.randn(169, 2)
+index = torch.zeros(49, 49, dtype=torch.int64)
+window = (None, None, 2, (1, 7, 7), (0, 3, 3), 0.25, -100.0, "qkv", False, "strict")
+ops = torch.ops.elsa
+calls = {
+    "attention": lambda: ops.attention(q, q, q, None, False, 0.25, "strict"),
+    "attention of long rows": lambda: ops.attention(
+        q, *[torch.randn(1, 2, 3000, 16)] * 2, None, False, 0.25, "strict"),
+    "gradient": lambda: ops.attention_backward(
+        q, torch.zeros(0), q, q, q, None, out, lse, False, 0.25, "strict", [True] * 3 + [False]),
+    "windows": lambda: ops.window_attention(image, None, None, *window),
+    "windows with a table": lambda: ops.window_attention(image, table, index, *window),
+    "gradient of windows": lambda: ops.window_attention_backward(
+        torch.randn(1, 1, 14, 14, 32), image, None, None, *window, [True] + [False] * 3),
+    "packed": lambda: elsa.varlen_attention(
+        *[torch.randn(50, 2, 16)] * 3, starts, starts, 30, 30, backend="native"),
+}
+for name, call in calls.items():
+    try:
+        call()
+        print(name, "-> a result")
+    except Exception as error:
+        print(name, "->", str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
+def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
+    native.build()  # with a compiler that has memory
+    (tmp_path / "refuses.cpp").write_text(REFUSES)
+    library = tmp_path / "refuses.so"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", str(tmp_path / "refuses.cpp"), "-o", str(library)], check=True
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"LD_PRELOAD": str(library)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 7 and all("memory" in line for line in lines), done.stdout
