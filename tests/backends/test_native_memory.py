@@ -11,15 +11,20 @@ import pytest
 
 from elsa_core.backends import native
 
-# The kernels ask for whole pages; nothing else in the process does.
+# The kernels ask for whole pages; nothing else in the process does. The one that is numbered, from
+# the call of `refuse` on, is not given.
 REFUSES = """
 #include <stdlib.h>
+static int left = -1;
+extern "C" void refuse(int number) { left = number; }
 extern "C" void* aligned_alloc(size_t alignment, size_t size) {
   void* memory = nullptr;
-  return alignment == 4096 || posix_memalign(&memory, alignment, size) ? nullptr : memory;
+  if (alignment == 4096 && left-- == 0) return nullptr;
+  return posix_memalign(&memory, alignment, size) ? nullptr : memory;
 }
 """
 CALLS = """
+import ctypes, os, threading
 import torch
 import elsa_core as elsa
 from elsa_core.backends import native
@@ -44,17 +49,34 @@ calls = {
     "packed": lambda: elsa.varlen_attention(
         *[torch.randn(50, 2, 16)] * 3, starts, starts, 30, 30, backend="native"),
 }
-for name, call in calls.items():
+torch.set_num_threads(1)
+refuse = ctypes.CDLL(os.environ["LD_PRELOAD"]).refuse
+
+def attempt(call, number, said):
+    refuse(number)
     try:
         call()
-        print(name, "-> a result")
     except Exception as error:
-        print(name, "->", str(error).splitlines()[0])
+        said.append(str(error).splitlines()[0])
+    finally:
+        refuse(-1)
+
+for name, call in calls.items():
+    for number in range(9):
+        said = []
+        # memory is kept by thread: a new one has none
+        thread = threading.Thread(target=attempt, args=(call, number, said))
+        thread.start()
+        thread.join()
+        print(name, number, *said, sep="|")
+        if not said:
+            break
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
 def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
+    """Each of a call's allocations is refused once; with all of them the call succeeds."""
     native.build()  # with a compiler that has memory
     (tmp_path / "refuses.cpp").write_text(REFUSES)
     library = tmp_path / "refuses.so"
@@ -66,5 +88,10 @@ def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
         env=os.environ | {"LD_PRELOAD": str(library)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 7 and all("memory" in line for line in lines), done.stdout
+    rows = [line.split("|") for line in done.stdout.splitlines()]
+    calls = dict.fromkeys(row[0] for row in rows)
+    assert len(calls) == 7, done.stdout
+    for call in calls:
+        *refused, last = (row[2:] for row in rows if row[0] == call)
+        assert refused and all("out of memory" in " ".join(row) for row in refused), done.stdout
+        assert last == [], call

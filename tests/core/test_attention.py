@@ -305,6 +305,32 @@ def test_gradients_of_half_precision_with_a_bias(
         assert relative(mine, reference) <= 2 * relative(theirs, reference)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, 1.0, 4.0])
+@pytest.mark.parametrize("kind", ["boolean", "bias", "learnt bias"])
+def test_gradients_of_half_precision_by_auto(kind: str, scale: float | None, dtype) -> None:
+    """By whichever backend serves: no worse than twice PyTorch's own call."""
+    inputs = [make(2, 4, 70, 32, seed=s).to(dtype) for s in range(3)]
+    term = make(1, 4, 70, 70, seed=3).to(dtype)
+    mask = term > -0.5 if kind == "boolean" else term
+    weight = make(2, 4, 70, 32, seed=9).to(dtype)
+
+    def gradients(attention, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        given = mask if kind == "boolean" else mask.to(dtype)
+        if kind == "learnt bias":
+            given = given.detach().clone().requires_grad_()
+            leaves.append(given)
+        out = attention(*leaves[:3], given, scale=scale)
+        return torch.autograd.grad(out, leaves, weight.to(dtype))
+
+    exact = gradients(F.scaled_dot_product_attention, torch.float64)
+    peer = gradients(F.scaled_dot_product_attention, dtype)
+    ours = gradients(elsa.attention, dtype)
+    for mine, theirs, reference in zip(ours, peer, exact, strict=True):
+        assert relative(mine, reference) <= 2 * relative(theirs, reference)
+
+
 GRADIENT_CASES = {
     "plain": ((1, 2, 4, 3), (1, 2, 5, 3), None, False),
     "causal": ((1, 2, 4, 3), (1, 2, 5, 3), None, True),

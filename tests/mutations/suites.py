@@ -16,6 +16,7 @@ DROPOUT = "tests/backends/test_native_dropout.py"
 WINDOW = "tests/backends/test_native_window.py"
 SPARSE = "tests/backends/test_native_sparse.py"
 MEMORY = "tests/backends/test_native_memory.py"
+TRACE = "tests/bench/test_bench_trace.py"
 SETS = "tests/backends/test_instruction_sets.py"
 VARLEN = "tests/backends/test_native_varlen.py"
 MATH = "tests/backends/test_native_math.py"
@@ -126,9 +127,7 @@ SUITES = (
     Suite("csrc/elsa/*", (ATTENTION, DROPOUT)),
     Suite("csrc/torch/common.h", (ATTENTION, WINDOW, BUILD)),
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
-    Suite(
-        "csrc/torch/*", (ATTENTION, GRADIENT, DROPOUT, SPARSE, "tests/bench/test_bench_trace.py")
-    ),
+    Suite("csrc/torch/*", (ATTENTION, GRADIENT, DROPOUT, SPARSE, TRACE)),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
     _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_windows", "windows"),

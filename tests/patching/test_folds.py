@@ -212,16 +212,8 @@ def test_hooks_see_what_they_saw(name):
     block = model.get_submodule(BLOCKS[name])
     seen: list[Tensor] = []
     # one hook at a time: each hides what another may change
-    for path in (
-        "attn.proj",
-        "mlp.fc2",
-        "mlp",
-        "drop_path1",
-        "drop_path2",
-        "drop_path3",
-        "drop_path",
-        "ls1",
-    ):
+    drops = ("drop_path1", "drop_path2", "drop_path3", "drop_path")
+    for path in ("attn.proj", "mlp.fc2", "mlp", *drops, "ls1"):
         if path not in dict(block.named_modules()):
             continue
         handle = block.get_submodule(path).register_forward_hook(

@@ -113,8 +113,14 @@ def assert_follows(model: nn.Module, x: Tensor) -> None:
 
 def fused_steps(model: Any, x: Tensor) -> None:
     """Training in eval mode, as with frozen statistics, and a validation after each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, fused=True)
-    for _ in range(5):
+    parameters = list(model.parameters())
+    optimizers = (
+        torch.optim.AdamW(parameters, lr=2e-2, fused=True),
+        torch.optim.Adam(parameters, lr=1e-2, fused=True),
+        torch.optim.SGD(parameters, lr=1e-2, fused=True),
+    )
+    for step in range(6):
+        optimizer = optimizers[step % 3]
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
