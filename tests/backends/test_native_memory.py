@@ -44,6 +44,8 @@ calls = {
         q, torch.zeros(0), q, q, q, None, out, lse, False, 0.25, "strict", [True] * 3 + [False]),
     "windows": lambda: ops.window_attention(image, None, None, *window),
     "windows with a table": lambda: ops.window_attention(image, table, index, *window),
+    "windows with a turned bias": lambda: ops.window_attention(
+        image, torch.randn(2, 49, 49).mT, None, *window),
     "gradient of windows": lambda: ops.window_attention_backward(
         torch.randn(1, 1, 14, 14, 32), image, None, None, *window, [True] + [False] * 3),
     "packed": lambda: elsa.varlen_attention(
@@ -90,7 +92,7 @@ def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split("|") for line in done.stdout.splitlines()]
     calls = dict.fromkeys(row[0] for row in rows)
-    assert len(calls) == 7, done.stdout
+    assert len(calls) == 8, done.stdout
     for call in calls:
         *refused, last = (row[2:] for row in rows if row[0] == call)
         assert refused and all("out of memory" in " ".join(row) for row in refused), done.stdout

@@ -17,7 +17,6 @@ WINDOW = "tests/backends/test_native_window.py"
 SPARSE = "tests/backends/test_native_sparse.py"
 MEMORY = "tests/backends/test_native_memory.py"
 TRACE = "tests/bench/test_bench_trace.py"
-SETS = "tests/backends/test_instruction_sets.py"
 VARLEN = "tests/backends/test_native_varlen.py"
 MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
@@ -119,7 +118,7 @@ SUITES = (
     Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT, MEMORY)),
     Suite("csrc/elsa/philox.h", (DROPOUT,)),
     Suite("csrc/elsa/window*", (WINDOW, MEMORY)),
-    Suite("csrc/elsa/attention.cpp", (ATTENTION, DROPOUT, SPARSE, MEMORY, SETS)),
+    Suite("csrc/elsa/attention.cpp", (ATTENTION, DROPOUT, SPARSE, MEMORY)),
     Suite("csrc/elsa/attention*", (ATTENTION, DROPOUT, SPARSE)),
     Suite("csrc/elsa/simd.h", (MATH, ATTENTION, WINDOW)),
     Suite("csrc/elsa/tiles.h", (ATTENTION, WINDOW)),
