@@ -112,12 +112,9 @@ def lengths_of(case: Case) -> list[int]:
 
 def inputs(case: Case, device: torch.device, make: Callable[..., Tensor] = torch.randn) -> Inputs:
     """The operands, [B, H, N, D]; what lies behind the end of a ragged context is not read."""
-    dtype = _DTYPES[case.dtype]
-    shapes = (
-        (case.batch, case.heads, case.queries, case.dim),
-        *((case.batch, case.kv_heads, case.keys, case.dim),) * 2,
-    )
-    query, key, value = (make(shape, device=device, dtype=dtype) for shape in shapes)
+    how = {"device": device, "dtype": _DTYPES[case.dtype]}
+    query = make((case.batch, case.heads, case.queries, case.dim), **how)
+    key, value = (make((case.batch, case.kv_heads, case.keys, case.dim), **how) for _ in range(2))
     lengths = lengths_of(case)
     if not case.ragged:
         return Inputs(query, key, value, lengths)
@@ -339,13 +336,18 @@ def _compile(part: str) -> None:
         kind = (case.dtype, name, case.queries == 1, case.ragged)
         if kinds.index(kind) % workers != own:
             continue
-        given = inputs(case, torch.device("cuda"), torch.zeros)
+        given = inputs(case, torch.device("cuda"), _zeros)
         for contender in elsa(case, given):
             if contender.name == name:
                 with contender.context(), torch.inference_mode():
                     contender.call()
         torch.cuda.synchronize()
         del given
+
+
+def _zeros(shape: tuple[int, ...], **how: Any) -> Tensor:
+    """Zeros of one row's memory, so that all workers fit on the GPU at once."""
+    return torch.zeros(shape[-1], **how).expand(shape)
 
 
 def main(arguments: list[str]) -> None:
