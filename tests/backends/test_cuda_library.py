@@ -49,6 +49,9 @@ constexpr bool same(int (*)(Ours...), CUresult (*)(Theirs...)) {
                                                 decltype(&theirs)(nullptr)));
 NAMED(init, cuInit)
 NAMED(device_get, cuDeviceGet)
+NAMED(device_attribute, cuDeviceGetAttribute)
+SAME(75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+SAME(76, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 NAMED(primary_context, cuDevicePrimaryCtxRetain)
 NAMED(current_context, cuCtxGetCurrent)
 NAMED(current_device, cuCtxGetDevice)
@@ -75,10 +78,13 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("program", "checks"), [("cuda_calls.py", 5), ("cuda_plans.py", 9)])
+PROGRAMS = [("cuda_calls.py", 5), ("cuda_plans.py", 9), ("cuda_planfile.py", 2)]
+
+
+@pytest.mark.parametrize(("program", "checks"), PROGRAMS)
 def test_over_a_stub_driver(program: str, checks: int, stub: Path, tmp_path: Path) -> None:
     """`cuda_calls.py`: planned calls make the launches that Triton would; `cuda_plans.py`: plans,
-    keys, threads, contexts, errors and hostile bytes."""
+    keys, threads, contexts, errors and hostile bytes; `cuda_planfile.py`: plans in a file."""
     environment = {**os.environ, "STUB_LOG": str(tmp_path / "log"), "ELSA_NATIVE": "0"}
     done = subprocess.run(
         [sys.executable, str(HERE / program), str(stub)],
