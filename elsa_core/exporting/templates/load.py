@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import ctypes
 import importlib.util
 import io
 import json
@@ -41,8 +42,7 @@ Model = Callable[..., "list[np.ndarray[Any, Any]]"]
 
 def manifest(bundle: Path = HERE) -> dict[str, Any]:
     """What the bundle says of itself."""
-    content: dict[str, Any] = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
-    return content
+    return dict(json.loads((bundle / "manifest.json").read_text(encoding="utf-8")))
 
 
 def load(format: str | None = None, bundle: Path = HERE, *, library: bool = True) -> Model:
@@ -99,8 +99,9 @@ def _here(facts: dict[str, Any]) -> list[str]:
 def _file(facts: dict[str, Any], format: str) -> str:
     """The file of a format, or one line that names those that are here."""
     if format not in facts["artefacts"]:
-        here = ", ".join(_here(facts))
-        raise ValueError(f"this bundle holds no {format!r}: choose one of {here}")
+        raise ValueError(
+            f"this bundle holds no {format!r}: choose one of {', '.join(_here(facts))}"
+        )
     return str(facts["artefacts"][format]["file"])
 
 
@@ -114,27 +115,26 @@ def _first(facts: dict[str, Any]) -> str:
 
 def _missing(facts: dict[str, Any], format: str) -> str:
     """How to install the runtime of a format; "" where it is here."""
-    package = "onnxruntime" if format == "onnx" else "torch"
-    if importlib.util.find_spec(package):
+    if importlib.util.find_spec(package := "onnxruntime" if format == "onnx" else "torch"):
         return ""
     oldest = facts["artefacts"][format].get("runtime", {}).get(package, "")
-    return (
-        f"{_file(facts, format)} needs {package}, which is not installed: "
-        f"pip install '{package}{oldest}' numpy pillow"
-    )
+    how = f"pip install '{package}{oldest}' numpy pillow"
+    return f"{_file(facts, format)} needs {package}, which is not installed: {how}"
 
 
 def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
     """Give torch the operators that the graphs call.
 
-    The library serves the CPU. On a GPU the kernels are Triton's, which the package brings:
-    `pip install elsa-attention` beside torch.
+    A bundle for a GPU that brings no plans needs the package: `pip install elsa-attention`.
     """
     import torch
 
     if facts["model"]["device"] != "cpu":
-        import elsa_core  # noqa: F401
-
+        on_gpu = facts["artefacts_libraries"].get("cuda")
+        if not on_gpu:
+            import elsa_core  # noqa: F401
+        elif not all(_served(torch, name, "CUDA") for name in facts["operators"]):
+            _serve_plans(torch, *(bundle / name for name in on_gpu))
         return
     for name in facts["operators"]:
         if not _served(torch, name):
@@ -142,6 +142,14 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
                 for library in facts["artefacts_libraries"]["torch"]:
                     torch.ops.load_library(str(bundle / library))
             return
+
+
+def _serve_plans(torch: Any, library: Path, plans: Path) -> None:
+    torch.ops.load_library(str(library))
+    serve, content = ctypes.CDLL(str(library)).elsa_cuda_serve_file, plans.read_bytes()
+    serve.restype = ctypes.c_char_p
+    if error := serve(content, ctypes.c_uint64(len(content)), b"CUDA"):
+        raise ImportError(error.decode())
 
 
 @contextlib.contextmanager
@@ -158,10 +166,10 @@ def _schemas_that_are_there(torch: Any, name: str) -> Iterator[None]:
         del os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"]
 
 
-def _served(torch: Any, name: str) -> bool:
+def _served(torch: Any, name: str, key: str = "CPU") -> bool:
     """Whether a library that is loaded already brings this operator (the package does)."""
     try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
     except RuntimeError:
         return False
 
@@ -173,9 +181,8 @@ def _onnx(facts: dict[str, Any], bundle: Path, library: bool) -> Model:
     options.log_severity_level = 3
     for name in facts["artefacts_libraries"]["onnxruntime"] if library else ():
         options.register_custom_ops_library(str(bundle / name))
-    session = onnxruntime.InferenceSession(
-        str(bundle / _file(facts, "onnx")), options, ["CPUExecutionProvider"]
-    )
+    path = str(bundle / _file(facts, "onnx"))
+    session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
     inputs = session.get_inputs()
     types = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 
@@ -184,8 +191,7 @@ def _onnx(facts: dict[str, Any], bundle: Path, library: bool) -> Model:
             item.name: np.ascontiguousarray(array, dtype=types.get(item.type))
             for item, array in zip(inputs, arrays, strict=True)
         }
-        results: list[np.ndarray[Any, Any]] = session.run(None, fed)
-        return results
+        return list(session.run(None, fed))
 
     return run
 
@@ -220,8 +226,7 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     picture = picture.crop((left, top, left + width, top + height))
     pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
     normalised = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
-    result: np.ndarray[Any, Any] = normalised.transpose(2, 0, 1)[None].astype(np.float32)
-    return result
+    return np.asarray(normalised.transpose(2, 0, 1)[None].astype(np.float32))
 
 
 def _opened(image: Any) -> Any:
@@ -256,21 +261,16 @@ def run_reference(format: str, bundle: Path, output: Path, *, library: bool = Tr
 
 def _flat(value: Any) -> list[Any]:
     """The tensors of a nested result, in order."""
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _flat(item)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _flat(item)]
+    if isinstance(value, (dict, list, tuple)):
+        inner = value.values() if isinstance(value, dict) else value
+        return [tensor for item in inner for tensor in _flat(item)]
     return [value]
 
 
 def _to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    import torch
-
     plain = tensor.detach().cpu()
-    array: np.ndarray[Any, Any] = (
-        plain.float() if plain.dtype == torch.bfloat16 else plain
-    ).numpy()
-    return array
+    kept = plain.float() if str(plain.dtype) == "torch.bfloat16" else plain
+    return np.asarray(kept.numpy())
 
 
 def class_names(facts: dict[str, Any], bundle: Path = HERE, file: str = "") -> list[str]:
