@@ -20,8 +20,7 @@ from elsa_core.measuring import timing
 from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
-from elsa_core.patching.adapters.table import SWITCHES
-from elsa_core.patching.patch import shared_copy, unpatch
+from elsa_core.patching import SWITCHES, shared_copy, unpatch
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"

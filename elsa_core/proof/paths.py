@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.graphs import capture
-from elsa_core.patching.patch import shared_copy
+from elsa_core.patching import shared_copy
 from elsa_core.proof.sides import Fault, Given
 
 EAGER: Final = "eager"

@@ -107,6 +107,10 @@ class DerivedTensors:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def keeps(self, site: nn.Module) -> bool:
+        """Whether anything is kept of a site, whether it still holds or not."""
+        return site in self._kept
+
     def kept(self, site: nn.Module) -> list[Any]:
         """The values kept of a site."""
         return [entry.value for entry in self._kept.get(site, {}).values()]

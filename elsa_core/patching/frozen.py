@@ -16,7 +16,7 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.patching.adapters.derived import DERIVED, Derivation
-from elsa_core.patching.patch import patched_sites
+from elsa_core.patching.rewrite import patched_sites
 from elsa_core.patching.sites import plain_model
 
 
