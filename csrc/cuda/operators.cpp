@@ -291,6 +291,9 @@ void serve_by_file(const Operator& op, Arguments& arguments, const elsa_cuda::Ke
                    uint64_t generation, StableIValue* stack) {
   elsa_cuda::Key portable;
   arguments.describe(portable, false);
+  if (!key.fits() || !portable.fits()) {  // words of it are missing: another call may have the same
+    throw std::runtime_error(op.name + ": no kernel is here for tensors of so many dimensions");
+  }
   auto entry = std::make_shared<Entry>();
   const elsa_cuda::Device device = device_of(arguments);
   entry->bound = bound_of(elsa_cuda::find_plan(op.name, portable.words(), device), device);
