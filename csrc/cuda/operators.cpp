@@ -14,6 +14,7 @@
 
 #include "cache.h"
 #include "plan.h"
+#include "planfile.h"
 
 namespace {
 
@@ -31,6 +32,7 @@ struct Operator {
   // N integers, B booleans.
   std::string types;
   uint32_t results = 0;
+  bool by_file = false;  // plans come from `elsa_cuda::find_plan` and not from Python
 };
 
 struct Entry {
@@ -88,8 +90,11 @@ class Arguments {
     for (size_t i = 0; i < count_; ++i) drop(types_[i], values_[i]);
   }
 
-  // The call in words, and the addresses of its tensors.
-  void describe(elsa_cuda::Key& key) {
+  // The call in words, and the addresses of its tensors. Without their device the words are the
+  // same in another process and on another GPU of its kind.
+  void describe(elsa_cuda::Key& key, bool with_device = true) {
+    with_device_ = with_device;
+    tensors = 0;
     for (size_t i = 0; i < count_; ++i) describe(types_[i], values_[i], key);
   }
 
@@ -178,13 +183,14 @@ class Arguments {
     // 4 bits of alignment, 8 of each other: none is larger, and no tensor has the word of none.
     key.add((address % kAlignment) | static_cast<uint64_t>(dtype & 0xff) << 8 |
             static_cast<uint64_t>(dims & 0xff) << 16 | static_cast<uint64_t>(type & 0xff) << 24 |
-            static_cast<uint64_t>(index & 0xffff) << 32);
+            static_cast<uint64_t>(with_device_ ? index & 0xffff : 0) << 32);
     key.add(sizes, dims);
     key.add(strides, dims);
   }
 
   const std::string& types_;
   size_t count_;
+  bool with_device_ = true;
   StableIValue values_[kMostValues];
 };
 
@@ -243,9 +249,7 @@ bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue
   return true;
 }
 
-std::unique_ptr<const elsa_cuda::Bound> bound_of(const uint8_t* bytes, uint64_t size,
-                                                 elsa_cuda::Device device) {
-  elsa_cuda::Plan plan = elsa_cuda::parse(bytes, size);
+std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device) {
   const elsa_cuda::Current current(device);
   if (current.foreign()) throw std::runtime_error("the current CUDA context is not PyTorch's");
   if (stream_getter() == nullptr) throw std::runtime_error("this PyTorch gives no CUDA stream");
@@ -253,31 +257,55 @@ std::unique_ptr<const elsa_cuda::Bound> bound_of(const uint8_t* bytes, uint64_t 
 }
 
 // Keeps what `elsa::<name>_plan` said of a layout: nothing; "N", that such calls are not for this
-// library; "P" and a plan. "E" and a text is an error that ends the call.
-void keep(const Operator& op, const elsa_cuda::Key& key, uint64_t generation,
-          const Arguments& arguments, uint32_t tensors, AtenTensorHandle said) {
+// library; "P" and a plan. "E" and a text is an error that ends the call. `portable`: the layout
+// without its device.
+void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& portable,
+          uint64_t generation, const Arguments& arguments, AtenTensorHandle said) {
   int64_t size = 0;
   ask(aoti_torch_get_numel(said, &size), "a plan's size");
   if (size == 0) return;
   const auto* bytes = reinterpret_cast<const uint8_t*>(address_of(said));
+  const uint64_t rest = static_cast<uint64_t>(size) - 1;
   if (bytes[0] == 'E') {
-    throw std::runtime_error(
-        std::string(reinterpret_cast<const char*>(bytes) + 1, static_cast<size_t>(size) - 1));
+    throw std::runtime_error(std::string(reinterpret_cast<const char*>(bytes) + 1, rest));
   }
   auto entry = std::make_shared<Entry>();
+  std::vector<elsa_cuda::Step> steps;
   if (bytes[0] == 'P') {
-    entry->bound = bound_of(bytes + 1, static_cast<uint64_t>(size) - 1, device_of(arguments));
+    entry->bound = bound_of(elsa_cuda::parse(bytes + 1, rest), device_of(arguments));
     const elsa_cuda::Plan& plan = entry->bound->plan;
-    if (plan.inputs != tensors || plan.outputs.size() != op.results) {
+    if (plan.inputs != arguments.tensors || plan.outputs.size() != op.results) {
       throw std::runtime_error(op.name + ": a plan is for another operator");
     }
+    steps = plan.steps;
+  }
+  if (elsa_cuda::Record::active()) {
+    const uint64_t kept = bytes[0] == 'P' && portable.fits() ? rest : 0;
+    elsa_cuda::Record::note(op.name, portable.words(), bytes + 1, kept, steps);
   }
   if (key.fits()) cache.put(key.words(), generation, std::move(entry));
 }
 
+// A call of a layout that was not met before, by the plans of a file.
+void serve_by_file(const Operator& op, Arguments& arguments, const elsa_cuda::Key& key,
+                   uint64_t generation, StableIValue* stack) {
+  elsa_cuda::Key portable;
+  arguments.describe(portable, false);
+  if (!key.fits() || !portable.fits()) {  // words of it are missing: another call may have the same
+    throw std::runtime_error(op.name + ": no kernel is here for tensors of so many dimensions");
+  }
+  auto entry = std::make_shared<Entry>();
+  const elsa_cuda::Device device = device_of(arguments);
+  entry->bound = bound_of(elsa_cuda::find_plan(op.name, portable.words(), device), device);
+  if (!run(*entry->bound, arguments, stack)) {
+    throw std::runtime_error(op.name + ": no memory, or a CUDA context that is not PyTorch's");
+  }
+  cache.put(key.words(), generation, std::move(entry));
+}
+
 void serve(const Operator& op, StableIValue* stack) {
   Arguments arguments(op, stack);
-  elsa_cuda::Key key;
+  elsa_cuda::Key key, portable;
   key.add(static_cast<uint64_t>(&op - operators));
   arguments.describe(key);
   uint64_t generation = 0;
@@ -287,6 +315,8 @@ void serve(const Operator& op, StableIValue* stack) {
     const bool planned = found.entry != nullptr && found.entry->bound != nullptr;
     if (planned && run(*found.entry->bound, arguments, stack)) return;
   }
+  if (op.by_file) return serve_by_file(op, arguments, key, generation, stack);
+  if (elsa_cuda::Record::active()) arguments.describe(portable, false);
   StableIValue values[kMostValues] = {};
   arguments.give(values);
   ask(torch_call_dispatcher(op.plan.c_str(), "", values, TORCH_ABI_VERSION), op.plan.c_str());
@@ -294,7 +324,7 @@ void serve(const Operator& op, StableIValue* stack) {
   for (uint32_t i = 0; i <= op.results; ++i) {
     results[i] = Handle(to<AtenTensorHandle>(values[i]));
   }
-  keep(op, key, generation, arguments, arguments.tensors, results[op.results].get());
+  keep(op, key, portable, generation, arguments, results[op.results].get());
   for (uint32_t i = 0; i < op.results; ++i)
     stack[i] = torch::stable::detail::from(results[i].give());
 }
@@ -327,7 +357,8 @@ const char* answered(Work work) {
   return error.c_str();
 }
 
-void add_operator(const char* name, const char* types, uint32_t results, const char* key) {
+void add_operator(const char* name, const char* types, uint32_t results, const char* key,
+                  bool by_file) {
   const std::lock_guard<std::mutex> lock(registering);
   if (operator_count == kMostOperators) throw std::runtime_error("too many operators");
   Operator& op = operators[operator_count];
@@ -335,6 +366,7 @@ void add_operator(const char* name, const char* types, uint32_t results, const c
   op.plan = op.name + "_plan";
   op.types = types;
   op.results = results;
+  op.by_file = by_file;
   if (op.types.size() > kMostValues || results + 1 > kMostValues ||
       op.types.find_first_not_of("TOnbdsNB") != std::string::npos) {
     throw std::runtime_error(op.name + ": arguments that this library does not take");
@@ -360,7 +392,7 @@ ELSA_EXPORT const char* elsa_cuda_open(const char* path) {
 // Makes this library the kernel of elsa::<name> for a dispatch key.
 ELSA_EXPORT const char* elsa_cuda_register(const char* name, const char* types, uint32_t results,
                                            const char* key) {
-  return answered([&] { add_operator(name, types, results, key); });
+  return answered([&] { add_operator(name, types, results, key, false); });
 }
 
 // Keeps a kernel; `number` is what plans name it by. flags: 1 overlap, 2 cooperative.
@@ -386,7 +418,7 @@ ELSA_EXPORT const char* elsa_cuda_load_plan(const uint8_t* bytes, uint64_t size,
     if (device < 0) {
       elsa_cuda::parse(bytes, size);
     } else {
-      bound_of(bytes, size, device);
+      bound_of(elsa_cuda::parse(bytes, size), device);
     }
   });
 }
@@ -398,4 +430,37 @@ ELSA_EXPORT void elsa_cuda_clear() { cache.clear(); }
 ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {
   *layouts = static_cast<int64_t>(cache.size());
   *calls = served.load();
+}
+
+// Notes every layout that is planned from here on; what was planned before is forgotten.
+ELSA_EXPORT void elsa_cuda_record() {
+  cache.clear();
+  elsa_cuda::Record::start();
+}
+
+// Ends `elsa_cuda_record`: what was noted, valid until the next call of this function.
+ELSA_EXPORT void elsa_cuda_recorded(const uint8_t** layouts, uint64_t* bytes,
+                                    const uint32_t** kernels, uint64_t* count) {
+  static std::vector<uint8_t> noted;
+  static std::vector<uint32_t> numbers;
+  elsa_cuda::Record::stop(noted, numbers);
+  *layouts = noted.data();
+  *bytes = noted.size();
+  *kernels = numbers.data();
+  *count = numbers.size();
+}
+
+// For processes without Python's planners: defines the operators of a file of plans (see
+// planfile.h) and serves them for a dispatch key, "CUDA". Call it once, before a model is loaded.
+ELSA_EXPORT const char* elsa_cuda_serve_file(const uint8_t* bytes, uint64_t size, const char* key) {
+  return answered([&] {
+    elsa_cuda::driver();
+    using torch::stable::detail::StableLibrary;
+    const auto kind = StableLibrary::Kind::FRAGMENT;
+    for (const elsa_cuda::Signature& each : elsa_cuda::add_file(bytes, size)) {
+      auto* library = new StableLibrary(kind, "elsa", "", __FILE__, __LINE__);
+      library->def(each.schema.c_str());
+      add_operator(each.name.c_str(), each.types.c_str(), each.results, key, true);
+    }
+  });
 }

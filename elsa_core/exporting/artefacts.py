@@ -14,7 +14,14 @@ import torch
 from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
-from elsa_core.exporting import exported_program, operators, ort_library, quantised, torchscript
+from elsa_core.exporting import (
+    exported_program,
+    gpu_library,
+    operators,
+    ort_library,
+    quantised,
+    torchscript,
+)
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.reference import flat, judge, make_reference
@@ -176,7 +183,9 @@ def _facts(exported: ExportTarget) -> str:
     return "\n".join(f"{name} {' '.join(map(str, row))}" for name, row in rows.items()) + "\n"
 
 
-def write_libraries(chosen: Choices, staging: Path, say: Say) -> dict[str, dict[str, Any]]:
+def write_libraries(
+    exported: ExportTarget, chosen: Choices, staging: Path, say: Say
+) -> dict[str, dict[str, Any]]:
     """Copy the operator libraries that the artefacts need into lib/."""
     found: dict[str, dict[str, Any]] = {}
     place = {
@@ -186,6 +195,12 @@ def write_libraries(chosen: Choices, staging: Path, say: Say) -> dict[str, dict[
         "elsa_version": __version__,
     }
     (staging / "lib").mkdir()
+    if gpu_library.is_asked_for(exported.device):
+        say("recording the plans of the GPU's calls")
+        files = [(name, staging / FILES[name]) for name in chosen.formats]
+        arch = gpu_library.write(files, exported.inputs, staging)
+        entry = {"runtime": "cuda", "minimum": "2.10", **place, "gpu_archs": [arch]}
+        return {gpu_library.LIBRARY: entry, gpu_library.PLANS: entry}
     if set(chosen.formats) - {"onnx", "onnx-int8"}:
         say("building the operator library")
         shutil.copyfile(native.build(), staging / TORCH_LIBRARY)

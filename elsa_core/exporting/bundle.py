@@ -272,7 +272,7 @@ def _write(
     used = {}
     for name in chosen.formats:
         used[name] = write_artefact(name, exported, chosen, staging, say)
-    libraries = write_libraries(chosen, staging, say)
+    libraries = write_libraries(exported, chosen, staging, say)
     manifest = describe(exported, chosen, reference, check, used, libraries)
     manifest["labels"] = write_labels(exported, chosen.labels, staging)
     shutil.copyfile(Path(template.__file__), staging / "load.py")

@@ -39,7 +39,7 @@ def describe(
     """
     by_runtime = {
         runtime: [name for name, one in libraries.items() if one["runtime"] == runtime]
-        for runtime in ("torch", "onnxruntime")
+        for runtime in ("torch", "onnxruntime", "cuda")
     }
     return {
         "kind": KIND,

@@ -55,12 +55,13 @@ def fresh_run(
         bundle: the directory.
         format: one of the manifest's artefacts.
         runtime: the package that runs it: "torch", "onnxruntime" or "openvino".
-        device: on "cuda" the package itself is let in, because its Triton kernels are needed.
+        device: on "cuda" the package itself is let in where the bundle needs its Triton kernels.
         library: False leaves the library for ONNX Runtime out.
         further: a file of more inputs, "input.INDEX" each, that are run too.
         python: the interpreter.
     """
-    blocked = [name for name in _BLOCKED if device == "cpu" or not name.startswith("elsa")]
+    alone = device == "cpu" or bool(template.manifest(bundle)["artefacts_libraries"].get("cuda"))
+    blocked = [name for name in _BLOCKED if alone or not name.startswith("elsa")]
     with scratch("elsa-verify-") as folder:
         output = folder / "outputs.npz"
         script = str(Path(template.__file__).resolve())

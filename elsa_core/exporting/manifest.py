@@ -221,7 +221,10 @@ def _check_artefacts(manifest: Manifest, where: str) -> None:
         isinstance(libraries.get(key), list) for key in ("torch", "onnxruntime")
     ):
         raise ModelError(f"{where}: artefacts_libraries must list torch's and onnxruntime's")
-    named += [*libraries["torch"], *libraries["onnxruntime"]]
+    on_gpu = libraries.get("cuda", [])
+    if not isinstance(on_gpu, list) or len(on_gpu) not in (0, 2):
+        raise ModelError(f"{where}: artefacts_libraries must name a library and its plans for cuda")
+    named += [*libraries["torch"], *libraries["onnxruntime"], *on_gpu]
     for file in named:
         if not isinstance(file, str) or file not in manifest.files:
             raise ModelError(f"{where}: {str(file)[:120]!r} is used and not among the files")

@@ -199,6 +199,13 @@ def _limits(manifest: dict[str, Any]) -> str:
     places = [one["platform"] for one in manifest["libraries"].values()]
     place = places[0] if places else "any platform"
     text = f"## Where it runs\n\nCPU: {place}, {', '.join(isa) or 'standard operators'}.\n"
+    if manifest["artefacts_libraries"].get("cuda"):
+        archs = manifest["libraries"][manifest["artefacts_libraries"]["cuda"][0]]["gpu_archs"]
+        sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
+        return text + (
+            f"GPU: {', '.join(archs)} alone, at batches of {sizes}, by the kernels in lib/: in\n"
+            "Python with torch, and in a C++ process that calls `elsa_cuda_serve_file`.\n"
+        )
     if manifest["model"]["device"] == "cuda":
         return text + (
             "GPU: in Python, with `pip install elsa-attention` beside torch, which brings the\n"

@@ -19,7 +19,11 @@ _RUNTIMES = {
     "aoti": "Python with the torch that compiled it, and the bundle's library",
     "onnx-int8": "as onnx; an approximation, whose cost is in the bundle's README",
 }
-_GPU = "Python with torch and elsa's package (Triton kernels); no C++ process yet"
+_GPU = (
+    "Python with torch and elsa's package (Triton kernels); exported with ELSA_CUDA_LIBRARY=1, "
+    "which has not been run on a GPU yet, {} with torch alone"
+)
+_ALONE_ON_GPU = {"torchscript": "Python or C++"}
 
 
 def support(format: str, device: str, dtype: str) -> Support:
@@ -33,7 +37,9 @@ def support(format: str, device: str, dtype: str) -> Support:
     refusal = _refusal(format, device, dtype)
     if refusal:
         return Support(False, refusal)
-    return Support(True, _RUNTIMES[format] if device == "cpu" else _GPU)
+    if device == "cpu":
+        return Support(True, _RUNTIMES[format])
+    return Support(True, _GPU.format(_ALONE_ON_GPU.get(format, "Python")))
 
 
 def _refusal(format: str, device: str, dtype: str) -> str:

@@ -60,7 +60,8 @@ def freeze(model: nn.Module) -> FreezeReport:
     these weights, a write that PyTorch counts, `unfreeze` and `unpatch` end it, for the sites that
     they reach. So does moving or casting a layer. A CUDA graph records the derivation itself,
     frozen or not, so that its replays follow the weights; but of the halves of a layer's weight,
-    where it was captured frozen, it reads those: capture again after the weights have changed.
+    where it was captured frozen, it reads those: capture again after the weights have changed, as
+    `graphed` does.
     Compiled and exported programs derive in every run.
 
     Args:

@@ -7,8 +7,10 @@
 #include <torch/script.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <iterator>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -78,24 +80,46 @@ void print_outputs(const torch::Tensor& out) {
     std::cout << "output " << out.sizes() << '\n';
     return;
   }
-  const auto [values, order] = out[0].to(torch::kFloat32).topk(std::min<int64_t>(5, out.size(1)));
+  const auto [values, order] =
+      out[0].to(torch::kCPU, torch::kFloat32).topk(std::min<int64_t>(5, out.size(1)));
   for (int64_t i = 0; i < order.numel(); ++i) {
     std::cout << order[i].item<int64_t>() << '\t' << values[i].item<float>() << '\n';
   }
 }
 
-void run(const std::string& bundle, const std::string& image, int64_t batch) {
-  // The operators first: model.ts names them and does not load without them.
-  const std::string library = bundle + "/lib/libelsa_torch.so";
-  if (dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
-    throw std::runtime_error(dlerror());
+void* opened(const std::string& library) {
+  void* found = dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (found == nullptr) throw std::runtime_error(dlerror());
+  return found;
+}
+
+// Gives torch the operators that model.ts names; where the bundle runs. One for a GPU brings a
+// library and the plans of its calls, at the batch sizes that it was exported with.
+torch::Device load_operators(const std::string& bundle) {
+  const std::string on_gpu = bundle + "/lib/libelsa_cuda.so";
+  if (!std::filesystem::exists(on_gpu)) {
+    opened(bundle + "/lib/libelsa_torch.so");
+    return torch::kCPU;
   }
+  opened("libtorch_cuda.so");
+  using Serve = const char* (*)(const uint8_t*, uint64_t, const char*);
+  const auto serve = reinterpret_cast<Serve>(dlsym(opened(on_gpu), "elsa_cuda_serve_file"));
+  if (serve == nullptr) throw std::runtime_error(on_gpu + " is none of elsa's libraries");
+  std::ifstream file(bundle + "/lib/plans.elsa", std::ios::binary);
+  const std::vector<char> plans((std::istreambuf_iterator<char>(file)), {});
+  const auto* bytes = reinterpret_cast<const uint8_t*>(plans.data());
+  if (const char* error = serve(bytes, plans.size(), "CUDA")) throw std::runtime_error(error);
+  return torch::kCUDA;
+}
+
+void run(const std::string& bundle, const std::string& image, int64_t batch) {
+  const torch::Device device = load_operators(bundle);
   torch::jit::ExtraFilesMap extra{{"elsa.txt", ""}};
-  torch::jit::Module model = torch::jit::load(bundle + "/model.ts", torch::kCPU, extra);
+  torch::jit::Module model = torch::jit::load(bundle + "/model.ts", device, extra);
   model.eval();
   torch::Tensor input = preprocess(read_ppm(image), parse_facts(extra.at("elsa.txt")));
   for (const torch::Tensor& weight : model.parameters()) {
-    input = input.to(weight.scalar_type());  // a float16 or bfloat16 bundle
+    input = input.to(device, weight.scalar_type());  // a float16 or bfloat16 bundle
     break;
   }
   torch::NoGradGuard no_grad;

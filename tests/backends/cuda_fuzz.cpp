@@ -1,7 +1,9 @@
-// Reads, loads and runs mutations of a plan under sanitizers: `fuzz PLAN STUB COUNT`.
+// Reads, loads and runs mutations of a plan under sanitizers: `fuzz PLAN STUB COUNT`; with a fourth
+// argument of a file of plans, whose checksum is made right again.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <fstream>
 #include <iterator>
@@ -10,8 +12,25 @@
 #include <vector>
 
 #include "plan.h"
+#include "planfile.h"
 
-int main(int, char** words) {
+namespace {
+
+void resum(std::vector<char>& bytes) {
+  if (bytes.size() < 8) return;
+  const size_t size = bytes.size() - 8;
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  for (size_t i = 0; i < size; i += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes.data() + i, std::min<size_t>(8, size - i));
+    hash = (hash ^ word) * 0x100000001b3ULL;
+  }
+  std::memcpy(bytes.data() + size, &hash, 8);
+}
+
+}  // namespace
+
+int main(int count, char** words) {
   std::ifstream file(words[1], std::ios::binary);
   const std::vector<char> good((std::istreambuf_iterator<char>(file)), {});
   elsa_cuda::open_driver(words[2]);
@@ -29,10 +48,16 @@ int main(int, char** words) {
       bytes[random() % bytes.size()] = kinds[random() % 3];
     }
     if (random() % 8 == 0) bytes.resize(random() % bytes.size());
+    if (count > 4) resum(bytes);
     // Memory of its own, so that a read beyond its end is seen.
     const auto exact = std::make_unique<uint8_t[]>(bytes.size());
     std::copy(bytes.begin(), bytes.end(), exact.get());
     try {
+      if (count > 4) {
+        elsa_cuda::add_file(exact.get(), bytes.size());
+        ++ran;
+        continue;
+      }
       const auto bound = elsa_cuda::bind(elsa_cuda::parse(exact.get(), bytes.size()), 0);
       const std::vector<elsa_cuda::Address> slots(bound.plan.slots(), 4096);
       bool launches = true;  // memory is set to zero in tests that have some

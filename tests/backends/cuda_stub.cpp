@@ -67,6 +67,10 @@ STUB Result cuDeviceGet(Device* device, int index) {
   *device = index;
   return answer("cuDeviceGet");
 }
+STUB Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
+  *value = attribute == 75 ? 9 : device;  // device 0 is sm_90, device 1 sm_91
+  return answer("cuDeviceGetAttribute");
+}
 STUB Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
   *context = reinterpret_cast<Context>(static_cast<std::uintptr_t>(device) + 1);
   return answer("cuDevicePrimaryCtxRetain");

@@ -49,6 +49,9 @@ constexpr bool same(int (*)(Ours...), CUresult (*)(Theirs...)) {
                                                 decltype(&theirs)(nullptr)));
 NAMED(init, cuInit)
 NAMED(device_get, cuDeviceGet)
+NAMED(device_attribute, cuDeviceGetAttribute)
+SAME(75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+SAME(76, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 NAMED(primary_context, cuDevicePrimaryCtxRetain)
 NAMED(current_context, cuCtxGetCurrent)
 NAMED(current_device, cuCtxGetDevice)
@@ -75,10 +78,13 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("program", "checks"), [("cuda_calls.py", 5), ("cuda_plans.py", 9)])
+PROGRAMS = [("cuda_calls.py", 5), ("cuda_plans.py", 9), ("cuda_planfile.py", 2)]
+
+
+@pytest.mark.parametrize(("program", "checks"), PROGRAMS)
 def test_over_a_stub_driver(program: str, checks: int, stub: Path, tmp_path: Path) -> None:
     """`cuda_calls.py`: planned calls make the launches that Triton would; `cuda_plans.py`: plans,
-    keys, threads, contexts, errors and hostile bytes."""
+    keys, threads, contexts, errors and hostile bytes; `cuda_planfile.py`: plans in a file."""
     environment = {**os.environ, "STUB_LOG": str(tmp_path / "log"), "ELSA_NATIVE": "0"}
     done = subprocess.run(
         [sys.executable, str(HERE / program), str(stub)],
@@ -153,20 +159,28 @@ def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:
 
 
 def test_mutations_touch_no_other_memory(stub: Path, tmp_path: Path) -> None:
-    """Plans with a few bytes changed, read and run under address and undefined sanitizers."""
-    from elsa_core.backends.cuda.plan import Launch, Output, Plan, Pointer, write
+    """Plans and files of plans with a few bytes changed, read and run under address and undefined
+    sanitizers."""
+    from elsa_core.backends.cuda import planfile
+    from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer, write
 
     launch = Launch(0, (3, 2, 1), (Pointer(0), Pointer(2, 4), b"\1\0\0\0", Pointer(4, 512)))
     outputs = (Output(6, (1, 2, 4, 8), (64, 32, 8, 1)), Output(5, (3,), (1,)))
-    plan = tmp_path / "plan"
+    plan, plans = tmp_path / "plan", tmp_path / "plans"
     plan.write_bytes(write(Plan(2, outputs, 1024, (launch, launch))))
+    other = Launch(0, (3, 2, 1), (Pointer(0), Pointer(4, 4), Pointer(6, 512)))
+    four = write(Plan(4, outputs, 1024, (other,)))
+    layouts = (("elsa::attention", b"\1" * 16, four), ("elsa::attention", b"\2" * 24, four))
+    found = planfile.Recorded(layouts, {0: Kernel("scale", b"scale;8\0", 128)})
+    plans.write_bytes(planfile.write([found], 90, "it serves nothing"))
     fuzz = tmp_path / "fuzz"
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sources = [str(SOURCES / f"{name}.cpp") for name in ("plan", "kernels", "driver")]
+    sources = [str(SOURCES / f"{name}.cpp") for name in ("plan", "planfile", "kernels", "driver")]
     command = ["g++", "-std=c++20", *flags, f"-I{SOURCES}", str(HERE / "cuda_fuzz.cpp")]
     subprocess.run([*command, *sources, "-ldl", "-o", str(fuzz)], check=True)
-    done = subprocess.run(
-        [str(fuzz), str(plan), str(stub), "20000"], capture_output=True, text=True, check=False,
-        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
-    )  # fmt: skip
-    assert done.returncode == 0 and 1000 < int(done.stdout) < 18000, done.stdout + done.stderr
+    for words in ((str(plan), str(stub), "20000"), (str(plans), str(stub), "20000", "file")):
+        done = subprocess.run(
+            [str(fuzz), *words], capture_output=True, text=True, check=False,
+            env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
+        )  # fmt: skip
+        assert done.returncode == 0 and 1000 < int(done.stdout) < 18000, done.stdout + done.stderr

@@ -205,9 +205,11 @@ def test_another_thread_may_allocate_during_a_capture() -> None:
 
     def allocate() -> None:
         try:
+            held_on: list[Tensor] = []
             while not stop.is_set():
-                torch.empty(2**24, device="cuda").fill_(1.0).sum().item()
-                torch.cuda.empty_cache()
+                size = 2**22 + 4096 * len(held_on)
+                held_on = [*held_on[-64:], torch.ones(size, device="cuda")]
+                held_on[-1].sum().item()
         except Exception as error:
             wrong.append(error)
 

@@ -15,7 +15,7 @@ from elsa_core.backends.cuda.kernels import kernel_of
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.errors import UnavailableError
 
-_UNITS = ("driver", "kernels", "plan", "operators")
+_UNITS = ("driver", "kernels", "plan", "planfile", "operators")
 # The letters of `Operator::types` in csrc/cuda/operators.cpp.
 _TYPES = {
     "Tensor": "T", "Optional[Tensor]": "O", "int": "n", "bool": "b", "float": "d", "str": "s",
@@ -32,6 +32,7 @@ class Library:
         self._calls = ctypes.CDLL(str(path))
         self._numbers: dict[tuple[str, str], tuple[int, Kernel]] = {}
         self._lock = threading.Lock()
+        self.kernels: dict[int, Kernel] = {}
 
     def open_driver(self, path: str | None = None) -> None:
         """Open libcuda.so.1, or the file that a test names."""
@@ -43,9 +44,14 @@ class Library:
         `elsa::<operator>_plan` must be defined: it takes the same and returns one tensor more.
         """
         schema = getattr(torch.ops.elsa, operator).default._schema
-        types = "".join(_TYPES[str(argument.type)] for argument in schema.arguments)
+        types = self.types(schema)
         results = ctypes.c_uint32(len(schema.returns))
         self._ask("elsa_cuda_register", operator.encode(), types.encode(), results, key.encode())
+
+    @staticmethod
+    def types(schema: Any) -> str:
+        """The letters of an operator's arguments."""
+        return "".join(_TYPES[str(argument.type)] for argument in schema.arguments)
 
     def number(self, compiled: Any) -> tuple[int, Kernel]:
         """The number by which plans name a compiled kernel, and its record.
@@ -70,6 +76,7 @@ class Library:
             ctypes.c_uint32(_OVERLAP * kernel.overlap + _COOPERATIVE * kernel.cooperative),
             ctypes.byref(number),
         )  # fmt: skip
+        self.kernels[number.value] = kernel
         return number.value
 
     def check(self, plan: bytes, device: int) -> None:
@@ -79,6 +86,24 @@ class Library:
     def clear(self) -> None:
         """Forget every plan."""
         self._calls.elsa_cuda_clear()
+
+    def record(self) -> None:
+        """Note every layout that is planned from here on; forgets those that are."""
+        self._calls.elsa_cuda_record()
+
+    def recorded(self) -> tuple[bytes, tuple[int, ...]]:
+        """End `record`: the layouts and plans noted, and the numbers of the kernels launched."""
+        layouts, numbers = ctypes.POINTER(ctypes.c_uint8)(), ctypes.POINTER(ctypes.c_uint32)()
+        size, count = ctypes.c_uint64(), ctypes.c_uint64()
+        self._calls.elsa_cuda_recorded(
+            ctypes.byref(layouts), ctypes.byref(size), ctypes.byref(numbers), ctypes.byref(count)
+        )
+        return ctypes.string_at(layouts, size.value), tuple(numbers[: count.value])
+
+    def serve_file(self, content: bytes, key: str) -> None:
+        """Define the operators of a file of `planfile.write` and serve them for a dispatch key."""
+        size = ctypes.c_uint64(len(content))
+        self._ask("elsa_cuda_serve_file", content, size, key.encode())
 
     def counts(self) -> tuple[int, int]:
         """Layouts that are kept, and calls that ran without Python."""

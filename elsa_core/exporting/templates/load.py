@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import ctypes
 import importlib.util
 import io
 import json
@@ -40,8 +41,7 @@ Model = Callable[..., "list[np.ndarray[Any, Any]]"]
 
 def manifest(bundle: Path = HERE) -> dict[str, Any]:
     """What the bundle says of itself."""
-    content: dict[str, Any] = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
-    return content
+    return dict(json.loads((bundle / "manifest.json").read_text(encoding="utf-8")))
 
 
 def load(
@@ -68,8 +68,7 @@ def load(
     import torch
 
     module = load_torch(chosen, bundle)
-    dtype = getattr(torch, facts["model"]["dtype"])
-    device = facts["model"]["device"]
+    dtype, device = getattr(torch, facts["model"]["dtype"]), facts["model"]["device"]
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
@@ -128,23 +127,26 @@ def _missing(facts: dict[str, Any], format: str) -> str:
     if importlib.util.find_spec(package):
         return ""
     oldest = facts["artefacts"][format].get("runtime", {}).get(package, "")
-    return (
-        f"{_file(facts, format)} needs {package}, which is not installed: "
-        f"pip install '{package}{oldest}' numpy pillow"
-    )
+    how = f"pip install '{package}{oldest}' numpy pillow"
+    return f"{_file(facts, format)} needs {package}, which is not installed: {how}"
 
 
 def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
     """Give torch the operators that the graphs call.
 
-    The library serves the CPU. On a GPU the kernels are Triton's, which the package brings:
-    `pip install elsa-attention` beside torch.
+    A bundle for a GPU that brings no plans needs the package: `pip install elsa-attention`.
     """
     import torch
 
     if facts["model"]["device"] != "cpu":
-        import elsa_core  # noqa: F401
-
+        on_gpu = facts["artefacts_libraries"].get("cuda")
+        if not on_gpu:
+            import elsa_core  # noqa: F401
+        elif not all(_served(torch, name, "CUDA") for name in facts["operators"]):
+            serve = ctypes.CDLL(str(bundle / on_gpu[0])).elsa_cuda_serve_file
+            serve.restype, plans = ctypes.c_char_p, (bundle / on_gpu[1]).read_bytes()
+            if error := serve(plans, ctypes.c_uint64(len(plans)), b"CUDA"):
+                raise ImportError(error.decode())
         return
     for name in facts["operators"]:
         if not _served(torch, name):
@@ -168,10 +170,10 @@ def _schemas_that_are_there(torch: Any, name: str) -> Iterator[None]:
         del os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"]
 
 
-def _served(torch: Any, name: str) -> bool:
+def _served(torch: Any, name: str, key: str = "CPU") -> bool:
     """Whether a library that is loaded already brings this operator (the package does)."""
     with contextlib.suppress(RuntimeError):
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
     return False
 
 
@@ -232,9 +234,8 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
             f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing, are"
             f" more than the {MAX_PIXELS} that are read: crop the image first"
         )
-    picture = picture.convert("RGB" if channels == 3 else "L")
     method = getattr(Image.Resampling, given["interpolation"].upper(), Image.Resampling.BICUBIC)
-    picture = picture.resize(size, method)
+    picture = picture.convert("RGB" if channels == 3 else "L").resize(size, method)
     left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
     picture = picture.crop((left, top, left + width, top + height))
     pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
@@ -262,10 +263,9 @@ def _assumed(facts: dict[str, Any]) -> str:
 
 def _flat(value: Any) -> list[Any]:
     """The tensors of a nested result, in order."""
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _flat(item)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _flat(item)]
+    if isinstance(value, (dict, list, tuple)):
+        inner = value.values() if isinstance(value, dict) else value
+        return [tensor for item in inner for tensor in _flat(item)]
     return [value]
 
 

@@ -1,0 +1,39 @@
+// Plans and kernels that were written to a file, for processes without Python's planners.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cache.h"
+#include "plan.h"
+
+namespace elsa_cuda {
+
+// An operator as elsa_core/operators defines it: its schema, and what operators.cpp knows of it.
+struct Signature {
+  std::string name, types, schema;
+  uint32_t results = 0;
+};
+
+// Reads a file as elsa_core/backends/cuda/planfile.py writes it, adds its kernels and its plans to
+// those that are there, and returns its operators. Throws std::runtime_error: the bytes are no such
+// file or were changed (a checksum finds every flipped byte; it is no signature).
+std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size);
+
+// The plan of a call: an operator's name and the words of its layout, without its device. Throws
+// std::runtime_error: no file holds it, or its kernels are for other GPUs than `device`.
+Plan find_plan(const std::string& name, Words words, Device device);
+
+// Notes layouts and plans from `start` on; a plan that is null says that Python alone can serve.
+class Record {
+ public:
+  static void start();
+  static bool active();
+  static void note(const std::string& name, Words words, const uint8_t* plan, uint64_t size,
+                   const std::vector<Step>& steps);
+  // Ends it: the layouts as they stand in a file, and the numbers of the kernels in their plans.
+  static void stop(std::vector<uint8_t>& layouts, std::vector<uint32_t>& kernels);
+};
+
+}  // namespace elsa_cuda

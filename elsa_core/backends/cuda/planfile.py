@@ -1,0 +1,124 @@
+"""Plans and kernels in one file: what the library serves calls by where there is no Python planner.
+
+`recorded` runs a model, and every layout of its calls is planned and noted; `write` puts those
+layouts and their kernels into bytes that `csrc/cuda/planfile.h` reads. A call of another layout,
+such as another batch size, has no plan then, and says so in one line.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elsa_core.backends.cuda.library import Library
+from elsa_core.backends.cuda.plan import Kernel
+from elsa_core.errors import UnavailableError
+
+MAGIC = 0x534E414C50414C45
+VERSION = 1
+_OVERLAP, _COOPERATIVE = 1, 2
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The calls of some runs.
+
+    Attributes:
+        layouts: as the library noted them: the operator's name, its layout, its plan.
+        kernels: those that the plans launch, by the number in the plans.
+    """
+
+    layouts: tuple[tuple[str, bytes, bytes], ...]
+    kernels: dict[int, Kernel]
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The names of the operators called, without "elsa::", in alphabetical order."""
+        return tuple(sorted({name.removeprefix("elsa::") for name, _, _ in self.layouts}))
+
+
+def recorded(library: Library, run: Callable[[], object]) -> Recorded:
+    """Run `run` and note every layout of a call that the library serves in it.
+
+    Raises:
+        UnavailableError: a call is one for Python: it does more than launch kernels.
+    """
+    library.record()
+    try:
+        run()
+    finally:
+        noted, numbers = library.recorded()
+    layouts = tuple(_layouts(noted))
+    lost = next((name for name, _, plan in layouts if not plan), None)
+    if lost is not None:
+        raise UnavailableError(
+            f"a call of {lost} is not by kernels of this package alone: PyTorch serves it"
+        )
+    return Recorded(layouts, {number: library.kernels[number] for number in numbers})
+
+
+def _layouts(noted: bytes) -> list[tuple[str, bytes, bytes]]:
+    found, at = [], 0
+
+    def take(size: int) -> bytes:
+        nonlocal at
+        at += size
+        return noted[at - size : at]
+
+    while at < len(noted):
+        name = take(*struct.unpack("<I", take(4))).decode()
+        words = take(8 * struct.unpack("<I", take(4))[0])
+        found.append((name, words, take(*struct.unpack("<Q", take(8)))))
+    return found
+
+
+def write(parts: Sequence[Recorded], arch: int, served: str) -> bytes:
+    """The bytes of a file.
+
+    Args:
+        parts: what was recorded; the same layout twice is kept once.
+        arch: of the GPU that it was recorded on, 90 for sm_90. The kernels run on no other.
+        served: what the message of a call without a plan says of those that have one.
+    """
+    kernels = {number: kernel for part in parts for number, kernel in part.kernels.items()}
+    layouts = {(name, words): plan for part in parts for name, words, plan in part.layouts}
+    names = sorted({name for part in parts for name in part.operators})
+    out = [struct.pack("<QII", MAGIC, VERSION, arch), _text(served), _count(names)]
+    for name in names:
+        schema = getattr(torch.ops.elsa, name).default._schema
+        out += [_text(name), _text(Library.types(schema)), struct.pack("<I", len(schema.returns))]
+        out.append(_text(str(schema).removeprefix("elsa::")))
+    out.append(_count(kernels))
+    for number, kernel in sorted(kernels.items()):
+        flags = _OVERLAP * kernel.overlap + _COOPERATIVE * kernel.cooperative
+        out += [struct.pack("<I", number), _text(kernel.symbol)]
+        out.append(struct.pack("<4I", kernel.threads, kernel.shared, kernel.cluster, flags))
+        out.append(struct.pack("<Q", len(kernel.code)) + kernel.code)
+    out.append(_count(layouts))
+    for (name, words), plan in sorted(layouts.items()):
+        out += [_text(name), struct.pack("<I", len(words) // 8), words]
+        out.append(struct.pack("<Q", len(plan)) + plan)
+    body = b"".join(out)
+    return body + struct.pack("<Q", _checksum(body))
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<I", len(data)) + data
+
+
+def _count(items: Any) -> bytes:
+    return struct.pack("<I", len(items))
+
+
+def _checksum(body: bytes) -> int:
+    """FNV-1a over 64-bit words, the last one filled with zeros."""
+    total = 0xCBF29CE484222325
+    padded = body.ljust(-(-len(body) // 8) * 8, b"\0")
+    for (word,) in struct.iter_unpack("<Q", padded):
+        total = ((total ^ word) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return total
