@@ -10,6 +10,7 @@ from elsa_core.entmax import entmax_attention, explain_entmax_attention
 from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
 from elsa_core.routing import Route
+from elsa_core.sparsity import SparsityReport, sparsity_report
 from elsa_core.varlen import explain_varlen_attention, varlen_attention
 from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
@@ -19,29 +20,39 @@ if TYPE_CHECKING:
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
-    from elsa_core.loading.load import load
-    from elsa_core.patching.adapters.table import register_adapter
-    from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
-    from elsa_core.patching.patch import PatchReport, patch, unpatch
-    from elsa_core.patching.sites import AttentionSite, Inspection, inspect
+    from elsa_core.graphs.model import graphed
+    from elsa_core.loading import load
+    from elsa_core.patching import (
+        AttentionSite,
+        FreezeReport,
+        Inspection,
+        PatchReport,
+        freeze,
+        inspect,
+        patch,
+        refresh,
+        register_adapter,
+        unfreeze,
+        unpatch,
+    )
     from elsa_core.profiling.profile import ProfileReport, profile
-    from elsa_core.proof.check import CheckReport, check
+    from elsa_core.proof import CheckReport, check
 
 _HOMES = {
-    "load": "loading.load",
-    "AttentionSite": "patching.sites",
-    "Inspection": "patching.sites",
-    "inspect": "patching.sites",
-    "FreezeReport": "patching.freeze",
-    "freeze": "patching.freeze",
-    "refresh": "patching.freeze",
-    "unfreeze": "patching.freeze",
-    "register_adapter": "patching.adapters.table",
-    "PatchReport": "patching.patch",
-    "patch": "patching.patch",
-    "unpatch": "patching.patch",
-    "CheckReport": "proof.check",
-    "check": "proof.check",
+    "load": "loading",
+    "AttentionSite": "patching",
+    "Inspection": "patching",
+    "inspect": "patching",
+    "FreezeReport": "patching",
+    "freeze": "patching",
+    "refresh": "patching",
+    "unfreeze": "patching",
+    "register_adapter": "patching",
+    "PatchReport": "patching",
+    "patch": "patching",
+    "unpatch": "patching",
+    "CheckReport": "proof",
+    "check": "proof",
     "EvalReport": "evaluating",
     "evaluate": "evaluating",
     "Bundle": "exporting.bundle",
@@ -50,6 +61,7 @@ _HOMES = {
     "verify": "exporting.verify",
     "ProfileReport": "profiling.profile",
     "profile": "profiling.profile",
+    "graphed": "graphs.model",
 }
 
 __all__ = [
@@ -62,6 +74,7 @@ __all__ = [
     "PatchReport",
     "ProfileReport",
     "Route",
+    "SparsityReport",
     "State",
     "VerifyReport",
     "__version__",
@@ -77,6 +90,7 @@ __all__ = [
     "explain_window_attention",
     "export",
     "freeze",
+    "graphed",
     "inspect",
     "linear",
     "load",
@@ -87,6 +101,7 @@ __all__ = [
     "profile",
     "refresh",
     "register_adapter",
+    "sparsity_report",
     "unfreeze",
     "unpatch",
     "varlen_attention",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls, operators, routing
+from elsa_core import sparsity as sparse
 from elsa_core.backends import philox
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -37,6 +38,7 @@ def attention(
     precision: str = "strict",
     backend: str = "auto",
     return_lse: bool = False,
+    sparsity: str | float | None = None,
     offload: str | None = None,
     offload_block: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -67,6 +69,12 @@ def attention(
             kernels where the shipped measurements say that these are the faster exact ones (half
             precision in training, some long rows on the GPU that was measured).
         return_lse: also return the natural log of the softmax normaliser.
+        sparsity: None, or what tiles of keys may be left out: those whose weights relative to the
+            row's maximum so far are all at most a number in (0, 1), which costs an error that
+            `elsa_core.sparsity_report` and `elsa check` tell; "exact": so small a number that the
+            output changes by less than the dtype's rounding, for finite inputs. "auto" leaves out
+            tiles on the CPU; elsewhere it leaves out nothing, until kernels that do were measured.
+            Excludes dropout_p, and a number gradients.
         offload: "host" where key and value, or query too, stay in host memory and stream through
             the device in blocks, see `elsa_core.offload.attention`.
         offload_block: keys of such a block; default: by the free memory.
@@ -88,10 +96,17 @@ def attention(
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     if offload is not None or offload_block is not None:
+        if sparsity is not None:
+            raise ArgumentError("sparsity and offload exclude each other")
         return _offloaded(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
             backend, return_lse, offload, offload_block,
         )  # fmt: skip
+    if sparsity is not None:
+        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        found = sparse.serve(*given, precision, backend, sparsity)
+        if found is not None:
+            return found[:2] if return_lse else found[0]
     if not calls.watched() and not torch._C._is_any_autocast_enabled() and dropout_p == 0.0:
         try:
             answer = _direct(
@@ -113,28 +128,49 @@ def attention(
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-    scale = (q.shape[-1] ** -0.5 if q.shape[-1] else 1.0) if scale is None else scale
-    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    name = routing.name_of("attention", *kind, backend)
-    out: Tensor
-    lse: Tensor | None
-    if calls.exporting_onnx():
-        exported = operators.ATTENTION.exported
-        out, lse = exported(q, k, v, mask, is_causal, scale, precision, with_lse=return_lse)
-    elif dropout_p != 0.0:
-        terms = (q, k, v, mask, is_causal, scale, precision)
-        out, lse = _dropped(*terms, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
-    elif routing.plain_alone(backend):
-        out, lse = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
-    else:
-        name = _trains_whole(q, k, v, mask, kind, backend, return_lse) or name
-        run = routing.RUNS["attention", name]
-        out, lse = run(q, k, v, mask, is_causal, scale, precision)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    out, lse = _served(
+        q, k, v, mask, is_causal, scale, precision, dropout_p=dropout_p, backend=backend,
+        return_lse=return_lse,
+    )  # fmt: skip
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = leading_dims(query, key, value)
         out = out.reshape(*leading, *out.shape[2:])
         lse = None if lse is None else lse.reshape(*leading, *lse.shape[2:])
     return _with_lse(out, lse, backend) if return_lse else out
+
+
+def _served(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    *,
+    dropout_p: float,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """A call in the operator's layout, by who serves it; lse may be missing where nobody asks."""
+    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    name = routing.name_of("attention", *kind, backend)
+    answer: tuple[Tensor, Tensor | None]
+    if calls.exporting_onnx():
+        exported = operators.ATTENTION.exported
+        answer = exported(q, k, v, mask, is_causal, scale, precision, with_lse=return_lse)
+    elif dropout_p != 0.0:
+        terms = (q, k, v, mask, is_causal, scale, precision)
+        answer = _dropped(*terms, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
+    elif routing.plain_alone(backend):
+        answer = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
+    else:
+        name = _trains_whole(q, k, v, mask, kind, backend, return_lse) or name
+        run = routing.RUNS["attention", name]
+        answer = run(q, k, v, mask, is_causal, scale, precision)
+    return answer
 
 
 def _offloaded(
@@ -333,6 +369,7 @@ def explain(
     *,
     precision: str = "strict",
     backend: str = "auto",
+    sparsity: str | float | None = None,
 ) -> Route:
     """Say which backend, schedule and arithmetic would serve `attention` with these arguments.
 
@@ -343,6 +380,10 @@ def explain(
     from elsa_core.measuring.losses import losing_case
 
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    if sparsity is not None:
+        route = sparse.route(q, k, v, mask, is_causal, precision, backend, sparsity)
+        if route is not None:
+            return route
     dense = all(t.stride(-1) == 1 for t in (q, k, v))
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     request = Request(

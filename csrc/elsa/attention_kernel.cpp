@@ -26,12 +26,20 @@ int64_t block_tiles(int64_t keys) {
   return cached < 2 ? 2 : smaller(cached, kBlockTiles);
 }
 
+// Of sparse problems: keys of a tile, and of sums that a frozen maximum may leave behind those that
+// are kept. Outside, the rows are folded again.
+constexpr int64_t kSpan = 64;
+static_assert(kSpan % kPanel == 0 && kSpan <= kSumChunk, "a tile is whole panels and one chain");
+constexpr int64_t kSpanRows = (kBlockRows + kLanes - 1) / kLanes * kLanes;
+constexpr float kLeastSum = 0x1p-20f, kMostSum = 0x1p+32f;
+int64_t spans_of(int64_t keys) { return (keys + kSpan - 1) / kSpan; }
+
 int64_t sum_chunks(int64_t keys) { return (keys + kSumChunk - 1) / kSumChunk; }
 
 // Offsets of a thread's arrays in its workspace, in floats.
 struct Layout {
   int64_t keys, values, query, scores, block_out, row_max, reference, rescale, bias, rows, out,
-      maximum, sum, total;
+      maximum, sum, span_max, span_top, first_max, summary, panels, total;
 };
 
 int64_t value_width(const Attention& a) { return round_up(a.value_dim, kLanes); }
@@ -80,6 +88,14 @@ Layout layout(const Attention& a, const Plan& plan) {
   l.out = take(state * value_width(a));
   l.maximum = take(state + kLanes);  // these two are read in whole vectors
   l.sum = take(state + kLanes);
+  const int64_t spans = a.sparse ? spans_of(plan.key_block) : 0;
+  l.span_max = take(spans * kSpanRows * kLanes);
+  l.span_top = take(spans * kSpanRows);
+  l.first_max = take(a.sparse ? kSpanRows : 0);
+  const int64_t summaries =
+      a.sparse && a.sparse->summaries ? round_up(spans_of(a.keys), kPanel) : 0;
+  l.summary = take(summaries * round_up(a.head_dim, kLanes));
+  l.panels = take(summaries * a.head_dim);
   l.total = top;
   return l;
 }
@@ -132,10 +148,38 @@ class Item {
   }
 
   void run() {
+    if (a_.sparse) {
+      relief_ = *a_.sparse;
+      relief_.summaries &= a_.mask.data == nullptr;  // a mask may hide the keys of summaries
+      skips_ = relief_.threshold > -kInf;
+      if (relief_.summaries) summarise();
+    }
+    fold();
+    if (again_) {
+      relief_.summaries = relief_.order = relief_.frozen = false;
+      count_[kAgain] += (rows_ + kTileRows - 1) / kTileRows;
+      fold();
+    }
+    if (a_.sparse && a_.sparse->counts) {
+      int64_t* const counts = a_.sparse->counts + (batch_ * a_.heads + head_) * kCounts;
+      for (int i = 0; i < kCounts; ++i) __atomic_fetch_add(counts + i, count_[i], __ATOMIC_RELAXED);
+    }
+  }
+
+ private:
+  void fold() {
     const int64_t blocks = blocks_for(first_row_ + rows_ - 1);
     // Register tiles of nearly equal height: 197 rows are 10 x 12 + 7 x 11, not 16 x 12 + 5.
     const int64_t tiles = (rows_ + kTileRows - 1) / kTileRows;
-    for (block_ = 0; block_ < blocks; ++block_) {
+    const int64_t middle = (first_row_ + rows_ / 2) * a_.keys / a_.queries / plan_.key_block;
+    local_ = !relief_.order ? 0 : a_.causal ? blocks - 1 : smaller(blocks - 1, middle);
+    for (int64_t position = 0; position < blocks; ++position) {
+      // 0, then the local one, then the others
+      block_ = local_ == 0          ? position
+               : position <= 1      ? position * local_
+               : position <= local_ ? position - 1
+                                    : position;
+      is_frozen_ = relief_.frozen && position > (local_ > 0 ? 1 : 0);
       first_key_ = block_ * plan_.key_block;
       keys_ = smaller(plan_.key_block, a_.keys - first_key_);
       pack();
@@ -148,11 +192,15 @@ class Item {
     if (plan_.keep_packed && blocks == plan_.key_blocks) workspace_.packed_head = packed_index();
   }
 
- private:
   int64_t packed_index() const { return batch_ * a_.kv_heads + kv_head_; }
   // Key blocks that `row` sees at least a part of.
   int64_t blocks_for(int64_t row) const {
     return a_.causal ? smaller(plan_.key_blocks, row / plan_.key_block + 1) : plan_.key_blocks;
+  }
+  // Whether the current block is the last one that is folded into the row block.
+  bool is_last() const {
+    const int64_t last = blocks_for(block_row_ + block_rows_ - 1) - 1;
+    return block_ == (last > 1 && last == local_ ? last - 1 : last);
   }
   float* packed_keys() const {
     return memory_ + at_.keys + (plan_.keep_packed ? block_ * packed_key_stride(a_, plan_) : 0);
@@ -186,16 +234,25 @@ class Item {
     // State rows are kept for the whole item when several key blocks pass over it.
     state_ = plan_.key_blocks > 1 ? row : 0;
     if (most_keys_ <= 0) return next;
-    const bool last = block_ + 1 == blocks_for(block_row_ + block_rows_ - 1);
+    const bool last = is_last();
     if (!queries_in_place_) copy_queries();
+    if (block_ == 0 && relief_.summaries) first_maxima();
     scores();
-    softmax();
+    if (a_.sparse) {
+      softmax_of_spans();
+    } else {
+      softmax();
+    }
     const bool any_empty = last && finish_rows();
-    const bool direct = last && block_ == 0 && !any_empty && a_.query.dtype == DType::kFloat32 &&
-                        width_ == a_.value_dim;
+    const bool direct = last && !a_.sparse && block_ == 0 && !any_empty &&
+                        a_.query.dtype == DType::kFloat32 && width_ == a_.value_dim;
     if (a_.dropout) drop();
-    weigh_values(direct);
-    if (block_ > 0) merge();
+    if (a_.sparse) {
+      weigh_spans();
+    } else {
+      weigh_values(direct);
+    }
+    if (block_ > 0 && !is_frozen_) merge();
     if (last && !direct) write_out();
     return next;
   }
@@ -215,20 +272,32 @@ class Item {
     }
   }
 
-  ELSA_NOINLINE void scores() {
-    float* row_max = memory_ + at_.row_max;
-    for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i)
-      store(row_max + i * kLanes, splat(-kInf));
+  ScoreTile score_tile_of() const {
     ScoreTile t = {};
     t.depth = a_.head_dim;
     t.query_stride = query_stride_;
     t.score_stride = score_stride_;
-    const float* const queries = queries_in_place_
-                                     ? reinterpret_cast<const float*>(query_.at(block_row_, 0))
-                                     : memory_ + at_.query;
     t.few = few_;
     t.scaled = scaled_;
     t.scale = a_.scale;
+    return t;
+  }
+  const float* queries_at() const {
+    return queries_in_place_ ? reinterpret_cast<const float*>(query_.at(block_row_, 0))
+                             : memory_ + at_.query;
+  }
+
+  ELSA_NOINLINE void scores() {
+    const bool asks = !is_frozen_ || skips_;  // whether anybody asks for the maxima
+    const int64_t spans = a_.sparse ? spans_of(most_keys_) : 1;
+    float* const row_max = memory_ + (a_.sparse ? at_.span_max : at_.row_max);
+    for (int64_t span = 0; asks && span < spans; ++span) {
+      for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i) {
+        store(row_max + (span * kSpanRows + i) * kLanes, splat(-kInf));
+      }
+    }
+    ScoreTile t = score_tile_of();
+    const float* const queries = queries_at();
     if (a_.mask.data) prepare_bias(t);
     const float* bias = t.bias;
     const int64_t wide = wide_keys(keys_);
@@ -242,7 +311,8 @@ class Item {
         t.visible = a_.causal ? block_row_ + tile.local + 1 - first_key_ - panel : kPanel;
         t.query = queries + tile.local * query_stride_;
         t.scores = memory_ + at_.scores + tile.local * score_stride_ + panel;
-        t.row_max = row_max + tile.local * kLanes;
+        const int64_t span = a_.sparse ? panel / kSpan : 0;
+        t.row_max = asks ? row_max + (span * kSpanRows + tile.local) * kLanes : nullptr;
         if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
         if (narrow) {
           Tiles::narrow[tile.rows - 1](t);
@@ -310,6 +380,171 @@ class Item {
     }
   }
 
+  // One key of each span, that of the largest norm, packed like the keys themselves.
+  ELSA_NOINLINE void summarise() {
+    const int64_t spans = spans_of(a_.keys), padded = round_up(a_.head_dim, kLanes);
+    float* const rows = memory_ + at_.summary;
+    float* const row = memory_ + at_.rows;
+    for (int64_t span = 0; span < spans; ++span) {
+      float most = -1.0f;
+      for (int64_t j = span * kSpan; j < smaller(a_.keys, (span + 1) * kSpan); ++j) {
+        copy_row(key_, j, 0, a_.head_dim, row);
+        float norm = 0.0f;
+        for (int64_t d = 0; d < a_.head_dim; ++d) norm += row[d] * row[d];
+        if (!(norm > most)) continue;
+        most = norm;
+        for (int64_t d = 0; d < a_.head_dim; ++d) rows[span * padded + d] = row[d];
+      }
+      if (most < 0.0f) {  // NaN: any key of the span
+        copy_row(key_, span * kSpan, 0, a_.head_dim, rows + span * padded);
+      }
+    }
+    // Whole panels, so that none is narrow.
+    for (int64_t span = spans; span < round_up(spans, kPanel); ++span) {
+      for (int64_t d = 0; d < a_.head_dim; ++d) {
+        rows[span * padded + d] = rows[(spans - 1) * padded + d];
+      }
+    }
+    const Matrix summary = {reinterpret_cast<const char*>(rows), padded, 1, DType::kFloat32};
+    pack_keys(MatrixRows{summary}, 0, round_up(spans, kPanel), a_.head_dim, row,
+              memory_ + at_.panels);
+  }
+
+  // The largest score of each row with the keys of summaries that it sees. These are keys of the
+  // problem, so that no maximum begins above the true one.
+  ELSA_NOINLINE void first_maxima() {
+    float* const lanes = memory_ + at_.row_max;
+    for (int64_t i = 0; i < round_up(block_rows_, kLanes); ++i) {
+      store(lanes + i * kLanes, splat(-kInf));
+    }
+    ScoreTile t = score_tile_of();
+    t.visible = kPanel;
+    const float* const queries = queries_at();
+    for (int64_t i = 0; i < tile_count_; ++i) {
+      const Tile& tile = tiles_[i];
+      // spans that every row of the tile sees whole
+      const int64_t seen =
+          a_.causal ? smaller(a_.keys, block_row_ + tile.local + 1) / kSpan : spans_of(a_.keys);
+      for (int64_t panel = 0; panel < seen; panel += kPanel) {
+        t.valid = seen - panel;
+        t.panel = memory_ + at_.panels + panel * a_.head_dim;
+        t.query = queries + tile.local * query_stride_;
+        t.scores = memory_ + at_.scores + tile.local * score_stride_;
+        t.row_max = lanes + tile.local * kLanes;
+        Tiles::score[t.valid > kLanes][tile.rows - 1](t);
+      }
+    }
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      store(memory_ + at_.first_max + i, row_maxima(lanes + i * kLanes));
+    }
+  }
+
+  // As softmax(), span by span: those that may be left out are, of weights and sums alike.
+  ELSA_NOINLINE void softmax_of_spans() {
+    const float to_log2 = scaled_ ? kLog2E : a_.scale * kLog2E;
+    const float limit = skips_ ? relief_.threshold / to_log2 : -kInf;
+    float* const lanes = memory_ + at_.row_max;
+    float* const reference = memory_ + at_.reference;
+    float* const rescale = memory_ + at_.rescale;
+    float* const tops = memory_ + at_.span_top;  // [spans][kSpanRows]
+    const int64_t spans = spans_of(most_keys_);
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      float* const maximum = memory_ + at_.maximum + state_ + i;
+      const Floats first = relief_.summaries ? load(memory_ + at_.first_max + i) : splat(-kInf);
+      const Floats previous = block_ == 0 ? first : load(maximum);
+      Floats m = previous;
+      for (int64_t span = 0; span < spans && (skips_ || !is_frozen_); ++span) {
+        const int64_t at = span * kSpanRows + i;
+        const Floats top = row_maxima(memory_ + at_.span_max + at * kLanes);
+        store(tops + at, top);
+        if (!is_frozen_) m = max(top, m);
+      }
+      const Floats base = m == splat(-kInf) ? Floats{} : m;
+      store(reference + i, base);
+      store(rescale + i, exp2_nonpositive((previous - base) * to_log2));
+      store_first(maximum, m, block_rows_ - i);
+    }
+    for (int64_t t = 0; t < tile_count_; ++t) {
+      const Tile& tile = tiles_[t];
+      kept_[t] = 0;
+      if (tile.keys <= 0) {
+        for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
+          store(lanes + i * kLanes, Floats{});
+        }
+        continue;
+      }
+      const int64_t seen = spans_of(tile.keys);
+      count_[kSeen] += seen;
+      count_[kMaxima] += skips_ || !is_frozen_ ? seen : 0;
+      for (int64_t span = 0; span < seen; ++span) {
+        bool kept = !skips_;
+        for (int64_t i = tile.local; i < tile.local + tile.rows && !kept; ++i) {
+          kept = !(tops[span * kSpanRows + i] <= reference[i] + limit);
+        }
+        kept_[t] |= static_cast<uint32_t>(kept) << span;
+        count_[kLeftOut] += !kept;
+      }
+      for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
+        float* const row = memory_ + at_.scores + i * score_stride_;
+        Floats sum = {};
+        for (int64_t span = 0; span < seen; ++span) {
+          if (!(kept_[t] >> span & 1)) continue;
+          const int64_t first = span * kSpan;
+          const int64_t count = round_up(smaller(kSpan, tile.keys - first), kLanes);
+          sum += is_frozen_ ? exponentiate<true>(row + first, count, reference[i], to_log2)
+                            : exponentiate(row + first, count, reference[i], to_log2);
+        }
+        store(lanes + i * kLanes, sum);
+      }
+    }
+    for (int64_t i = 0; i < block_rows_; i += kLanes) {
+      float* const sum = memory_ + at_.sum + state_ + i;
+      const Floats added = row_sums(lanes + i * kLanes);
+      store_first(sum, block_ == 0 ? added : load(sum) * load(rescale + i) + added,
+                  block_rows_ - i);
+    }
+  }
+
+  // As weigh_values(), of the spans that are kept. Where the maximum is frozen the products go into
+  // the state itself.
+  ELSA_NOINLINE void weigh_spans() {
+    ValueTile t = {};
+    t.weight_stride = score_stride_;
+    t.few = a_.queries <= kFewQueries;
+    float* const out =
+        memory_ + (block_ == 0 || is_frozen_ ? at_.out + state_ * width_ : at_.block_out);
+    t.out_stride = width_;
+    const float* const values =
+        values_in_place_ ? reinterpret_cast<const float*>(value_.data) : packed_values();
+    for (int64_t i = 0; i < tile_count_; ++i) {
+      const Tile& tile = tiles_[i];
+      if (block_ > 0 || kept_[i] != 0) continue;
+      for (int64_t j = 0; j < tile.rows * width_; j += kLanes) {
+        store(out + tile.local * width_ + j, Floats{});
+      }
+    }
+    for (int64_t span = 0; span < spans_of(most_keys_); ++span) {
+      const int64_t key = span * kSpan;
+      for (int64_t i = 0; i < tile_count_; ++i) {
+        const Tile& tile = tiles_[i];
+        if (!(kept_[i] >> span & 1)) continue;
+        t.accumulate = is_frozen_ || (kept_[i] & ((1u << span) - 1)) != 0;
+        t.count = smaller(kSpan, tile.keys - key);
+        t.weights = memory_ + at_.scores + tile.local * score_stride_ + key;
+        const float* panel = values;
+        for (int64_t c = 0; c < width_; c += kPanel) {
+          const int64_t columns = smaller(kPanel, width_ - c);
+          t.value_stride = values_in_place_ ? value_.row_stride : columns;
+          t.values = panel + key * t.value_stride;
+          t.out = out + tile.local * t.out_stride + c;
+          Tiles::value[columns > kLanes][tile.rows - 1](t);
+          prefetch();
+          panel += values_in_place_ ? columns : keys_ * columns;
+        }
+      }
+    }
+  }
+
   ELSA_NOINLINE void drop() {
     for (int64_t t = 0; t < tile_count_; ++t) {
       const Tile& tile = tiles_[t];
@@ -335,7 +570,12 @@ class Item {
       store_first(lse + i, empty ? splat(-kInf) : maximum * unit + log_positive(sum),
                   block_rows_ - i);
       store_first(memory_ + at_.sum + state_ + i, empty ? Floats{} : 1.0f / sum, block_rows_ - i);
-      for (int64_t r = 0; r < smaller(kLanes, block_rows_ - i); ++r) any_empty |= empty[r] != 0;
+      for (int64_t r = 0; r < smaller(kLanes, block_rows_ - i); ++r) {
+        any_empty |= empty[r] != 0;
+        // or a maximum that was frozen before any key was seen
+        again_ |=
+            is_frozen_ && (!(sum[r] >= kLeastSum && sum[r] <= kMostSum) || maximum[r] == -kInf);
+      }
     }
     return any_empty;
   }
@@ -379,7 +619,8 @@ class Item {
   ELSA_NOINLINE void merge() {
     for (int64_t t = 0; t < tile_count_; ++t) {
       const Tile& tile = tiles_[t];
-      if (tile.keys <= 0) continue;
+      if (tile.keys <= 0 || (a_.sparse && kept_[t] == 0)) continue;
+      ++count_[kRescaled];
       for (int64_t i = tile.local; i < tile.local + tile.rows; ++i) {
         const float rescale = memory_[at_.rescale + i];
         float* out = memory_ + at_.out + (state_ + i) * width_;
@@ -422,6 +663,12 @@ class Item {
   int64_t block_, first_key_, keys_;
   int64_t block_row_, block_rows_, state_, most_keys_, tile_count_;
   Tile tiles_[kBlockTiles];
+  // Of sparse problems.
+  Sparse relief_;
+  bool skips_ = false, is_frozen_ = false, again_ = false;
+  int64_t local_ = 0;           // the block around the rows, which goes second; 0: all in order
+  uint32_t kept_[kBlockTiles];  // the spans of each tile that are not left out, a bit each
+  int64_t count_[kCounts] = {};
 };
 
 int64_t block_rows(int64_t keys) { return block_tiles(keys) * kTileRows; }

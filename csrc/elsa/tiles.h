@@ -60,7 +60,7 @@ struct ScoreTile {
   int64_t depth;
   float* scores;  // [R][score_stride]
   int64_t score_stride;
-  float* row_max;   // [R][kLanes], running
+  float* row_max;   // [R][kLanes], running; null where nobody asks
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
   bool few;         // the whole problem has few queries or keys, see few_scores
@@ -219,6 +219,14 @@ void score_tile(const ScoreTile& t) {
   float* const scores = t.scores;
   float* const row_max = t.row_max;
   const int64_t score_stride = t.score_stride;
+  if (row_max == nullptr) {
+    ELSA_UNROLL
+    for (int r = 0; r < R; ++r) {
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) store(scores + r * score_stride + v * kLanes, acc[r][v]);
+    }
+    return;
+  }
   ELSA_UNROLL
   for (int r = 0; r < R; ++r) {
     Floats m = load(row_max + r * kLanes);
@@ -261,7 +269,7 @@ void narrow_score_tile(const ScoreTile& t) {
   for (int r = 0; r < R; ++r) {
     const int64_t count = t.visible + r < t.valid ? t.visible + r : t.valid;
     float* scores = t.scores + r * t.score_stride;
-    float most = t.row_max[r * kLanes];
+    float most = t.row_max ? t.row_max[r * kLanes] : 0.0f;
     store(scores, splat(-kInf));
     for (int64_t j = 0; j < count; ++j) {
       float s = sums[r / 4][j * 4 + r % 4];
@@ -270,7 +278,7 @@ void narrow_score_tile(const ScoreTile& t) {
       scores[j] = s;
       most = s > most ? s : most;
     }
-    t.row_max[r * kLanes] = most;
+    if (t.row_max) t.row_max[r * kLanes] = most;
   }
 }
 
@@ -394,11 +402,15 @@ using Tiles = TileTable<MakeLanes<kTileRows>::type>;
 
 // scores -> exp2((scores - maximum) * to_log2) in place; lane-wise partial sums, in two chains.
 // `count` is a multiple of kLanes; surplus lanes hold -inf. One vector at a time: the processor
-// overlaps them by itself, and the constants stay in registers.
+// overlaps them by itself, and the constants stay in registers. Frozen: scores may exceed the
+// maximum, and weights that exceed float32 are inf.
+template <bool Frozen = false>
 ELSA_INLINE Floats exponentiate(float* scores, int64_t count, float maximum, float to_log2) {
   Floats sum = {}, other = {};
   for (int64_t j = 0; j < count; j += kLanes) {
-    const Floats e = exp2_nonpositive((load(scores + j) - maximum) * to_log2);
+    Floats x = (load(scores + j) - maximum) * to_log2;
+    if (Frozen) x = x > 128.0f ? splat(128.0f) : x;
+    const Floats e = exp2_nonpositive(x);
     store(scores + j, e);
     const Floats added = other + e;
     other = sum;

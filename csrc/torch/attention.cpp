@@ -114,9 +114,11 @@ elsa::Dropout dropout_of(double p, const Tensor& seed) {
 
 std::tuple<Tensor, Tensor> forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const std::optional<Tensor>& attn_mask, bool is_causal,
-                                   double scale, const elsa::Dropout* dropout) {
+                                   double scale, const elsa::Dropout* dropout,
+                                   const elsa::Sparse* sparse = nullptr) {
   elsa::Attention a = problem(query, key, value, attn_mask, is_causal, scale);
   a.dropout = dropout;
+  a.sparse = sparse;
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
   Tensor out = elsa_torch::empty<4>(
@@ -146,6 +148,44 @@ std::tuple<Tensor, Tensor> attention_dropout(const Tensor& query, const Tensor& 
                                              const Tensor& seed) {
   const elsa::Dropout dropout = dropout_of(dropout_p, seed);
   return forward(query, key, value, attn_mask, is_causal, scale, &dropout);
+}
+
+// As `exact_threshold` in elsa_core/backends/eager_sparse.py: log2 of u / 8 and of 1 / keys.
+double exact_threshold(const Tensor& query, int64_t keys) {
+  const elsa::DType dtype = elsa_torch::dtype_of(query.scalar_type(), kName);
+  const double of_dtype = dtype == elsa::DType::kFloat32   ? -27.0
+                          : dtype == elsa::DType::kFloat16 ? -14.0
+                                                           : -11.0;
+  double bits = 0.0;
+  for (; (int64_t{1} << static_cast<int>(bits)) < keys; bits += 1.0) {
+  }
+  return of_dtype - bits;
+}
+
+// As elsa::sparse_attention in elsa_core/operators/sparse.py.
+std::tuple<Tensor, Tensor, Tensor> sparse_attention(const Tensor& query, const Tensor& key,
+                                                    const Tensor& value,
+                                                    const std::optional<Tensor>& attn_mask,
+                                                    bool is_causal, double scale,
+                                                    std::string precision, double threshold,
+                                                    int64_t relief) {
+  STD_TORCH_CHECK(threshold <= 0.0 && relief >= 0 && relief < 8,
+                  "elsa::sparse_attention: threshold must not be positive, relief 0 to 7");
+  const int64_t batch = query.sizes()[0], heads = query.sizes()[1];
+  Tensor counts =
+      elsa_torch::empty<3>({batch, heads, elsa::kCounts}, {heads * elsa::kCounts, elsa::kCounts, 1},
+                           aoti_torch_dtype_int64());
+  elsa::Sparse sparse;
+  sparse.counts = static_cast<int64_t*>(counts.mutable_data_ptr());
+  for (int64_t i = 0; i < batch * heads * elsa::kCounts; ++i) sparse.counts[i] = 0;
+  const int64_t keys = key.sizes()[2];
+  sparse.threshold =
+      static_cast<float>(threshold == 0.0 ? exact_threshold(query, keys) : threshold);
+  sparse.summaries = relief & 1;
+  sparse.order = relief & 2;
+  sparse.frozen = relief & 4;
+  auto [out, lse] = forward(query, key, value, attn_mask, is_causal, scale, nullptr, &sparse);
+  return {out, lse, counts};
 }
 
 // A gradient laid out as its operand, or nothing.
@@ -221,6 +261,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(elsa, m) {
 STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_dropout", TORCH_BOX(&attention_dropout));
+  m.impl("sparse_attention", TORCH_BOX(&sparse_attention));
   m.impl("attention_backward_native", TORCH_BOX(&attention_backward));
 }
 

@@ -46,6 +46,7 @@ def _of_pytorch(request: Request) -> str:
 
 _PLAIN_SCHEDULES = {
     "attention": _late("eager", "schedule"),
+    "sparse": _late("eager_sparse", "schedule"),
     "varlen": _late("eager_varlen", "schedule"),
 }
 
@@ -169,6 +170,13 @@ def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
     return found
 
 
+def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
+    from elsa_core.backends.triton.linear import gate
+
+    found: Tensor | None = gate.serve_gated(*arguments)
+    return found
+
+
 def _native_gradient(request: Request) -> Support:
     answer: Support = _late("native_backward", "support")(request)
     # its own answer is quick; the library may have to be built
@@ -180,6 +188,11 @@ _NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _wh
 
 def _triton_entmax(request: Request) -> Support:
     answer: Support = _late("triton.attention.entmax", "support")(request)
+    return _late("triton", "support")(request) if answer.ok else answer
+
+
+def _triton_sparse(request: Request) -> Support:
+    answer: Support = _late("triton.attention.sparse", "support")(request)
     return _late("triton", "support")(request) if answer.ok else answer
 
 
@@ -203,15 +216,23 @@ _NATIVE = {
         operators.WINDOW_ATTENTION,
     )
 }
+_NATIVE["sparse_attention"] = Implementation(
+    support=_late("native", "support"),
+    run=operators.SPARSE_ATTENTION.overload,
+    schedule=_late("native", "schedule"),
+    arithmetic=_fma,
+)
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
     "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
+    "sparse_attention": _late("triton.attention.sparse", "sparse_attention"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
     "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
+    "gated_linear": _late("triton.linear.gate", "gated_kernel"),
     "linear_backward": _late("triton.linear.gate", "backward"),
     "split_weight": _late("triton.linear.gate", "split_weight"),
 }
@@ -270,6 +291,13 @@ _TRITON = {
         gradient=_triton_entmax,
         asked=True,
     ),
+    "sparse_attention": Implementation(
+        support=_triton_sparse,
+        run=operators.SPARSE_ATTENTION.overload,
+        schedule=_late("triton.attention.sparse", "schedule"),
+        arithmetic=_of_tf32,
+        asked=True,
+    ),
     "linear": Implementation(
         support=_late("triton.linear.gate", "support"),
         run=operators.LINEAR.overload,
@@ -283,6 +311,13 @@ _TRITON = {
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_normed_linear_by_triton,
+    ),
+    "gated_linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=operators.GATED_LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_gated_linear_by_triton,
     ),
 }
 _ONEDNN = {

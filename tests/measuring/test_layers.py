@@ -29,6 +29,7 @@ ABOVE = {
     "routing": (*PUBLIC, *MODELS, *TOOLS),
     "measuring": (*PUBLIC, *MODELS, *TOOLS),
     "inputs": ("backends", "operators", "measuring", "routing", *PUBLIC, *MODELS, *TOOLS),
+    "graphs": ("loading", "proof", "measuring", *TOOLS),
     "patching": ("loading", "proof", *TOOLS),
     "loading": ("proof", *TOOLS),
     "proof": ("loading", *TOOLS),

@@ -1,0 +1,149 @@
+"""Attention that leaves out tiles of negligible weights on a GPU: one launch.
+
+These kernels were run by Triton's interpreter and compiled, never timed on a GPU yet: "auto" does
+not choose them. Nothing is added by atomics but the counts, which are integers: equal arguments
+give equal bits.
+
+Sources: BLASST, arXiv 2512.12087 (tiles left out); VFA (maxima from summaries, first and local
+tiles first, frozen).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.eager_sparse import COUNTS, exact_threshold
+from elsa_core.backends.support import Request, Support
+from elsa_core.backends.triton.shared import layout
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
+
+KEYS = 64  # of a tile
+ROWS = {False: 64, True: 128}  # queries of a tile; True: half precision
+MODES = {"strict": 1, "lean": 1, "ieee": 2}
+# the largest head dimensions whose operands fit in the 99 KiB of sm_120
+LARGEST_WIDE, LARGEST_HALF = 64, 128
+SUMMARIES, ORDER, FROZEN = 1, 2, 4
+# float16 weights carry so many powers of two, that small ones stay normal; fewer where a frozen
+# maximum may be passed
+SHIFT, FROZEN_SHIFT = 7, 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan depends on beside the tensors' layouts."""
+
+    is_causal: bool
+    scale: float
+    precision: str
+    threshold: float
+    relief: int
+
+
+def support(request: Request) -> Support:
+    """Whether the kernel serves such calls; whether a GPU is there is asked elsewhere."""
+    if request.precision not in MODES:
+        return Support(False, f"sparsity has no Triton kernel for {request.precision!r}")
+    dim = max(request.head_dim, request.value_dim)
+    largest = LARGEST_WIDE if request.dtype == torch.float32 else LARGEST_HALF
+    if dim > largest:
+        kind = str(request.dtype).removeprefix("torch.")
+        return Support(False, f"head dimension {dim} is above {largest}, sparsity's for {kind}")
+    return Support(True)
+
+
+def schedule(query: Tensor, *rest: Any) -> str:
+    """How a call is cut, in words."""
+    rows = ROWS[query.dtype != torch.float32]
+    return f"query tiles of {rows}, key tiles of {KEYS}, the value product behind a branch"
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    threshold: float,
+    relief: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The CUDA kernel of `elsa::sparse_attention`; arguments and results are the operator's.
+
+    query, key and value are float32, float16 or bfloat16, of any strides.
+    """
+    batch, heads, queries, _ = query.shape
+    keys, value_dim = value.shape[2:]
+    out = query.new_empty((batch, queries, heads, value_dim)).transpose(1, 2)
+    lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    counts = query.new_zeros((batch, heads, COUNTS), dtype=torch.int64)
+    if not (out.numel() and keys):
+        return out.zero_(), lse.fill_(-math.inf), counts
+    limit = exact_threshold(query.dtype, keys) if threshold == 0.0 else threshold
+    if attn_mask is not None:
+        relief &= ~SUMMARIES  # a mask may hide the keys of summaries
+    options = Options(is_causal, scale, precision, limit, relief)
+    layouts = tuple(
+        None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16)
+        for t in (query, key, value, attn_mask)
+    )
+    cached = ("sparse", query.get_device(), layouts, options)
+    launch = PLANS.get(cached, plan_call, query, key, value, attn_mask, options)
+    mask = query if attn_mask is None else attn_mask
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    with torch.cuda.device(query.device if query.is_cuda else -1):
+        index = summaries(key) if relief & SUMMARIES else counts
+        launch(query, key, value, mask, index, out, lse, counts)
+    return out, lse, counts
+
+
+def summaries(key: Tensor) -> Tensor:
+    """The key of the largest norm of each tile, int64 [B, Hkv, tiles]."""
+    tiles = -(-key.shape[2] // KEYS)
+    norms = key.float().square().sum(-1)
+    norms = torch.nn.functional.pad(norms, (0, tiles * KEYS - key.shape[2]), value=-1.0)
+    first = torch.arange(0, tiles * KEYS, KEYS, device=key.device)
+    return norms.unflatten(-1, (tiles, KEYS)).argmax(-1) + first
+
+
+def plan_call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> Launch:
+    """The launch of a call; everything here depends on layouts, never on data."""
+    from elsa_core.backends.triton.attention import sparse_kernels
+
+    batch, heads, queries, head_dim = query.shape
+    keys, value_dim = value.shape[2:]
+    step, unit_d = layout.row_unit((query, key, value))
+    half = query.dtype != torch.float32
+    rows = ROWS[half]
+    frozen = bool(options.relief & FROZEN)
+    shift = FROZEN_SHIFT if frozen else SHIFT
+    tail: dict[str, Any] = {
+        "heads": heads, "group": heads // key.shape[1], "n_q": queries, "n_k": keys,
+        "tiles": -(-keys // KEYS), "scale": float(options.scale) * layout.LOG2E,
+        "threshold": options.threshold,
+        **layout.strides("q", query, step), **layout.strides("k", key, step),
+        **layout.strides("v", value, step), **layout.mask_strides(mask),
+        "MODE": 0 if half else MODES[options.precision], "MASK": layout.mask_kind(mask),
+        "CAUSAL": options.is_causal, "SKIP": options.threshold > -math.inf,
+        "SUMMARIES": bool(options.relief & SUMMARIES), "ORDER": bool(options.relief & ORDER),
+        "FROZEN": frozen, "SHIFT": shift if query.dtype == torch.float16 else 0,
+        "STAGES": 2 if half else 1, "BM": rows, "BN": KEYS, "STEP": step, "UNIT_D": unit_d,
+        "D": head_dim, "D0": _padded(head_dim), "DV": value_dim, "V0": _padded(value_dim),
+    }  # fmt: skip
+    wide = max(tail["D0"], tail["V0"]) > 64
+    grid = (batch * heads * -(-queries // rows),)
+    settings = {"num_warps": 8 if wide and half else 4, "num_stages": 1}
+    kernel = sparse_kernels.forward
+    return Launch(kernel, grid, {n: tail[n] for n in kernel.arg_names if n in tail}, settings)
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())

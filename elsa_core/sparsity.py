@@ -1,0 +1,263 @@
+"""Attention that leaves out tiles of negligible weights: what `sparsity=` means, and its counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls, routing
+from elsa_core.backends.eager_sparse import exact_threshold
+from elsa_core.backends.support import Request
+from elsa_core.errors import ArgumentError
+from elsa_core.operands import autocast, leading_dims, operands, require_tensor
+from elsa_core.operators.sparse import FROZEN, ORDER, SUMMARIES
+from elsa_core.routing import Route
+
+EXACT = "exact"
+RELIEF = {"summaries": SUMMARIES, "order": ORDER, "frozen": FROZEN}
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """What a call left out, summed over batch and heads; tiles are of the kernel's own size.
+
+    Attributes:
+        backend: what served the call.
+        sparsity: as it was asked for.
+        threshold: log2 of the largest weight, relative to the maximum so far, that may be left out.
+        tiles: tiles of keys that the causal limit leaves to each tile of queries.
+        skipped: those left out.
+        maxima: tiles of which the maxima of rows were found.
+        rescaled: states that were multiplied because a maximum had grown or might have.
+        redone: tiles of queries folded again because a frozen maximum did not hold; their tiles are
+            counted twice.
+        per_head: the share of tiles left out for each batch and head, [B, Hq].
+        error: relative Euclidean error of the output against float64.
+        dense_error: that of the ordinary call.
+    """
+
+    backend: str
+    sparsity: str | float | None
+    threshold: float
+    tiles: int
+    skipped: int
+    maxima: int
+    rescaled: int
+    redone: int
+    per_head: tuple[tuple[float, ...], ...]
+    error: float
+    dense_error: float
+
+    @property
+    def skip_rate(self) -> float:
+        """The share of tiles left out."""
+        return self.skipped / self.tiles if self.tiles else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a threshold of nothing left out is null."""
+        found = dict(vars(self)) | {"skip_rate": self.skip_rate}
+        found["per_head"] = [list(row) for row in self.per_head]
+        return found | {"threshold": self.threshold if math.isfinite(self.threshold) else None}
+
+
+def checked(sparsity: object) -> str | float | None:
+    """What `sparsity=` was given, or what is wrong with it.
+
+    Raises:
+        ArgumentError: no number in (0, 1), and not "exact" or None.
+    """
+    if sparsity is None or sparsity == EXACT:
+        return None if sparsity is None else EXACT
+    if isinstance(sparsity, Real) and 0.0 < float(sparsity) < 1.0:
+        return float(sparsity)
+    raise ArgumentError(f'sparsity={sparsity!r} must be None, "exact" or a number in (0, 1)')
+
+
+def threshold(sparsity: str | float | None) -> float:
+    """The term `threshold` of the operator `elsa::sparse_attention`."""
+    if sparsity is None:
+        return -math.inf
+    return 0.0 if isinstance(sparsity, str) else math.log2(sparsity)
+
+
+def relief_bits(relief: Sequence[str]) -> int:
+    """The term `relief` of the operator `elsa::sparse_attention`.
+
+    Raises:
+        ArgumentError: a name is unknown.
+    """
+    unknown = [name for name in relief if name not in RELIEF]
+    if unknown:
+        raise ArgumentError(f"relief={unknown[0]!r} is unknown: choose of {', '.join(RELIEF)}")
+    return sum({RELIEF[name] for name in relief})
+
+
+def serve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str,
+    backend: str,
+    sparsity: str | float,
+    relief: Sequence[str] = (),
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A call of `elsa_core.attention` with `sparsity`; None where the ordinary call serves it.
+
+    Leaving out nothing is what any sparsity allows: so is served what "auto" has no kernel for that
+    was measured, and what only plain PyTorch can do.
+
+    Returns:
+        out, lse and counts as the operator `elsa::sparse_attention` gives them.
+
+    Raises:
+        ArgumentError: sparsity is unknown, with dropout, or a number where gradients are wanted.
+        UnavailableError: the backend asked for by name cannot serve the call.
+    """
+    sparsity_asked = checked(sparsity)
+    require_tensor("query", query)
+    if dropout_p != 0.0:
+        raise ArgumentError("sparsity and dropout_p exclude each other")
+    if isinstance(sparsity_asked, float) and _gradients(query, key, value, attn_mask):
+        raise ArgumentError(
+            f"sparsity={sparsity} has no gradients: use 'exact' or None in training, or no_grad"
+        )
+    if query.is_nested or calls.exporting_onnx() or routing.plain_alone(backend):
+        return None
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    name = routing.name_of("sparse_attention", *kind, backend)
+    if backend == "auto" and name == routing.PLAIN:
+        return None
+    run = routing.RUNS["sparse_attention", name]
+    bits, limit = relief_bits(relief), threshold(sparsity_asked)
+    arguments = (q, k, v, mask, is_causal, float(scale), precision, limit, bits)
+    out: Tensor
+    if calls.watched() or calls.differentiates(q, k, v, mask):
+        out, lse, counts = run(*arguments)
+    else:
+        out, lse, counts = calls.below_autograd(run, *arguments)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        leading = leading_dims(query, key, value)
+        out = out.reshape(*leading, *out.shape[2:])
+        lse = lse.reshape(*leading, *lse.shape[2:])
+    return out, lse, counts
+
+
+def _gradients(*operands: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+
+
+def route(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    precision: str,
+    backend: str,
+    sparsity: str | float,
+) -> Route | None:
+    """How a call in the operator's layout is served; None where the ordinary call serves it.
+
+    Raises:
+        ArgumentError, UnavailableError: as `serve`.
+    """
+    asked = checked(sparsity)
+    if routing.plain_alone(backend):
+        return None
+    dense = all(t.stride(-1) == 1 for t in (query, key, value))
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
+        "sparse_attention", routing.mask_kind(attn_mask, is_causal),
+        "dense" if dense else "strided",
+    )  # fmt: skip
+    name, _ = routing.select(request, backend)
+    if backend == "auto" and name == routing.PLAIN:
+        return None
+    terms = (query, key, value, attn_mask, is_causal, precision)
+    found = routing.route(request, backend, schedule=terms)
+    limit = threshold(asked) or exact_threshold(query.dtype, key.shape[2])
+    words = f"{found.schedule}; tiles of keys whose weights are all below 2**{limit:.1f} left out"
+    return replace(found, schedule=words)
+
+
+def sparsity_report(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    sparsity: str | float | None = EXACT,
+    relief: Sequence[str] = (),
+    precision: str = "strict",
+    backend: str = "auto",
+) -> SparsityReport:
+    """Run attention with `sparsity` and count what it leaves out and what that costs.
+
+    Args:
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, precision: as
+            `elsa_core.attention` takes them.
+        sparsity: as `elsa_core.attention` takes it; None leaves out nothing.
+        relief: any of "summaries" (maxima begin at the scores of one key of each tile), "order"
+            (the first keys, then those around the rows, then the rest) and "frozen" (then maxima
+            stay, and rows are folded again where that does not hold). For measurements: "auto"
+            takes none.
+        backend: "auto" or one of `elsa_core.routing.names("sparse_attention")`. "auto" is plain
+            PyTorch, which saves no time, where no kernel that was measured leaves out tiles.
+
+    Returns:
+        The counts, and the errors of this and of the ordinary call against float64; scores are
+        held in memory a few rows at a time.
+
+    Raises:
+        TypeError: query, key, value or attn_mask is no tensor.
+        ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Source: BLASST, arXiv 2512.12087; for `relief` VFA.
+    """
+    from elsa_core import reference
+    from elsa_core.attention import attention
+
+    found = checked(sparsity)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        require_tensor(name, tensor)
+    with torch.no_grad():
+        q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+        scale = scale if scale is not None else q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+        kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+        name = routing.name_of("sparse_attention", *kind, backend)
+        run = routing.RUNS["sparse_attention", name]
+        bits, limit = relief_bits(relief), threshold(found)
+        out, _, counts = run(q, k, v, mask, is_causal, float(scale), precision, limit, bits)
+        dense = attention(
+            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=True, precision=precision
+        )
+        exact, _ = reference.attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+        seen, skipped, maxima, rescaled, redone = counts.sum((0, 1)).tolist()
+        rates = (counts[..., 1] / counts[..., 0].clamp_min(1)).tolist()
+        assert isinstance(dense, Tensor)  # no lse was asked for
+        return SparsityReport(
+            name, found, exact_threshold(q.dtype, k.shape[2]) if limit == 0.0 else limit,
+            seen, skipped, maxima, rescaled, redone, tuple(tuple(row) for row in rates),
+            reference.relative_l2(out, exact), reference.relative_l2(dense, exact),
+        )  # fmt: skip

@@ -1,0 +1,47 @@
+"""What `python -m elsa_core.bench.sparsity` writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from elsa_core.bench import sparsity
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of one step, and as few rounds as there may be."""
+    monkeypatch.setattr(sparsity, "ROUNDS", 3)
+    monkeypatch.setattr(sparsity, "BUDGET", {"cpu": 0.1})
+    whole = sparsity.trained_model.__wrapped__
+    monkeypatch.setattr(sparsity, "trained_model", lambda: whole(epochs=1))
+
+
+def test_rows_say_what_is_left_out(short: None, capsys: pytest.CaptureFixture[str]) -> None:
+    found = sparsity.document("cpu", ["fp32"], ["runs", "trained"], [256], seconds=600.0)
+    assert json.loads(json.dumps(found)) and found["left_out"] == []
+    assert 0.0 < found["trained_accuracy"] <= 1.0
+    kinds = [(row["kind"], row["causal"]) for row in found["rows"]]
+    assert kinds == [(k, c) for k in ("runs", "trained") for c in (False, True)]
+    for row in found["rows"]:
+        calls = row["calls"]
+        assert set(calls) == {*(name for name, _, _ in sparsity.ASKED), "elsa", "pytorch"}
+        assert calls["nothing left out"]["speed_up"] == 1.0
+        assert calls["nothing left out"]["left_out"] == calls["frozen"]["left_out"] == 0
+        assert calls["exact"]["error"] <= 2 * calls["elsa"]["error"] + 2.4e-7
+    runs = found["rows"][0]["calls"]
+    assert runs["1e-2, order"]["skip_rate"] >= runs["exact"]["skip_rate"] > 0
+
+
+def test_no_row_begins_after_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    found = sparsity.document("cpu", ["fp32"], ["local", "random"], [64], seconds=-1.0)
+    assert found["rows"] == [] and len(found["left_out"]) == 4
+
+
+@pytest.mark.parametrize("kind", ["runs", "local", "random"])
+def test_operands_are_the_same_each_time(kind: str) -> None:
+    first, second = (sparsity.operands(kind, 100, torch.float16, "cpu") for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert all(t.shape == (1, 2, 100, 32) and t.isfinite().all() for t in first)

@@ -1,0 +1,184 @@
+"""`sparsity=` of `elsa.attention` on the CPU: who serves it, gradients, compilers, counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core import reference
+from elsa_core.backends import eager_sparse
+from elsa_core.errors import ArgumentError, UnavailableError
+
+F64 = torch.float64
+
+
+def make(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def runs(keys: int, groups: int = 8, d: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs of alike tokens: each sees little of the others."""
+    centres = 12 * torch.nn.functional.normalize(make(1, 2, groups, d), dim=-1)
+    of = torch.arange(keys) * groups // keys
+    q, k = (centres[:, :, of] + 0.1 * make(1, 2, keys, d, seed=s) for s in (1, 2))
+    return q, k, make(1, 2, keys, d, seed=3)
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_is_as_exact_as_the_ordinary_call(causal: bool) -> None:
+    q, k, v = runs(700)
+    exact, logs = reference.attention(q, k, v, is_causal=causal, scale=1.0)
+    out, lse = elsa.attention(
+        q, k, v, is_causal=causal, scale=1.0, sparsity="exact", return_lse=True
+    )
+    ordinary = elsa.attention(q, k, v, is_causal=causal, scale=1.0)
+    assert relative(out, exact) <= 2 * relative(ordinary, exact) + 2.4e-7
+    assert (lse.double() - logs).abs().max() <= 1e-6 * logs.abs().max()
+    report = elsa.sparsity_report(q, k, v, is_causal=causal, scale=1.0)
+    assert report.backend == "native" and report.skipped > 0.3 * report.tiles
+    assert report.threshold == -27 - 10  # u / 8, and 700 keys are at most 2**10
+
+
+def test_a_number_leaves_out_more_and_costs_an_error() -> None:
+    q, k, v = runs(700)
+    exact, loose = (elsa.sparsity_report(q, k, v, scale=0.075, sparsity=s) for s in ("exact", 0.01))
+    assert loose.skipped > exact.skipped
+    assert exact.error <= 2 * exact.dense_error + 2.4e-7 < loose.error < 0.1
+    assert loose.threshold == math.log2(0.01) and loose.to_dict()["skip_rate"] == loose.skip_rate
+    none = elsa.sparsity_report(q, k, v, scale=0.075, sparsity=None)
+    assert none.skipped == 0 and none.to_dict()["threshold"] is None
+
+
+def test_relief_changes_what_is_computed_and_not_the_output() -> None:
+    q, k, v = (make(1, 2, n, 16, seed=i) for i, n in enumerate((200, 2000, 2000)))
+    plain = elsa.sparsity_report(q, k, v, sparsity=None)
+    whole = elsa.sparsity_report(q, k, v, sparsity=None, relief=("summaries", "order", "frozen"))
+    assert whole.maxima < plain.maxima == plain.tiles and whole.rescaled < plain.rescaled
+    assert whole.error <= 2 * plain.dense_error + 2.4e-7
+    with pytest.raises(ArgumentError, match="relief='early' is unknown"):
+        elsa.sparsity_report(q, k, v, relief=("early",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_plain_pytorch_means_the_same(dtype: torch.dtype) -> None:
+    q, k, v = (t.to(dtype) for t in runs(333, groups=3))
+    for mask in (None, make(1, 1, 333, 333, seed=4) > -1.0):
+        for causal in (False, True):
+            if mask is not None and causal:
+                continue
+            out, lse, counts = eager_sparse.attention(q, k, v, mask, causal, 1.0, "", 0.0, 0)
+            exact, logs = reference.attention(q, k, v, mask, is_causal=causal, scale=1.0)
+            ordinary = elsa.attention(q, k, v, mask, is_causal=causal, scale=1.0, backend="eager")
+            band = 2 * torch.finfo(dtype).eps
+            # the oracle is float64 too: then both are a few roundings from it
+            assert relative(out, exact) <= 2 * relative(ordinary, exact) + 4 * band
+            torch.testing.assert_close(lse.double(), logs, rtol=1e-6, atol=1e-6)
+            assert counts.shape == (1, 2, 5) and counts[..., 1].sum() > 0
+            assert (counts[..., 0] == (21 if causal else 36)).all()
+
+
+def test_auto_leaves_out_nothing_where_no_kernel_does() -> None:
+    q, k, v = (t.to(F64) for t in runs(150))
+    ordinary = elsa.attention(q, k, v)
+    assert torch.equal(elsa.attention(q, k, v, sparsity=0.01), ordinary)
+    assert elsa.explain(q, k, v, sparsity=0.01).backend == "eager"
+    asked = elsa.attention(q, k, v, sparsity=0.3, backend="eager")
+    assert not torch.equal(asked, ordinary)
+    route = elsa.explain(q, k, v, sparsity=0.3, backend="eager")
+    assert "every score computed" in route.schedule and "2**-1.7" in route.schedule
+
+
+def test_explain_says_who_and_what() -> None:
+    route = elsa.explain(*runs(1024), sparsity="exact")
+    assert route.backend == "native" and "below 2**-37.0 left out" in route.schedule
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k, v = runs(40)
+    for wrong in (0.0, 1.0, -0.5, "auto", math.nan, True):
+        with pytest.raises(ArgumentError, match="sparsity="):
+            elsa.attention(q, k, v, sparsity=wrong)
+    with pytest.raises(ArgumentError, match="exclude each other"):
+        elsa.attention(q, k, v, dropout_p=0.1, sparsity="exact")
+    with pytest.raises(ArgumentError, match="has no gradients"):
+        elsa.attention(q.requires_grad_(), k, v, sparsity=0.01)
+    with torch.no_grad():
+        elsa.attention(q, k, v, sparsity=0.01)
+    with pytest.raises(UnavailableError, match="has no sparse_attention"):
+        elsa.attention(q.detach(), k, v, sparsity=0.01, backend="sdpa")
+    with pytest.raises(RuntimeError, match='as "exact" alone'):
+        torch.ops.elsa.sparse_attention(q, k, v, None, False, 1.0, "strict", -3.0, 0)[
+            0
+        ].sum().backward()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_exact(causal: bool) -> None:
+    """By the formulas of the ordinary call, from this output and lse; lse included."""
+    given = [t.requires_grad_() for t in runs(300)]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    grad, slope = make(1, 2, 300, 32, seed=8), make(1, 2, 300, seed=9)
+
+    def gradients(tensors: list[Tensor], sparsity: str | None) -> list[Tensor]:
+        out, lse = elsa.attention(
+            *tensors, is_causal=causal, scale=0.5, return_lse=True, sparsity=sparsity
+        )
+        ends = (grad.to(out.dtype), slope.to(lse.dtype))
+        return list(torch.autograd.grad((out, lse), tensors, ends))
+
+    exact = gradients(wide, None)
+    ours, theirs = gradients(given, "exact"), gradients(given, None)
+    for own, peer, true in zip(ours, theirs, exact, strict=True):
+        assert relative(own, true) <= 2 * relative(peer, true) + 2.4e-7
+    assert elsa.sparsity_report(*given, is_causal=causal, scale=0.5).skipped > 0
+
+
+def test_batch_dims_gqa_and_autocast() -> None:
+    q, k, v = make(3, 4, 50, 16), make(3, 2, 60, 16), make(3, 2, 60, 8)
+    ours = elsa.attention(q, k, v, enable_gqa=True, sparsity="exact")
+    torch.testing.assert_close(ours, elsa.attention(q, k, v, enable_gqa=True))
+    flat = elsa.attention(q[0, 0], k[0, 0], v[0, 0], sparsity="exact")
+    torch.testing.assert_close(flat, ours[0, 0])
+    deep = elsa.attention(q[:, None], k[:, None], v[:, None], enable_gqa=True, sparsity="exact")
+    torch.testing.assert_close(deep[:, 0], ours)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert elsa.attention(q, k, v, enable_gqa=True, sparsity="exact").dtype == torch.bfloat16
+
+
+def test_compiles_without_a_break_and_for_any_length() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = elsa.attention(q * 2, k, v, sparsity="exact")
+        assert isinstance(out, Tensor)
+        return out + 1
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for keys in (70, 301):
+        q, k, v = runs(keys)
+        torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
+    q, k, v = (t.requires_grad_() for t in runs(70))
+    ours = torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))
+    theirs = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -5.0, -math.inf])
+def test_opcheck(threshold: float) -> None:
+    q, k, v = (t.requires_grad_(threshold != -5.0) for t in runs(70))
+    terms = (None, True, 0.3, "strict", threshold, 7)
+    torch.library.opcheck(torch.ops.elsa.sparse_attention.default, (q, k, v, *terms))
+    torch.library.opcheck(torch.ops.elsa.sparse_attention_eager.default, (q, k, v, *terms))
+
+
+def test_derivatives_of_functions_take_the_ordinary_call() -> None:
+    q, k, v = runs(20)
+    found = torch.func.grad(lambda x: elsa.attention(x, k, v, sparsity="exact").sum())(q)
+    expected = torch.func.grad(lambda x: elsa.attention(x, k, v).sum())(q)
+    torch.testing.assert_close(found, expected)
