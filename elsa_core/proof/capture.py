@@ -138,30 +138,30 @@ def _measure(
     images = _spread(batch, max(_FEWEST_IMAGES, _SAMPLE // (heads * key.shape[2])), query.device)
     each = _SAMPLE // (len(images) * heads * key.shape[2])
     rows = _spread(length, max(_FEWEST_ROWS, each), query.device)
-    q, k, v = query[images][:, :, rows], key[images], value[images]
+    k, v = key[images], value[images]
     mask = _rows_of_mask(given["attn_mask"], images, rows)
     if given["is_causal"]:
         mask = _with_causal(mask, rows, key.shape[2])
-    p_ref = reference.probabilities(q, k, mask, scale=scale)
-    y_ref, _ = reference.attention(q, k, v, mask, scale=scale)
-    scores = _scores(q, k, mask, scale)
-    row_lse = lse[images][:, :, rows].unsqueeze(-1)
-    p = torch.where(row_lse == -math.inf, torch.zeros_like(scores), torch.exp(scores - row_lse))
-    y = out[images][:, :, rows]
     turbo = given["precision"] == "turbo" and query.dtype == torch.float32
+    row_lse = lse[images][:, :, rows]
     lse_ulp = (TURBO_EPS if turbo else torch.finfo(lse.dtype).eps) * max(1.0, _largest(row_lse))
+    seen: list[tuple[Drift, float]] = []
 
     def sample(query: Tensor, out: Tensor, lse: Tensor) -> tuple[_Pair, _Pair]:
-        """Errors of P and of Y, the operator's and the peer's."""
+        """Errors of P and of Y, the operator's and the peer's; of the first one also its drift."""
         q = query[images][:, :, rows]
         scores = _scores(q, k, mask, scale)
         row_lse = lse[images][:, :, rows].unsqueeze(-1)
         p = torch.where(row_lse == -math.inf, torch.zeros_like(scores), (scores - row_lse).exp())
         p_peer, y_peer = reference.algorithm2(q, k, v, mask, scale=scale)
-        p_exact = reference.probabilities(q, k, mask, scale=scale)
-        y_exact, _ = reference.attention(q, k, v, mask, scale=scale)
+        p_exact, y_exact = reference.algorithm2(
+            q.double(), k.double(), v.double(), mask, scale=scale
+        )
+        y = out[images][:, :, rows]
+        if not seen:
+            seen.append((reference.drift(p, p_exact, y, y_exact), _largest(scores)))
         of_p = reference.relative_l2(p, p_exact), reference.relative_l2(p_peer, p_exact)
-        return of_p, _errors(out[images][:, :, rows], y_peer, y_exact)
+        return of_p, _errors(y, y_peer, y_exact)
 
     def again(seed: int) -> tuple[_Pair, _Pair]:
         other = jittered(query, seed)
@@ -172,9 +172,9 @@ def _measure(
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
     y_error, y_allowed = _settled(first[1], factor, eps, lambda seed: again(seed)[1])
     return OperatorCall(
-        drift=reference.drift(p, p_ref, y, y_ref),
+        drift=seen[0][0],
         rows=len(images) * heads * len(rows),
-        largest_logit=_largest(scores),
+        largest_logit=seen[0][1],
         p_error=p_error,
         p_allowed=p_allowed,
         y_error=y_error,
