@@ -133,7 +133,7 @@ def serve(
         raise ArgumentError(
             f"sparsity={sparsity} has no gradients: use 'exact' or None in training, or no_grad"
         )
-    if query.is_nested or calls.exporting_onnx() or routing.plain_alone(backend):
+    if query.is_nested or _is_exported() or routing.plain_alone(backend):
         return None
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
@@ -157,6 +157,13 @@ def serve(
         out = out.reshape(*leading, *out.shape[2:])
         lse = lse.reshape(*leading, *lse.shape[2:])
     return out, lse, counts
+
+
+def _is_exported() -> bool:
+    """Whether a program for elsewhere is written: it holds `elsa::attention` alone."""
+    if calls.exporting_onnx() or torch.compiler.is_exporting():
+        return True
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def _gradients(*operands: Tensor | None) -> bool:

@@ -299,8 +299,10 @@ def attend(
 ) -> Tensor:
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
 
-    `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`.
+    `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Where weights are dropped, none is
+    left out for its size.
     """
+    sparsity = None if dropout_p else getattr(module, "elsa_sparsity", None)
     out: Any = attention(
         query,
         key,
@@ -312,6 +314,7 @@ def attend(
         enable_gqa=True,
         precision=module.elsa_precision,
         backend=module.elsa_backend,
+        sparsity=sparsity,
     )
     result: Tensor = out
     return result
