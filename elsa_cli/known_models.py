@@ -86,12 +86,12 @@ def read(path: Path) -> tuple[str, list[KnownModel]]:
 
 def counted_torchvision() -> list[dict[str, Any]]:
     """The records of torchvision's models, which `elsa inspect --all` leaves out."""
-    from elsa_core.loading.architecture import whole
-    from elsa_core.patching.sites import find_sites
+    from elsa_core.loading import meta_model
+    from elsa_core.patching import find_sites
 
     found = []
     for name in sorted(completion.known("torchvision")):
-        model = whole(f"torchvision:{name}")
+        model = meta_model(f"torchvision:{name}")
         sites = find_sites(model)
         found.append({
             "name": f"torchvision:{name}", "sites": len(sites),

@@ -24,6 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 DTYPES = ("fp32", "fp16", "bf16")
+LONG_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
 # torch. A test compares them.
@@ -116,6 +117,17 @@ class ImageSize(click.ParamType):  # type: ignore[type-arg]  # generic in new Cl
         if not all(1 <= side <= LARGEST_SIDE for side in sides):
             self.fail(f"{value} is outside 1 to {LARGEST_SIDE} pixels", param, ctx)
         return sides[0], sides[-1]
+
+
+class DtypeName(click.Choice):  # type: ignore[type-arg]
+    """fp32, fp16 or bf16; PyTorch's own names are understood too."""
+
+    def __init__(self) -> None:
+        super().__init__(DTYPES)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The short name; a usage error for any other."""
+        return super().convert(LONG_DTYPES.get(str(value), value), param, ctx)
 
 
 class DeviceName(click.ParamType):  # type: ignore[type-arg]
@@ -224,7 +236,7 @@ class Options:
 
     def source(self) -> dict[str, Any]:
         """What `load_model` takes about a weights file: architecture and preprocessing."""
-        from elsa_core.loading.recipe import Given
+        from elsa_core.loading import Given
 
         return {
             "arch": self.arch,
@@ -316,18 +328,18 @@ def output_options(function: Function) -> Function:
 
 def model_options(function: Function) -> Function:
     """MODEL and how it is built: size, weights, dtype, device."""
-    return _model_options(function, ImageSize(), click.Choice(DTYPES))
+    return _model_options(function, ImageSize(), DtypeName())
 
 
 def optional_model_options(function: Function) -> Function:
     """`model_options` where MODEL may be missing (None)."""
-    return _model_options(function, ImageSize(), click.Choice(DTYPES), required=False)
+    return _model_options(function, ImageSize(), DtypeName(), required=False)
 
 
 def swept_model_options(function: Function) -> Function:
     """`model_options` that take several sizes and dtypes."""
     return _model_options(function, Listed(ImageSize(), "PIXELS|HxW"),
-                          Listed(click.Choice(DTYPES), "|".join(DTYPES)))  # fmt: skip
+                          Listed(DtypeName(), "|".join(DTYPES)))  # fmt: skip
 
 
 def _model_options(function: Function, size: Any, dtype: Any, *, required: bool = True) -> Function:

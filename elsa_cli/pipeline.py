@@ -13,9 +13,9 @@ from elsa_cli.lazy_compiler import import_timm
 from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
-    from elsa_core.loading.load import Loaded
-    from elsa_core.patching.patch import PatchReport
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.loading import Loaded
+    from elsa_core.patching import PatchReport
+    from elsa_core.proof import CheckReport
     from elsa_core.routing import Route
 
 _CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity")
@@ -34,8 +34,7 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
         device = resolve_device(options.device)
     with session.stage(f"looking up {text}", imports=True):
         import_timm()
-        from elsa_core.loading.load import load_model
-        from elsa_core.loading.spec import parse
+        from elsa_core.loading import load_model, parse
 
         spec = parse(text)
     with session.stage(f"loading {spec.name}", drawn=not options.pretrained):
@@ -62,7 +61,7 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
     if loaded.report is not None and not typed(_CHOICES):
         return loaded.report
     with session.stage("patching"):
-        from elsa_core.patching.patch import patch, unpatch
+        from elsa_core.patching import patch, unpatch
 
         # The options describe the whole result, not what is added to an earlier plan.
         unpatch(loaded.model)
@@ -96,8 +95,8 @@ def patch_by_plan(session: Session, loaded: Loaded, path: Path) -> PatchReport:
     Raises: ModelError where it is no plan or does not fit the model.
     """
     with session.stage("patching"):
-        from elsa_core.loading.plan import apply_plan, read_plan
-        from elsa_core.patching.patch import unpatch
+        from elsa_core.loading import apply_plan, read_plan
+        from elsa_core.patching import unpatch
 
         plan = read_plan(path)
         unpatch(loaded.model)
@@ -116,7 +115,7 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
         import torch
 
         from elsa_core.attention import explain
-        from elsa_core.patching.adapters.table import LAYERS
+        from elsa_core.patching import LAYERS
         from elsa_core.routing import PLAIN
 
         attention = [site for site in report.patched if site.kind not in LAYERS]
@@ -136,10 +135,9 @@ def routes(session: Session, loaded: Loaded, report: PatchReport) -> dict[int, R
     return found
 
 
-def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
-    """Check the patched model on generated inputs, and on the images of --images."""
+def check_inputs(session: Session, loaded: Loaded, options: Options) -> dict[str, Any]:
+    """Generated inputs by name, and the images of --images."""
     from elsa_core.inputs.cases import generated_inputs, text_shape
-    from elsa_core.proof.check import check
 
     with session.stage("preparing inputs"):
         device = next(loaded.model.parameters()).device
@@ -153,6 +151,14 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
         )
         if options.images is not None:
             inputs = {"images": _images(session, loaded, options.images), **inputs}
+    return inputs
+
+
+def check_model(session: Session, loaded: Loaded, options: Options) -> CheckReport:
+    """Check the patched model on `check_inputs`."""
+    from elsa_core.proof import check
+
+    inputs = check_inputs(session, loaded, options)
     with session.stage("checking") as update:
         return check(
             loaded.model,

@@ -13,10 +13,9 @@ from elsa_cli.console import Session
 from elsa_cli.options import Options
 
 if TYPE_CHECKING:
-    from elsa_core.loading.load import Loaded
-    from elsa_core.patching.patch import PatchReport
-    from elsa_core.patching.sites import AttentionSite, Inspection
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.loading import Loaded
+    from elsa_core.patching import AttentionSite, Inspection, PatchReport
+    from elsa_core.proof import CheckReport
     from elsa_core.routing import Route
 
 
@@ -61,7 +60,7 @@ def described(loaded: Loaded, options: Options) -> dict[str, Any]:
 
 def inspection(session: Session, found: Inspection) -> None:
     """Every site of a model and what can be patched."""
-    from elsa_core.patching.text import group, group_by
+    from elsa_core.grouping import group, group_by
 
     rows = []
     for label, members in group(found.sites, _alike):
@@ -99,7 +98,7 @@ def kernels(routes: dict[int, Route]) -> str:
 
 def patched(session: Session, report: PatchReport) -> None:
     """What was patched, and what was kept and why."""
-    from elsa_core.patching.text import group, group_by
+    from elsa_core.grouping import group, group_by
 
     rows = [
         [f"✓ {label}", f"{len(members)}x", _class(members[0]), members[0].kind,
@@ -117,7 +116,7 @@ def patched(session: Session, report: PatchReport) -> None:
 
 def checked(session: Session, report: CheckReport) -> None:
     """The errors of each group of sites, and of the model on each input."""
-    from elsa_core.patching.text import group
+    from elsa_core.grouping import group
 
     rows = []
     for label, members in group(report.sites, lambda site: site.ok):

@@ -109,10 +109,8 @@ def _measured(
     import torch
 
     from elsa_core.distributed.scaling import scaling
-    from elsa_core.loading.load import load_model
-    from elsa_core.loading.spec import parse
-    from elsa_core.patching.patch import patch
-    from elsa_core.patching.sharding import require_shardable
+    from elsa_core.loading import load_model, parse
+    from elsa_core.patching import patch, require_shardable
 
     source = Options.of({key: given[key] for key in _SOURCE}).source()
     dtype = Options(dtype=given["dtype"][0]).torch_dtype()

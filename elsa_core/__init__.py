@@ -16,33 +16,43 @@ from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention
 
 if TYPE_CHECKING:
-    from elsa_core import distributed, nn
+    from elsa_core import distributed, nn, offload
     from elsa_core.evaluating import EvalReport, evaluate
     from elsa_core.exporting.bundle import Bundle, export
     from elsa_core.exporting.verify import VerifyReport, verify
-    from elsa_core.loading.load import load
-    from elsa_core.patching.adapters.table import register_adapter
-    from elsa_core.patching.freeze import FreezeReport, freeze, refresh, unfreeze
-    from elsa_core.patching.patch import PatchReport, patch, unpatch
-    from elsa_core.patching.sites import AttentionSite, Inspection, inspect
+    from elsa_core.graphs.model import graphed
+    from elsa_core.loading import load
+    from elsa_core.patching import (
+        AttentionSite,
+        FreezeReport,
+        Inspection,
+        PatchReport,
+        freeze,
+        inspect,
+        patch,
+        refresh,
+        register_adapter,
+        unfreeze,
+        unpatch,
+    )
     from elsa_core.profiling.profile import ProfileReport, profile
-    from elsa_core.proof.check import CheckReport, check
+    from elsa_core.proof import CheckReport, check
 
 _HOMES = {
-    "load": "loading.load",
-    "AttentionSite": "patching.sites",
-    "Inspection": "patching.sites",
-    "inspect": "patching.sites",
-    "FreezeReport": "patching.freeze",
-    "freeze": "patching.freeze",
-    "refresh": "patching.freeze",
-    "unfreeze": "patching.freeze",
-    "register_adapter": "patching.adapters.table",
-    "PatchReport": "patching.patch",
-    "patch": "patching.patch",
-    "unpatch": "patching.patch",
-    "CheckReport": "proof.check",
-    "check": "proof.check",
+    "load": "loading",
+    "AttentionSite": "patching",
+    "Inspection": "patching",
+    "inspect": "patching",
+    "FreezeReport": "patching",
+    "freeze": "patching",
+    "refresh": "patching",
+    "unfreeze": "patching",
+    "register_adapter": "patching",
+    "PatchReport": "patching",
+    "patch": "patching",
+    "unpatch": "patching",
+    "CheckReport": "proof",
+    "check": "proof",
     "EvalReport": "evaluating",
     "evaluate": "evaluating",
     "Bundle": "exporting.bundle",
@@ -51,6 +61,7 @@ _HOMES = {
     "verify": "exporting.verify",
     "ProfileReport": "profiling.profile",
     "profile": "profiling.profile",
+    "graphed": "graphs.model",
 }
 
 __all__ = [
@@ -79,11 +90,13 @@ __all__ = [
     "explain_window_attention",
     "export",
     "freeze",
+    "graphed",
     "inspect",
     "linear",
     "load",
     "merge",
     "nn",
+    "offload",
     "patch",
     "profile",
     "refresh",
@@ -99,7 +112,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what concerns models at its first use (PEP 562): kernels alone need none of it."""
-    if name in ("distributed", "nn"):
+    if name in ("distributed", "nn", "offload"):
         return import_module(f"elsa_core.{name}")
     home = _HOMES.get(name)
     if home is None:

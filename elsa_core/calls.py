@@ -45,19 +45,21 @@ def watched() -> bool:
 
     Then what is called must be what is written, and Python must not branch on lengths.
     """
-    return _watched(0)
+    return bool(
+        torch.compiler.is_compiling()  # first: a constant for the compiler, which reads no further
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def recorded() -> bool:
     """As `watched`, but for the modes that only observe."""
     # a constant for the compiler, which need not know of observers
-    return torch.compiler.is_compiling() or _watched(_OBSERVERS.count)
-
-
-def _watched(observers: int) -> bool:
     return bool(
-        torch.compiler.is_compiling()  # first: a constant for the compiler, which reads no further
-        or torch._C._len_torch_dispatch_stack() > observers
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > _OBSERVERS.count
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0

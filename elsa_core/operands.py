@@ -18,11 +18,14 @@ def operands(
     attn_mask: Tensor | None,
     is_causal: bool,
     enable_gqa: bool,
+    *,
+    one_device: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Check the arguments and bring them to the operator's layout, by views where any exist.
 
     Args:
         query, key, value, attn_mask, is_causal, enable_gqa: as `elsa_core.attention` takes them.
+        one_device: whether they must share a device.
 
     Returns:
         query [B, Hq, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv], and the mask of
@@ -39,7 +42,7 @@ def operands(
             "query, key and value must share one dtype, "
             f"not {query.dtype}, {key.dtype} and {value.dtype}"
         )
-    if query.device != key.device or query.device != value.device:
+    if one_device and (query.device != key.device or query.device != value.device):
         raise ArgumentError(
             "query, key and value must be on one device, "
             f"not {query.device}, {key.device} and {value.device}"
@@ -64,16 +67,19 @@ def operands(
     ):
         query, key, value, attn_mask = _to_four_dims(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None:
-        attn_mask = checked_mask(attn_mask, query, key, is_causal)
+        attn_mask = checked_mask(attn_mask, query, key, is_causal, one_device=one_device)
     return query, key, value, attn_mask
 
 
-def checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+def checked_mask(
+    attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool, *, one_device: bool = True
+) -> Tensor:
     """The mask as [B or 1, H or 1, Nq or 1, Nk or 1].
 
     Args:
         attn_mask: of any rank up to 4, bool, float32 or the query's dtype.
         query, key: [B, H, Nq, D] and [B, Hkv, Nk, D].
+        one_device: whether the mask must be on the query's device.
 
     Raises:
         ArgumentError: it does not fit them, or `is_causal` is asked for too.
@@ -87,7 +93,7 @@ def checked_mask(attn_mask: Tensor, query: Tensor, key: Tensor, is_causal: bool)
         raise ArgumentError(
             f"attn_mask must be bool, float32 or the query's {query.dtype}, not {dtype}"
         )
-    if attn_mask.device != query.device:
+    if one_device and attn_mask.device != query.device:
         raise ArgumentError(f"attn_mask is on {attn_mask.device}, query on {query.device}")
     shape, full = attn_mask.shape, (*query.shape[:3], key.shape[2])
     if len(shape) > 4:

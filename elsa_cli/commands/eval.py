@@ -24,7 +24,7 @@ from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
     from elsa_core.evaluating import EvalReport, LabelledImages
-    from elsa_core.loading.load import Loaded
+    from elsa_core.loading import Loaded
 
 _SHOWN = 10  # images of which the table tells; --json has all
 

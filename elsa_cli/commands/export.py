@@ -28,10 +28,11 @@ from elsa_cli.site_options import site_options
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    from elsa_core.exporting.accuracy import Exact
+    from elsa_core.exporting.artefact_runs import ArtefactReport
     from elsa_core.exporting.bundle import Bundle
-    from elsa_core.exporting.verify import ArtefactReport
-    from elsa_core.loading.load import Loaded
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.loading import Loaded
+    from elsa_core.proof import CheckReport
 
 _LONGEST_LABELS = 16 * 2**20
 FORMATS = ("torchscript", "onnx", "pt2")
@@ -98,6 +99,10 @@ class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clic
 )  # fmt: skip
 @click.option("--aoti", is_flag=True, help="Also compile model.aoti.pt2 (AOTInductor).")
 @click.option(
+    "--quantize", type=click.Choice(("int8",)),
+    help="Also write model.int8.onnx: an approximation, with what it costs in accuracy.",
+)  # fmt: skip
+@click.option(
     "--dynamic-size", is_flag=True, help="Let the image size vary in model.pt2, if the model can."
 )
 @input_options
@@ -119,6 +124,7 @@ def command(
     opset: str | None,
     labels: Path | None,
     aoti: bool,
+    quantize: str | None,
     dynamic_size: bool,
     **given: Any,
 ) -> None:
@@ -126,20 +132,30 @@ def command(
     the operator library, the weights, load.py and a manifest.
 
     Each file is loaded in a fresh process and must reproduce the model at three batch sizes, or
-    nothing is written (exit code 5, or 3 where the package that runs it is missing).
+    nothing is written (exit code 5, or 3 where the package that runs it is missing). With
+    --dtype fp16 or bf16 and with --quantize, what the rounding costs against float64 of the fp32
+    model is measured on the check's inputs, and on --images, and shown.
     """
     from elsa_cli import pipeline, render
     from elsa_cli.probes import environment
 
     options = Options.of(given)
     _check_early(output, zipped, force, formats, dynamic_size)
+    if quantize and ("onnx" not in formats or options.dtype != "fp32"):
+        raise click.UsageError("--quantize is made of model.onnx in fp32: name onnx in --formats "
+                               "and leave --dtype out")  # fmt: skip
     key = None if sign is None else _private_key(sign)
     names = () if labels is None else _names(labels)
     steps = Steps()
+    exact = None
+    if options.dtype != "fp32":
+        exact = _exact(session, model, replace(options, dtype="fp32"), tower)
     loaded = pipeline.open_model(session, model, options)
     loaded = _tower(loaded, tower, options)
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
     _check_early(output, zipped, force, formats, dynamic_size)
+    if quantize:
+        exact = _exact_outputs(session, loaded, options)
     report = pipeline.patch_model(session, loaded, options, strict=False)
     routes = pipeline.routes(session, loaded, report)
     outcome = _check(session, loaded, options)
@@ -154,6 +170,8 @@ def command(
             opset=int(opset) if opset else 23 if onnx_mode == "standard" else 18,
             dynamic_size=dynamic_size,
             aoti=aoti,
+            quantize=quantize,
+            exact=exact,
             zip=zipped,
             force=force,
             key=key,
@@ -241,6 +259,28 @@ def _tower(loaded: Loaded, tower: str | None, options: Options) -> Loaded:
     return replace(loaded, model=tower_of(loaded.model, tower), tower=tower, report=None)
 
 
+def _exact(session: Session, model: str, options: Options, tower: str | None) -> Exact:
+    """What float64 makes of the model before its weights are rounded to --dtype."""
+    from elsa_cli import pipeline
+
+    loaded = _tower(pipeline.open_model(session, model, options), tower, options)
+    return _exact_outputs(session, loaded, options)
+
+
+def _exact_outputs(session: Session, loaded: Loaded, options: Options) -> Exact:
+    from elsa_cli import pipeline
+    from elsa_core.exporting.accuracy import exact_outputs
+    from elsa_core.exporting.export_target import token_cases
+
+    cases: dict[str, Any]
+    if loaded.tower == "text":
+        cases = dict(token_cases(loaded.model, options.batch_size, options.seed))
+    else:
+        cases = pipeline.check_inputs(session, loaded, options)
+    with session.stage("computing float64 of the fp32 model"):
+        return exact_outputs(loaded.model, cases)
+
+
 def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
     """The check that is recorded in the manifest."""
     from elsa_cli import pipeline
@@ -248,7 +288,7 @@ def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
     if loaded.tower != "text":
         return pipeline.check_model(session, loaded, options)
     from elsa_core.exporting.export_target import token_cases
-    from elsa_core.proof.check import check
+    from elsa_core.proof import check
 
     with session.stage("checking") as update:
         cases = token_cases(loaded.model, options.batch_size, options.seed)
@@ -256,19 +296,44 @@ def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
 
 
 def _say(session: Session, bundle: Bundle) -> None:
-    rows = []
+    rows, manifest = [], bundle.manifest
     for each in bundle.artefacts:
-        entry = bundle.manifest["artefacts"][each.format]
-        size = bundle.manifest["files"][entry["file"]]["size"]
+        entry = manifest["artefacts"][each.format]
+        size = manifest["files"][entry["file"]]["size"]
         rows.append([*artefact_row(each, entry["file"]), f"{size / 1e6:.1f}"])
     session.table(["  artefact", "fresh process", ">error", ">allowed", ">MB"], rows, wrap=1)
     session.line()
-    if "torchscript" in bundle.manifest["artefacts"]:
-        session.warn(bundle.manifest["artefacts"]["torchscript"]["note"])
-    count = len(bundle.artefacts)
-    session.line(f"{bundle.path}: {count} of {count} artefacts reproduce the model "
-                 "in a fresh process", "bold", even_quiet=True)  # fmt: skip
+    _say_cost(session, manifest)
+    for each in bundle.artefacts:
+        if each.openvino not in ("", "ok"):
+            session.warn(f"OpenVINO does not reproduce the model: {each.openvino}")
+    if "torchscript" in manifest["artefacts"]:
+        session.warn(manifest["artefacts"]["torchscript"]["note"])
+    exact = [each for each in bundle.artefacts if each.format != "onnx-int8"]
+    count = len(exact)
+    also = " and in OpenVINO" if any(each.openvino == "ok" for each in exact) else ""
+    rounded = "; model.int8.onnx approximates it" if count < len(bundle.artefacts) else ""
+    dtype = manifest["model"]["dtype"]
+    of = "the model" if dtype == "float32" else f"the {dtype} model"
+    session.line(f"{bundle.path}: {count} of {count} artefacts reproduce {of} "
+                 f"in a fresh process{also}{rounded}", "bold", even_quiet=True)  # fmt: skip
     session.line(f"Next: elsa verify {bundle.path}, or see {_readme(bundle)}", "dim")
+
+
+def _say_cost(session: Session, manifest: dict[str, Any]) -> None:
+    """What fp16, bf16 or INT8 cost."""
+    given = manifest.get("accuracy")
+    if given is None:
+        return
+    from elsa_core.exporting import accuracy
+
+    heads = [f"  against {given['against']}", ">mean error", ">largest", ">class changed"]
+    rows = [[f"  {name}", *cells] for name, *cells in accuracy.rows(given)]
+    session.table(heads, rows, wrap=1)
+    session.line(f"{given['rows']} inputs: {given['inputs']}; the exact "
+                 f"{manifest['outputs'][0]['name']} spread by {given['output_std']:.2g} (standard "
+                 "deviation); --images DIR measures it on yours", "dim")  # fmt: skip
+    session.line()
 
 
 def _readme(bundle: Bundle) -> str:
@@ -280,6 +345,9 @@ def artefact_row(report: ArtefactReport, file: str) -> list[str]:
     if report.status == "ok":
         sizes = ", ".join(map(str, report.batches))
         error, allowed = max(report.batches.values())
-        return [f"✓ {file}", f"batch {sizes}", f"{error:.1e}", f"{allowed:.1e}"]
+        # An approximation is allowed twice what was measured of it: no promise that it is close.
+        limit = "" if report.format == "onnx-int8" else f"{allowed:.1e}"
+        also = ", OpenVINO" if report.openvino == "ok" else ""
+        return [f"✓ {file}", f"batch {sizes}{also}", f"{error:.1e}", limit]
     mark = "-" if report.status == "skipped" else "✗"
     return [f"{mark} {file}", f"{report.status}: {report.reason}", "", ""]

@@ -83,7 +83,7 @@ def command(
         return
     loaded = pipeline.open_model(session, model, options)
     with session.stage("inspecting"):
-        from elsa_core.patching.sites import inspect
+        from elsa_core.patching import inspect
 
         found = inspect(loaded.model, loaded.input_size, scope=options.scope)
     results = {"model": render.described(loaded, options), "inspection": found.to_dict()}
@@ -94,10 +94,10 @@ def command(
     session.line(_verdict(loaded.name, len(good), len(found.sites), found.total_flops),
                  "bold", even_quiet=True)  # fmt: skip
     if html is not None:
-        from elsa_core.patching import page as sites_page
+        from elsa_core.patching import write_page
 
         about = f"weights: {loaded.weights} · {options.dtype} · elsa {version()}"
-        session.written.append(sites_page.write(loaded.name, about, found, html))
+        session.written.append(write_page(loaded.name, about, found, html))
         session.line(f"html: {html}")
     if good:
         session.line(

@@ -24,8 +24,8 @@ from elsa_cli.options import (
 from elsa_cli.site_options import site_options
 
 if TYPE_CHECKING:
-    from elsa_core.patching.patch import PatchReport
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.patching import PatchReport
+    from elsa_core.proof import CheckReport
 
 
 @click.command("patch", cls=Command)
@@ -89,7 +89,7 @@ def command(
     saved = None
     if output is not None and good and not dry_run:
         with session.stage(f"writing {output}"):
-            from elsa_core.loading.save import save
+            from elsa_core.loading import save
 
             saved = save(loaded, report, output, force=force)
             session.written.append(saved)

@@ -186,9 +186,7 @@ def _planned(
     import torch
 
     device = torch.device(resolve_device(given["device"]))
-    from elsa_core.loading.architecture import check_sizes
-    from elsa_core.loading.load import Loaded, load_model
-    from elsa_core.loading.spec import parse
+    from elsa_core.loading import Loaded, check_sizes, load_model, parse
     from elsa_core.model_runs import training, variants
     from elsa_core.profiling import sweep
 

@@ -35,7 +35,7 @@ from elsa_core.files import write_text
 from elsa_core.measuring import environment
 from elsa_core.measuring.intervals import digits
 from elsa_core.model_runs.training import AUTOCAST
-from elsa_core.patching.patch import patch
+from elsa_core.patching import patch
 
 SCHEMA_VERSION: Final = 1
 WAYS: Final = ("original", "patched")

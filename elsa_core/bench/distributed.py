@@ -151,8 +151,8 @@ def _error(case: Case, query: Tensor, out: Tensor, device: torch.device) -> tupl
 
 def model(quick: bool, rounds: int, device: torch.device) -> dict[str, Any]:
     """A ViT-B of 262 145 tokens; `quick`: a ViT-Ti of 37."""
-    from elsa_core.loading.load import load
-    from elsa_core.patching.patch import patch
+    from elsa_core.loading import load
+    from elsa_core.patching import patch
 
     name, side = ("vit_tiny_patch16_224", 96) if quick else ("vit_base_patch8_224", 4096)
     subject = load(name, image_size=side, pretrained=False, device=device).eval()

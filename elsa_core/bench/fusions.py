@@ -31,16 +31,14 @@ from elsa_core.files import write_json
 from elsa_core.measuring import environment, timing
 from elsa_core.measuring.intervals import digits, percentile
 from elsa_core.measuring.timing import Contender
-from elsa_core.patching import adapters
-from elsa_core.patching.freeze import freeze
-from elsa_core.patching.patch import patch, shared_copy
+from elsa_core.patching import ACTIVATION, RESIDUAL, freeze, left_out, patch, shared_copy
 
 MODELS = (
     ("vit_base_patch16_224", 8), ("vit_base_patch16_224", 1),
     ("swin_tiny_patch4_window7_224", 8), ("vit_tiny_patch16_224", 8),
 )  # fmt: skip
 ORIGINAL, PRODUCTS = "original", "products alone"
-_FOLDS = (adapters.ACTIVATION, adapters.RESIDUAL)
+_FOLDS = (ACTIVATION, RESIDUAL)
 
 
 class Variant(NamedTuple):
@@ -65,8 +63,8 @@ VARIANTS = (
     Variant(ORIGINAL, ""),
     Variant("attention", "attention"),
     Variant(PRODUCTS, without=_FOLDS),
-    Variant("activation", without=(adapters.RESIDUAL,)),
-    Variant("residual", without=(adapters.ACTIVATION,)),
+    Variant("activation", without=(RESIDUAL,)),
+    Variant("residual", without=(ACTIVATION,)),
     Variant("both"),
     Variant("both, frozen", frozen=True),
     Variant("both, norm", forms=(routing.NORM,)),
@@ -145,7 +143,7 @@ def _runner(model: nn.Module, x: Tensor, variant: Variant) -> Callable[[], objec
         if x.is_cuda and not torch.cuda.is_current_stream_capturing():
             calls.forget_kinds()  # the warm-up of a graph loads this variant's kernels
         with ExitStack() as stack:
-            stack.enter_context(adapters.left_out(*variant.without))
+            stack.enter_context(left_out(*variant.without))
             stack.enter_context(routing.unmeasured(*variant.forms))
             return own(x)
 

@@ -29,9 +29,9 @@ from elsa_core.measuring.rounds import Settings
 from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Progress, measure_runs
-from elsa_core.patching.patch import patch, shared_copy
+from elsa_core.patching import patch, shared_copy
 from elsa_core.precision import DTYPES
-from elsa_core.proof.check import check
+from elsa_core.proof import check
 from elsa_core.version import __version__
 
 COMMAND: Final = "bench models"
@@ -161,7 +161,7 @@ def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
     Raises:
         ElsaError: its library is missing or cannot build it.
     """
-    from elsa_core.loading.load import load
+    from elsa_core.loading import load
 
     size = case.image_size
     if case.window is None:

@@ -23,7 +23,7 @@ from elsa_core.measuring.rounds import Settings
 from elsa_core.messages import first_line
 from elsa_core.model_runs import training, variants
 from elsa_core.model_runs.runs import Progress
-from elsa_core.patching.patch import patch, shared_copy
+from elsa_core.patching import patch, shared_copy
 
 COMMAND: Final = "bench training"
 

@@ -13,7 +13,7 @@ from elsa_core.distributed.attention import attention, explain
 from elsa_core.distributed.plan import Plan
 
 if TYPE_CHECKING:
-    from elsa_core.patching.sharding import reduce_gradients, require_shardable, shard
+    from elsa_core.patching import reduce_gradients, require_shardable, shard
 
 __all__ = ["Plan", "attention", "explain", "reduce_gradients", "require_shardable", "shard"]
 
@@ -21,4 +21,4 @@ __all__ = ["Plan", "attention", "explain", "reduce_gradients", "require_shardabl
 def __getattr__(name: str) -> Any:  # what concerns models imports timm (PEP 562)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("elsa_core.patching.sharding"), name)
+    return getattr(import_module("elsa_core.patching"), name)

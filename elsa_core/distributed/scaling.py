@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from elsa_core.distributed.attention import explain
 from elsa_core.distributed.groups import by_name, name_of
 from elsa_core.distributed.plan import Plan
-from elsa_core.patching.sharding import require_shardable, shard
+from elsa_core.patching import require_shardable, shard
 from elsa_core.reference import relative_l2
 
 

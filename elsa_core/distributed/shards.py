@@ -87,30 +87,35 @@ def _mask_of(rows: Rows, block: _Block, run: Run) -> Tensor | None:
     return mask[..., columns] if mask.shape[3] > 1 else mask
 
 
-def state(rows: Rows, runs: Iterable[Run]) -> State | None:
-    """The state of a rank's rows over some runs, merged in their order; None of no key at all."""
-    total: State | None = None
+def state(rows: Rows, runs: Iterable[Run], total: State | None = None) -> State | None:
+    """The state of a rank's rows over some runs, merged in their order; None of no key at all.
+
+    `total`: of earlier runs, which is used up.
+    """
     for run in runs:
         stop = rows.start + rows.query.shape[2]
         for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
             found = _of_block(rows, run, block)
-            total = found if total is None else monoid.merge_(total, found)
+            if total is None and block.rows.start == 0:
+                total = found
+                continue
+            if total is None:
+                total = State.identity(
+                    rows.query.shape[:3], found.W.shape[3], dtype=found.m.dtype,
+                    device=found.m.device,
+                )  # fmt: skip
+            monoid.merge_(State(*(part[:, :, block.rows] for part in total)), found)
     return total
 
 
 def _of_block(rows: Rows, run: Run, block: _Block) -> State:
+    """The state of the block's rows alone."""
     out, lse = attend(
         rows.query[:, :, block.rows], run.key[:, :, block.columns], run.value[:, :, block.columns],
         _mask_of(rows, block, run), is_causal=block.is_causal, scale=rows.scale, enable_gqa=True,
         precision=rows.precision, backend=rows.backend, return_lse=True,
     )  # fmt: skip
-    found = State(lse, (~lse.isneginf()).to(lse.dtype), out.to(lse.dtype))
-    if block.rows.start == 0:
-        return found
-    whole = State.identity(rows.query.shape[:3], out.shape[3], dtype=lse.dtype, device=lse.device)
-    for all_rows, some in zip(whole, found, strict=True):
-        all_rows[:, :, block.rows] = some
-    return whole
+    return State(lse, (~lse.isneginf()).to(lse.dtype), out.to(lse.dtype))
 
 
 def finished(total: State | None, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -158,12 +163,14 @@ class Sums:
 class Saved(NamedTuple):
     """What the gradients read of a rank's rows.
 
-    grad_out and out [B, Hq, n, Dv], lse [B, Hq, n]: of the whole rows.
+    grad_out and out [B, Hq, n, Dv], lse [B, Hq, n]: of the whole rows. grad_lse [B, Hq, n], or None
+    where nothing depends on lse.
     """
 
     grad_out: Tensor
     out: Tensor
     lse: Tensor
+    grad_lse: Tensor | None = None
 
 
 def gradients(
@@ -206,9 +213,13 @@ def _with_mask(rows: Rows, mask: Tensor) -> Rows:
 
 def _block_gradients(rows: Rows, run: Run, block: _Block, saved: Saved, wanted: Wanted) -> Any:
     mask = _mask_of(rows, block, run)
-    grad_out, out, lse = (t[:, :, block.rows] for t in saved)
+    grad_out, out, lse = (t[:, :, block.rows] for t in saved[:3])
+    if saved.grad_lse is not None:
+        grad_lse = saved.grad_lse[:, :, block.rows]
+    else:
+        grad_lse = lse.new_zeros(0) if lse.is_cuda else torch.zeros_like(lse)
     return routing.shard_backward(
-        grad_out, lse.new_zeros(0) if lse.is_cuda else torch.zeros_like(lse),
+        grad_out, grad_lse,
         rows.query[:, :, block.rows], run.key[:, :, block.columns],
         run.value[:, :, block.columns], mask, out, lse, block.is_causal, rows.scale,
         rows.precision, list(wanted),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
-from elsa_core.patching.patch import original, patched_sites
-from elsa_core.patching.sites import plain_model
+from elsa_core.patching import original, patched_sites, plain_model
 from elsa_core.summary import Summarised, Summary
 
 Progress = Callable[[str, int, int], None]

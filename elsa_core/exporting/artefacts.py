@@ -14,7 +14,7 @@ import torch
 from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
-from elsa_core.exporting import exported_program, operators, ort_library, torchscript
+from elsa_core.exporting import exported_program, operators, ort_library, quantised, torchscript
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.reference import flat, judge, make_reference
@@ -26,6 +26,7 @@ FILES = {
     "onnx": "model.onnx",
     "pt2": "model.pt2",
     "aoti": "model.aoti.pt2",
+    "onnx-int8": "model.int8.onnx",
 }
 TORCH_LIBRARY = "lib/libelsa_torch.so"
 ONNX_LIBRARY = "lib/libelsa_onnxruntime.so"
@@ -37,7 +38,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Choices:
-    """The arguments of `export` that shape the artefacts, checked; "aoti" is a format here."""
+    """The arguments of `export` that shape the artefacts, checked; AOTI and INT8 are formats."""
 
     formats: tuple[str, ...]
     onnx_mode: str
@@ -65,6 +66,9 @@ def write_artefact(
             )
         if name == "onnx":
             return _write_onnx(exported, chosen, path)
+        if name == "onnx-int8":
+            quantised.quantise(staging / FILES["onnx"], path)
+            return _elsa_nodes(path)
         program = exported_program.export_program(
             exported.model,
             exported.first,
@@ -90,7 +94,7 @@ def write_artefact(
 
 def _write_onnx(exported: ExportTarget, chosen: Choices, path: Path) -> tuple[str, ...]:
     try:
-        import onnx
+        import onnx  # noqa: F401
         import onnxruntime  # noqa: F401  # what is not run is not written
         import onnxscript  # noqa: F401
     except ImportError as error:
@@ -108,11 +112,18 @@ def _write_onnx(exported: ExportTarget, chosen: Choices, path: Path) -> tuple[st
         output_names=exported.output_names,
         dynamic_batch=True,
     )
-    graph = onnx.load(str(path), load_external_data=False).graph
-    names = sorted({node.op_type for node in graph.node if node.domain == "elsa"})
+    names = _elsa_nodes(path)
     if not names and chosen.onnx_mode != "standard":
         raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
-    return tuple(names)
+    return names
+
+
+def _elsa_nodes(path: Path) -> tuple[str, ...]:
+    """Elsa's operators in an ONNX graph."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    return tuple(sorted({node.op_type for node in graph.node if node.domain == "elsa"}))
 
 
 def _prove_other_sizes(exported: ExportTarget, program: torch.export.ExportedProgram) -> None:
@@ -175,7 +186,7 @@ def write_libraries(chosen: Choices, staging: Path, say: Say) -> dict[str, dict[
         "elsa_version": __version__,
     }
     (staging / "lib").mkdir()
-    if set(chosen.formats) - {"onnx"}:
+    if set(chosen.formats) - {"onnx", "onnx-int8"}:
         say("building the operator library")
         shutil.copyfile(native.build(), staging / TORCH_LIBRARY)
         found[TORCH_LIBRARY] = {"runtime": "torch", "minimum": "2.10", **place}

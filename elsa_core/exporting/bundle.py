@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ExportError, ModelError, UnavailableError
+from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.archive import unpacked, write_zip
+from elsa_core.exporting.artefact_runs import INT8, ArtefactReport, judged, run_all
 from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefact, write_libraries
 from elsa_core.exporting.description import describe
 from elsa_core.exporting.export_target import ExportTarget, export_target
@@ -30,20 +32,23 @@ from elsa_core.exporting.manifest import (
 from elsa_core.exporting.onnx import MODES as ONNX_MODES
 from elsa_core.exporting.onnx import OPSETS as ONNX_OPSETS
 from elsa_core.exporting.readme import readme
-from elsa_core.exporting.reference import Reference, make_reference, write_reference
+from elsa_core.exporting.reference import (
+    Reference,
+    make_reference,
+    norms_of,
+    write_reference,
+)
 from elsa_core.exporting.signature import SIGNATURE_NAME, sign
 from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
-from elsa_core.exporting.verify import ArtefactReport, has_bodies, run_artefact
-from elsa_core.loading import save as saving
-from elsa_core.loading.plan import PLAN_NAME
+from elsa_core.loading import check_target, write_model
 from elsa_core.precision import dtype_name
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from elsa_core.loading.load import Loaded
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.loading import Loaded
+    from elsa_core.proof import CheckReport
 
 DEFAULT_FORMATS = ("torchscript", "onnx", "pt2")
 
@@ -77,6 +82,8 @@ def export(
     opset: int = 18,
     dynamic_size: bool = False,
     aoti: bool = False,
+    quantize: str | None = None,
+    exact: Exact | None = None,
     zip: bool = False,
     force: bool = False,
     key: Ed25519PrivateKey | None = None,
@@ -102,6 +109,10 @@ def export(
         opset: 18 or 23.
         dynamic_size: let the image size vary too in model.pt2, where the model allows it.
         aoti: also compile model.aoti.pt2 with AOTInductor for this machine's kind of CPU or GPU.
+        quantize: "int8": also write model.int8.onnx, an approximation, beside model.onnx.
+        exact: `accuracy.exact_outputs` of the float32 model, by which the manifest says what a
+            float16 or bfloat16 model or INT8 costs. Default: of this model, where it is float32,
+            on its example inputs; else the cost is not known.
         zip: write one file.
         force: replace a bundle that is there.
         key: sign the bundle with this key, of `signature.read_private_key`.
@@ -122,7 +133,7 @@ def export(
         NothingPatchedError: no site of the model is patched.
         UnavailableError: a package, a compiler or disk space is missing.
     """
-    chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti)
+    chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti, quantize)
     chosen = dataclasses.replace(chosen, labels=tuple(labels))
     given = files.located(directory)
     if zip and given.name in ("", ".."):
@@ -139,8 +150,10 @@ def export(
         check = _checked(exported, check, say)
         say("computing the reference in float64")
         reference = make_reference(exported.model, exported.inputs)
+        if exact is None and INT8 in chosen.formats:
+            exact = exact_outputs(exported.model, {"example": exported.inputs})
         with _staged(target, zip) as staging:
-            manifest, reports = _write(exported, chosen, reference, check, staging, say)
+            manifest, reports = _write(exported, chosen, reference, check, exact, staging, say)
             if key is not None:
                 _sign(staging, key)
     except OSError as error:
@@ -149,7 +162,12 @@ def export(
 
 
 def _choices(
-    formats: Sequence[str], onnx_mode: str, opset: int, dynamic_size: bool, aoti: bool
+    formats: Sequence[str],
+    onnx_mode: str,
+    opset: int,
+    dynamic_size: bool,
+    aoti: bool,
+    quantize: str | None,
 ) -> Choices:
     names = (formats,) if isinstance(formats, str) else tuple(dict.fromkeys(formats))
     unknown = [name for name in names if name not in DEFAULT_FORMATS]
@@ -162,14 +180,17 @@ def _choices(
         raise ArgumentError(f"opset={opset}: choose 18 or 23")
     if dynamic_size and "pt2" not in names:
         raise ArgumentError("dynamic_size concerns model.pt2: name pt2 among the formats")
-    if aoti:
-        names = (*names, "aoti")
+    if quantize not in (None, "int8"):
+        raise ArgumentError(f"quantize={quantize!r}: choose int8, or leave it out")
+    if quantize and "onnx" not in names:
+        raise ArgumentError("quantize concerns model.onnx: name onnx among the formats")
+    names += ("aoti",) * aoti + (INT8,) * bool(quantize)
     return Choices(tuple(n for n in FORMATS if n in names), onnx_mode, opset, dynamic_size)
 
 
 def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
     if not zip:
-        saving.check_target(target, given, force)
+        check_target(target, given, force)
         return
     files.recover(target)
     if not target.exists():
@@ -206,7 +227,7 @@ def _check_disk_space(exported: ExportTarget, chosen: Choices, target: Path, giv
 
 def _checked(exported: ExportTarget, given: CheckReport | None, say: Say) -> CheckReport:
     if given is None:
-        from elsa_core.proof.check import check
+        from elsa_core.proof import check
 
         say("checking the patched model against the original")
         given = check(exported.model, tuple(t[:1] for t in exported.inputs), stress=True)
@@ -241,11 +262,12 @@ def _write(
     chosen: Choices,
     reference: Reference,
     check: CheckReport,
+    exact: Exact | None,
     staging: Path,
     say: Say,
 ) -> tuple[dict[str, Any], list[ArtefactReport]]:
     say("writing weights")
-    _write_weights(exported, staging)
+    write_model(staging, exported.model, exported.plan, exported.loaded)
     write_reference(reference, staging / REFERENCE_NAME)
     used = {}
     for name in chosen.formats:
@@ -254,22 +276,10 @@ def _write(
     manifest = describe(exported, chosen, reference, check, used, libraries)
     manifest["labels"] = write_labels(exported, chosen.labels, staging)
     shutil.copyfile(Path(template.__file__), staging / "load.py")
-    (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
     # load.py reads the manifest, which can name hashes only when every file is final.
     files.write_json(staging / MANIFEST_NAME, manifest)
-    reports = []
-    for name in chosen.formats:
-        say(f"running {FILES[name]} in a fresh process")
-        bodies = has_bodies(manifest["artefacts"][name])
-        reports.append(run_artefact(staging, name, reference, exported.device, bodies))
-        if reports[-1].status == "skipped":
-            raise UnavailableError(
-                f"{FILES[name]} cannot be verified: {reports[-1].reason}; install it, or name "
-                "other --formats"
-            )
-        if reports[-1].status == "failed":
-            raise ExportError(f"{FILES[name]} does not reproduce the model: {reports[-1].reason}")
-        manifest["artefacts"][name]["verification"] = reports[-1].to_dict()
+    reports = _proved(manifest, reference, exact, staging, say)
+    (staging / "README.md").write_text(readme(manifest), encoding="utf-8")
     entries = {p.relative_to(staging).as_posix(): hashed(p) for p in files_in(staging)}
     entries.pop(MANIFEST_NAME)
     manifest["files"] = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
@@ -279,17 +289,47 @@ def _write(
     return manifest, reports
 
 
+def _proved(
+    manifest: dict[str, Any],
+    reference: Reference,
+    exact: Exact | None,
+    staging: Path,
+    say: Say,
+) -> list[ArtefactReport]:
+    """Run every artefact, and put into the manifest how each did and what rounding costs.
+
+    Raises:
+        UnavailableError: a runtime is missing.
+        ExportError: an artefact does not reproduce the model.
+    """
+    artefacts, reports = manifest["artefacts"], []
+    with files.scratch("elsa-inputs-") as folder:
+        further = None if exact is None else folder / "inputs.npz"
+        if exact is not None and further is not None:
+            exact.write(further)
+        answers = run_all(staging, artefacts, manifest["model"]["device"], say, further)
+    for name, artefact in artefacts.items():
+        outputs = [each.run.outputs for each in answers[name] if each.run.outputs]
+        if name == INT8 and outputs:
+            artefact["norms"] = norms_of(reference, outputs)
+        report = judged(name, artefact, answers[name], reference)
+        if report.status == "skipped":
+            raise UnavailableError(
+                f"{FILES[name]} cannot be verified: {report.reason}; install it, or name "
+                "other --formats"
+            )
+        if report.status == "failed":
+            raise ExportError(f"{FILES[name]} does not reproduce the model: {report.reason}")
+        artefact["verification"] = report.to_dict()
+        reports.append(report)
+    if exact is not None:
+        costs = {FILES[name]: exact.cost(each[0].run.further[0]) for name, each in answers.items()}
+        classes = manifest["outputs"][0]["name"] == "logits"
+        manifest["accuracy"] = exact.to_dict(costs, classes)
+    return reports
+
+
 def _sign(staging: Path, key: Ed25519PrivateKey) -> None:
     signature = sign((staging / MANIFEST_NAME).read_bytes(), key)
     (staging / SIGNATURE_NAME).write_bytes(signature)
     files.flush(staging / SIGNATURE_NAME)
-
-
-def _write_weights(exported: ExportTarget, staging: Path) -> None:
-    if exported.loaded is not None:
-        saving.write_files(exported.loaded, exported.plan, staging)
-        return
-    saving.write_tensors(
-        exported.model.state_dict(), staging / saving.WEIGHTS_NAME, {"format": "pt"}
-    )
-    files.write_json(staging / PLAN_NAME, exported.plan.to_dict())

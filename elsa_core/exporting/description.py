@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elsa_core.exporting import operators, ort_library, torchscript
+from elsa_core.exporting import operators, ort_library, quantised, torchscript
 from elsa_core.exporting.artefacts import FILES, Choices, size_step
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.manifest import KIND, SCHEMA_VERSION
@@ -18,9 +18,11 @@ from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 
 if TYPE_CHECKING:
-    from elsa_core.proof.check import CheckReport
+    from elsa_core.proof import CheckReport
 
-_PACKAGES = ("torch", "timm", "open_clip_torch", "torchvision", "onnx", "onnxruntime", "numpy")
+_PACKAGES = (
+    "torch", "timm", "open_clip_torch", "torchvision", "onnx", "onnxruntime", "openvino", "numpy",
+)  # fmt: skip
 
 
 def describe(
@@ -70,7 +72,7 @@ def describe(
         "preprocess": exported.preprocess_dict(),
         "artefacts": {name: _artefact(name, chosen, used[name]) for name in chosen.formats},
         "operators": operators.schemas(
-            name for format, names in used.items() if format != "onnx" for name in names
+            name for format, names in used.items() if "onnx" not in format for name in names
         ),
         "libraries": libraries,
         "artefacts_libraries": by_runtime,
@@ -101,9 +103,11 @@ def _inputs(exported: ExportTarget, chosen: Choices) -> list[dict[str, Any]]:
 
 def _artefact(name: str, chosen: Choices, used: tuple[str, ...]) -> dict[str, Any]:
     entry: dict[str, Any] = {"file": FILES[name], "operators": [f"elsa::{n}" for n in used]}
-    if name == "onnx":
+    if name.startswith("onnx"):
         entry["runtime"] = {"onnxruntime": f">={ort_library.OLDEST_BY_OPSET[chosen.opset]}"}
         entry["mode"], entry["opset"] = chosen.onnx_mode, chosen.opset
+        if name != "onnx":
+            entry["note"] = quantised.NOTE
         return entry
     torch_version = ".".join(torch.__version__.split(".")[:2])
     # Only TorchScript's files are meant to load in an older torch than the one that wrote them.

@@ -13,13 +13,11 @@ from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.exporting.reference import BATCH_SIZES
 from elsa_core.exporting.towers import TextTower
 from elsa_core.inputs.cases import generated_inputs, resolved_input_size, text_shape
-from elsa_core.loading.plan import Plan
-from elsa_core.loading.recipe import Preprocess
-from elsa_core.patching.layers import patched_scope
-from elsa_core.patching.patch import patched_sites
+from elsa_core.loading import Plan, Preprocess
+from elsa_core.patching import patched_scope, patched_sites
 
 if TYPE_CHECKING:
-    from elsa_core.loading.load import Loaded
+    from elsa_core.loading import Loaded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LIBRARY_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct")

@@ -5,98 +5,88 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from elsa_core.exporting import replay
 from elsa_core.exporting.templates import load as template
 from elsa_core.files import scratch
 from elsa_core.processes import running
 
 SECONDS = 3600
 _BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")
-# Blocks the imports, runs load.py's own code, and tells a missing runtime from a failure.
-_PRELUDE = """
-import runpy, sys
-blocked, script, format, bundle, output, library = sys.argv[1].split(","), *sys.argv[2:]
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in blocked:
-            raise ImportError(name + " is blocked: the bundle must run without it")
-sys.meta_path.insert(0, Block())
-from pathlib import Path
-code = runpy.run_path(script, run_name="load")
-try:
-    __import__("onnxruntime" if format == "onnx" else "torch")
-except ImportError as error:
-    sys.exit((sys.stderr.write(str(error).splitlines()[0]), code["MISSING_RUNTIME"])[1])
-try:
-    code["run_reference"](format, Path(bundle), Path(output), library=library == "library")
-except BaseException as error:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    sys.stderr.write(chr(10) + "failed: " + type(error).__name__ + ": " + (lines or [""])[0])
-    sys.exit(1)
-"""
 
 
 @dataclass(frozen=True)
 class FreshRun:
-    """What came back: outputs by batch size, or why there are none.
+    """What came back: outputs by batch size and of the further inputs, or why there are none.
 
     `missing` names the runtime that is not installed; `failure` is one line.
     """
 
     outputs: dict[int, list[np.ndarray[Any, Any]]]
+    further: tuple[np.ndarray[Any, Any], ...] = ()
     failure: str = ""
     missing: str = ""
 
 
-def run_fresh(
+@contextmanager
+def fresh_run(
     bundle: Path,
     format: str,
     *,
+    runtime: str,
     device: str = "cpu",
     library: bool = True,
+    further: Path | None = None,
     python: str = sys.executable,
-) -> FreshRun:
-    """Run one artefact of a bundle on its own reference inputs, by the template of load.py.
+) -> Iterator[Callable[[], FreshRun]]:
+    """Start one artefact of a bundle on its own reference inputs, by the template of load.py.
 
-    This runs the bundle's libraries: its code has the rights of this user.
+    This runs the bundle's libraries: its code has the rights of this user. What is yielded waits
+    for the process, which is killed where the block ends before.
 
     Args:
         bundle: the directory.
         format: one of the manifest's artefacts.
+        runtime: the package that runs it: "torch", "onnxruntime" or "openvino".
         device: on "cuda" the package itself is let in, because its Triton kernels are needed.
         library: False leaves the library for ONNX Runtime out.
+        further: a file of more inputs, "input.INDEX" each, that are run too.
         python: the interpreter.
     """
     blocked = [name for name in _BLOCKED if device == "cpu" or not name.startswith("elsa")]
     with scratch("elsa-verify-") as folder:
         output = folder / "outputs.npz"
         script = str(Path(template.__file__).resolve())
-        command = [python, "-c", _PRELUDE, ",".join(blocked), script, format, str(bundle.resolve()),
-                   str(output), "library" if library else "bodies"]  # fmt: skip
-        code, errors = _run(command, folder)
-        if code == template.MISSING_RUNTIME:
-            return FreshRun({}, missing="onnxruntime" if format == "onnx" else "torch")
-        if code != 0:
-            return FreshRun({}, failure=_failure(code, errors))
-        return FreshRun(_outputs(output))
+        program = Path(replay.__file__).read_text(encoding="utf-8")
+        command = [
+            python, "-c", program, ",".join(blocked), script, format, str(bundle.resolve()),
+            str(output), runtime, "library" if library else "bodies",
+            "" if further is None else str(further.resolve()),
+        ]  # fmt: skip
+        # The working directory comes first in the path of `-c`: it must hold no module.
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        with running(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL,
+                     stderr=subprocess.PIPE) as process:  # fmt: skip
+            yield lambda: _answer(process, runtime, output)
 
 
-def _run(command: list[str], directory: Path) -> tuple[int, str]:
-    """Run to the end; killed where this process is interrupted or the time is up."""
-    # The working directory comes first in the path of `-c`: it must hold no module.
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    with running(command, cwd=directory, env=environment, stdout=subprocess.DEVNULL,
-                 stderr=subprocess.PIPE) as process:  # fmt: skip
-        try:
-            _, errors = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            return 1, f"failed: no answer in {SECONDS} s"
-    return process.returncode, errors
+def _answer(process: subprocess.Popen[str], runtime: str, output: Path) -> FreshRun:
+    try:
+        _, errors = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return FreshRun({}, failure=f"no answer in {SECONDS} s")
+    if process.returncode == replay.MISSING_RUNTIME:
+        return FreshRun({}, missing=runtime)
+    if process.returncode != 0:
+        return FreshRun({}, failure=_failure(process.returncode, errors))
+    return _outputs(output)
 
 
 def _failure(code: int, errors: str) -> str:
@@ -108,10 +98,15 @@ def _failure(code: int, errors: str) -> str:
     return f"the process ended with {'signal' if code < 0 else 'exit code'} {abs(code)}: {last}"
 
 
-def _outputs(path: Path) -> dict[int, list[np.ndarray[Any, Any]]]:
+def _outputs(path: Path) -> FreshRun:
     results: dict[int, list[np.ndarray[Any, Any]]] = {}
+    further: dict[int, list[np.ndarray[Any, Any]]] = {}
     with np.load(path, allow_pickle=False) as stored:
         names = sorted(stored.files, key=lambda name: [int(n) for n in name.split(".")[1:]])
         for name in names:
-            results.setdefault(int(name.split(".")[1]), []).append(stored[name])
-    return results
+            kind, place, index = name.split(".")
+            if kind == "output":
+                results.setdefault(int(place), []).append(stored[name])
+            else:
+                further.setdefault(int(index), []).append(stored[name])
+    return FreshRun(results, tuple(np.concatenate(parts) for parts in further.values()))

@@ -21,7 +21,7 @@ REFERENCE_NAME = "reference.npz"
 MAX_BYTES = 16_000_000
 MAX_FILES = 10_000
 MAX_DEPTH = 32
-FORMATS = ("torchscript", "onnx", "pt2", "aoti")
+FORMATS = ("torchscript", "onnx", "pt2", "aoti", "onnx-int8")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 1 << 20
 

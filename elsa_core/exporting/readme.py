@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elsa_core.patching.text import sites_of
+from elsa_core.exporting import accuracy
+from elsa_core.patching import sites_of
 
 _TORCH = """## Python with torch
 
@@ -25,6 +26,7 @@ pip install {requirement} numpy pillow
 ```
 
 From any language: {register}, then open `model.onnx`.
+{openvino}
 """
 _CPP = """## C++ with libtorch
 
@@ -74,6 +76,7 @@ def readme(manifest: dict[str, Any]) -> str:
             _ONNX.format(
                 requirement=f"'onnxruntime{oldest}'",
                 register=_register(manifest),
+                openvino=_openvino(manifest["artefacts"]["onnx"]),
                 command=_command(manifest, "onnx"),
             )
         )
@@ -83,6 +86,8 @@ def readme(manifest: dict[str, Any]) -> str:
         size = ", ".join(map(str, [1, *first["shape"][1:]]))
         dtype = ", torch::kLong" if first["dtype"] == "int64" else ""
         parts.append(_CPP.format(library=library, example=f"torch::{kind}({{{size}}}{dtype})"))
+    if manifest.get("accuracy"):
+        parts.append(_accuracy(manifest))
     parts.append(_limits(manifest))
     return "\n".join(parts)
 
@@ -158,6 +163,35 @@ def _register(manifest: dict[str, Any]) -> str:
     alone = manifest["artefacts"]["onnx"].get("mode") == "custom-only"
     without = "" if alone else " (without it the file still runs, on standard operators)"
     return f"register `{libraries[0]}` with the session options{without}"
+
+
+def _openvino(artefact: dict[str, Any]) -> str:
+    if artefact.get("mode") != "standard":
+        return "OpenVINO reads no functions: `elsa export --onnx-mode standard` is for it."
+    found = artefact.get("verification", {}).get("openvino", "")
+    if found == "ok":
+        return "OpenVINO reads it too, and reproduced the model where this bundle was written."
+    return f"OpenVINO does not reproduce it: {found}." if found else "OpenVINO was not tried."
+
+
+def _accuracy(manifest: dict[str, Any]) -> str:
+    """What rounding costs, measured as the bundle was written."""
+    given = manifest["accuracy"]
+    lines = [
+        "## What rounding costs\n",
+        f"Errors of the {manifest['outputs'][0]['name']} against {given['against']}, on "
+        f"{given['rows']} inputs\n({given['inputs']}); the exact values spread by "
+        f"{given['output_std']:.2g} (standard deviation).\n",
+        "| | mean error | largest error | class changed |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in accuracy.rows(given)),
+    ]
+    if "onnx-int8" in manifest["artefacts"]:
+        lines.append(
+            f"\nmodel.int8.onnx is {manifest['artefacts']['onnx-int8']['note']}.\n"
+            "`python load.py --format onnx-int8` runs it; nothing else takes it by itself."
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _limits(manifest: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ than twice the original's own error plus two ulp: the criterion of `check`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,8 @@ from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ExportError, ModelError
 from elsa_core.messages import quiet
-from elsa_core.patching.patch import original
-from elsa_core.proof.compare import TURBO_EPS, Comparison, Norms, map_floating
-from elsa_core.proof.samples import nudged
+from elsa_core.patching import original
+from elsa_core.proof import TURBO_EPS, Comparison, Norms, map_floating, nudged
 
 BATCH_SIZES = (1, 2, 3)
 FACTOR = 2.0
@@ -171,6 +171,51 @@ def read_reference(path: Path, content: Mapping[str, Any]) -> Reference:
     if any(t.ndim == 0 or t.shape[0] < rows for t in (*inputs, *oracle)):
         raise ModelError(f"{path} has fewer rows than the largest batch size")
     return Reference(inputs, oracle, norms, eps)
+
+
+def with_norms(reference: Reference, given: Any) -> Reference:
+    """The reference with other errors to judge by, {"1": [[Euclidean, maximum], ...], ...}.
+
+    Raises:
+        ModelError: malformed.
+    """
+    try:
+        norms = {
+            batch: tuple((float(l2), float(most)) for l2, most in given[str(batch)])
+            for batch in reference.norms
+        }
+        good = all(
+            len(pairs) == len(reference.oracle)
+            and all(0 <= number < LARGEST_NORM for pair in pairs for number in pair)
+            for pairs in norms.values()
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        good = False
+    if not good:
+        raise ModelError("the manifest does not say the errors of model.int8.onnx")
+    return dataclasses.replace(reference, norms=norms)
+
+
+def norms_of(
+    reference: Reference, runs: Sequence[Mapping[int, Sequence[np.ndarray[Any, Any]]]]
+) -> dict[str, list[list[float]]]:
+    """The largest errors of some runs, as `with_norms` takes them; of finite values alone."""
+    found = {}
+    for batch in reference.norms:
+        errors = []
+        for index, exact in enumerate(reference.oracle):
+            parts = [
+                _norms(
+                    (torch.from_numpy(values) - exact[:batch].cpu())[
+                        torch.from_numpy(values).isfinite()
+                    ]
+                )
+                for run in runs
+                for values in [np.asarray(run[batch][index], dtype=np.float64)]
+            ]
+            errors.append([max(n.l2 for n in parts), max(n.maximum for n in parts)])
+        found[str(batch)] = errors
+    return found
 
 
 def judge(

@@ -17,6 +17,7 @@ _RUNTIMES = {
     + ", any language; the bundle's library optional",
     "pt2": "Python with the torch that exported it or later, and the bundle's library",
     "aoti": "Python with the torch that compiled it, and the bundle's library",
+    "onnx-int8": "as onnx; an approximation, whose cost is in the bundle's README",
 }
 _GPU = "Python with torch and elsa's package (Triton kernels); no C++ process yet"
 
@@ -36,8 +37,10 @@ def support(format: str, device: str, dtype: str) -> Support:
 
 
 def _refusal(format: str, device: str, dtype: str) -> str:
-    if format == "onnx" and device == "cuda":
+    if format.startswith("onnx") and device == "cuda":
         return "ONNX is exported and verified on the CPU: use --device cpu"
+    if format == "onnx-int8" and dtype != "float32":
+        return "INT8 is made from float32 weights: leave --dtype out"
     if format == "onnx" and dtype == "bfloat16":
         return "ONNX Runtime's CPU kernels take no bfloat16: use float32 or float16"
     if format == "aoti" and device == "cuda":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from elsa_core import files
 from elsa_core.errors import ModelError
 from elsa_core.exporting import reference as references
 from elsa_core.exporting.archive import unpacked
-from elsa_core.exporting.fresh import run_fresh
+from elsa_core.exporting.artefact_runs import ArtefactReport, judged, run_all
 from elsa_core.exporting.manifest import (
     MANIFEST_NAME,
     REFERENCE_NAME,
@@ -30,34 +29,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ArtefactReport:
-    """What became of one artefact.
-
-    Attributes:
-        format: "torchscript", "onnx", "pt2" or "aoti".
-        status: "ok", "failed", or "skipped" where its runtime is not installed.
-        reason: why not ok, one line; empty for ok.
-        batches: the largest relative error and what is allowed, by batch size.
-    """
-
-    format: str
-    status: str
-    reason: str
-    batches: dict[int, tuple[float, float]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "status": self.status,
-            "reason": self.reason,
-            "batches": {
-                str(size): {"error": _number(error), "allowed": _number(allowed)}
-                for size, (error, allowed) in self.batches.items()
-            },
-        }
 
 
 @dataclass(frozen=True)
@@ -207,21 +178,15 @@ def run_artefacts(directory: Path, manifest: Manifest, say: Say) -> list[Artefac
     """Run every artefact in a process of its own and judge what it computes."""
     reference = references.read_reference(directory / REFERENCE_NAME, manifest.content)
     device = str(manifest.content["model"]["device"])
-    reports = []
-    for name in manifest.artefacts:
-        elsewhere = _made_for_elsewhere(manifest, name, device)
-        if elsewhere:
-            reports.append(ArtefactReport(name, "skipped", elsewhere, {}))
-            continue
-        say(f"running {name} in a fresh process")
-        bodies = has_bodies(manifest.artefacts[name])
-        reports.append(run_artefact(directory, name, reference, device, bodies))
-    return reports
-
-
-def has_bodies(artefact: dict[str, Any]) -> bool:
-    """Whether an artefact of a manifest runs with and without the bundle's library."""
-    return artefact.get("mode") == "custom"
+    elsewhere = {name: _made_for_elsewhere(manifest, name, device) for name in manifest.artefacts}
+    here = {name: one for name, one in manifest.artefacts.items() if not elsewhere[name]}
+    answers = run_all(directory, here, device, say)
+    return [
+        judged(name, one, answers[name], reference)
+        if name in here
+        else ArtefactReport(name, "skipped", elsewhere[name], {})
+        for name, one in manifest.artefacts.items()
+    ]
 
 
 def _made_for_elsewhere(manifest: Manifest, name: str, device: str) -> str:
@@ -232,7 +197,7 @@ def _made_for_elsewhere(manifest: Manifest, name: str, device: str) -> str:
         return "" if torch.cuda.is_available() else "it needs a CUDA GPU, and none is here"
     here = platform_tag()
     libraries = manifest.content.get("libraries")
-    runtime = "onnxruntime" if name == "onnx" else "torch"
+    runtime = "onnxruntime" if name.startswith("onnx") else "torch"
     for one in libraries.values() if isinstance(libraries, dict) else ():
         if isinstance(one, dict) and one.get("runtime") == runtime:
             made = str(one.get("platform"))[:60]
@@ -244,39 +209,3 @@ def _made_for_elsewhere(manifest: Manifest, name: str, device: str) -> str:
 def platform_tag() -> str:
     """Operating system and architecture, as libraries are made for them: "linux-x86_64"."""
     return f"{platform.system().lower()}-{platform.machine().lower()}"
-
-
-def run_artefact(
-    directory: Path,
-    name: str,
-    reference: references.Reference,
-    device: str,
-    bodies: bool = False,
-) -> ArtefactReport:
-    """Run one artefact in a fresh process and judge it.
-
-    With `bodies` it runs again without the bundle's library, as in another runtime, and the larger
-    errors count.
-    """
-    batches: dict[int, tuple[float, float]] = {}
-    for library in (True, False) if bodies else (True,):
-        prefix = "" if library else "without the library, "
-        answer = run_fresh(directory, name, device=device, library=library)
-        if answer.missing:
-            return ArtefactReport(name, "skipped", f"{answer.missing} is not installed", {})
-        if answer.failure:
-            return ArtefactReport(name, "failed", prefix + answer.failure, {})
-        judged = references.judge(reference, answer.outputs)
-        for each in judged:
-            worst = batches.get(each.batch, (-1.0, 0.0))
-            if each.error > worst[0]:
-                batches[each.batch] = (each.error, each.allowed)
-        bad = next((each for each in judged if each.reason), None)
-        if bad is not None:
-            reason = f"{prefix}at batch {bad.batch}: {bad.reason}"
-            return ArtefactReport(name, "failed", reason, batches)
-    return ArtefactReport(name, "ok", "", batches)
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

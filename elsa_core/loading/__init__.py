@@ -1,1 +1,51 @@
-"""From what a user names (an architecture, a file, a directory) to a model."""
+"""From a name, a file or a directory to a model, and a patched model to a directory.
+
+The names below are what other packages import; every other name of this package is its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elsa_core import lazy
+
+if TYPE_CHECKING:
+    from elsa_core.loading.architecture import check_sizes, files_of, meta_model, small_model
+    from elsa_core.loading.loader import Loaded, load, load_model
+    from elsa_core.loading.plan import Plan, apply_plan, read_plan
+    from elsa_core.loading.recipe import Given, Preprocess
+    from elsa_core.loading.saving import check_target, save, write_model
+    from elsa_core.loading.spec import ModelSpec, parse
+
+_HOMES = {
+    "architecture": ("check_sizes", "files_of", "meta_model", "small_model"),
+    "loader": ("Loaded", "load", "load_model"),
+    "plan": ("Plan", "apply_plan", "read_plan"),
+    "recipe": ("Given", "Preprocess"),
+    "saving": ("check_target", "save", "write_model"),
+    "spec": ("ModelSpec", "parse"),
+}
+
+__all__ = [
+    "Given",
+    "Loaded",
+    "ModelSpec",
+    "Plan",
+    "Preprocess",
+    "apply_plan",
+    "check_sizes",
+    "check_target",
+    "files_of",
+    "load",
+    "load_model",
+    "meta_model",
+    "parse",
+    "read_plan",
+    "save",
+    "small_model",
+    "write_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return lazy.attribute(__name__, _HOMES, name)

@@ -23,7 +23,7 @@ from elsa_core.loading.shards import is_index
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 
 
-def whole(name: str) -> nn.Module:
+def meta_model(name: str) -> nn.Module:
     """The architecture on the meta device: every module and shape, no memory.
 
     Raises:
@@ -33,7 +33,7 @@ def whole(name: str) -> nn.Module:
     return build_meta(default_recipe(parse(name)))
 
 
-def small(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
+def small_model(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
     """The architecture with two blocks a stage where its library allows that, on the CPU.
 
     It is whole where its depth cannot be cut, and where the blocks that are left hold no attention
@@ -42,9 +42,9 @@ def small(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
     Returns:
         The model and its image size (C, H, W), a small one where the library allows that.
 
-    Raises: as `whole`.
+    Raises: as `meta_model`.
     """
-    from elsa_core.patching.sites import find_sites
+    from elsa_core.patching import find_sites
 
     recipe = default_recipe(parse(name))
     channels, *own = recipe.preprocess.input_size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,7 @@ from elsa_core.reading import read_json
 from elsa_core.version import __version__
 
 if TYPE_CHECKING:
-    from elsa_core.patching.patch import PatchReport
-    from elsa_core.patching.sites import AttentionSite
+    from elsa_core.patching import PatchReport
 
 PLAN_NAME = "elsa_plan.json"
 SCHEMA_VERSION = 1
@@ -104,9 +102,7 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
     Raises:
         ModelError: the plan does not fit the model, or asks for something this elsa lacks.
     """
-    from elsa_core.patching.patch import patch
-    from elsa_core.patching.sites import find_sites
-    from elsa_core.patching.text import sites_of
+    from elsa_core.patching import find_sites, layers_within, patch, sites_of
 
     modules = dict(model.named_modules())
     absent = [site for site in plan.sites if site not in modules]
@@ -117,7 +113,9 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
     for site in plan.sites:
         if why := reasons.get(site, f"it is none of its {sites_of(plan.scope)}"):
             raise ModelError(f"{path} does not fit the model: {site!r} was not patched: {why}")
-    include = [_literal(site) for site in (*plan.sites, *_projections(model, plan, found))]
+    kept = [path for path, _ in plan.kept]
+    within = layers_within(model, found, plan.sites, kept, plan.include, plan.exclude)
+    include = [_literal(site) for site in (*plan.sites, *within)]
     try:
         report = patch(
             model, precision=plan.precision, backend=plan.backend, include=include, scope=plan.scope
@@ -130,24 +128,6 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
         for site in report.kept
     )
     return dataclasses.replace(report, kept=left, include=plan.include, exclude=plan.exclude)
-
-
-def _projections(model: nn.Module, plan: Plan, found: Sequence[AttentionSite]) -> Iterator[str]:
-    """The layers within the plan's attention modules that it neither names nor leaves out."""
-    from elsa_core.patching.adapters import attention_within
-    from elsa_core.patching.adapters.table import LAYERS
-    from elsa_core.patching.patch import why_not_selected
-
-    paths = {module: path for path, module in model.named_modules()}
-    named = {*plan.sites, *(path for path, _ in plan.kept)}
-    attention = [site.path for site in found if site.kind not in LAYERS and site.path in plan.sites]
-    modules = [model.get_submodule(path) for path in attention]
-    around = tuple(f"{paths[attention_within(module) or module]}." for module in modules)
-    for site in found:
-        if site.kind in LAYERS and site.path.startswith(around) and site.path not in named:
-            left = why_not_selected(site.path, plan.include, plan.exclude)
-            if site.patchable and left is None:
-                yield site.path
 
 
 def _literal(path: str) -> str:

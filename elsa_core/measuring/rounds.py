@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import torch
 
+from elsa_core.graphs import capture
 from elsa_core.measuring import timing
 from elsa_core.measuring.intervals import ratio
 from elsa_core.measuring.timing import Contender
@@ -198,7 +199,7 @@ def busy_seconds(contender: Contender, *, is_graph: bool) -> float | None:
     """
     with contender.context(), torch.inference_mode():
         try:
-            replay = contender.call if is_graph else timing.captured(contender.call)
+            replay = contender.call if is_graph else capture.captured(contender.call)
         except RuntimeError:
             return None
         return statistics.median(_replayed(replay) for _ in range(_BUSY_BATCHES))

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
+from elsa_core.graphs import capture
 from elsa_core.messages import first_line
 
 SETTLE_SECONDS: Final = 0.02
@@ -162,7 +162,7 @@ def time_cuda(
     for contender in contenders:
         with contender.context(), torch.inference_mode():
             try:
-                replays[contender.name] = captured(contender.call)
+                replays[contender.name] = capture.captured(contender.call)
             except RuntimeError as error:
                 torch.cuda.synchronize()
                 notes[contender.name] = f"timed without a graph: {first_line(error)}"
@@ -236,53 +236,6 @@ def timed(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
-
-
-@lru_cache(maxsize=64)
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One stream of each GPU for all captures: cuBLAS makes a workspace for every new one."""
-    return torch.cuda.Stream(device)
-
-
-def captured(
-    call: Callable[[], object], ready: Callable[[], object] | None = None
-) -> Callable[[], object]:
-    """The replay of a CUDA graph of one call; `ready` is called right before the capture.
-
-    Raises:
-        RuntimeError: the call does something that a graph cannot hold.
-    """
-    own = _capture_stream(torch.cuda.current_device())
-    own.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(own):
-        call()  # what is made once for each stream must not be made during the capture
-    torch.cuda.current_stream().wait_stream(own)
-    if ready is not None:
-        ready()
-    graph = torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    stream, offset = torch.cuda.current_stream(), generator.get_offset()
-    try:
-        with torch.cuda.graph(graph, stream=own):
-            call()
-    except BaseException:
-        torch.cuda.set_stream(stream)  # older PyTorch leaves the capture's own
-        _release(generator, offset)
-        raise
-    return graph.replay
-
-
-def _release(generator: torch.Generator, offset: int) -> None:
-    """Give the GPU's random numbers a state of their own again, where they were.
-
-    A capture that failed leaves them as if it went on, and the next draw anywhere in the process
-    raises "Offset increment outside graph capture".
-    """
-    fresh = torch.Generator(generator.device)
-    fresh.manual_seed(generator.initial_seed())
-    fresh.set_offset(offset)
-    with contextlib.suppress(RuntimeError):
-        generator.graphsafe_set_state(fresh)
 
 
 def _gpu_seconds(call: Callable[[], object], flush: Tensor, calls: int) -> float:

@@ -18,7 +18,7 @@ from elsa_core.errors import ElsaError
 from elsa_core.inputs.cases import chunks
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
-from elsa_core.proof.compare import TURBO_EPS, Comparison, floating_outputs, map_floating
+from elsa_core.proof import TURBO_EPS, Comparison, floating_outputs, map_floating
 
 REFERENCE = "eager"
 _FACTOR = 2.0

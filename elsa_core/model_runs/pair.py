@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from torch import nn
 
 from elsa_core.model_runs import variants
-from elsa_core.patching.layers import patched_scope
-from elsa_core.patching.patch import PatchReport, patch, patched_sites, shared_copy
-from elsa_core.patching.sites import find_sites
+from elsa_core.patching import (
+    PatchReport,
+    find_sites,
+    patch,
+    patched_scope,
+    patched_sites,
+    shared_copy,
+)
 
 
 def both(

@@ -20,7 +20,7 @@ from elsa_core.model_runs import variants
 from elsa_core.model_runs.errors import UNKNOWN, RunErrors, run_errors
 from elsa_core.model_runs.pair import both
 from elsa_core.model_runs.variants import first_tensor, on_device
-from elsa_core.patching.patch import PatchReport
+from elsa_core.patching import PatchReport
 
 Progress = Callable[[str, int, int], None]
 

@@ -30,7 +30,7 @@ from elsa_core.model_runs.runs import (
     timed,
 )
 from elsa_core.model_runs.variants import first_tensor, on_device
-from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
+from elsa_core.proof import Comparison, floating_outputs, map_floating
 
 PARTS: Final = ("forward", "backward", "optimizer")
 AUTOCAST: Final = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
+from elsa_core.graphs import capture
 from elsa_core.measuring import timing
 from elsa_core.measuring.memory_limit import is_out_of_memory
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
-from elsa_core.patching.adapters.table import SWITCHES
-from elsa_core.patching.patch import shared_copy, unpatch
+from elsa_core.patching import SWITCHES, shared_copy, unpatch
 
 GRAPH: Final = "+graph"
 CONTROL: Final = "control"
@@ -239,7 +239,7 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
     with torch.inference_mode():
         for _ in range(3):  # compiled code is tuned
             call()
-        replay = timing.captured(kept, ready)
+        replay = capture.captured(kept, ready)
         torch.cuda.synchronize()
     peak = max(0, torch.cuda.max_memory_allocated() - before)
 

@@ -1,1 +1,95 @@
-"""Finding attention in a model and rewriting it."""
+"""Finding attention and layers in a model, and rewriting them.
+
+The names below are what other packages import; every other name of this package is its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elsa_core import lazy
+
+if TYPE_CHECKING:
+    from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
+    from elsa_core.patching.adapters.handing import ACTIVATION, RESIDUAL, left_out
+    from elsa_core.patching.adapters.table import (
+        LAYERS,
+        SWITCHES,
+        register_adapter,
+    )
+    from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
+    from elsa_core.patching.layers import is_layer, patched_scope
+    from elsa_core.patching.page import write_page
+    from elsa_core.patching.rewrite import (
+        PatchReport,
+        layers_within,
+        original,
+        patch,
+        patched_sites,
+        shared_copy,
+        unpatch,
+    )
+    from elsa_core.patching.sharding import reduce_gradients, require_shardable, shard
+    from elsa_core.patching.sites import (
+        AttentionSite,
+        Inspection,
+        find_sites,
+        inspect,
+        plain_model,
+    )
+    from elsa_core.patching.text import sites_of
+
+_HOMES = {
+    "adapters": ("attention_within", "computes_otherwise", "entry"),
+    "adapters.handing": ("ACTIVATION", "RESIDUAL", "left_out"),
+    "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
+    "frozen": ("FreezeReport", "freeze", "refresh", "unfreeze"),
+    "layers": ("is_layer", "patched_scope"),
+    "page": ("write_page",),
+    "rewrite": (
+        *("PatchReport", "layers_within", "original", "patch", "patched_sites"),
+        *("shared_copy", "unpatch"),
+    ),
+    "sharding": ("reduce_gradients", "require_shardable", "shard"),
+    "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model"),
+    "text": ("sites_of",),
+}
+
+__all__ = [
+    "ACTIVATION",
+    "LAYERS",
+    "RESIDUAL",
+    "SWITCHES",
+    "AttentionSite",
+    "FreezeReport",
+    "Inspection",
+    "PatchReport",
+    "attention_within",
+    "computes_otherwise",
+    "entry",
+    "find_sites",
+    "freeze",
+    "inspect",
+    "is_layer",
+    "layers_within",
+    "left_out",
+    "original",
+    "patch",
+    "patched_scope",
+    "patched_sites",
+    "plain_model",
+    "reduce_gradients",
+    "refresh",
+    "register_adapter",
+    "require_shardable",
+    "shard",
+    "shared_copy",
+    "sites_of",
+    "unfreeze",
+    "unpatch",
+    "write_page",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return lazy.attribute(__name__, _HOMES, name)

@@ -9,7 +9,7 @@ from elsa_core.patching.sites import Inspection
 from elsa_core.patching.text import reasons, sites_table
 
 
-def write(name: str, about: str, found: Inspection, path: Path) -> Path:
+def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:
     """Write the page, whole or not at all.
 
     Args:

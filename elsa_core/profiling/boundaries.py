@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from elsa_core.patching import adapters
+from elsa_core.patching import attention_within, entry
 
 
 def around(module: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
@@ -25,8 +25,8 @@ def around(module: nn.Module, enter: Callable[[], None], leave: Callable[[], Non
     Args:
         module: the site, of the original or of a patched model; it is changed for good.
     """
-    inner = adapters.attention_within(module)
-    name = adapters.entry(module)
+    inner = attention_within(module)
+    name = entry(module)
     if inner is not None and name != "forward":
         setattr(module, name, _watched(getattr(module, name), enter, leave))
         return

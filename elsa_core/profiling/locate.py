@@ -20,12 +20,19 @@ from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import ModelRuns, Prepared, Progress
 from elsa_core.model_runs.variants import first_tensor
-from elsa_core.patching import adapters
-from elsa_core.patching.patch import PatchReport, patched_sites, shared_copy
-from elsa_core.patching.sites import AttentionSite, find_sites, inspect
+from elsa_core.patching import (
+    AttentionSite,
+    PatchReport,
+    attention_within,
+    entry,
+    find_sites,
+    inspect,
+    patched_sites,
+    shared_copy,
+)
 from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
 from elsa_core.profiling.timeline import Cut, Marked, timelines
-from elsa_core.proof.check import check
+from elsa_core.proof import check
 
 # The watched models take part in the rounds under names that no baseline has.
 _WATCHED: Final = ("eager, watched", "patched, watched")
@@ -265,11 +272,11 @@ def _timed(model: nn.Module, sites: Sequence[AttentionSite]) -> dict[str, str]:
     """Of each block that is watched in a method of its own, the path of its attention."""
     paths = {module: path for path, module in model.named_modules()}
     blocks = {site.path: model.get_submodule(site.path) for site in sites}
-    found = {path: adapters.attention_within(block) for path, block in blocks.items()}
+    found = {path: attention_within(block) for path, block in blocks.items()}
     return {
         path: paths[inner]
         for path, inner in found.items()
-        if inner is not None and adapters.entry(blocks[path]) != "forward"
+        if inner is not None and entry(blocks[path]) != "forward"
     }
 
 

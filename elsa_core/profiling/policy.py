@@ -8,9 +8,9 @@ from pathlib import Path
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.files import write_text
-from elsa_core.loading.plan import Plan
+from elsa_core.loading import Plan
 from elsa_core.measuring.intervals import UNSURE
-from elsa_core.patching.adapters.table import LAYERS
+from elsa_core.patching import LAYERS
 from elsa_core.profiling.document import DONE, Document
 
 

@@ -20,7 +20,7 @@ from elsa_core.model_runs.runs import (
     timed,
 )
 from elsa_core.model_runs.variants import first_tensor, on_device
-from elsa_core.patching.sites import plain_model
+from elsa_core.patching import plain_model
 from elsa_core.profiling.locate import Asked, locate
 from elsa_core.profiling.sites import SiteProfile
 from elsa_core.profiling.words import profile_summary

@@ -18,7 +18,7 @@ from elsa_core.attention import explain
 from elsa_core.errors import ElsaError
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
-from elsa_core.patching.sites import AttentionSite
+from elsa_core.patching import AttentionSite
 from elsa_core.profiling.boundaries import around
 
 REST: Final = "rest of the model"

@@ -19,9 +19,7 @@ import torch
 
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
 from elsa_core.exporting.manifest import hashed
-from elsa_core.loading.architecture import files_of
-from elsa_core.loading.load import Loaded
-from elsa_core.loading.spec import ModelSpec
+from elsa_core.loading import Loaded, ModelSpec, files_of
 from elsa_core.measuring import environment as place
 from elsa_core.measuring.documents import side
 from elsa_core.measuring.memory_limit import is_out_of_memory, limited

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.measuring import timing
-from elsa_core.patching.patch import shared_copy
+from elsa_core.graphs import capture
+from elsa_core.patching import shared_copy
 from elsa_core.proof.sides import Fault, Given
 
 EAGER: Final = "eager"
@@ -121,7 +121,7 @@ class _Graphs:
 
         for _ in range(3):  # what is tuned or built at first calls is there before the capture
             run()
-        return held, timing.captured(run), result
+        return held, capture.captured(run), result
 
 
 def _kind(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.inputs.cases import chunks
 from elsa_core.messages import first_line
-from elsa_core.patching.patch import original
+from elsa_core.patching import original
 from elsa_core.proof import gradients, paths
 from elsa_core.proof.compare import TURBO_EPS, map_floating
 from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.messages import first_line
-from elsa_core.patching import adapters
-from elsa_core.patching.patch import original
+from elsa_core.patching import entry, original
 from elsa_core.proof.compare import map_floating
 from elsa_core.proof.entry import call, watched
 
@@ -47,7 +46,7 @@ class Fault:
                 return output * gain
             return tuple(x * gain if isinstance(x, Tensor) else x for x in output)
 
-        with watched(site, adapters.entry(site), disturb):
+        with watched(site, entry(site), disturb):
             yield
 
 

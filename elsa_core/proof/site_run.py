@@ -13,8 +13,7 @@ from torch import nn
 
 from elsa_core.errors import ElsaError
 from elsa_core.messages import first_line
-from elsa_core.patching import adapters
-from elsa_core.patching.layers import is_layer
+from elsa_core.patching import entry, is_layer
 from elsa_core.proof import gradients
 from elsa_core.proof.capture import OperatorCapture
 from elsa_core.proof.compare import TURBO_EPS, floating_outputs
@@ -89,7 +88,7 @@ class SiteRun:
         self.records = {path: SiteRecord(is_layer(site)) for path, site in self.sites.items()}
         self.gradients = {path: GradientRecord() for path in self.sites} if self.asked.grad else {}
         self.classes = {path: type(site) for path, site in self.sites.items()}
-        self.entries = {path: adapters.entry(site) for path, site in self.sites.items()}
+        self.entries = {path: entry(site) for path, site in self.sites.items()}
         self.kinds: set[Any] = set()
         self.turbo = {
             path

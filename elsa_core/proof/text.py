@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from elsa_core.patching.text import group
+from elsa_core.grouping import group
 from elsa_core.summary import Summary
 
 if TYPE_CHECKING:

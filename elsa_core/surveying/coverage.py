@@ -21,15 +21,18 @@ from torch import nn
 
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.inputs.cases import generated_inputs, text_shape
-from elsa_core.loading import architecture
+from elsa_core.loading import meta_model, small_model
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.messages import first_line
-from elsa_core.patching.adapters.table import ROWS
-from elsa_core.patching.patch import original, patch, patched_sites
-from elsa_core.patching.sites import AttentionSite, find_sites
-from elsa_core.proof.check import check
-from elsa_core.proof.compare import Comparison, floating_outputs, map_floating
-from elsa_core.proof.samples import random_weight
+from elsa_core.patching import (
+    AttentionSite,
+    computes_otherwise,
+    find_sites,
+    original,
+    patch,
+    patched_sites,
+)
+from elsa_core.proof import Comparison, check, floating_outputs, map_floating, random_weight
 from elsa_core.surveying import catalogue
 
 # Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
@@ -115,7 +118,7 @@ def examine(name: str, *, checked: bool = True) -> Coverage:
     because of a model: what goes wrong is the verdict."""
     empty = Coverage(name, catalogue.family(name), 0, 0, 0, (), UNAVAILABLE, "")
     try:
-        whole = architecture.whole(name)
+        whole = meta_model(name)
     except UnavailableError as error:
         return replace(empty, reason=first_line(error))
     except Exception as error:
@@ -192,7 +195,7 @@ def read_state(path: Path) -> dict[str, Coverage]:
 def _checked(found: Coverage) -> Coverage:
     for spread in _SPREADS:
         with torch.random.fork_rng(devices=[]):
-            model, size = architecture.small(found.name)
+            model, size = small_model(found.name)
             weights = sum(parameter.numel() for parameter in model.parameters())
             if weights * BYTES_PER_WEIGHT > available_bytes("cpu"):
                 reason = f"{weights / 1e6:.0f} M weights do not fit in memory to be checked"
@@ -263,8 +266,7 @@ def _fill(model: nn.Module, spread: float = 1.0) -> None:
 def _kept(sites: Iterable[AttentionSite]) -> tuple[Kept, ...]:
     groups = Counter((s.module_class, s.reason) for s in sites if not s.patchable)
     return tuple(
-        # A class with a reason in the table computes something else than softmax attention.
-        Kept(cls, reason, count, not (cls in ROWS and ROWS[cls].reason))
+        Kept(cls, reason, count, not computes_otherwise(cls))
         for (cls, reason), count in groups.items()
     )
 

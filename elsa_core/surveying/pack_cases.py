@@ -19,8 +19,8 @@ from torch import Tensor
 
 from elsa_core import routing
 from elsa_core.backends.support import Backend, Implementation, Request, Support
-from elsa_core.loading import architecture
-from elsa_core.patching.patch import patch
+from elsa_core.loading import meta_model
+from elsa_core.patching import patch
 
 ABOUT = (
     "The calls of the sites of these models at their default size, one image. "
@@ -114,7 +114,7 @@ def collect(names: list[str]) -> dict[str, Any]:
     rows = Rows()
     with written_down(rows), torch.no_grad():
         for name in names:
-            model: Any = architecture.whole(name).eval()
+            model: Any = meta_model(name).eval()
             patch(model, scope="model")
             rows.model = name.partition(":")[2]
             size = model.default_cfg["input_size"]

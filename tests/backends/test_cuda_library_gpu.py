@@ -20,9 +20,11 @@ HERE = Path(__file__).parent
 
 
 def run(*command: str, asked: bool = True) -> subprocess.CompletedProcess[str]:
+    paths = (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))
     variables = {
-        "PYTHONPATH": str(HERE.parents[1]), "ELSA_CUDA_LIBRARY": "1" if asked else "0"
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "ELSA_CUDA_LIBRARY": "1" if asked else "0",
+    }
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, check=False,
         env={**os.environ, **variables}, timeout=1800,

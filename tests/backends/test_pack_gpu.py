@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 ONLY = "*/vit_base_patch16_224/*/b8-*"
 
 # Prints what it computed (as digests), and how packs served; argument: "training" or "inference".
@@ -78,7 +79,7 @@ def packs(arch: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fresh(pack: Path | str, cache: Path, what: str = "training") -> tuple[dict[str, Any], str]:
     """What a process of its own computes, and its warnings."""
     environ = {
-        **os.environ, "PYTHONPATH": str(ROOT), "ELSA_PACK": str(pack),
+        **os.environ, "PYTHONPATH": PATHS, "ELSA_PACK": str(pack),
         "TRITON_CACHE_DIR": str(cache),
     }  # fmt: skip
     done = subprocess.run(

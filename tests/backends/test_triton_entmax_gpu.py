@@ -73,12 +73,11 @@ def agree(q, k, v, g, mask=None, *, alpha=1.5, causal=False, scale=None):
         )
         return [out, *(t for t in grads if t.numel())]
 
-    for x, exact, peer in zip(
-        found, by_pytorch(torch.float64), by_pytorch(torch.float32), strict=True
-    ):
+    wanted, plain = by_pytorch(torch.float64), by_pytorch(torch.float32)
+    for index, (x, exact, peer) in enumerate(zip(found, wanted, plain, strict=True)):
         error, limit = distance(x.reshape(exact.shape), exact), distance(peer, exact)
         assert torch.isfinite(x).all()
-        assert error <= 2 * limit + BAND[q.dtype], f"{error:.2e} against {limit:.2e}"
+        assert error <= 2 * limit + BAND[q.dtype], f"{index}: {error:.2e} against {limit:.2e}"
 
 
 @pytest.mark.parametrize("alpha", [1.25, 1.5, 1.75, 2.0])

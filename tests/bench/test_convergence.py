@@ -13,7 +13,7 @@ import torch
 
 from elsa_core.bench import convergence
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
-from elsa_core.patching.patch import patch
+from elsa_core.patching.rewrite import patch
 
 CPU = torch.device("cpu")
 CHART = Path(__file__).parents[2] / "docs" / "convergence_chart.py"

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import torch
 
-from elsa_core.patching.patch import patched_sites
+from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import sweep
 
 from .conftest import Answer, Elsa

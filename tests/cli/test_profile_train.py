@@ -14,8 +14,8 @@ import torch
 
 from elsa_core.bench import tables
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.loading.load import load
-from elsa_core.patching.patch import patched_sites
+from elsa_core.loading.loader import load
+from elsa_core.patching.rewrite import patched_sites
 from elsa_core.profiling import document as documents
 from elsa_core.profiling import page, training
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from elsa_core.loading.load import load_model
+from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import Given
-from elsa_core.loading.save import save
-from elsa_core.patching.patch import patch
+from elsa_core.loading.saving import save
+from elsa_core.patching.rewrite import patch
 
 _SIZES = {"patch_size": 2, "in_chans": 1, "num_classes": 10, "embed_dim": 64, "depth": 2,
           "num_heads": 2}  # fmt: skip

@@ -20,7 +20,7 @@ from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.evaluating import labelled_images
 from elsa_core.inputs.images import reader
-from elsa_core.loading.load import load_model
+from elsa_core.loading.loader import load_model
 from elsa_core.patching.adapters import is_patched
 
 Elsa = Callable[..., tuple[int, str, str]]

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from elsa_core.loading.load import load_model
-from elsa_core.patching.patch import patched_sites
+from elsa_core.loading.loader import load_model
+from elsa_core.patching.rewrite import patched_sites
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 SHORT = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elsa_core.exporting.bundle import Bundle, export
-from elsa_core.loading.load import Loaded, load_model
-from elsa_core.patching.patch import patch
+from elsa_core.loading.loader import Loaded, load_model
+from elsa_core.patching.rewrite import patch
 
 
 @pytest.fixture(scope="package")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elsa_core.exporting.bundle import export
-from elsa_core.loading.load import load_model
-from elsa_core.patching.patch import patch
+from elsa_core.loading.loader import load_model
+from elsa_core.patching.rewrite import patch
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

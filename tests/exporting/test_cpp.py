@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from elsa_core.exporting.bundle import Bundle, export
-from elsa_core.loading.load import Loaded, load_model
-from elsa_core.patching.patch import patch
+from elsa_core.loading.loader import Loaded, load_model
+from elsa_core.patching.rewrite import patch
 
 SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
 

@@ -12,8 +12,8 @@ from elsa_core.errors import ExportError
 from elsa_core.exporting import artefacts
 from elsa_core.exporting.bundle import export
 from elsa_core.exporting.reference import Reference, make_reference
-from elsa_core.loading.load import load_model
-from elsa_core.patching.patch import patch
+from elsa_core.loading.loader import load_model
+from elsa_core.patching.rewrite import patch
 
 
 def test_a_model_of_convolutions_and_attention_takes_other_sizes(

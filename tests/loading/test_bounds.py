@@ -18,7 +18,7 @@ from elsa_core import reading
 from elsa_core.errors import ModelError
 from elsa_core.loading import weights
 from elsa_core.loading.checkpoint import read_checkpoint
-from elsa_core.loading.load import load_model
+from elsa_core.loading.loader import load_model
 from elsa_core.loading.plan import read_plan
 from elsa_core.loading.shards import read_sharded
 from elsa_core.loading.weights import read_header, read_safetensors

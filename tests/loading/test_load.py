@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
 from elsa_core.loading import hub
 from elsa_core.loading.libraries import build
-from elsa_core.loading.load import Loaded, load, load_model
+from elsa_core.loading.loader import Loaded, load, load_model
 from elsa_core.loading.recipe import Preprocess, Recipe, from_config
 
 

@@ -10,7 +10,7 @@ import timm
 from safetensors.torch import save_file
 
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.loading.load import load_model
+from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import CLIP_MEAN, Given, from_config, from_open_clip_config
 
 DEIT = "deit_tiny_patch16_224"

@@ -16,7 +16,7 @@ from torch import nn
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.accounted import changed
 from elsa_core.loading.libraries import build
-from elsa_core.loading.load import Loaded, load_model
+from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.loading.names import bare_names
 from elsa_core.loading.recipe import from_config
 from elsa_core.loading.shown import Shown, shown

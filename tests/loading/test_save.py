@@ -18,10 +18,10 @@ from torch import nn
 
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
-from elsa_core.loading import save as save_module
-from elsa_core.loading.load import Loaded, load_model
-from elsa_core.loading.save import save, separate
-from elsa_core.patching.patch import PatchReport, patch, patched_sites
+from elsa_core.loading import saving as save_module
+from elsa_core.loading.loader import Loaded, load_model
+from elsa_core.loading.saving import save, separate
+from elsa_core.patching.rewrite import PatchReport, patch, patched_sites
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_unwritable_targets(target: str, patched: tuple[Loaded, PatchReport]) ->
 
 @pytest.mark.parametrize(
     ("module", "step"),
-    [(save_module, "write_tensors"), (files, "write_json"), (files, "flush"), (files, "_swap")],
+    [(save_module, "_write_tensors"), (files, "write_json"), (files, "flush"), (files, "_swap")],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_failure_at_any_step_leaves_nothing(

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from elsa_core.errors import ModelError
-from elsa_core.loading.load import load_model
+from elsa_core.loading.loader import load_model
 
 INDEX = "model.safetensors.index.json"
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.loading.load import load_model
+from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import from_config
-from elsa_core.loading.save import save
-from elsa_core.patching.patch import patch
+from elsa_core.loading.saving import save
+from elsa_core.patching.rewrite import patch
 
 VIT = ("vit_tiny_patch16_224", {"depth": 1, "img_size": 64, "num_classes": 3})
 SWIN_V2 = ("swinv2_tiny_window8_256", {"depths": (1, 1, 1, 1), "num_classes": 3})

@@ -29,6 +29,7 @@ ABOVE = {
     "routing": (*PUBLIC, *MODELS, *TOOLS),
     "measuring": (*PUBLIC, *MODELS, *TOOLS),
     "inputs": ("backends", "operators", "measuring", "routing", *PUBLIC, *MODELS, *TOOLS),
+    "graphs": ("loading", "proof", "measuring", *TOOLS),
     "patching": ("loading", "proof", *TOOLS),
     "loading": ("proof", *TOOLS),
     "proof": ("loading", *TOOLS),
@@ -64,9 +65,9 @@ def test_imports_go_one_way(package: str, forbidden: tuple[str, ...]) -> None:
         assert not {*name.split(".")[1:2]} & {*forbidden}, f"{path.name} imports {name}"
 
 
-# `attention` of nested tensors is that of packed sequences, and on a GPU that of a padded batch:
-# the calls end at dense tensors.
-ENDS = {"elsa_core.attention": {"elsa_core.nested"}}
+# `attention` of nested tensors is that of packed sequences, and on a GPU that of a padded batch; of
+# tensors in host memory it is that of blocks on a device: the calls end at dense tensors there.
+ENDS = {"elsa_core.attention": {"elsa_core.nested", "elsa_core.offload.attention"}}
 
 
 def run_time(tree: ast.AST) -> Iterator[ast.AST]:

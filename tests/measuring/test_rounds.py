@@ -166,7 +166,7 @@ def test_a_graph_replays_the_run_that_it_is_named_after(monkeypatch: pytest.Monk
         ready()
         return lambda: captured.append(call)
 
-    monkeypatch.setattr(timing, "captured", capture)
+    monkeypatch.setattr(variants.capture, "captured", capture)
     plain, patched = nn.Identity(), nn.Identity()
     names = ("eager", "eager+graph", "patched")
     built = variants.build(plain, patched, (torch.zeros(1),), names)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core.patching.patch import patch, unpatch
+from elsa_core.patching.rewrite import patch, unpatch
 from elsa_core.patching.sites import inspect
-from elsa_core.proof.check import check
+from elsa_core.proof.checking import check
 
 TIMM = {
     # Heads first in the projection; a table of biases.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
-from elsa_core.patching.patch import patch, unpatch
+from elsa_core.patching.rewrite import patch, unpatch
 from elsa_core.patching.sites import find_sites, inspect
 
 WIDTH, HEADS, QUERIES, KEYS = 32, 4, 7, 9

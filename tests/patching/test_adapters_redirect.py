@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elsa_core.errors import NothingPatchedError
 from elsa_core.patching import sites
 from elsa_core.patching.adapters import redirect
-from elsa_core.patching.patch import patch, unpatch
+from elsa_core.patching.rewrite import patch, unpatch
 
 timm = pytest.importorskip("timm")
 

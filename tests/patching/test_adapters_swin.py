@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.patching.adapters import windows
 from elsa_core.patching.adapters.windows import read_bias
-from elsa_core.patching.patch import patch, patched_sites, unpatch
+from elsa_core.patching.rewrite import patch, patched_sites, unpatch
 from elsa_core.patching.sites import inspect
-from elsa_core.proof.check import check
+from elsa_core.proof.checking import check
 
 # 27 x 19 tokens in windows of 4 x 4: both axes are padded, in the second stage (14 x 10) too.
 SIDES = (108, 76)

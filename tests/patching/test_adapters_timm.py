@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core.patching import adapters
-from elsa_core.patching.patch import patch
+from elsa_core.patching.rewrite import patch
 
 pytest.importorskip("timm")
 

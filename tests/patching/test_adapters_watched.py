@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters.derived import Derivation, derived
-from elsa_core.patching.patch import patch
+from elsa_core.patching.rewrite import patch
 from elsa_core.patching.sites import find_sites
 
 SWIN = {

@@ -11,9 +11,9 @@ import timm
 import torch
 from torch import nn
 
-from elsa_core.patching.patch import patch
+from elsa_core.patching.rewrite import patch
 from elsa_core.patching.sites import inspect
-from elsa_core.proof.check import check
+from elsa_core.proof.checking import check
 
 SIDES = (104, 136)  # 26 x 34 tokens in the first stage, windows of 7 x 7 or 4 x 4
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

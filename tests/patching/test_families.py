@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from elsa_core.inputs.cases import generated_inputs, text_shape
-from elsa_core.patching.patch import patch
-from elsa_core.proof.check import CheckReport, check
+from elsa_core.patching.rewrite import patch
+from elsa_core.proof.checking import CheckReport, check
 
 # Written adapters.
 ADAPTED: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ from torch import nn
 import elsa_core as elsa
 from elsa_core import calls
 from elsa_core.patching.adapters import common, timm_attention, timm_blocks, timm_mlp, torch_layers
+from elsa_core.patching.rewrite import original
 
 timm = pytest.importorskip("timm")
 ADAPTERS = (timm_attention, timm_blocks, timm_mlp, torch_layers)
@@ -40,7 +41,7 @@ def on_gpu(monkeypatch):
 
 def test_a_block_that_waits_is_the_original(block, on_gpu, monkeypatch):
     x = torch.randn(2, 17, 192)
-    with torch.inference_mode(), elsa.patching.patch.original(block):
+    with torch.inference_mode(), original(block):
         expected = block(x)
     products = []
     monkeypatch.setattr(torch_layers, "served", lambda *given: products.append("layer"))

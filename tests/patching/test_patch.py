@@ -20,9 +20,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters
 from elsa_core.patching.adapters.derived import Derives
-from elsa_core.patching.patch import original, patch, patched_sites, unpatch
+from elsa_core.patching.rewrite import original, patch, patched_sites, unpatch
 from elsa_core.patching.sites import inspect
-from elsa_core.proof.check import check
+from elsa_core.proof.checking import check
 
 timm = pytest.importorskip("timm")
 
@@ -134,7 +134,7 @@ def test_a_fresh_process_unpickles_without_patching_anything(tmp_path) -> None:
     torch.save((model, x, model(x)), tmp_path / "model.pt")
     code = (
         "import sys, torch; model, x, y = torch.load(sys.argv[1], weights_only=False)\n"
-        "from elsa_core.patching.patch import patched_sites\n"
+        "from elsa_core.patching.rewrite import patched_sites\n"
         "assert len(patched_sites(model)) == 4 and torch.allclose(model(x), y, atol=1e-6)\n"
         "print({m.elsa_precision for m in patched_sites(model).values()})"
     )
@@ -469,7 +469,7 @@ def test_works_without_timm_open_clip_and_torchvision() -> None:
         "for name in ('timm', 'open_clip', 'torchvision', 'transformers'):\n"
         "    sys.modules[name] = None\n"
         "import torch, torch.nn.functional as F\n"
-        "from elsa_core.patching.patch import patch\n"
+        "from elsa_core.patching.rewrite import patch\n"
         "from elsa_core.patching.sites import inspect\n"
         "class Attend(torch.nn.Module):\n"
         "    def forward(self, x):\n"

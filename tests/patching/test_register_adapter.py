@@ -19,7 +19,7 @@ from torch import nn
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import table
-from elsa_core.patching.patch import patched_sites
+from elsa_core.patching.rewrite import patched_sites
 
 PACKAGE = """
 import torch

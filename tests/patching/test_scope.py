@@ -23,7 +23,7 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.loading.plan import apply_plan, plan_of, read_plan
 from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import common, halves, torch_layers
-from elsa_core.patching.patch import original, patched_sites
+from elsa_core.patching.rewrite import original, patched_sites
 from elsa_core.patching.sites import find_sites
 
 timm = pytest.importorskip("timm")

@@ -11,7 +11,7 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import table
-from elsa_core.patching.patch import patch
+from elsa_core.patching.rewrite import patch
 from elsa_core.patching.sites import find_sites, inspect
 
 timm = pytest.importorskip("timm")

@@ -24,7 +24,7 @@ import elsa_core as elsa
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.patching.adapters import derived as derivations
 from elsa_core.patching.adapters.derived import DERIVED, derived
-from elsa_core.patching.patch import patch, patched_sites, unpatch
+from elsa_core.patching.rewrite import patch, patched_sites, unpatch
 
 SWIN = {
     "img_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": (2,),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from elsa_core.backends.support import Request, Support
 from elsa_core.patching.adapters import windows
 from elsa_core.patching.adapters.common import trains_by_pytorch
-from elsa_core.patching.patch import patch, unpatch
+from elsa_core.patching.rewrite import patch, unpatch
 from elsa_core.routing import choose, implementation, measured
 from elsa_core.routing.measured import Training
 

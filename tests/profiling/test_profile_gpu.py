@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elsa_core.loading.load import load
+from elsa_core.loading.loader import load
 from elsa_core.profiling.profile import profile
 
 pytestmark = [

@@ -20,8 +20,8 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.inputs.cases import generated_inputs
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.patching.adapters.timm_swin import ElsaSwinTransformerBlock
-from elsa_core.patching.patch import patch, patched_sites
-from elsa_core.proof.check import CheckReport, check
+from elsa_core.patching.rewrite import patch, patched_sites
+from elsa_core.proof.checking import CheckReport, check
 from elsa_core.proof.site_cases import zeros_filled
 
 SIZE = (3, 32, 32)

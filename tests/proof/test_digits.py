@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from elsa_core.loading.load import load_model
+from elsa_core.loading.loader import load_model
 from elsa_core.loading.recipe import Preprocess, Recipe
-from elsa_core.loading.save import save
-from elsa_core.patching.patch import patch, patched_sites, unpatch
-from elsa_core.proof.check import check
+from elsa_core.loading.saving import save
+from elsa_core.patching.rewrite import patch, patched_sites, unpatch
+from elsa_core.proof.checking import check
 
 
 @pytest.fixture(scope="module")

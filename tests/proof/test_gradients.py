@@ -11,7 +11,7 @@ from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 
 from elsa_core.backends import eager, eager_window
-from elsa_core.proof.check import CheckReport, check
+from elsa_core.proof.checking import CheckReport, check
 
 from .test_blind_spots import checked, kernel, swin, vit
 

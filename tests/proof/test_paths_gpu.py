@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ModelError
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
-from elsa_core.proof.check import check
+from elsa_core.proof.checking import check
 
 from .test_blind_spots import checked, vit
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from elsa_core.errors import ModelError
-from elsa_core.loading import architecture
 from elsa_core.surveying import catalogue, coverage
 from elsa_core.surveying.coverage import AGREES, FAILED, NOT_CHECKED, Coverage, Kept
 
@@ -82,7 +81,7 @@ def test_what_goes_wrong_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(name: str) -> None:
         raise StopIteration("no such layer\nsecond line")
 
-    monkeypatch.setattr(architecture, "whole", broken)
+    monkeypatch.setattr(coverage, "meta_model", broken)
     found = coverage.examine("timm:test_vit")
     assert (found.verdict, found.reason) == (FAILED, "cannot be built: no such layer")
     monkeypatch.undo()

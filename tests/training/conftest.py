@@ -13,7 +13,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from elsa_core.patching.patch import patch
+from elsa_core.patching.rewrite import patch
 from elsa_core.proof.compare import Comparison
 
 CLASSES = 5

@@ -14,7 +14,7 @@ from timm.scheduler import CosineLRScheduler
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, dispatch_clip_grad
 from torch import Tensor, nn
 
-from elsa_core.patching.patch import patched_sites
+from elsa_core.patching.rewrite import patched_sites
 
 from .conftest import CLASSES, subject
 

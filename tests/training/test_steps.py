@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from elsa_core.patching.patch import patch, patched_sites, unpatch
+from elsa_core.patching.rewrite import patch, patched_sites, unpatch
 
 from .conftest import Subject, assert_as_exact, gradients, loss_of, step, subject
 

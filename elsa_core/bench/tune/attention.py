@@ -30,6 +30,7 @@ from elsa_core.backends.triton.attention import planner, tiling
 from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.attention.tiling import Plan, Shape, Tile
 from elsa_core.backends.triton.shared.device import device_table
+from elsa_core.graphs.capture import captured
 
 PRECISIONS = {"half": "strict", "split": "strict", "single": "turbo"}
 DTYPES = {"half": torch.float16, "split": torch.float32, "single": torch.float32}
@@ -79,16 +80,8 @@ def graph_ms(call: Any) -> float:
     import triton
 
     call()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return triton.testing.do_bench(graph.replay, warmup=8, rep=25, return_mode="median")
+    replay = captured(call)
+    return triton.testing.do_bench(replay, warmup=8, rep=25, return_mode="median")
 
 
 def oracle(tensors: tuple[torch.Tensor, ...], rows: int = 128) -> torch.Tensor:

@@ -48,6 +48,7 @@ from elsa_core.bench.tune.window_cases import (
     limit,
     make,
 )
+from elsa_core.graphs.capture import captured
 
 COPY_BYTES_PER_MS = 4.29e9
 L2_BYTES = 256e6
@@ -169,25 +170,12 @@ def compile_one(shape: str, mode: str, row: tuple[int, ...]) -> dict[str, Any]:
     return result
 
 
-def captured(call: Any) -> torch.cuda.CUDAGraph:
-    call()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 def graph_ms(call: Any) -> float:
     import triton
 
-    graph = captured(call)
-    return triton.testing.do_bench(graph.replay, warmup=8, rep=25, return_mode="median")
+    call()
+    replay = captured(call)
+    return triton.testing.do_bench(replay, warmup=8, rep=25, return_mode="median")
 
 
 def rows_for(shape: str, mode: str) -> list[tuple[int, ...]]:

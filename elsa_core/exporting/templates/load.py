@@ -1,4 +1,4 @@
-"""Runs the model of this bundle with torch or onnxruntime, and numpy: without elsa.
+"""Runs the model of this bundle with torch, onnxruntime or openvino, and numpy: without elsa.
 
 From Python:
 
@@ -7,8 +7,7 @@ From Python:
     outputs = model(preprocess("cat.jpg"))
 
 From a shell:  python load.py cat.jpg FOLDER ... [--format onnx] [-o out.csv]
-
-Every model takes and returns numpy arrays here; `load_torch` gives the torch module itself.
+Models take and return numpy arrays here; `load_torch` gives the torch module itself.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-ORDER = ("pt2", "torchscript", "onnx", "aoti")
-MISSING_RUNTIME = 77
+# The exact formats first: onnx-int8 approximates, and is taken where it is asked for.
+ORDER = ("pt2", "torchscript", "onnx", "aoti", "onnx-int8")
 # Raster formats alone: Pillow would run Ghostscript for an EPS, whatever its name is.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # Pillow warns from so many; a long thin image has more of them after resizing.
@@ -45,21 +44,27 @@ def manifest(bundle: Path = HERE) -> dict[str, Any]:
     return content
 
 
-def load(format: str | None = None, bundle: Path = HERE, *, library: bool = True) -> Model:
+def load(
+    format: str | None = None, bundle: Path = HERE, *, library: bool = True, runtime: str = ""
+) -> Model:
     """A function from numpy arrays to a list of numpy arrays.
 
     Args:
-        format: "pt2", "torchscript", "onnx" or "aoti"; default: the first whose runtime is here.
+        format: one of `ORDER`; default: the first whose runtime is here.
         bundle: the directory of manifest.json.
         library: False runs model.onnx on standard operators, without the bundle's library.
+        runtime: "onnxruntime" or "openvino" for ONNX; default: the first that is here.
     """
     facts = manifest(bundle)
     chosen = format or _first(facts)
-    _file(facts, chosen)
+    path = bundle / _file(facts, chosen)
     if line := _missing(facts, chosen):
         raise ImportError(line)
-    if chosen == "onnx":
-        return _onnx(facts, bundle, library)
+    if (runtime := runtime or runtime_of(facts, chosen)) == "openvino":
+        return _openvino(path)
+    if runtime == "onnxruntime":
+        names = facts["artefacts_libraries"][runtime] if library else ()
+        return _onnx(path, [bundle / name for name in names])
     import torch
 
     module = load_torch(chosen, bundle)
@@ -92,29 +97,34 @@ def load_torch(format: str, bundle: Path = HERE) -> Any:
         return torch.export.load(str(file)).module()
 
 
-def _here(facts: dict[str, Any]) -> list[str]:
-    return [name for name in ORDER if name in facts["artefacts"]]
-
-
 def _file(facts: dict[str, Any], format: str) -> str:
     """The file of a format, or one line that names those that are here."""
-    if format not in facts["artefacts"]:
-        here = ", ".join(_here(facts))
-        raise ValueError(f"this bundle holds no {format!r}: choose one of {here}")
+    if format not in (here := facts["artefacts"]):
+        names = ", ".join(name for name in ORDER if name in here)
+        raise ValueError(f"this bundle holds no {format!r}: choose one of {names}")
     return str(facts["artefacts"][format]["file"])
 
 
 def _first(facts: dict[str, Any]) -> str:
     """The first format whose runtime is installed."""
-    for name in _here(facts):
+    for name in (here := [name for name in ORDER if name in facts["artefacts"]]):
         if not _missing(facts, name):
             return name
-    raise ImportError(_missing(facts, _here(facts)[-1]))
+    raise ImportError(_missing(facts, here[-1]))
+
+
+def runtime_of(facts: dict[str, Any], format: str) -> str:
+    """The package that runs a format. OpenVINO reads no functions: it wants mode "standard"."""
+    if not format.startswith("onnx"):
+        return "torch"
+    names = ("onnxruntime", "openvino")
+    plain = facts["artefacts"][format].get("mode") == "standard"
+    return next((n for n in names if plain and importlib.util.find_spec(n)), names[0])
 
 
 def _missing(facts: dict[str, Any], format: str) -> str:
     """How to install the runtime of a format; "" where it is here."""
-    package = "onnxruntime" if format == "onnx" else "torch"
+    package = runtime_of(facts, format)
     if importlib.util.find_spec(package):
         return ""
     oldest = facts["artefacts"][format].get("runtime", {}).get(package, "")
@@ -160,32 +170,41 @@ def _schemas_that_are_there(torch: Any, name: str) -> Iterator[None]:
 
 def _served(torch: Any, name: str) -> bool:
     """Whether a library that is loaded already brings this operator (the package does)."""
-    try:
+    with contextlib.suppress(RuntimeError):
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
-    except RuntimeError:
-        return False
+    return False
 
 
-def _onnx(facts: dict[str, Any], bundle: Path, library: bool) -> Model:
+def _onnx(path: Path, libraries: Sequence[Path]) -> Model:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    for name in facts["artefacts_libraries"]["onnxruntime"] if library else ():
-        options.register_custom_ops_library(str(bundle / name))
-    session = onnxruntime.InferenceSession(
-        str(bundle / _file(facts, "onnx")), options, ["CPUExecutionProvider"]
-    )
+    for library in libraries:
+        options.register_custom_ops_library(str(library))
+    session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
     inputs = session.get_inputs()
     types = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        fed = {
-            item.name: np.ascontiguousarray(array, dtype=types.get(item.type))
-            for item, array in zip(inputs, arrays, strict=True)
-        }
-        results: list[np.ndarray[Any, Any]] = session.run(None, fed)
-        return results
+        fed = zip(inputs, arrays, strict=True)
+        return list(session.run(None, {
+            item.name: np.ascontiguousarray(array, types.get(item.type)) for item, array in fed
+        }))  # fmt: skip
+
+    return run
+
+
+def _openvino(path: Path) -> Model:
+    import openvino as ov
+
+    # Left alone it computes in bfloat16 where the CPU has that.
+    compiled = ov.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    types = [port.get_element_type().to_dtype() for port in compiled.inputs]
+
+    def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        fed = [array.astype(dtype) for array, dtype in zip(arrays, types, strict=True)]
+        return [np.array(each) for each in compiled(fed).values()]
 
     return run
 
@@ -220,8 +239,7 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     picture = picture.crop((left, top, left + width, top + height))
     pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
     normalised = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
-    result: np.ndarray[Any, Any] = normalised.transpose(2, 0, 1)[None].astype(np.float32)
-    return result
+    return np.asarray(normalised.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
 def _opened(image: Any) -> Any:
@@ -242,18 +260,6 @@ def _assumed(facts: dict[str, Any]) -> str:
     return f"the weights did not say their preprocessing: {values} assumed" if keys else ""
 
 
-def run_reference(format: str, bundle: Path, output: Path, *, library: bool = True) -> None:
-    """Run the inputs of reference.npz at each of its batch sizes and write the outputs."""
-    model = load(format, bundle, library=library)
-    results = {}
-    with np.load(bundle / "reference.npz", allow_pickle=False) as stored:
-        inputs = [stored[f"input.{i}"] for i in range(len(manifest(bundle)["inputs"]))]
-    for batch in manifest(bundle)["reference"]["batch_sizes"]:
-        for index, array in enumerate(model(*(array[:batch] for array in inputs))):
-            results[f"output.{batch}.{index}"] = array
-    np.savez(output, **results)  # type: ignore[arg-type]
-
-
 def _flat(value: Any) -> list[Any]:
     """The tensors of a nested result, in order."""
     if isinstance(value, dict):
@@ -264,13 +270,8 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    import torch
-
     plain = tensor.detach().cpu()
-    array: np.ndarray[Any, Any] = (
-        plain.float() if plain.dtype == torch.bfloat16 else plain
-    ).numpy()
-    return array
+    return np.asarray(plain.float() if str(plain.dtype) == "torch.bfloat16" else plain)
 
 
 def class_names(facts: dict[str, Any], bundle: Path = HERE, file: str = "") -> list[str]:
@@ -289,8 +290,8 @@ def images_in(paths: Sequence[str]) -> list[Path]:
     """The files, and those in folders and their sub-folders whose names are those of images."""
     from PIL import Image
 
-    known = Image.registered_extensions().items()
-    suffixes = {suffix for suffix, name in known if name in IMAGE_FORMATS}
+    known = Image.registered_extensions()
+    suffixes = {suffix for suffix in known if known[suffix] in IMAGE_FORMATS}
     found = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*.*"))
@@ -371,9 +372,9 @@ def main(arguments: Sequence[str]) -> int:
     given, kept, failed = _arguments(arguments), [], 0
     try:
         facts = manifest()
-        random = "the weights are random, and so are the results"
         drawn = facts["model"]["weights"].startswith("random")
-        for line in filter(None, (_assumed(facts), random * drawn)):
+        random = "the weights are random, and so are the results" * drawn
+        for line in filter(None, (_assumed(facts), random)):
             print(f"warning: {line}", file=sys.stderr)
         files = images_in(given.images)
         for entry in predictions(load(given.format), files, given):

@@ -92,6 +92,12 @@ def attention_within(module: nn.Module) -> nn.Module | None:
     return None if name is None or adapter.elsa_why_not(module) else module.get_submodule(name)
 
 
+def computes_otherwise(name: str) -> bool:
+    """Whether the table says of a class, by its qualified name, that it computes something else
+    than softmax attention."""
+    return name in table.ROWS and bool(table.ROWS[name].reason)
+
+
 def parts(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules within a layer that its adapter computes: they are no sites of their own."""
     adapter: Any = written(base_class(module))

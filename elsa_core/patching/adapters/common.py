@@ -5,12 +5,14 @@ Helpers take the module as Any: model libraries are untyped, and attributes diff
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elsa_core import calls, routing
 from elsa_core.attention import attention
@@ -184,11 +186,15 @@ def all_original(forward: Callable[..., Tensor], *arguments: Any, **options: Any
 
 def is_within_original(site: Any) -> bool:
     """Whether a site is called within `all_original`, and no backend or precision was named."""
+    return is_original(site.elsa_backend, site.elsa_precision)
+
+
+def is_original(backend: str, precision: str) -> bool:
+    """As `is_within_original`, of a call with these names."""
     # a compiler reads no further than its own question
     if torch.compiler.is_compiling() or not _ORIGINAL.within:
         return False
-    named: bool = site.elsa_backend != "auto" or site.elsa_precision != "strict"
-    return not named
+    return backend == "auto" and precision == "strict"
 
 
 def is_host_bound(
@@ -204,11 +210,11 @@ def is_host_bound(
             a CUDA graph, and its result is not used.
         form: what else tells the kernels of such calls apart.
     """
-    if calls.watched() or not x.is_cuda or site.elsa_backend != "auto":
+    if not x.is_cuda or work >= routing.eager_least(operator, x.dtype):
         return False
-    if site.elsa_precision != "strict" or work >= routing.eager_least(operator, x.dtype):
+    if site.elsa_backend != "auto" or site.elsa_precision != "strict":
         return False
-    if torch.cuda.is_current_stream_capturing():
+    if calls.watched() or torch.cuda.is_current_stream_capturing():
         return False
     if site.training:  # a warm-up would draw from the generator of its dropout
         return torch.is_grad_enabled()
@@ -222,6 +228,47 @@ def is_host_bound(
     return True
 
 
+def by_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: str, precision: str) -> bool:
+    """Whether a call without a mask is an eager one on a GPU that would wait for the host, for
+    which `torch.nn.functional.scaled_dot_product_attention` takes less of its time.
+
+    The first call of its kind loads the operator's kernels, for a CUDA graph of the same call.
+    """
+    work = query.numel() * key.shape[-2]
+    if not query.is_cuda or work >= routing.eager_least("attention", query.dtype):
+        return False
+    if backend != "auto" or precision != "strict":
+        return False
+    if calls.watched() or torch.cuda.is_current_stream_capturing():
+        return False
+    shapes = query.shape, key.shape, value.shape
+    kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)
+    if calls.first_of_kind(kind):
+        with torch.no_grad():
+            attention(query, key, value, enable_gqa=True)
+    return True
+
+
+def or_original(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a patched attention over tokens [..., N, C], its first argument; the original
+    one within `all_original`, and in eager calls on a GPU that would wait for the host.
+    """
+
+    @functools.wraps(forward)
+    def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
+        if is_within_original(self):
+            return self.elsa_base.forward(self, x, *given, **named)
+
+        def by_elsa() -> Any:
+            return forward(self, x, *given, **named)
+
+        if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
+            return all_original(self.elsa_base.forward, self, x, *given, **named)
+        return by_elsa()
+
+    return chosen
+
+
 def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     """Whether an eager call keeps the original forward, which calls PyTorch's own kernel.
 
@@ -231,6 +278,8 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     Args:
         site: a patched module that attends within x [B, N, C]. projection: its first one.
     """
+    if not (torch.is_grad_enabled() or site.training):
+        return False
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
     if not fused or calls.watched() or not wants_training(site, x, projection):
         return False
@@ -299,10 +348,17 @@ def attend(
 ) -> Tensor:
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
 
-    `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Where weights are dropped, none is
-    left out for its size.
+    `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Small eager calls on a GPU are
+    PyTorch's, see `by_sdpa`. Where weights are dropped, none is left out for its size.
     """
     sparsity = None if dropout_p else getattr(module, "elsa_sparsity", None)
+    names = module.elsa_backend, module.elsa_precision
+    by_pytorch = mask is None and sparsity is None and query.is_cuda
+    if by_pytorch and by_sdpa(query, key, value, *names):
+        return functional.scaled_dot_product_attention(
+            query, key, value, None, dropout_p, is_causal, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
     out: Any = attention(
         query,
         key,

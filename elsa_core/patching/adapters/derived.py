@@ -101,9 +101,15 @@ class DerivedTensors:
         # What CUDA graphs read; bound: one value each time that a site is frozen and captured.
         self._captured: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]]
         self._captured = weakref.WeakKeyDictionary()
+        # Counts values kept and dropped: where it stands still, all that is kept is as it was.
+        self.changes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def keeps(self, site: nn.Module) -> bool:
+        """Whether anything is kept of a site, whether it still holds or not."""
+        return site in self._kept
 
     def kept(self, site: nn.Module) -> list[Any]:
         """The values kept of a site."""
@@ -157,7 +163,15 @@ class DerivedTensors:
 
     def drop(self, site: nn.Module) -> bool:
         """Forget what is kept of a site; whether there was anything."""
-        return self._kept.pop(site, None) is not None
+        found = self._kept.pop(site, None) is not None
+        self.changes += found
+        return found
+
+    def frozen_of(self, site: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that `freeze` keeps of a site, and those that they were derived from."""
+        entries = [e for e in self._kept.get(site, {}).values() if e.frozen]
+        kept = [tensor for entry in entries for tensor in _tensors_of(entry.value)]
+        return kept, [source.tensor for entry in entries for source in entry.sources]
 
     def _valid(self, derivation: Derivation, sources: tuple[Tensor, ...]) -> _Entry | None:
         entries = self._kept.get(derivation.site)
@@ -180,6 +194,7 @@ class DerivedTensors:
         # A new dict: another thread may read the one that is kept.
         others = self._kept.get(derivation.site, {}) if frozen else {}
         self._kept[derivation.site] = {**others, _autocast(sources[0]): entry}
+        self.changes += 1
         return entry
 
 

@@ -24,15 +24,17 @@ from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.functional import scaled_dot_product_attention
 
 from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import asked, table
-from elsa_core.patching.adapters.common import has_hooks
+from elsa_core.patching.adapters.common import by_sdpa, has_hooks, is_original
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
 
 _PREFIX = "Redirected"
+_NAMES = ("backend", "precision")
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
 # Bound: the classes that modules have. Pickle wants the very class that a name leads to.
 _CLASSES: weakref.WeakValueDictionary[tuple[Any, ...], type[nn.Module]]
@@ -113,7 +115,7 @@ def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
 
 
 def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module]:
-    replaced = functools.partial(attention, precision=precision, backend=backend)
+    replaced = functools.partial(_attention, precision=precision, backend=backend)
     namespace: dict[str, Any] = {
         "__module__": __name__,
         "__qualname__": _encoded(_PREFIX, precision, backend, cls.__module__, cls.__qualname__),
@@ -127,6 +129,21 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
         for switch in set(table.SWITCHES) & set(method.function.__code__.co_names):
             namespace[switch] = _always_on(switch)
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, **named: Any
+) -> Any:
+    """What is called in the place of `scaled_dot_product_attention`; itself where the host would
+    be waited for.
+    """
+    names = named["backend"], named["precision"]
+    if is_original(*names) or (
+        attn_mask is None and query.is_cuda and by_sdpa(query, key, value, *names)
+    ):
+        named = {name: value for name, value in named.items() if name not in _NAMES}
+        return scaled_dot_product_attention(query, key, value, attn_mask, *given, **named)
+    return attention(query, key, value, attn_mask, *given, **named)
 
 
 def _rebuilt(method: Method, replaced: Any) -> FunctionType:

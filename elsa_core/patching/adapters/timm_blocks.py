@@ -12,6 +12,7 @@ from typing import Any
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.common import all_original, is_host_bound
 from elsa_core.patching.adapters.residual import added
 
@@ -42,5 +43,7 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
 
         # its largest product has four times as many channels, as MLPs have by default
         if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):
-            return all_original(super().forward, x, **terms)
+            whole = attn_mask is None and not is_causal
+            out = flat.served(self, flat.block, x) if whole else None
+            return all_original(super().forward, x, **terms) if out is None else out
         return by_elsa()

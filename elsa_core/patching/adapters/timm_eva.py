@@ -9,7 +9,13 @@ import torch
 from timm.models.eva import EvaAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project, project_by, split_heads, split_packed
+from elsa_core.patching.adapters.common import (
+    or_original,
+    project,
+    project_by,
+    split_heads,
+    split_packed,
+)
 from elsa_core.patching.adapters.timm_attention import attended, gate_of, rotate
 
 
@@ -20,6 +26,7 @@ class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(
         self,
         x: Tensor,

@@ -12,7 +12,13 @@ from typing import Any
 from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import attend, join_heads, project, split_packed
+from elsa_core.patching.adapters.common import (
+    attend,
+    join_heads,
+    or_original,
+    project,
+    split_packed,
+)
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table
 
 _Size = list[int]
@@ -25,6 +31,7 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)

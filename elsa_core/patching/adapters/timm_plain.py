@@ -22,6 +22,7 @@ from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
     join_heads,
+    or_original,
     project,
     scale_of,
     split_heads,
@@ -46,6 +47,7 @@ class ElsaCrossAttention(CrossAttention):  # type: ignore[misc]  # timm is untyp
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x[:, :1]), self.num_heads)
         k, v = (
@@ -61,6 +63,7 @@ class ElsaVoloClassAttention(ClassAttention):  # type: ignore[misc]  # timm is u
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.q(x[:, :1]), self.num_heads)
         k, v = (
@@ -76,6 +79,7 @@ class ElsaTntAttention(TntAttention):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor) -> Tensor:
         q, k = (
             split_heads(half, self.num_heads) for half in project(self, self.qk, x).chunk(2, dim=-1)
@@ -91,6 +95,7 @@ class ElsaConvitMHSA(MHSA):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         return _projected(self, q, k, v)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import norm_of, project, scale_of
-from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters import flat
+from elsa_core.patching.adapters.common import is_host_bound, norm_of, project, scale_of
+from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives, derived
 from elsa_core.patching.adapters.residual import added, added_by
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -27,6 +29,7 @@ from elsa_core.patching.adapters.windows import (
     trains_original,
     why_not,
 )
+from elsa_core.window import window_attention
 
 
 class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
@@ -51,6 +54,16 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and not self.training and "_attn" not in vars(self):
+            work = 4 * x.numel() * x.shape[-1]
+            bound = "linear" if x.dtype == torch.float32 else "attention"
+            if is_host_bound(self, bound, x, work, lambda: self._elsa_forward(x)):
+                out = flat.served(self, _row, x)
+                if out is not None:
+                    return out
+        return self._elsa_forward(x)
+
+    def _elsa_forward(self, x: Tensor) -> Tensor:
         norm = self.norm1
         # a caller may have put an entry of its own in the place of `_attn`
         within = norm_of(norm, x) is not None and "_attn" not in vars(self)
@@ -93,6 +106,36 @@ def _bias(attn: Any) -> Bias:
 def _table(attn: Any) -> Bias:
     table, index = attn.relative_position_bias_table, attn.relative_position_index
     return as_table(table, index, math.prod(attn.window_size))
+
+
+def _row(module: Any, drops: flat.Drops) -> flat.Run | None:
+    """The block as functions in a row, its layers PyTorch's."""
+    attn, settings = module.attn, vars(module)
+    first, second = flat.norm(module.norm1), flat.norm(module.norm2)
+    qkv, proj, change = (
+        flat.linear(attn.qkv),
+        flat.linear(attn.proj),
+        flat.of_mlp(module.mlp, drops),
+    )
+    parts = (module.drop_path1, module.drop_path2, attn.proj_drop, attn.attn_drop)
+    if not all(flat.idles(part, drops) for part in parts) or type(attn) is not WindowAttention:
+        return None
+    if first is None or second is None or qkv is None or proj is None or change is None:
+        return None
+    terms = {"precision": module.elsa_precision, "backend": module.elsa_backend}
+
+    def run(x: Tensor) -> Tensor:
+        bias: Bias = derived(module.elsa_derivation()) if DERIVED.keeps(module) else _table(attn)
+        windows = window_attention(
+            qkv(first(x)), bias.bias, num_heads=attn.num_heads, window_size=settings["window_size"],
+            shift_size=settings["shift_size"], scale=scale_of(attn), bias_index=bias.bias_index,
+            pad_qkv=attn.qkv.bias, **terms,
+        )  # fmt: skip
+        x = x + proj(windows)
+        tokens = x.flatten(1, 2)
+        return (tokens + change(second(tokens))).reshape(x.shape)
+
+    return run
 
 
 def attend_block(block: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:

@@ -100,6 +100,12 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() != 4 or (not input.is_cuda and calls.recorded()):
             return super().forward(input)
+        work = input.numel() * self.out_channels
+        if is_host_bound(self, "linear", input, work, lambda: self._elsa_product(input)):
+            return super().forward(input)
+        return self._elsa_product(input)
+
+    def _elsa_product(self, input: Tensor) -> Tensor:
         height, width = self.kernel_size
         rows, columns = input.shape[2] // height, input.shape[3] // width
         cut = input[:, :, : rows * height, : columns * width]

@@ -15,6 +15,7 @@ from torch import Tensor
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton import support as support_of_attention
 from elsa_core.backends.triton.attention import tiling
+from elsa_core.backends.triton.attention.schedules import stream
 from elsa_core.backends.triton.attention.schedules.forward import fold_options, fold_tail
 from elsa_core.backends.triton.attention.schedules.record import Problem, known
 from elsa_core.backends.triton.attention.tiling import Shape
@@ -30,18 +31,24 @@ def support(request: Request) -> Support:
 
 def schedule(*arguments: Any) -> str:
     """How a call is cut, in words."""
+    if stream.asked():
+        return "packed sequences by stream-K: equal shares of key tiles, joined by the last program"
     return "packed sequences: each program finds its own, keys and values split in the loop"
 
 
 def plan(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float, precision: str
-) -> Launch:
+) -> Launch | stream.Streamed:
     """The launch of a call that has queries; everything here depends on layouts, never on data."""
     from elsa_core.backends.triton.attention.varlen_forward import varlen_forward
 
     sequences = starts.shape[0] - 1
     mode = device.mode_of(q.dtype, precision)
     shape = Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2], v.shape[2])
+    alone = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]  # [1, H, T, D]
+    if stream.asked():
+        problem = Problem(*alone, None, causal, scale, precision, mode, shape)
+        return stream.streamed(problem, sequences)
     table, multiprocessors = device.device_table(device.index_of(q.device))
     # tiles of one product are for operands split ahead alone
     usual = shape._replace(keys=max(1, -(-shape.keys // max(1, sequences))))
@@ -49,7 +56,6 @@ def plan(
         usual, "split" if mode == "single" else mode, table, workspace=False,
         multiprocessors=multiprocessors, specialized=False,
     )  # fmt: skip
-    alone = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # [1, H, T, D]
     # no sequence has more keys than there are
     tiles = replace(tiles, partitions=1, chunk=max(1, shape.keys))
     problem = Problem(*alone, None, causal, scale, precision, mode, shape, tiles)
@@ -91,9 +97,10 @@ def varlen_attention(
     )
     key_of_plan = ("varlen_attention", *layouts, query.get_device(), is_causal, scale, precision)
     launch = PLANS.get(key_of_plan, plan, query, key, value, starts, is_causal, scale, precision)
+    given = (query, key, value, starts, others, out, lse)
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
-            launch(query, key, value, starts, others, out, lse)
+            launch(*given)
     else:
-        launch(query, key, value, starts, others, out, lse)
+        launch(*given)
     return out, lse

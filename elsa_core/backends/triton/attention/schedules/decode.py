@@ -47,7 +47,7 @@ def _plan(problem: Problem) -> Parts:
         **q_strides, **layout.strides("k", k, unit), **layout.strides("v", v, unit), **m_strides,
         "batch": shape.batch,
         "MASK": layout.mask_kind(mask), "PARTIAL": parts > 1, "UNIT": unit, "UNIT_D": unit_d,
-        "OVERLAP": overlap, "BN": _key_tile(knobs, problem), "STAGES": knobs["stages"],
+        "OVERLAP": overlap, "BN": key_tile(knobs, problem), "STAGES": knobs["stages"],
         "D": shape.head_dim, "DP": max(16, 1 << (shape.head_dim - 1).bit_length()),
         "DV": shape.value_dim, "VP": max(16, 1 << (shape.value_dim - 1).bit_length()),
     }  # fmt: skip
@@ -56,7 +56,7 @@ def _plan(problem: Problem) -> Parts:
     return Parts({"fold": fold}, plan_merge(shape, parts, overlap))
 
 
-def _key_tile(knobs: dict[str, int], problem: Problem) -> int:
+def key_tile(knobs: dict[str, int], problem: Problem) -> int:
     """Keys a tile: about the same bytes for every dtype and head dimension."""
     shape = problem.shape
     width = max(shape.head_dim, shape.value_dim) * problem.key.element_size()

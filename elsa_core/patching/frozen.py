@@ -8,7 +8,7 @@ says when such a tensor is computed anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.patching.adapters.derived import DERIVED, Derivation
-from elsa_core.patching.patch import patched_sites
+from elsa_core.patching.rewrite import patched_sites
 from elsa_core.patching.sites import plain_model
 
 
@@ -102,6 +102,27 @@ def refresh(model: nn.Module) -> int:
         TypeError: `model` is no `nn.Module`.
     """
     return sum(DERIVED.drop(module) for module in plain_model(model).modules())
+
+
+class FrozenState:
+    """What `freeze` keeps of some modules now; `holds` says later whether that is still so.
+
+    Attributes:
+        tensors: kept, which a CUDA graph may read.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = [DERIVED.frozen_of(module) for module in modules]
+        self.tensors = [tensor for kept, _ in found for tensor in kept]
+        self._sources = [tensor for _, sources in found for tensor in sources]
+        self._changes, self._versions = DERIVED.changes, self._now()
+
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._sources]
+
+    def holds(self) -> bool:
+        """Whether nothing was kept or dropped since, and no source written that PyTorch counts."""
+        return DERIVED.changes == self._changes and self._now() == self._versions
 
 
 def _derivations(model: nn.Module) -> Iterator[Derivation]:

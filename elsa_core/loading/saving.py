@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.fill import separate
 from elsa_core.loading.fromfile import CONFIG_METADATA
-from elsa_core.loading.load import Loaded
+from elsa_core.loading.loader import Loaded
 from elsa_core.loading.plan import PLAN_NAME, Plan, plan_of
 
 if TYPE_CHECKING:
-    from elsa_core.patching.patch import PatchReport
+    from elsa_core.patching import PatchReport
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
@@ -64,25 +64,29 @@ def save(
         target = given.resolve()
         check_target(target, given, force)
         with files.staged(target) as staging:
-            write_files(loaded, plan_of(report), staging)
+            write_model(staging, loaded.model, plan_of(report), loaded)
     except OSError as error:
         raise files.explained(error, given) from error
     return given
 
 
-def write_files(loaded: Loaded, plan: Plan, directory: Path) -> None:
-    """Write what `load` needs to open `directory` again: weights, configuration and plan."""
+def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | None) -> None:
+    """Write weights and plan, and where the model was loaded by elsa the configuration, with which
+    `load` opens `directory` again."""
+    files.write_json(directory / PLAN_NAME, plan.to_dict())
+    if loaded is None:
+        _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, {"format": "pt"})
+        return
     config = _config(loaded)
     metadata = {
         "format": "pt",
         "elsa_weights": loaded.weights,
         CONFIG_METADATA: json.dumps(config),
     }
-    write_tensors(loaded.model.state_dict(), directory / WEIGHTS_NAME, metadata)
+    _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, metadata)
     files.write_json(directory / CONFIG_NAME, config)
     if loaded.recipe.library == "open_clip":
         files.write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
-    files.write_json(directory / PLAN_NAME, plan.to_dict())
 
 
 def _config(loaded: Loaded) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def _config(loaded: Loaded) -> dict[str, Any]:
     return config
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def _write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write a .safetensors file. Tensors that share memory are written under each name.
 
     Raises:

@@ -21,6 +21,7 @@ from elsa_core.errors import ArgumentError, NothingPatchedError, UnavailableErro
 from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
+from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.precision import validate
@@ -137,12 +138,12 @@ def patch(
     sites = find_sites(model, scope)
     selected, kept = [], []
     for site in sites:
-        reason = why_not_selected(site.path, wanted, unwanted)
+        reason = _why_not_selected(site.path, wanted, unwanted)
         if reason is None and site.patchable:
             selected.append(site)
         else:
             kept.append(replace(site, reason=reason or site.reason))
-    refused = [site for site in kept if why_not_selected(site.path, wanted, unwanted) is None]
+    refused = [site for site in kept if _why_not_selected(site.path, wanted, unwanted) is None]
     if not selected:
         raise NothingPatchedError(_nothing_line(model, sites, refused, sites_of(scope)))
     _check_globs(sites, sites_of(scope), include=wanted, exclude=unwanted)
@@ -276,7 +277,7 @@ def _check_globs(sites: Sequence[AttentionSite], what: str, **given: tuple[str, 
                 )
 
 
-def why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
+def _why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
     """Why include and exclude leave a site out; None where they do not."""
     hit = next((glob for glob in exclude if fnmatchcase(path, glob)), None)
     if hit is not None:
@@ -284,6 +285,36 @@ def why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ..
     if include and not any(fnmatchcase(path, glob) for glob in include):
         return "not named by include"
     return None
+
+
+def layers_within(
+    model: nn.Module,
+    found: Sequence[AttentionSite],
+    sites: Sequence[str],
+    kept: Sequence[str],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+) -> Iterator[str]:
+    """The layers within the attention modules of `sites` that go with them: those that can be
+    patched, that `sites` and `kept` do not name, and that `include` and `exclude` do not leave out.
+
+    Args:
+        model: whose sites `found` holds.
+        found: every site of the model.
+        sites: paths of the sites that are patched.
+        kept: paths of sites that stay as they are.
+        include: globs, as `patch` takes them.
+        exclude: globs.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    attention = [one.path for one in found if one.kind not in LAYERS and one.path in sites]
+    modules = [model.get_submodule(path) for path in attention]
+    around = tuple(f"{paths[adapters.attention_within(m) or m]}." for m in modules)
+    named = {*sites, *kept}
+    for site in found:
+        within = site.kind in LAYERS and site.path.startswith(around) and site.path not in named
+        if within and site.patchable and _why_not_selected(site.path, include, exclude) is None:
+            yield site.path
 
 
 def _nothing_line(

@@ -15,8 +15,7 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.inputs.cases import ModelInput, as_cases
-from elsa_core.patching.layers import is_layer
-from elsa_core.patching.patch import original, patched_sites
+from elsa_core.patching import is_layer, original, patched_sites
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
 from elsa_core.proof.run import CheckRun

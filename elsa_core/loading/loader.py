@@ -26,7 +26,7 @@ from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.reading import read_json
 
 if TYPE_CHECKING:
-    from elsa_core.patching.patch import PatchReport
+    from elsa_core.patching import PatchReport
 
 _SAVED_FROM = ", saved from "
 _LIBRARIES = ("timm", "open_clip", "torchvision")

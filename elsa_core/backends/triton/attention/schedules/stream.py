@@ -1,0 +1,270 @@
+"""The stream-K schedule: equal shares of key tiles, joined in the launch that folds them.
+
+No GPU has run it yet: calls that say nothing are not served by it, within `stream_k` they are.
+Served are calls without a mask or dropout, and packed sequences of backend="triton".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.triton.attention import tiling
+from elsa_core.backends.triton.attention.schedules.decode import key_tile
+from elsa_core.backends.triton.attention.schedules.forward import (
+    ahead_launch,
+    fold_options,
+    fold_tail,
+)
+from elsa_core.backends.triton.attention.schedules.record import (
+    Call,
+    Parts,
+    Problem,
+    Schedule,
+    known,
+)
+from elsa_core.backends.triton.shared import device, layout
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.plans import PLANS
+from elsa_core.backends.triton.shared.tickets import tickets
+
+# queries up to which a tile has so many rows, the fewest of a tensor-core product
+FEW = 16
+# heads of the queries that may share a tile
+MOST_PACKED = 64
+# programs for each multiprocessor, by the rows of a tile
+RESIDENT = {16: 2, 32: 2, 64: 2, 128: 1}
+# units that a program gets, if there are as many: fewer cost more to join than they save
+LEAST = 2
+
+
+class Knobs(NamedTuple):
+    """What `stream_k` was asked for; None: as planned.
+
+    programs: of the whole grid. least: units of a program, if there are as many. tile: the tile of
+    calls that are folded in tiles.
+    """
+
+    programs: int | None = None
+    least: int | None = None
+    tile: tiling.Tile | None = None
+
+
+_asked: list[Knobs] = []
+
+
+@contextmanager
+def stream_k(
+    programs: int | None = None, least: int | None = None, tile: tiling.Tile | None = None
+) -> Iterator[None]:
+    """Serve calls by the stream-K schedule where it can, in every thread: to test and to measure
+    it. It is not chosen by auto until measured. No plan outlives it.
+
+    programs, least, tile: see `Knobs`.
+    """
+    PLANS.clear()
+    _asked.append(Knobs(programs, least, tile))
+    try:
+        yield
+    finally:
+        _asked.pop()
+        PLANS.clear()
+
+
+def asked() -> bool:
+    """Whether `stream_k` is active."""
+    return bool(_asked)
+
+
+def _knobs() -> Knobs:
+    return _asked[-1] if _asked else Knobs()
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The launch that folds and joins, and the memory it needs.
+
+    rows, width: of a state; there are two for each program.
+    """
+
+    fold: Launch
+    rows: int
+    width: int
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, others: Tensor, out: Tensor,
+        lse: Tensor, halves: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """starts, others: cumulative lengths, or any tensors where sequences are not packed;
+        halves: what was split ahead.
+        """
+        programs = self.fold.grid[0]
+        states = 2 * programs * self.rows
+        outputs = q.new_empty((states, self.width), dtype=torch.float32)
+        logs = q.new_empty(states, dtype=torch.float32)
+        counters = tickets(programs, q.device)
+        pointers = (q, k, v, starts, others)
+        if "PRE" in self.fold.tail:
+            pointers += (q if halves is None else halves,)
+        self.fold(*pointers, outputs, logs, counters, out, lse)
+
+
+def streamed(problem: Problem, sequences: int = 0) -> Streamed:
+    """The launch for a call of [B, H, N, D]; or, with sequences, for one of that many packed
+    sequences, whose tokens are [1, H, T, D].
+    """
+    shape = problem.shape
+    # of packed sequences one query each, or fewer, on average
+    single = shape.queries <= max(1, sequences)
+    packed = single and 1 < shape.heads // shape.key_heads <= MOST_PACKED
+    if single and (not packed or problem.mode == "exact"):
+        return _rows(problem, sequences)
+    return _tiles(problem, sequences, packed)
+
+
+def _shares(problem: Problem, sequences: int) -> dict[str, Any]:
+    shape = problem.shape
+    return {
+        "sequences": sequences or shape.batch, "lse_h": shape.queries, "RAGGED": sequences > 0,
+        "CAUSAL": problem.causal,
+    }  # fmt: skip
+
+
+def _programs(problem: Problem, sequences: int, resident: int, least: int, units: int) -> int:
+    """Programs of the grid; a call whose lengths are known launches none without a share."""
+    wanted = _knobs().programs
+    if wanted is None:
+        _, multiprocessors = device.device_table(device.index_of(problem.query.device))
+        wanted = resident * multiprocessors
+    return wanted if sequences else max(1, min(wanted, units // least))
+
+
+def _rows(problem: Problem, sequences: int) -> Streamed:
+    """Single queries, each with the keys of its own head."""
+    from elsa_core.backends.triton.attention.stream_decode import stream_decode
+
+    q, k, v, shape = problem.query, problem.key, problem.value, problem.shape
+    knobs = device.device_table(device.index_of(q.device))[0].decode
+    unit, unit_d = layout.row_unit((k, v))
+    if any(s % unit for s in q.stride()[:3]):
+        unit = 1
+    factors = layout.score_scale(problem.scale, "exact")
+    width = max(16, 1 << (shape.value_dim - 1).bit_length())
+    block = key_tile(knobs, problem)
+    least = _knobs().least or knobs["least_tiles"]
+    tail: dict[str, Any] = {
+        "heads": shape.heads, "group": shape.heads // shape.key_heads, "n_q": shape.queries,
+        "n_k": shape.keys, "least": least, "shift": (shape.keys - 1).bit_length(),
+        "scale_exp": factors["scale_exp"], "scale": factors["scale"], "flip": factors["flip"],
+        **layout.strides("q", q, unit), **layout.strides("k", k, unit),
+        **layout.strides("v", v, unit), **_shares(problem, sequences),
+        "UNIT": unit, "UNIT_D": unit_d, "BN": block, "STAGES": knobs["stages"],
+        "PARTS": max(1, 4096 // width),
+        "D": shape.head_dim, "DP": max(16, 1 << (shape.head_dim - 1).bit_length()),
+        "DV": shape.value_dim, "VP": width,
+    }  # fmt: skip
+    units = shape.batch * shape.heads * shape.queries * -(-shape.keys // block)
+    programs = _programs(problem, sequences, knobs["resident"], least, units)
+    fold = Launch(stream_decode, (programs,), tail, {"num_warps": knobs["warps"]})
+    return Streamed(fold, 1, shape.value_dim)
+
+
+def _tiles(problem: Problem, sequences: int, packed: bool) -> Streamed:
+    """Tiles of queries; packed: one query of all heads that share a head of the keys."""
+    from elsa_core.backends.triton.attention.stream_forward import stream_forward
+
+    shape = problem.shape
+    problem = _with_tile(problem, sequences, packed)
+    tile, least = problem.tile, _knobs().least or LEAST
+    tail = fold_tail(problem) | _shares(problem, sequences)
+    own = known(stream_forward, tail | {
+        "PACKED": packed, "least": least,
+        "PARTS": max(1, 4096 // (tile.block_m * tail["V0"])),
+    })  # fmt: skip
+    lines = shape.key_heads if packed else shape.heads
+    rows = 1 if packed else -(-shape.queries // tile.block_m)
+    units = shape.batch * lines * rows * -(-shape.keys // tile.block_n)
+    if problem.causal:
+        # at least half of them are there
+        units = -(-units // 2)
+    resident = RESIDENT.get(tile.block_m, 1)
+    programs = _programs(problem, sequences, resident, least, units)
+    fold = Launch(stream_forward, (programs,), own, fold_options(problem, tail))
+    return Streamed(fold, tile.block_m, shape.value_dim)
+
+
+def _with_tile(problem: Problem, sequences: int, packed: bool) -> Problem:
+    """The problem with the tile that it is folded by."""
+    shape = problem.shape
+    tile = _knobs().tile or _tile(problem, sequences, packed)
+    # a program may fold all keys of a query
+    return replace(problem, tiles=tiling.Plan(tile, 1, max(1, shape.keys)))
+
+
+def _tile(problem: Problem, sequences: int, packed: bool) -> tiling.Tile:
+    shape, group = problem.shape, problem.shape.heads // problem.shape.key_heads
+    rows = group if packed else -(-shape.queries // max(1, sequences))
+    ahead = not sequences and rows > FEW and problem.precision != "lean"
+    # tiles of one product are for operands split ahead alone
+    mode = "split" if problem.mode == "single" and not ahead else problem.mode
+    usual = shape._replace(keys=max(1, -(-shape.keys // max(1, sequences))))
+    table, multiprocessors = device.device_table(device.index_of(problem.query.device))
+    tile = tiling.plan(
+        usual, mode, table, workspace=ahead, multiprocessors=multiprocessors, specialized=False
+    ).tile
+    if rows <= FEW or packed:
+        block = max(FEW, 1 << (rows - 1).bit_length())
+        tile = replace(tile, block_m=min(block, tile.block_m), warps=4)
+    # `RESIDENT` programs have all registers that a thread can have
+    return replace(tile, registers=0)
+
+
+def _serves(problem: Problem) -> bool:
+    shape = problem.shape
+    return problem.mask is None and min(shape.batch, shape.heads, shape.queries, shape.keys) > 0
+
+
+def _plan(problem: Problem) -> Parts:
+    launch = streamed(problem)
+    if not launch.fold.tail.get("PRE"):
+        return Parts({"fold": launch.fold})
+    tiled = _with_tile(problem, 0, False)
+    ahead, workspace = ahead_launch(tiled, fold_tail(tiled))
+    return Parts({"ahead": ahead, "fold": launch.fold}, None, workspace)
+
+
+def _run(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = call.results(q)
+    fold = call.fold
+    launch = Streamed(fold, fold.tail.get("BM", 1), fold.tail["DV"])
+    halves = None
+    if "ahead" in call.launches:
+        halves = q.new_empty(call.workspace, dtype=torch.float16)
+        call.launches["ahead"](k, v, halves)
+    launch(q, k, v, q, q, out, lse, halves)
+    return out, lse
+
+
+def _words(problem: Problem) -> str:
+    return words_of(streamed(problem))
+
+
+def words_of(launch: Streamed) -> str:
+    """The schedule in words."""
+    tail, programs = launch.fold.tail, launch.fold.grid[0]
+    rows = "one query" if "BM" not in tail else f"{tail['BM']} queries"
+    if tail.get("PACKED"):
+        rows = "one query of all heads that share keys"
+    where = ", keys and values split ahead" if tail.get("PRE") else ""
+    return (
+        f"stream-K: {programs} programs with equal shares of tiles of {rows} x {tail['BN']} keys, "
+        f"joined by the last{where}; not measured, asked for by name"
+    )
+
+
+STREAM = Schedule("stream_k", _serves, _plan, _run, _words)

@@ -1,0 +1,209 @@
+"""Stream-K: every program gets an equal share of key tiles, whatever query tiles they belong to.
+
+A unit is one tile of keys for one tile of queries. Units lie in one line: sequence (or batch),
+head, query tile, key tile. With n units and P programs, program p folds the units from p * n // P
+to (p + 1) * n // P. A query tile whose keys one program folds alone is written at once. One that
+is cut keeps a state for each of its programs, and whoever finishes last joins them.
+
+State: outputs [rows, DV] and base 2 log-sum-exp [rows], float32, as `merge.merge_states` has them.
+A program cuts two query tiles at most, the one it ends and the one it begins: its states are 2 p
+and 2 p + 1. A ticket counts those who have finished; that of a query tile is that of its first
+program, which begins no other one that is cut. Programs wait for nobody, so a grid of more than
+the GPU holds at once is right as well. States are joined in the order of their keys, whoever does
+it: equal calls give equal bits.
+
+Memory order: each thread stores its part of a state. The barrier, and an addition to the ticket
+that releases and acquires at the scope of the GPU, put these stores before whatever the last
+arriver loads behind its own barrier. It sets the ticket back to 0 for the next call.
+
+Source: LeanAttention (arXiv 2405.10480), Algorithm 4; ELSA, Eq. 4 (the join).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from elsa_core.backends.triton.attention.varlen_forward import bounds_of
+from elsa_core.backends.triton.shared.helpers import LN2
+
+# sequences whose lengths a program reads at once
+SEQUENCES: tl.constexpr = tl.constexpr(128)
+
+
+@triton.jit
+def whole(n):
+    """A count as int64: units of one call may be more than int32 holds."""
+    return tl.full([], 0, tl.int64) + n
+
+
+@triton.jit
+def first_unit(program, units, programs):
+    """Where a program's share begins; that of the program behind the last one is `units`."""
+    return program * units // programs
+
+
+@triton.jit
+def owner(unit, units, programs):
+    """The program whose share holds a unit: the last one that begins at it or before."""
+    return ((unit + 1) * programs - 1) // units
+
+
+@triton.jit
+def key_tiles_of(i, tiles, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Key tiles of query tile i, of QT queries; `tiles` hold all keys of its sequence."""
+    if CAUSAL:
+        return tl.minimum(tiles, ((i + 1) * QT + BN - 1) // BN)
+    return tiles
+
+
+@triton.jit
+def units_before(i, tiles, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Units of the query tiles 0 to i - 1 of one head: the sum of `key_tiles_of`. int64.
+
+    Causal ones grow by QT / BN a query tile, or by 1 in BN / QT of them, until they are `tiles`.
+    """
+    if CAUSAL:
+        if QT >= BN:
+            grown = tl.minimum(i, tiles // (QT // BN))
+            below = (QT // BN) * (grown * (grown + 1) // 2)
+        else:
+            grown = tl.minimum(i, tiles * (BN // QT))
+            rows = grown // (BN // QT)
+            below = (BN // QT) * (rows * (rows + 1) // 2) + grown % (BN // QT) * (rows + 1)
+        return below + (i - grown) * tiles
+    return i * tiles
+
+
+@triton.jit
+def query_tile_of(
+    unit, count, tiles, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """The query tile, of `count` of one head, that holds a unit of that head."""
+    if CAUSAL:
+        low = tl.zeros_like(unit)
+        high = low + count
+        while high - low > 1:
+            middle = (low + high) // 2
+            below = units_before(middle, tiles, QT, BN, True) <= unit
+            low = tl.where(below, middle, low)
+            high = tl.where(below, high, middle)
+        return low
+    return unit // tiles
+
+
+@triton.jit
+def shape_of(len_q, len_k, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """(query tiles, key tiles, units) of one head of a sequence, int64. No key: one tile of none,
+    so that somebody writes the zeros.
+    """
+    count = (len_q.to(tl.int64) + QT - 1) // QT
+    tiles = tl.maximum((len_k.to(tl.int64) + BN - 1) // BN, 1)
+    return count, tiles, units_before(count, tiles, QT, BN, CAUSAL)
+
+
+@triton.jit
+def units_of(
+    StartsQ, StartsK, i, sequences, n_q, n_k,
+    QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Units of one head of sequences i; 0 behind the last one."""
+    inside = tl.minimum(i, sequences - 1)
+    _, len_q = bounds_of(StartsQ, inside, n_q)
+    _, len_k = bounds_of(StartsK, inside, n_k)
+    _, _, units = shape_of(len_q, len_k, QT, BN, CAUSAL)
+    return tl.where(i < sequences, units, 0)
+
+
+@triton.jit
+def all_units(
+    StartsQ, StartsK, sequences, n_q, n_k,
+    QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Units of one head of all sequences."""
+    total = whole(0)
+    for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
+        i = s0 + tl.arange(0, SEQUENCES)
+        total += tl.sum(units_of(StartsQ, StartsK, i, sequences, n_q, n_k, QT, BN, CAUSAL), 0)
+    return total
+
+
+@triton.jit
+def sequence_at(
+    StartsQ, StartsK, unit, sequences, heads, n_q, n_k,
+    QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """(sequence, its first unit): the one that holds a unit of the call."""
+    before = whole(0)
+    base = whole(0)
+    found = tl.full([], 0, tl.int32)
+    for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
+        i = s0 + tl.arange(0, SEQUENCES)
+        units = units_of(StartsQ, StartsK, i, sequences, n_q, n_k, QT, BN, CAUSAL) * heads
+        passed = (before + tl.cumsum(units, 0) <= unit) & (i < sequences)
+        found += tl.sum(passed.to(tl.int32), 0)
+        base += tl.sum(tl.where(passed, units, 0), 0)
+        before += tl.sum(units, 0)
+    return found, base
+
+
+@triton.jit
+def arrive(Tickets, i_ticket):
+    """How many have arrived before at this ticket. What all threads stored before it is seen by
+    whoever arrives later.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(Tickets + i_ticket, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    return before
+
+
+@triton.jit
+def join_logs(PL, first, count, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """The maximum over `count` states from program `first` on of their log-sum-exp, and the sum of
+    2**(log-sum-exp - maximum). [ROWS]
+    """
+    o_m = tl.arange(0, ROWS)
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    for p0 in tl.range(0, count, PARTS, num_stages=1):
+        logs = load_logs(PL, first, p0, count, o_m, ROWS, PARTS)
+        m_new = tl.maximum(m, tl.max(logs, 0))
+        m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
+        s = s * tl.exp2(m - m_safe) + tl.sum(tl.exp2(logs - m_safe[None, :]), 0)
+        m = m_new
+    return m, s
+
+
+@triton.jit
+def load_logs(PL, first, p0, count, o_m, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    o_p = p0 + tl.arange(0, PARTS)
+    p = PL + (2 * (first + o_p) + (o_p == 0))[:, None] * ROWS + o_m[None, :]
+    return tl.load(p, mask=(o_p < count)[:, None], other=-float("inf"))  # [PARTS, ROWS]
+
+
+@triton.jit
+def join_outputs(
+    PO, PL, first, count, m, s,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    DV: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Columns [START, START + WIDTH) of the joined output. [ROWS, WIDTH]"""
+    o_m = tl.arange(0, ROWS)
+    o_v = START + tl.arange(0, WIDTH)
+    m_safe = tl.where(m == -float("inf"), 0.0, m)
+    out = tl.zeros([ROWS, WIDTH], tl.float32)
+    for p0 in tl.range(0, count, PARTS, num_stages=1):
+        w = tl.exp2(load_logs(PL, first, p0, count, o_m, ROWS, PARTS) - m_safe[None, :])
+        o_p = p0 + tl.arange(0, PARTS)
+        row = (2 * (first + o_p) + (o_p == 0))[:, None] * ROWS + o_m[None, :]
+        p = PO + row[:, :, None] * DV + o_v[None, None, :]
+        inside = (o_p < count)[:, None, None] & (o_v < DV)[None, None, :]
+        out += tl.sum(tl.load(p, mask=inside, other=0.0) * w[:, :, None], 0)
+    return out / tl.where(s == 0.0, 1.0, s)[:, None]
+
+
+@triton.jit
+def joined_lse(m, s):
+    """The natural log-sum-exp of joined states."""
+    return tl.where(s == 0.0, -float("inf"), m + tl.log2(s)) * LN2

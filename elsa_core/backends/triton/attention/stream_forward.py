@@ -1,0 +1,326 @@
+"""Stream-K for tiles of queries: the fold of `forward.py`, the shares, states and tickets of
+`stream.py`.
+
+MODE and PRE as in `forward.py`. A query tile is BLOCK_M queries of one head; or, PACKED, one query
+of all heads that share a head of the keys, which are then read once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from elsa_core.backends.triton.attention.exact import fold_exact
+from elsa_core.backends.triton.attention.fold import fold_range, key_tiles, merged, split_tile
+from elsa_core.backends.triton.attention.stream import (
+    all_units,
+    arrive,
+    first_unit,
+    join_logs,
+    join_outputs,
+    joined_lse,
+    key_tiles_of,
+    owner,
+    query_tile_of,
+    sequence_at,
+    shape_of,
+    units_before,
+    whole,
+)
+from elsa_core.backends.triton.attention.varlen_forward import bounds_of
+from elsa_core.backends.triton.shared.helpers import (
+    FACTOR_LIMIT,
+    LN2,
+    SINGLE_LIMIT,
+    SPLIT_LIMIT,
+    exponent_elements,
+    load_part,
+    power,
+    row_before,
+    store_tile,
+)
+
+RUNTIME_INTEGERS = [
+    "heads", "group", "n_q", "n_k", "sequences", "least", "tiles", "shift", "scale_exp", "lse_h",
+    "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
+]  # fmt: skip
+
+
+@triton.jit
+def fold_share(
+    p_q, p_k, p_v, W, head_row, head_rows, tiles, lo, chunk, n_k, q_m, q_d, k_n, k_d, v_n, v_d,
+    row0, rows, shift, scale_exp, scale, flip, once,
+    MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
+    CAUSAL: tl.constexpr, FLIP: tl.constexpr, OVERLAP: tl.constexpr, UNIT_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+):  # fmt: skip
+    """The keys [lo, lo + chunk) of n_k folded for one query tile: its sums z [BM], acc0 and acc1,
+    and the base 2 reference m that they are relative to.
+
+    PRE: head_row is the head's first key tile of head_rows in W. once: 1, see `forward.forward`.
+    """
+    lo, full, hi = key_tiles(p_q, lo, chunk, n_k, row0, BM, BN, CAUSAL, 0)
+    LIMIT: tl.constexpr = SPLIT_LIMIT if MODE == 1 else SINGLE_LIMIT
+    m = tl.full([BM], -float("inf"), tl.float32)
+    z = tl.zeros([BM, 8], tl.float32)
+    acc0 = tl.zeros([BM, V0], tl.float32)
+    acc1 = tl.zeros([BM, V1 if V1 else 1], tl.float32)
+    bad = tl.full([], 1 if MODE == 3 else 0, tl.int32)
+    if MODE != 3:
+        o_m = tl.arange(0, BM)
+        f = scale
+        e_q = 0
+        e_k = 0
+        e_v = 0
+        p_e = W
+        WK = W
+        WV = W
+        region_k = 0
+        region_v = 0
+        no_mask = 0
+        q0 = load_part(p_q, o_m, rows, q_m, q_d, 0, D0, D, UNIT_D, True)
+        q1 = q0
+        if D1:
+            q1 = load_part(p_q, o_m, rows, q_m, q_d, D0, D1, D, UNIT_D, True)
+        if MODE == 0:
+            if FLIP:
+                q0 = (q0.to(tl.float32) * flip).to(q0.dtype)
+                q1 = (q1.to(tl.float32) * flip).to(q1.dtype)
+            qh0 = q0
+            ql0 = q0
+            qh1 = q1
+            ql1 = q1
+        else:
+            before0 = row_before(p_q, row0, q_m, q_d, 0, D0, D, UNIT_D)
+            before1 = before0
+            if D1:
+                before1 = row_before(p_q, row0, q_m, q_d, D0, D1, D, UNIT_D)
+            qh0, ql0, qh1, ql1, e, bad = split_tile(
+                q0, q1, before0, before1, scale * flip, D1, LIMIT
+            )
+            e_q = scale_exp - e
+        if PRE:
+            if OVERLAP:
+                # the launch that split keys and values may still be running
+                gdc_wait()
+            # as `split.split_ahead` lays it out
+            E = W.to(tl.pointer_type(tl.int32))
+            region_k = head_rows * BN * (D0 + D1)
+            region_v = head_rows * BN * (V0 + V1)
+            LOW: tl.constexpr = 2 if MODE == 1 else 1
+            WK = W + exponent_elements(head_rows) + head_row * BN * (D0 + D1)
+            WV = W + exponent_elements(head_rows) + LOW * region_k + head_row * BN * (V0 + V1)
+            p_e = E + 2 * head_row
+            p_guard = E + 2 * head_rows + head_row
+            # loaded early, used after the loop
+            o_t = tl.arange(0, 256)
+            guards = tl.load(p_guard + o_t, mask=o_t < tiles, other=2048)
+            of_values = tl.load(p_guard + head_rows + o_t, mask=o_t < tiles, other=0)
+            e_k = tl.load(p_e + lo // BN * 2)
+            e_v = tl.load(p_e + lo // BN * 2 + 1)
+        if MODE == 0:
+            m, z, acc0, acc1, bad = fold_range(
+                qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
+                p_k, p_v, p_q, WK, WV, p_e, region_k, region_v, p_q, lo, full, hi, n_k,
+                k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
+                MODE, PRE, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
+            )  # fmt: skip
+        elif CHAIN:
+            for c0 in tl.range(lo, hi, CHAIN, num_stages=1):
+                stop = tl.minimum(hi, c0 + CHAIN)
+                if PRE:
+                    e_k = tl.load(p_e + c0 // BN * 2)
+                    e_v = tl.load(p_e + c0 // BN * 2 + 1)
+                m1, z1, x1, y1, bad = fold_range(
+                    qh0, ql0, qh1, ql1, f, e_q, tl.full([BM], -float("inf"), tl.float32),
+                    tl.zeros_like(z), tl.zeros_like(acc0), tl.zeros_like(acc1), bad, e_k, e_v,
+                    p_k, p_v, p_q, WK, WV, p_e, region_k, region_v, p_q,
+                    c0, tl.maximum(c0, tl.minimum(full, stop)), stop, n_k,
+                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
+                    MODE, PRE, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
+                )  # fmt: skip
+                m, z, acc0, acc1 = merged(m, z, acc0, acc1, m1, z1, x1, y1)
+        else:
+            # one pass: queries that arrive as a loop's argument stay in shared memory, not in
+            # registers
+            for _ in tl.range(0, once, num_stages=1):
+                m, z, acc0, acc1, bad = fold_range(
+                    qh0, ql0, qh1, ql1, f, e_q, m, z, acc0, acc1, bad, e_k, e_v,
+                    p_k, p_v, p_q, WK, WV, p_e, region_k, region_v, p_q, lo, full, hi, n_k,
+                    k_n, k_d, v_n, v_d, no_mask, no_mask, row0, rows, None, 0,
+                    MODE, PRE, FRESH, 0, CAUSAL, BM, BN, D, D0, D1, DV, V0, V1,
+                    UNIT_D, SHIFT, LIMIT, ONE_LOOP, STAGES, TAIL_STAGES, 0,
+                )  # fmt: skip
+                qh0 = tl.zeros_like(qh0)
+                ql0 = tl.zeros_like(ql0)
+                qh1 = tl.zeros_like(qh1)
+                ql1 = tl.zeros_like(ql1)
+        if PRE:
+            # bit 0 of a guard: the tile failed; above it: the keys' exponent + 256
+            lowest = guards >> 1
+            verdict = (guards & 1) | of_values
+            for t0 in range(256, tiles, 256):
+                o_next = t0 + o_t
+                guards = tl.load(p_guard + o_next, mask=o_next < tiles, other=2048)
+                of_values = tl.load(p_guard + head_rows + o_next, mask=o_next < tiles, other=0)
+                lowest = tl.minimum(lowest, guards >> 1)
+                verdict = verdict | (guards & 1) | of_values
+            over = e_q - (tl.min(lowest, 0) - 256) > FACTOR_LIMIT
+            bad = bad | tl.max(verdict, 0) | over.to(tl.int32)
+    if MODE != 0:  # noqa: SIM102 (one is decided at compile time, the other by the data)
+        if bad != 0:
+            m, z, acc0, acc1 = fold_exact(
+                p_q, p_k, p_v, p_q, p_q, lo, hi, n_k, q_m, q_d, k_n, k_d, v_n, v_d,
+                0, 0, row0, rows, scale * flip, scale_exp, power(-shift), None, 0,
+                0, CAUSAL, BM, BX, D, D0, D1, DV, V0, V1, UNIT_D, BN, 0,
+            )  # fmt: skip
+            m += shift.to(tl.float32)
+    return m, tl.sum(z, 1), acc0, acc1
+
+
+@triton.jit
+def store_block(
+    p, out, inside, step,
+    DV: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Columns [START, START + WIDTH) of the rows that are there, `step` from row to row."""
+    o_m = tl.arange(0, out.shape[0])
+    o_v = START + tl.arange(0, WIDTH)
+    store_tile(p + o_m[:, None] * step + o_v[None, :], out, inside, o_v < DV, True)
+
+
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+def stream_forward(
+    Q, K, V, StartsQ, StartsK, W, PO, PL, Tickets, Out, LSE,
+    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, sequences: tl.int32,
+    least: tl.int32, tiles: tl.int32, shift: tl.int32, scale_exp: tl.int32,
+    scale: tl.float32, flip: tl.float32, lse_h: tl.int64,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    MODE: tl.constexpr, PRE: tl.constexpr, ONE_LOOP: tl.constexpr, FRESH: tl.constexpr,
+    CAUSAL: tl.constexpr, FLIP: tl.constexpr, OVERLAP: tl.constexpr,
+    UNIT: tl.constexpr, UNIT_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, CHAIN: tl.constexpr, SHIFT: tl.constexpr,
+    STAGES: tl.constexpr, TAIL_STAGES: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs). `heads`: those of the queries, Out and LSE. `tiles`: key tiles of a head
+    that was split ahead (PRE, not with RAGGED). The other arguments as in
+    `stream_decode.stream_decode` and `forward.forward`.
+    """
+    QT: tl.constexpr = 1 if PACKED else BM
+    ROWS_CAUSAL: tl.constexpr = CAUSAL and not PACKED
+    lines = heads // group if PACKED else heads
+    if RAGGED:
+        units = all_units(StartsQ, StartsK, sequences, n_q, n_k, QT, BN, CAUSAL) * lines
+    else:
+        units = shape_of(whole(n_q), whole(n_k), QT, BN, CAUSAL)[2] * sequences * lines
+    programs = tl.maximum(tl.minimum(whole(tl.num_programs(0)), units // least), 1)
+    program = whole(tl.program_id(0))
+    unit = tl.minimum(first_unit(program, units, programs), units)
+    end = tl.minimum(first_unit(program + 1, units, programs), units)
+    o_m = tl.arange(0, BM)
+    i_s = tl.full([], 0, tl.int32)
+    base = whole(0)
+    until = whole(0)
+    while unit < end:
+        if RAGGED:
+            if unit >= until:
+                i_s, base = sequence_at(
+                    StartsQ, StartsK, unit, sequences, lines, n_q, n_k, QT, BN, CAUSAL
+                )
+            i_b = whole(0)
+            first_q, len_q = bounds_of(StartsQ, i_s, n_q)
+            first_k, len_k = bounds_of(StartsK, i_s, n_k)
+            q_tiles, all_tiles, of_head = shape_of(len_q, len_k, QT, BN, CAUSAL)
+            until = base + of_head * lines
+        else:
+            q_tiles, all_tiles, of_head = shape_of(whole(n_q), whole(n_k), QT, BN, CAUSAL)
+            i_b = unit // (of_head * lines)
+            base = i_b * of_head * lines
+            first_q = i_b * n_q
+            first_k = whole(0)
+            len_q = n_q
+            len_k = n_k
+        i_line = (unit - base) // of_head
+        within = unit - base - i_line * of_head
+        i_m = query_tile_of(within, q_tiles, all_tiles, QT, BN, CAUSAL)
+        count = key_tiles_of(i_m, all_tiles, QT, BN, CAUSAL)
+        tile = within - units_before(i_m, all_tiles, QT, BN, CAUSAL)
+        stop = tl.minimum(count, tile + end - unit)
+        i_q = (i_m * QT).to(tl.int32)
+        seen = whole(len_k).to(tl.int32)
+        if PACKED:
+            i_h = i_line * group
+            i_kv = i_line
+            rows = group
+            row0 = 0
+            q_m = q_h * UNIT
+            out_step = whole(DV)
+            lse_step = lse_h
+            if CAUSAL:
+                seen = tl.minimum(seen, i_q + 1)
+        else:
+            i_h = i_line
+            i_kv = i_line // group
+            rows = whole(len_q).to(tl.int32) - i_q
+            row0 = i_q
+            q_m = q_n * UNIT
+            out_step = whole(heads) * DV
+            lse_step = whole(1)
+        row = first_q + i_q
+        if RAGGED:
+            p_q = Q + (i_h * q_h + row * q_n) * UNIT
+            p_lse = LSE + i_h * lse_h + row
+        else:
+            p_q = Q + (i_b * q_b + i_h * q_h + i_q * q_n) * UNIT
+            p_lse = LSE + (i_b * heads + i_h) * lse_h + i_q
+        kv_heads = heads // group
+        m, z, acc0, acc1 = fold_share(
+            p_q, K + (i_b * k_b + i_kv * k_h + first_k * k_n) * UNIT,
+            V + (i_b * v_b + i_kv * v_h + first_k * v_n) * UNIT,
+            W, (i_b * kv_heads + i_kv) * tiles, whole(sequences) * kv_heads * tiles, tiles,
+            (tile * BN).to(tl.int32), ((stop - tile) * BN).to(tl.int32), seen,
+            q_m, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d,
+            row0, rows, shift, scale_exp, scale, flip, tl.minimum(heads, 1),
+            MODE, PRE, ONE_LOOP, FRESH, ROWS_CAUSAL, FLIP, OVERLAP, UNIT_D,
+            BM, BN, BX, CHAIN, SHIFT, STAGES, TAIL_STAGES, D, D0, D1, DV, V0, V1,
+        )  # fmt: skip
+        empty = z == 0.0
+        inverse = (1.0 / tl.where(empty, 1.0, z))[:, None]
+        log = tl.where(empty, -float("inf"), m + tl.log2(z))
+        p_out = Out + (row * heads + i_h) * DV
+        inside = o_m < rows
+        if stop - tile == count:
+            store_block(p_out, acc0 * inverse, inside, out_step, DV, 0, V0)
+            if V1:
+                store_block(p_out, acc1 * inverse, inside, out_step, DV, V0, V1)
+            tl.store(p_lse + o_m * lse_step, log * LN2, mask=inside)
+        else:
+            slot = (2 * program + (tile == 0).to(tl.int64)) * BM
+            store_block(PO + slot * DV, acc0 * inverse, inside, DV, DV, 0, V0)
+            if V1:
+                store_block(PO + slot * DV, acc1 * inverse, inside, DV, DV, V0, V1)
+            tl.store(PL + slot + o_m, log, mask=inside)
+            first = owner(unit - tile, units, programs)
+            last = owner(unit - tile + count - 1, units, programs)
+            if arrive(Tickets, first) == last - first:
+                n = (last - first + 1).to(tl.int32)
+                m, s = join_logs(PL, first, n, BM, PARTS)
+                out = join_outputs(PO, PL, first, n, m, s, BM, PARTS, DV, 0, V0)
+                store_block(p_out, out, inside, out_step, DV, 0, V0)
+                if V1:
+                    out1 = join_outputs(PO, PL, first, n, m, s, BM, PARTS, DV, V0, V1)
+                    store_block(p_out, out1, inside, out_step, DV, V0, V1)
+                tl.store(p_lse + o_m * lse_step, joined_lse(m, s), mask=inside)
+                tl.store(Tickets + first, 0)
+        unit += stop - tile

@@ -1,0 +1,359 @@
+"""`python -m elsa_core.bench.long_context`: long rows, resident and offloaded, against PyTorch's.
+
+Groups: `million` (1 048 576 tokens, one head), `host` (16 heads, keys and values in host memory),
+`exceeding` (a device too small for keys and values), `vggt` (the global attention of 416 400
+tokens, of random operands) and `llama` (layers of LLaMA-13B with random weights, prefilled through
+transformers, weights resident and streamed from host memory layer by layer). One JSON document on
+stdout, a line on stderr for each case: seconds (medians), ratios, errors of sampled rows against
+float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elsa_core import reference
+from elsa_core.attention import attention
+from elsa_core.measuring import environment
+from elsa_core.offload import streaming
+from elsa_core.precision import DTYPES
+
+_SAMPLED: Final = 8  # rows of each head
+_WARM: Final = 8192  # tokens of the calls that compile
+
+Found = dict[str, Any]
+
+
+class Sizes(NamedTuple):
+    """What is measured: shapes [batch, heads, tokens, head_dim], and a LLaMA."""
+
+    million: tuple[int, int, int, int] = (1, 1, 1 << 20, 64)
+    host: tuple[int, int, int, int] = (1, 16, 1 << 20, 64)
+    few: int = 4096  # queries of `exceeding`, whose keys are those of `host`
+    vggt: tuple[int, int, int, int] = (1, 16, 416_400, 64)
+    prefill: tuple[int, ...] = (32768, 65536)
+    hidden: int = 5120
+    intermediate: int = 13824
+    llama_heads: int = 40
+
+
+QUICK: Final = Sizes(
+    (1, 1, 515, 16), (1, 2, 515, 16), 33, (1, 2, 301, 16), (65,), 64, 96, 4
+)  # fmt: skip
+
+
+def operands(shape: tuple[int, ...], device: torch.device, queries: int = 0) -> list[Tensor]:
+    """Query, key and value, float32, drawn on the device."""
+    generator = torch.Generator(device).manual_seed(0)
+    batch, heads, tokens, head_dim = shape
+    return [
+        torch.randn((batch, heads, n, head_dim), generator=generator, device=device)
+        for n in (queries or tokens, tokens, tokens)
+    ]
+
+
+def million(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+    """One head of a million tokens."""
+    tensors = operands(sizes.million, device)
+    found = {"case": "million", "shape": list(sizes.million), "dtype": "fp32"}
+    seconds, row = _resident(tensors, rounds)
+    yield found | row
+    yield found | _offloaded(_away(tensors), tensors, rounds, seconds)
+    yield found | _peer(tensors, seconds)
+
+
+def host(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+    """Keys and values on the host: as fast as on the device?"""
+    tensors = operands(sizes.host, device)
+    found = {"case": "host", "shape": list(sizes.host), "dtype": "fp32"}
+    seconds, row = _resident(tensors, rounds)
+    yield found | row
+    yield found | _offloaded(_away(tensors), tensors, rounds, seconds)
+
+
+def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+    """Few queries, and a device that has half of what keys and values take."""
+    tensors = operands(sizes.host, device, sizes.few)
+    exact, away = _oracle(*tensors), _away(tensors)
+    tensors.clear()
+    moved = away[1].nbytes + away[2].nbytes
+    with _device_of(moved // 2, device):
+        fits = _fits(lambda: [t.to(device) for t in away])
+        _release(device)
+        seconds, out = _timed(lambda: _streamed(*away), lambda: _streamed(*away), rounds)
+    report = streaming.report()
+    assert report is not None
+    yield {
+        "case": "exceeding", "shape": list(sizes.host), "queries": sizes.few, "dtype": "fp32",
+        "contender": "elsa, keys and values on the host", "key_value_bytes": moved,
+        "device_bytes": moved // 2 if device.type == "cuda" else None, "resident_fits": fits,
+        "seconds": seconds, "bytes_per_second": moved / seconds,
+        "error": reference.relative_l2(_sampled(out), exact), "report": report.to_dict(),
+    }  # fmt: skip
+
+
+def vggt(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
+    """The global attention of a VGGT over 416 400 tokens, in float32."""
+    tensors = operands(sizes.vggt, device)
+    found = {"case": "vggt", "shape": list(sizes.vggt), "dtype": "fp32"}
+    seconds, row = _resident(tensors, rounds)
+    yield found | row
+    yield found | _peer(tensors, seconds)
+
+
+def llama(
+    sizes: Sizes, device: torch.device, rounds: int, layers: int, dtypes: tuple[str, ...]
+) -> Iterator[Found]:
+    """Prefill of a LLaMA through transformers, with weights resident and streamed."""
+    from transformers import LlamaConfig, LlamaModel
+
+    from elsa_core.patching.adapters.hf_transformers import register
+
+    register()
+    config = LlamaConfig(
+        hidden_size=sizes.hidden, intermediate_size=sizes.intermediate, vocab_size=1000,
+        num_attention_heads=sizes.llama_heads, num_hidden_layers=layers,
+        max_position_embeddings=max(sizes.prefill), use_cache=False,
+    )  # fmt: skip
+    for dtype in dtypes:
+        torch.manual_seed(0)
+        with device:
+            model = LlamaModel(config).to(DTYPES[dtype]).eval()
+        with torch.inference_mode():
+            for streamed in (False, True):
+                runner = Streamed(model.layers, device) if streamed else None
+                for tokens in sizes.prefill:
+                    yield _prefill(model, runner, tokens, dtype, rounds)
+        del model, runner
+        _release(device)
+
+
+def _prefill(model: Any, runner: Streamed | None, tokens: int, dtype: str, rounds: int) -> Found:
+    """One length by elsa and by PyTorch's attention, on the same weights."""
+    device = next(model.parameters()).device
+    ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    found: Found = {
+        "case": "llama", "tokens": tokens, "dtype": dtype, "layers": len(model.layers),
+        "weights": "resident" if runner is None else "host",
+    }  # fmt: skip
+    outs = {}
+    for name in ("elsa", "sdpa"):
+        model.set_attn_implementation(name)
+
+        def call() -> Tensor:
+            hidden: Tensor = model(ids).last_hidden_state
+            if runner is not None:
+                runner.finish()
+            return hidden
+
+        seconds, outs[name] = _timed(call, call, rounds)
+        found |= {f"seconds_{name}": seconds, f"tokens_per_second_{name}": tokens / seconds}
+        if runner is not None:
+            report = runner.timeline.report()
+            waited = max(0.0, report.seconds - report.fold_seconds) / len(model.layers)
+            found |= {f"wait_per_layer_{name}": waited, f"hidden_{name}": report.hidden}
+    found["difference"] = reference.relative_l2(outs["elsa"], outs["sdpa"].double())
+    found["speedup"] = found["seconds_sdpa"] / found["seconds_elsa"]
+    return found
+
+
+class Streamed:
+    """Equal layers whose weights stay in host memory and stream through two buffers, in place.
+
+    A layer's weights are copied while the layer before it computes. For inference; `finish` ends a
+    forward of the model.
+    """
+
+    def __init__(self, layers: nn.ModuleList, device: torch.device) -> None:
+        names = [name for name, _ in layers[0].named_parameters()]
+        self._stacked = []
+        for name in names:
+            parts = [layer.get_parameter(name) for layer in layers]
+            held = torch.empty(
+                (len(parts), *parts[0].shape), dtype=parts[0].dtype,
+                pin_memory=device.type == "cuda",
+            )  # fmt: skip
+            for i, part in enumerate(parts):
+                held[i].copy_(part.detach())
+                part.data = part.data.new_empty(0)
+            self._stacked.append(held)
+        self._names, self._device, self._layers = names, device, layers
+        self.timeline = streaming.Timeline(device.type == "cuda")
+        self._loader = streaming.Loader(device, self.timeline)
+        self._coming: Iterator[tuple[Tensor, ...]] | None = None
+        for layer in layers:
+            layer.register_forward_pre_hook(self._before)
+
+    def _before(self, layer: nn.Module, _: Any) -> None:
+        if self._coming is None:
+            self.timeline = streaming.Timeline(self._device.type == "cuda")
+            self._loader.timeline = self.timeline
+            bounds = [(i, i + 1) for i in range(len(self._layers))]
+            dims = [0] * len(self._stacked)
+            self._coming = self._loader.blocks(self._stacked, dims, bounds)
+        for name, part in zip(self._names, next(self._coming), strict=True):
+            layer.get_parameter(name).data = part[0]
+
+    def finish(self) -> None:
+        """What the next forward needs: no layer under way."""
+        if self._coming is not None:
+            next(self._coming, None)
+            self._coming = None
+
+
+def _away(tensors: list[Tensor]) -> list[Tensor]:
+    """The query where it is, a copy of keys and values in host memory, pinned for a GPU."""
+    query, *others = tensors
+    held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in others]
+    return [query, *(h.copy_(t) for h, t in zip(held, others, strict=True))]
+
+
+def _resident(tensors: list[Tensor], rounds: int) -> tuple[float, Found]:
+    seconds, out = _timed(lambda: _own(*tensors), lambda: _warm(_own, tensors), rounds)
+    return seconds, {"contender": "elsa", "seconds": seconds, "error": _error(out, *tensors)}
+
+
+def _offloaded(away: list[Tensor], tensors: list[Tensor], rounds: int, resident: float) -> Found:
+    seconds, out = _timed(lambda: _streamed(*away), lambda: _warm(_streamed, away), rounds)
+    report = streaming.report()
+    assert report is not None
+    return {
+        "contender": "elsa, keys and values on the host", "seconds": seconds,
+        "of_resident_speed": resident / seconds, "error": _error(out, *tensors),
+        "report": report.to_dict(),
+    }  # fmt: skip
+
+
+def _peer(tensors: list[Tensor], own: float) -> Found:
+    """PyTorch's own choice of kernel, which is its memory-efficient one in float32 on a GPU."""
+    peer: Callable[..., Tensor] = F.scaled_dot_product_attention
+    seconds, out = _timed(lambda: peer(*tensors), lambda: _warm(peer, tensors), 1)
+    return {"contender": "sdpa", "seconds": seconds, "error": _error(out, *tensors),
+            "elsa_speedup": seconds / own}  # fmt: skip
+
+
+def _own(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return attention(query, key, value)
+
+
+def _streamed(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    return attention(query, key, value, offload="host")
+
+
+def _warm(call: Callable[..., Any], tensors: list[Tensor]) -> None:
+    """A short call of the same kind: compiles, and warms the pools of memory."""
+    call(*(t[:, :, :_WARM] for t in tensors))
+
+
+def _timed(call: Callable[[], Any], warm: Callable[[], Any], rounds: int) -> tuple[float, Tensor]:
+    """Median seconds of calls after a warm one, and the last output."""
+    warm()
+    times, out = [], torch.empty(0)
+    for _ in range(rounds):
+        out = torch.empty(0)  # one output at a time
+        _wait()
+        begun = time.perf_counter()
+        out = call()
+        _wait()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times), out
+
+
+def _sampled(rows: Tensor) -> Tensor:
+    return rows[:, :, :: max(1, rows.shape[2] // _SAMPLED)][:, :, :_SAMPLED]
+
+
+def _oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The float64 output of some rows, a head at a time."""
+    rows = _sampled(query)
+    heads = [
+        reference.attention(rows[:, i : i + 1], key[:, i : i + 1], value[:, i : i + 1])[0]
+        for i in range(query.shape[1])
+    ]
+    return torch.cat(heads, 1)
+
+
+def _error(out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
+    return reference.relative_l2(_sampled(out), _oracle(query, key, value))
+
+
+@contextmanager
+def _device_of(size: int, device: torch.device) -> Iterator[None]:
+    """This process may take so many bytes of the device beside what it has; on a CPU all."""
+    if device.type != "cuda":
+        yield
+        return
+    _release(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    allowed = min(1.0, (torch.cuda.memory_reserved(device) + size) / total)
+    torch.cuda.set_per_process_memory_fraction(allowed, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _fits(make: Callable[[], object]) -> bool:
+    try:
+        make()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Measure, and print; each case is a line on stderr when it is done."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    groups = {"million": million, "host": host, "exceeding": exceeding, "vggt": vggt}
+    parser.add_argument(
+        "--only", choices=(*groups, "llama"), action="append", help="A group; default: all."
+    )
+    parser.add_argument("--quick", action="store_true", help="Small cases, on a CPU too.")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=4, help="Of the LLaMA.")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "fp16"), default=["fp32", "fp16"])
+    given = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    sizes = QUICK if given.quick else Sizes()
+    wanted: list[Iterator[Found]] = []
+    for name in given.only or (*groups, "llama"):
+        if name == "llama":
+            wanted.append(llama(sizes, device, given.rounds, given.layers, tuple(given.dtypes)))
+        else:
+            wanted.append(groups[name](sizes, device, given.rounds))
+    rows = []
+    with torch.no_grad():
+        for group in wanted:
+            for row in group:
+                rows.append(row)
+                sys.stderr.write(f"{json.dumps(row)}\n")
+            _release(device)
+    document = {"environment": environment.describe(device), "cases": rows}
+    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What a rounded model costs: errors of its outputs against float64 of the float32 model.
+
+float16 weights and INT8 layers compute another function than the model they come from. A bundle
+that holds them says by how much: mean and largest error, and how often the class changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elsa_core.errors import ExportError
+from elsa_core.exporting.reference import BATCH_SIZES, flat
+from elsa_core.inputs.cases import ModelInput
+from elsa_core.messages import first_line, quiet
+from elsa_core.patching import original
+from elsa_core.proof.compare import map_floating
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Errors of one model's first output against float64.
+
+    Attributes:
+        mean: of the absolute errors; inf where an output is not finite.
+        maximum: the largest one.
+        changed: inputs whose largest output is another one than float64's.
+    """
+
+    mean: float
+    maximum: float
+    changed: int
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Inputs, and what the float32 model makes of them in float64.
+
+    Attributes:
+        inputs: the model's arguments, float32 or token ids, [rows, ...] each.
+        output: float64 [rows, ...], the first output.
+        own: what float32 itself costs.
+        source: the names of the inputs with their counts.
+    """
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    own: Cost
+    source: str
+
+    @property
+    def rows(self) -> int:
+        """How many inputs there are."""
+        return int(self.output.shape[0])
+
+    def cost(self, output: np.ndarray[Any, Any]) -> Cost:
+        """What a model costs whose first output this is.
+
+        Raises:
+            ExportError: of another shape.
+        """
+        if tuple(output.shape) != tuple(self.output.shape):
+            raise ExportError(
+                f"accuracy: outputs of shape {list(output.shape)}, not {list(self.output.shape)}"
+            )
+        return _cost(torch.from_numpy(np.asarray(output, dtype=np.float64)), self.output)
+
+    def write(self, path: Path) -> None:
+        """The inputs as a file that `fresh.fresh_run` takes as `further`."""
+        arrays = {f"input.{i}": t.cpu().numpy() for i, t in enumerate(self.inputs)}
+        with path.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take one keyword
+
+    def to_dict(self, costs: Mapping[str, Cost], classes: bool) -> dict[str, Any]:
+        """The manifest's entry; `classes`: the outputs are logits, and a largest one is a class."""
+        return {
+            "against": "float64 of the float32 weights",
+            "inputs": self.source,
+            "rows": self.rows,
+            "output_std": float(self.output.std(unbiased=False)),
+            "costs": {
+                name: {
+                    "mean_error": _number(cost.mean),
+                    "max_error": _number(cost.maximum),
+                    "class_changed": cost.changed if classes else None,
+                }
+                for name, cost in {"float32": self.own, **costs}.items()
+            },
+        }
+
+
+def exact_outputs(model: nn.Module, cases: Mapping[str, ModelInput]) -> Exact:
+    """Run the original of a float32 model in float64 and in float32.
+
+    Args:
+        model: float32, in eval mode, patched or not; comes back as it was.
+        cases: inputs by name, a tensor or the tuple of the model's arguments, batch first.
+
+    Raises:
+        ExportError: the model fails on them.
+    """
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases.values()]
+    device = next(model.parameters()).device
+    inputs = tuple(
+        torch.cat([torch.as_tensor(each) for each in column]).to(device)
+        for column in zip(*tuples, strict=True)
+    )
+    inputs = map_floating(inputs, torch.float32)
+    source = ", ".join(f"{name} {len(case[0])}" for name, case in zip(cases, tuples, strict=True))
+    try:
+        with torch.no_grad(), quiet(), original(model):
+            own = _run(model, inputs)
+            output = _run(copy.deepcopy(model).double(), map_floating(inputs, torch.float64))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ExportError(f"the model fails in float64: {first_line(error)}") from error
+    return Exact(inputs, output, _cost(own, output), source)
+
+
+def _run(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    """The first output, float64 on the CPU, a few rows at a time."""
+    step = max(BATCH_SIZES)
+    rows = range(0, len(inputs[0]), step)
+    parts = [flat(model(*(each[row : row + step] for each in inputs)))[0] for row in rows]
+    return torch.cat(parts).double().cpu()
+
+
+def _cost(output: Tensor, exact: Tensor) -> Cost:
+    errors = (output - exact).abs()
+    finite = bool(errors.isfinite().all())
+    changed = int((output.flatten(1).argmax(1) != exact.flatten(1).argmax(1)).sum())
+    mean, most = (float(errors.mean()), float(errors.max())) if finite else (math.inf, math.inf)
+    return Cost(mean, most, changed)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def rows(accuracy: Mapping[str, Any]) -> list[list[str]]:
+    """A table of the manifest's entry: model, mean error, largest error, classes that changed."""
+    count = accuracy["rows"]
+    table = []
+    for name, cost in accuracy["costs"].items():
+        mean, most = (_text(cost[key]) for key in ("mean_error", "max_error"))
+        changed = cost["class_changed"]
+        share = "" if changed is None else f"{changed} of {count} ({changed / count:.0%})"
+        table.append([name, mean, most, share])
+    return table
+
+
+def _text(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1e}"

@@ -1,0 +1,90 @@
+"""The program of a fresh process: runs one artefact of a bundle on the reference inputs.
+
+It is handed to `python -c` as text and imports nothing of this package: load.py is all it runs.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MISSING_RUNTIME = 77
+
+
+class _Block:
+    """Refuses the imports of packages that a bundle must do without."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in self._names:
+            raise ImportError(f"{name} is blocked: the bundle must run without it")
+
+
+def _inputs(path: Path, count: int) -> list[np.ndarray[Any, Any]]:
+    with np.load(path, allow_pickle=False) as stored:
+        return [stored[f"input.{index}"] for index in range(count)]
+
+
+def replay(code: dict[str, Any], format: str, bundle: Path, output: Path, **how: Any) -> None:
+    """Write outputs for reference.npz at each of its batch sizes, and for the inputs of `further`.
+
+    Args:
+        code: what load.py defines.
+        format: one of the manifest's artefacts.
+        bundle: the directory of manifest.json.
+        output: the .npz to write: "output.BATCH.INDEX" and "further.ROW.INDEX".
+        how: `further`, a file of more inputs or None; the rest are arguments of `load`.
+    """
+    further = how.pop("further")
+    model = code["load"](format, bundle, **how)
+    facts, results = code["manifest"](bundle), {}
+    sizes, count = facts["reference"]["batch_sizes"], len(facts["inputs"])
+    arrays = _inputs(bundle / "reference.npz", count)
+    batches = [(f"output.{size}", [array[:size] for array in arrays]) for size in sizes]
+    if further is not None:
+        arrays, step = _inputs(further, count), max(sizes)
+        batches += [
+            (f"further.{row}", [array[row : row + step] for array in arrays])
+            for row in range(0, len(arrays[0]), step)
+        ]
+    for name, batch in batches:
+        for index, array in enumerate(model(*batch)):
+            results[f"{name}.{index}"] = array
+    np.savez(output, **results)  # type: ignore[arg-type]
+
+
+def main(arguments: list[str]) -> int:
+    """Run `blocked script format bundle output runtime library further` and return the exit code.
+
+    Standard error ends with the missing module, or with "failed: " and a line.
+    """
+    blocked, script, format, bundle, output, runtime, library, further = arguments
+    sys.meta_path.insert(0, _Block(blocked.split(",")))  # type: ignore[arg-type]
+    code = runpy.run_path(script, run_name="load")
+    try:
+        __import__(runtime)
+    except ImportError as error:
+        sys.stderr.write(str(error).splitlines()[0])
+        return MISSING_RUNTIME
+    try:
+        replay(
+            code, format, Path(bundle), Path(output),
+            library=library == "library",
+            runtime=runtime,
+            further=Path(further) if further else None,
+        )  # fmt: skip
+    except BaseException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        sys.stderr.write(f"\nfailed: {type(error).__name__}: {(lines or [''])[0]}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""The one place that captures CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+@lru_cache(maxsize=64)
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One stream of each GPU for all captures: cuBLAS makes a workspace for every new one."""
+    return torch.cuda.Stream(device)
+
+
+def captured(
+    call: Callable[[], object],
+    ready: Callable[[], object] | None = None,
+    *,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    error_mode: str = "global",
+) -> Callable[[], object]:
+    """The replay of a CUDA graph of one call on the current device.
+
+    Args:
+        call: what is captured. It runs once before that, on a stream of its own.
+        ready: called right before the capture.
+        pool: the memory pool of other graphs that are never replayed at the same time; None: an own
+            one.
+        stream: captured on; None: one that all captures of the device share. cuBLAS keeps a
+            workspace for each stream. On one that has none yet it is made in the graph's pool.
+        error_mode: as `torch.cuda.graph` has it: "thread_local" leaves other threads alone.
+
+    Raises:
+        RuntimeError: the call does something that a graph cannot hold.
+    """
+    own = _capture_stream(torch.cuda.current_device())
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        call()  # what is made once for each stream must not be made during the capture
+    torch.cuda.current_stream().wait_stream(own)
+    if ready is not None:
+        ready()
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before, offset = torch.cuda.current_stream(), generator.get_offset()
+    try:
+        with torch.cuda.graph(
+            graph, pool=pool, stream=stream or own, capture_error_mode=error_mode
+        ):
+            call()
+    except BaseException:
+        torch.cuda.set_stream(before)  # older PyTorch leaves the capture's own
+        _release(generator, offset)
+        raise
+    return graph.replay
+
+
+def _release(generator: torch.Generator, offset: int) -> None:
+    """Give the GPU's random numbers a state of their own again, where they were.
+
+    A capture that failed leaves them as if it went on, and the next draw anywhere in the process
+    raises "Offset increment outside graph capture".
+    """
+    fresh = torch.Generator(generator.device)
+    fresh.manual_seed(generator.initial_seed())
+    fresh.set_offset(offset)
+    with contextlib.suppress(RuntimeError):
+        generator.graphsafe_set_state(fresh)
+
+
+class Cuda:
+    """What `elsa_core.graphs.model` needs of CUDA; tests put another in its place.
+
+    Attributes:
+        device_type: of the models that can be captured.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._last: dict[torch.device, torch.cuda.Stream] = {}
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured by somebody."""
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+    def order(self, device: torch.device) -> None:
+        """Let what follows on the current stream begin after the last call, whatever its stream."""
+        now = torch.cuda.current_stream(device)
+        last = self._last.get(device)
+        if last is not None and last != now:
+            now.wait_stream(last)
+        self._last[device] = now
+
+    def wait(self, device: torch.device) -> None:
+        """Wait until the last call has ended, so that its graph may be dropped."""
+        last = self._last.get(device)
+        if last is not None:
+            last.synchronize()
+
+    def random_state(self, device: torch.device) -> Any:
+        """Equal before and after what draws no random numbers."""
+        return torch.cuda.default_generators[device.index].get_offset()
+
+    def pool(self, device: torch.device) -> Any:
+        """A new pool for graphs that are replayed one after the other, and a stream to capture on.
+
+        The stream is new, so that cuBLAS has its workspace in the pool and not in memory that
+        another's capture may free.
+        """
+        return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def captured(
+        self, call: Callable[[], object], pool: Any, device: torch.device
+    ) -> Callable[[], object]:
+        """The replay of `call`.
+
+        Raises:
+            RuntimeError: a graph cannot hold it.
+        """
+        handle, stream = pool
+        with torch.cuda.device(device):
+            try:
+                return captured(call, pool=handle, stream=stream, error_mode="thread_local")
+            except RuntimeError:
+                torch.cuda.synchronize()
+                raise

@@ -1,0 +1,146 @@
+"""Whether a model is still what it was when its graph was captured.
+
+A replay reads the memory that the capture read and runs none of the model's Python. It follows
+writes to that memory; anything else that has changed must be noticed here: a tensor elsewhere, of
+another dtype, size or stride; another attribute, module, class or hook; training mode; what
+`elsa_core.freeze` keeps. Not noticed is what no module holds as an attribute, in a dict or in a
+list: fields of other objects, class attributes and globals that are no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elsa_core.graphs.reads import is_plain
+from elsa_core.patching.frozen import FrozenState
+
+_DTYPE = attrgetter("dtype")
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+# What every module has and a forward does not read.
+_BASE = frozenset(nn.Module().__dict__) - {"training"}
+_NESTED = (dict, OrderedDict, defaultdict, list, tuple)
+_MOST_NESTED = 16384
+
+
+class Guards:
+    """A model as it is now, to be compared with what it is later.
+
+    `alive` is asked before a replay, which reads the memory; `hold` may be asked while it runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._types = [type(module) for module in self._modules]
+        own = [vars(module) for module in self._modules]
+        self._dicts = own + [each[name] for each in own for name in _TABLES]
+        self._rows: list[Sequence[Any]] = []  # lists and tuples
+        seen = {id(each) for each in self._dicts}
+        for each in own:
+            self._add((value for name, value in each.items() if name not in _BASE), seen)
+        self._counts = [*map(len, self._dicts), *map(len, self._rows)]
+        pairs = [
+            (each, name)
+            for number, each in enumerate(self._dicts)
+            for name, value in each.items()
+            if number >= len(own) or name not in _BASE or (name in _TABLES and value)
+        ]
+        self._owners, self._names = [each for each, _ in pairs], [name for _, name in pairs]
+        self._values = [*self._now()]  # keeps them, so that no other object has their ids
+        self._ids = [*map(id, self._values)]
+        self.tensors = [v for v in self._values if isinstance(v, Tensor) and is_plain(v)]
+        self._addresses = [*map(Tensor.data_ptr, self.tensors)]
+        self._layouts = self._layout()
+        self.frozen = FrozenState(self._modules)
+
+    def _add(self, values: Iterable[Any], seen: set[int]) -> None:
+        """Also the dicts, lists and tuples within attributes, where models keep caches."""
+        for value in values:
+            if type(value) not in _NESTED or id(value) in seen or len(seen) > _MOST_NESTED:
+                continue
+            seen.add(id(value))
+            if isinstance(value, dict):
+                self._dicts.append(value)
+                self._add(value.values(), seen)
+            else:
+                self._rows.append(value)
+                self._add(value, seen)
+
+    def _now(self) -> Iterator[Any]:
+        """Every value that is compared, as it is now.
+
+        Raises:
+            KeyError: one is gone.
+        """
+        named = map(dict.__getitem__, self._owners, self._names)
+        return chain(named, chain.from_iterable(self._rows))
+
+    def _layout(self) -> list[Any]:
+        held = self.tensors
+        return [*map(Tensor.size, held), *map(Tensor.stride, held), *map(_DTYPE, held)]
+
+    def alive(self) -> bool:
+        """Whether every tensor is where it was."""
+        return [*map(Tensor.data_ptr, self.tensors)] == self._addresses
+
+    def hold(self) -> bool:
+        """Whether nothing else has changed that a forward may read."""
+        try:
+            return (
+                [*map(len, self._dicts), *map(len, self._rows)] == self._counts
+                and [*map(type, self._modules)] == self._types
+                and self._same_values()
+                and self._layout() == self._layouts
+                and self.frozen.holds()
+            )
+        except KeyError:
+            return False
+
+    def all_hold(self) -> bool:
+        """Whether nothing has changed."""
+        return self.alive() and self.hold()
+
+    def _same_values(self) -> bool:
+        now = [*self._now()]
+        ids = [*map(id, now)]
+        if ids == self._ids:
+            return True
+        # Another number or text that is equal is no change: a forward may set such in every call.
+        changed = [i for i, (a, b) in enumerate(zip(ids, self._ids, strict=True)) if a != b]
+        if not all(_equal(now[i], self._values[i]) for i in changed):
+            return False
+        self._values, self._ids = now, ids
+        return True
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) in _SIMPLE and repr(a) == repr(b)
+
+
+def why_not(model: nn.Module, device: torch.device) -> str:
+    """Why a graph of the model on a device could be wrong, as far as its modules say; or empty."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return "hooks of all modules are set, and a replay calls none"
+    for path, module in model.named_modules():
+        if any(getattr(module, name) for name in _HOOKS):
+            return f"{path or 'the model'} has hooks, and a replay calls none"
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return f"{path or 'the model'} is compiled"
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not is_plain(tensor):
+            return f"{name} is a {type(tensor).__qualname__} of its own kind"
+        if tensor.device != device:
+            return f"{name} is on {tensor.device} and the input on {device}"
+    return ""

@@ -1,0 +1,24 @@
+"""Names of a package that are imported at their first use (PEP 562)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+
+def attribute(package: str, homes: Mapping[str, tuple[str, ...]], name: str) -> Any:
+    """What `package.name` is.
+
+    Args:
+        package: the package's full name.
+        homes: modules of the package, and the names that each gives it.
+        name: the name asked for.
+
+    Raises:
+        AttributeError: no module gives it.
+    """
+    for home, names in homes.items():
+        if name in names:
+            return getattr(import_module(f"{package}.{home}"), name)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -1,0 +1,236 @@
+"""`attention` with keys and values, or all operands, in host memory; its operator and gradients.
+
+A compiler meets one opaque call, `elsa::offloaded_attention`: streams and events stay inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls, operands, routing
+from elsa_core import precision as precisions
+from elsa_core.distributed.shards import Saved, Wanted
+from elsa_core.errors import ArgumentError
+from elsa_core.offload import passes
+from elsa_core.operands import leading_dims
+from elsa_core.operators.record import Grads, needed
+
+_TERMS = (
+    "bool is_causal, float scale, str precision, str backend, str device, int block, "
+    "int query_block"
+)
+_LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+_LIBRARY.define(
+    f"offloaded_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_TERMS}) "
+    "-> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "offloaded_attention_backward(Tensor grad_out, Tensor grad_lse, Tensor query, Tensor key, "
+    f"Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, {_TERMS}, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+    return_lse: bool = False,
+    device: torch.device | str | None = None,
+    block: int | None = None,
+    query_block: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`elsa_core.attention` of keys and values in host memory, for sequences that do not fit.
+
+    Blocks of keys and values stream through two buffers of the device; the copy of a block runs
+    under the fold of the one before. Partial results are merged in float32 (float64 for float64
+    inputs) in the order of the keys, so that equal calls give equal bits. Pinned tensors
+    (`Tensor.pin_memory`) are copied as they are; others are first moved into pinned memory by the
+    host, block by block. Blocks that `is_causal` hides are not copied. Differentiable once in
+    query, key and value; gradients of keys and values are written to the host block by block.
+    `elsa_core.offload.report()` says afterwards what was copied and how much of it was hidden.
+
+    Args:
+        query: [..., Hq, Nq, D] on the device, or on the host: then it streams in blocks too, and
+            every block of queries meets all keys.
+        key, value, scale, enable_gqa, precision, backend, return_lse: as in `elsa_core.attention`;
+            key and value on the host.
+        attn_mask: as in `elsa_core.attention`, on the host (it is copied block by block) or on the
+            device. It must not want a gradient.
+        is_causal: query i sees keys 0..i; excludes `attn_mask`.
+        device: where to compute; default: the query's, or, for a query on the host, the current
+            CUDA device if there is one.
+        block, query_block: tokens of a block of keys and of one of queries; default: by the free
+            memory and the cost of a copy. Blocks decide the rounding: name them where equal bits
+            are wanted on machines of different memory.
+
+    Returns:
+        As `elsa_core.attention`, on the query's device.
+
+    Raises:
+        TypeError, ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Reference:
+        ELSA (arXiv 2604.23798), Eq. 4.
+    """
+    operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
+    place = _device(query, key, value, attn_mask, device)
+    if torch.is_autocast_enabled(place.type):
+        with torch.autocast(query.device.type, torch.get_autocast_dtype(place.type)):
+            query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
+    if calls.wanted(attn_mask=attn_mask):
+        raise ArgumentError("attn_mask wants a gradient, which a streamed call has not: detach it")
+    for name, given in (("offload_block", block), ("query_block", query_block)):
+        if given is not None and given < 1:
+            raise ArgumentError(f"{name}={given} must be 1 or more")
+    q, k, v, mask = operands.operands(
+        query, key, value, attn_mask, is_causal, enable_gqa, one_device=False
+    )
+    precisions.validate(precision, q.dtype)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    routing.name_of("attention", place.type, q.dtype, q.shape[-1], v.shape[-1], precision, backend)
+    out, lse = torch.ops.elsa.offloaded_attention(
+        q, k, v, mask, is_causal, float(scale), precision, backend, str(place), block or 0,
+        query_block or 0,
+    )  # fmt: skip
+    if not query.dim() == key.dim() == value.dim() == 4:
+        leading = leading_dims(query, key, value)
+        out = out.reshape(*leading, *out.shape[2:])
+        lse = lse.reshape(*leading, *lse.shape[2:])
+    return (out, lse) if return_lse else out
+
+
+def _device(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    asked: torch.device | str | None,
+) -> torch.device:
+    """Where a call computes.
+
+    Raises:
+        ArgumentError: a tensor is neither there nor, where it may be, on the host.
+    """
+    for name, given in (("key", key), ("value", value)):
+        if given.device.type != "cpu":
+            raise ArgumentError(
+                f"offload='host' reads keys and values from host memory: {name} is on "
+                f"{given.device}; move it there, or leave offload out"
+            )
+    if asked is not None:
+        device = torch.device(asked)
+    elif query.device.type != "cpu":
+        device = query.device
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"offload='host' computes on CUDA devices and CPUs, not on {device}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    for name, tensor in (("query", query), ("attn_mask", attn_mask)):
+        if tensor is not None and tensor.device.type != "cpu" and tensor.device != device:
+            raise ArgumentError(f"{name} is on {tensor.device}, but {device} computes")
+    return device
+
+
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any
+) -> passes.Call:
+    is_causal, scale, precision, backend, device, block, query_block = terms
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "offload='host' cannot be captured in a CUDA graph: the host takes part"
+        )
+    return passes.Call(
+        query, key, value, attn_mask, is_causal, scale, precision, backend, torch.device(device),
+        block, query_block,
+    )  # fmt: skip
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return passes.forward(_call(*arguments))
+
+
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = query.shape
+    out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return out, query.new_empty((batch, heads, length), dtype=wide)
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *terms, needs = rest
+    call = _call(query, key, value, attn_mask, *terms)
+    saved = Saved(grad_out, out, lse, grad_lse if grad_lse.numel() else None)
+    with torch.no_grad():
+        grads = passes.backward(call, saved, Wanted(needs[0], needs[1], needs[2], False))
+    return tuple(
+        t.new_empty(0) if grad is None else grad
+        for grad, t in zip(grads, (query, key, value), strict=True)
+    )
+
+
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    needs: Sequence[bool] = rest[-1]
+    return tuple(
+        t.new_empty(t.shape if wanted else 0)
+        for t, wanted in zip((query, key, value), needs, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.terms = inputs[4:]
+
+
+def _formula(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
+    query, key, value, attn_mask, out, lse = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.elsa.offloaded_attention_backward(
+        torch.zeros_like(out) if grad_out is None else grad_out,
+        lse.new_empty(0) if grad_lse is None else grad_lse,
+        query, key, value, attn_mask, out, lse, *ctx.terms, needs,
+    )  # fmt: skip
+    return *needed(grads, needs), None, *(None for _ in ctx.terms)
+
+
+def _once(ctx: Any, *grads: Tensor) -> Grads:
+    raise ArgumentError("attention with offload='host' is differentiable once")
+
+
+_LIBRARY.impl("offloaded_attention", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("offloaded_attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("elsa::offloaded_attention", _forward_fake, lib=_LIBRARY)
+torch.library.register_fake("elsa::offloaded_attention_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "elsa::offloaded_attention", _formula, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd("elsa::offloaded_attention_backward", _once, lib=_LIBRARY)

@@ -1,0 +1,325 @@
+"""What moves between host and device: slices in through two buffers, results out through two.
+
+On a GPU copies run on streams of their own. A slice is copied while the slice before it is worked
+on; a buffer is overwritten once the work on it is over. Memory that is not pinned is copied by the
+host into pinned memory first. On a CPU nothing moves: slices are views.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Copies of a slice that one block may take, from pinned memory: each costs the host microseconds.
+_MOST_COPIES = 1024
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the last pass of a streamed attention, forward or backward, moved, and how it hid it.
+
+    Attributes:
+        blocks: of keys and values that were folded, over all blocks of queries.
+        copied_bytes: from host to device; written_bytes: from device to host. 0 on a CPU.
+        staged_bytes: of the copied ones, those that the host first moved into pinned memory.
+        seconds: from the first copy or fold to the end of the last.
+        copy_seconds, fold_seconds: sums of the device's time from host to device and in folds.
+        hidden: share of copy_seconds in which a fold was at work; None where nothing was copied.
+    """
+
+    blocks: int
+    copied_bytes: int
+    written_bytes: int
+    staged_bytes: int
+    seconds: float
+    copy_seconds: float
+    fold_seconds: float
+    hidden: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass
+class Timeline:
+    """When copies and folds of a pass began and ended; read by `Report` afterwards."""
+
+    cuda: bool
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
+    folds: list[tuple[Any, Any]] = field(default_factory=list)
+    copied_bytes: int = 0
+    written_bytes: int = 0
+    staged_bytes: int = 0
+
+    def mark(self) -> Any:
+        """Now, on the device's current stream."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def report(self) -> Report:
+        """Wait for the pass to end, and sum it up."""
+        marks = [mark for pair in (*self.copies, *self.folds) for mark in pair]
+        if self.cuda and marks:
+            for mark in marks:
+                mark.synchronize()
+            origin = marks[0]
+            place = {id(mark): origin.elapsed_time(mark) / 1e3 for mark in marks}
+        else:
+            place = {id(mark): mark for mark in marks}
+        copies, folds = (
+            [(place[id(a)], place[id(b)]) for a, b in pairs] for pairs in (self.copies, self.folds)
+        )
+        copying, folding = (sum(stop - start for start, stop in p) for p in (copies, folds))
+        return Report(
+            len(folds), self.copied_bytes, self.written_bytes, self.staged_bytes,
+            max(place.values()) - min(place.values()) if place else 0.0, copying, folding,
+            common(copies, folds) / copying if copying else None,
+        )  # fmt: skip
+
+
+def common(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """How long intervals of both lists overlap; within a list they do not."""
+    pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
+    return sum(max(0.0, stop - start) for start, stop in pairs)
+
+
+_LAST: list[Timeline] = []
+
+
+def begin(device: torch.device) -> Timeline:
+    """The timeline of a pass that begins now."""
+    _LAST[:] = [Timeline(device.type == "cuda")]
+    return _LAST[0]
+
+
+def report() -> Report | None:
+    """How the last streamed pass of this process went; waits for it. None before the first.
+
+    A backward is a pass of its own.
+    """
+    return _LAST[0].report() if _LAST else None
+
+
+class _Slot:
+    """One of two places for slices: memory on the device and pinned memory, by tensor; the events
+    after which the slices are there (`copied`) and the work on them is over (`freed`)."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[int, bool], Tensor] = {}
+        self.copied: Any = None
+        self.freed: Any = None
+
+    def reserve(self, index: int, like: Tensor, device: torch.device, *, pinned: bool) -> bool:
+        """Have memory for a slice; whether it is new."""
+        held = self.memory.get((index, pinned))
+        if held is not None and held.numel() >= like.numel() and held.dtype == like.dtype:
+            return False
+        self.memory.pop((index, pinned), None)
+        self.memory[index, pinned] = torch.empty(
+            like.numel(), dtype=like.dtype, device="cpu" if pinned else device,
+            pin_memory=pinned and device.type == "cuda",
+        )  # fmt: skip
+        return True
+
+
+class Loader:
+    """Brings slices of host tensors to a device, the next ones under the work on those before.
+
+    `folds`: whether the work on a slice is a fold of the timeline.
+    """
+
+    def __init__(self, device: torch.device, timeline: Timeline, *, folds: bool = True) -> None:
+        self.timeline = timeline
+        self._device, self._folds = device, folds
+        self._slots = (_Slot(), _Slot())
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._count = 0
+
+    def blocks(
+        self, tensors: Sequence[Tensor], dims: Sequence[int], bounds: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Slices [start, stop) of every tensor along its own dim, on the device.
+
+        They hold until the next ones are asked for. Tensors that are on the device are not moved.
+        """
+        if not bounds:
+            return
+        longest = max(bounds, key=lambda pair: pair[1] - pair[0])
+        self._reserve(_cut(tensors, dims, longest))
+        slot, coming = self._load(_cut(tensors, dims, bounds[0]))
+        try:
+            for following in (*bounds[1:], None):
+                if self._stream is not None and slot.copied is not None:
+                    torch.cuda.current_stream(self._device).wait_event(slot.copied)
+                begun = self.timeline.mark() if self._folds else None
+                yield coming
+                if self._folds:
+                    self.timeline.folds.append((begun, self.timeline.mark()))
+                if self._stream is not None:
+                    slot.freed = torch.cuda.current_stream(self._device).record_event()
+                if following is not None:  # after the work was launched, so that it runs meanwhile
+                    slot, coming = self._load(_cut(tensors, dims, following))
+        finally:
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _reserve(self, slices: Sequence[Tensor]) -> None:
+        new = [
+            slot.reserve(i, part, self._device, pinned=pinned)
+            for slot in self._slots
+            for i, part in enumerate(slices)
+            if not stays(part, self._device)
+            for pinned in (False, True)
+            if not (pinned and _direct(part))
+        ]
+        if any(new) and self._stream is not None:
+            # memory of the device that is new here may still be read by earlier work
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _load(self, slices: Sequence[Tensor]) -> tuple[_Slot, tuple[Tensor, ...]]:
+        slot = self._slots[self._count % 2]
+        self._count += 1
+        if all(stays(part, self._device) for part in slices):
+            return slot, tuple(slices)
+        staged = {}
+        for i, part in enumerate(slices):
+            if stays(part, self._device) or _direct(part):
+                continue
+            if self._stream is not None and slot.copied is not None:
+                slot.copied.synchronize()  # the last copy out of this pinned memory
+            staged[i] = in_order_of(part, slot.memory[i, True])
+            staged[i].copy_(part)
+            self.timeline.staged_bytes += part.nbytes
+        found = [
+            part if stays(part, self._device) else in_order_of(part, slot.memory[i, False])
+            for i, part in enumerate(slices)
+        ]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and slot.freed is not None:
+                self._stream.wait_event(slot.freed)
+            begun = self.timeline.mark()
+            for i, (target, part) in enumerate(zip(found, slices, strict=True)):
+                if target is not part:
+                    self.timeline.copied_bytes += part.nbytes
+                    for to, source in runs(target, staged.get(i, part)):
+                        to.copy_(source, non_blocking=True)
+            slot.copied = self.timeline.mark()
+            self.timeline.copies.append((begun, slot.copied))
+        return slot, tuple(found)
+
+
+class Writer:
+    """Takes results to host memory, while the device works on: two on their way at most."""
+
+    def __init__(self, device: torch.device, timeline: Timeline) -> None:
+        self._device, self._timeline = device, timeline
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory: list[dict[int, Tensor]] = [{}, {}]
+        self._pending: list[list[tuple[Any, Tensor, Tensor, Tensor, bool]]] = [[], []]
+        self._count = 0
+
+    def write(self, pairs: Sequence[tuple[Tensor, Tensor]], *, add: bool = False) -> None:
+        """Put results into host tensors of their shapes and dtypes, or add them to these.
+
+        The targets may be read after `finish`.
+        """
+        if self._stream is None:
+            for found, target in pairs:
+                _put(found, target, add)
+            return
+        place = self._count % 2
+        self._count += 1
+        self._settle(place)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for i, (found, target) in enumerate(pairs):
+                held = self._memory[place].get(i)
+                if held is None or held.numel() < found.numel() or held.dtype != found.dtype:
+                    held = torch.empty(found.numel(), dtype=found.dtype, pin_memory=True)
+                    self._memory[place][i] = held
+                staged = in_order_of(found, held)
+                for to, source in runs(staged, found):
+                    to.copy_(source, non_blocking=True)
+                self._timeline.written_bytes += found.nbytes
+                # `found` is kept: its memory must not be used again before it was read
+                event = self._stream.record_event()
+                self._pending[place].append((event, found, staged, target, add))
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        for place in (self._count % 2, (self._count + 1) % 2):  # the older one first
+            self._settle(place)
+
+    def _settle(self, place: int) -> None:
+        for event, _, staged, target, add in self._pending[place]:
+            event.synchronize()
+            _put(staged, target, add)
+        self._pending[place].clear()
+
+
+def _put(found: Tensor, target: Tensor, add: bool) -> None:
+    if add:
+        target.add_(found)
+    else:
+        target.copy_(found)
+
+
+def stays(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is where it is worked on."""
+    return tensor.device == device
+
+
+def _cut(tensors: Sequence[Tensor], dims: Sequence[int], bounds: tuple[int, int]) -> list[Tensor]:
+    start, stop = bounds
+    return [t.narrow(dim, start, stop - start) for t, dim in zip(tensors, dims, strict=True)]
+
+
+def _outermost_first(tensor: Tensor) -> list[int]:
+    """The dims in the order of memory; broadcast ones are outermost."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda d: -(strides[d] or 2**62))
+
+
+def in_order_of(like: Tensor, memory: Tensor) -> Tensor:
+    """Flat memory as a dense tensor of the shape of `like`, its dims in the same order."""
+    order = _outermost_first(like)
+    dense = memory[: like.numel()].view([like.shape[d] for d in order])
+    return dense.permute([order.index(d) for d in range(like.dim())])
+
+
+def runs(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Contiguous parts of `source` and where they go: those alone are copied without a wait.
+
+    `target` is dense, in the order of `source`.
+    """
+    order = _outermost_first(source)
+    yield from _runs(target.permute(order), source.permute(order))
+
+
+def _runs(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if source.is_contiguous() or source.dim() <= 1:
+        yield target, source
+        return
+    for to, part in zip(target.unbind(0), source.unbind(0), strict=True):
+        yield from _runs(to, part)
+
+
+def _direct(part: Tensor) -> bool:
+    """Whether a slice is copied to the device as it is: pinned, in few contiguous parts."""
+    ordered, copies = part.permute(_outermost_first(part)), 1
+    while not ordered.is_contiguous():
+        if ordered.dim() == 1:
+            return False
+        copies *= ordered.shape[0]
+        ordered = ordered[0]
+    return copies <= _MOST_COPIES and part.is_pinned()

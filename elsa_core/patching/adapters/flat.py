@@ -1,0 +1,241 @@
+"""timm's ViT blocks as functions in a row, for eager calls on a GPU that wait for the host.
+
+A small call takes the host longer than the device, and half of that time goes into calls of
+modules. Where a patched block keeps PyTorch's kernels for that reason (`common.is_host_bound`), its
+functions are called here one after another: the same functions of the same tensors in the same
+order as in the original forward, so that results are equal bit by bit. Identities and dropout that
+drops nothing are not called.
+
+What a block consists of is read once and compared at each call: a module that was replaced or has
+another class is read anew; where a module within has hooks or drops something, nothing is served
+and the original forward runs. Weights and settings are looked up at each call. Read against timm
+1.0.20 to 1.0.31.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Space = dict[str, Any]  # what a module holds: its __dict__
+
+_ATTENTION, _MLP = "timm.layers.attention.Attention", "timm.layers.mlp.Mlp"
+_NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+_SCALE, _DROP_PATH = "timm.layers.layer_scale.LayerScale", "timm.layers.drop.DropPath"
+# Activations: modules whose forward reads nothing but its input.
+_ACTIVATIONS: Final = (
+    "torch.nn.modules.activation.GELU",
+    "torch.nn.modules.activation.ReLU",
+    "torch.nn.modules.activation.SiLU",
+    "timm.layers.activations.GELU",
+    "timm.layers.activations.GELUTanh",
+    "timm.layers.activations.QuickGELU",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What one module was read as.
+
+    Attributes:
+        owner: the module. modules: all within it, with their `types` and `spaces`.
+        children: for each module with children its space and them.
+        drops: what may drop something: the space with `training`, that with the rate, its name.
+        run: computes the owner's forward; None where it is no module of the known kind.
+    """
+
+    owner: weakref.ref[nn.Module]
+    modules: tuple[nn.Module, ...]
+    types: tuple[type, ...]
+    spaces: tuple[Space, ...]
+    children: tuple[tuple[Space, tuple[nn.Module | None, ...]], ...]
+    drops: tuple[tuple[Space, Space, str], ...]
+    run: Run | None
+
+    def holds(self) -> bool:
+        """Whether the modules are still those that were read."""
+        if tuple(map(type, self.modules)) != self.types:
+            return False
+        return all(tuple(space["_modules"].values()) == found for space, found in self.children)
+
+    def is_free(self) -> bool:
+        """Whether no hook sees what passes through the modules and nothing is dropped."""
+        for space in self.spaces:
+            if (
+                space["_forward_hooks"]
+                or space["_forward_pre_hooks"]
+                or space["_backward_hooks"]
+                or space["_backward_pre_hooks"]
+                or "forward" in space
+            ):
+                return False
+        if torch.nn.modules.module._has_any_global_hook():
+            return False
+        return not any(trains["training"] and rate[name] for trains, rate, name in self.drops)
+
+
+Drops = list[tuple[Space, Space, str]]
+Run = Callable[[Tensor], Tensor]
+Reader = Callable[[Any, Drops], Run | None]
+_READINGS: dict[tuple[int, Reader], Reading] = {}
+
+
+def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
+    """A module's forward as `read` reads it; None where the module must run itself."""
+    key = (id(module), read)
+    reading = _READINGS.get(key)
+    if reading is None or reading.owner() is not module or not reading.holds():
+        reading = _READINGS[key] = _read(module, read)
+    return None if reading.run is None or not reading.is_free() else reading.run(x)
+
+
+def _read(module: nn.Module, read: Reader) -> Reading:
+    drops: Drops = []
+    run, key = read(module, drops), (id(module), read)
+    within = tuple(m for m in module.modules() if m is not module)
+    parents = (module, *(m for m in within if m._modules))
+    return Reading(
+        weakref.ref(module, lambda _: _READINGS.pop(key, None)),
+        within,
+        tuple(map(type, within)),
+        tuple(vars(m) for m in within),
+        tuple((vars(m), tuple(m._modules.values())) for m in parents),
+        tuple(drops),
+        run,
+    )
+
+
+# Readers: what computes a module's forward from what it holds now, or None. `drops` takes up what
+# must not drop.
+
+
+def block(module: Any, drops: Drops) -> Run | None:
+    """What computes a timm `Block` without a mask."""
+    attend = attention(module.attn, drops) if _name(module.attn) == _ATTENTION else None
+    change = of_mlp(module.mlp, drops)
+    norms = norm(module.norm1), norm(module.norm2)
+    scales = scale_of(module.ls1), scale_of(module.ls2)
+    known = all(idles(drop, drops) for drop in (module.drop_path1, module.drop_path2))
+    if attend is None or change is None or not known or None in norms or None in scales:
+        return None
+    (first, second), (scale1, scale2) = norms, scales
+
+    def run(x: Tensor) -> Tensor:
+        x = x + scale1(attend(first(x)))  # type: ignore[misc]
+        return x + scale2(change(second(x)))  # type: ignore[misc]
+
+    return run
+
+
+def attention(module: Any, drops: Drops) -> Run | None:
+    """What computes a timm `Attention` without a mask."""
+    space, parts = vars(module), module._modules
+    if getattr(module, "gate", None) is not None or not idles(module.proj_drop, drops):
+        return None
+    qkv, proj = linear(module.qkv), linear(module.proj)
+    query, key = norm(module.q_norm), norm(module.k_norm)
+    last = norm(parts["norm"]) if "norm" in parts else _unchanged
+    if None in (qkv, proj, query, key, last) or type(module.attn_drop) is not nn.Dropout:
+        return None
+    drops.append((space, vars(module.attn_drop), "p"))
+    own = type(module).__dict__.get("elsa_base", type(module)).forward
+
+    def run(x: Tensor) -> Tensor:
+        if not space["fused_attn"]:
+            return own(module, x)  # type: ignore[no-any-return]
+        batch, tokens, _ = x.shape
+        packed = qkv(x).reshape(batch, tokens, 3, space["num_heads"], space["head_dim"])  # type: ignore[misc]
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        out = functional.scaled_dot_product_attention(query(q), key(k), v)  # type: ignore[misc]
+        return proj(last(out.transpose(1, 2).reshape(batch, tokens, -1)))  # type: ignore[misc]
+
+    return run
+
+
+def of_mlp(module: Any, drops: Drops) -> Run | None:
+    """What computes a part that may be a timm `Mlp`."""
+    return mlp(module, drops) if _name(module) == _MLP else None
+
+
+def mlp(module: Any, drops: Drops) -> Run | None:
+    """What computes a timm `Mlp`."""
+    first, second, between = linear(module.fc1), linear(module.fc2), norm(module.norm)
+    known = idles(module.drop1, drops) and idles(module.drop2, drops)
+    if first is None or second is None or between is None or not known:
+        return None
+    if _name(module.act) not in _ACTIVATIONS:
+        return None
+    act = module.act.forward
+    return lambda x: second(between(act(first(x))))
+
+
+def linear(module: Any) -> Run | None:
+    """What computes an `nn.Linear`."""
+    if _name(module) != "torch.nn.modules.linear.Linear" or "weight" not in module._parameters:
+        return None
+    space = vars(module)
+
+    def run(x: Tensor) -> Tensor:
+        terms = space["_parameters"]
+        return functional.linear(x, terms["weight"], terms["bias"])
+
+    return run
+
+
+def norm(module: Any) -> Run | None:
+    """What computes a layer norm, or an identity in its place."""
+    if type(module) is nn.Identity:
+        return _unchanged
+    if _name(module) not in _NORMS or getattr(module, "_fast_norm", False):
+        return None
+    space = vars(module)
+
+    def run(x: Tensor) -> Tensor:
+        terms = space["_parameters"]
+        shape = space["normalized_shape"]
+        return functional.layer_norm(x, shape, terms["weight"], terms["bias"], space["eps"])
+
+    return run
+
+
+def scale_of(module: Any) -> Run | None:
+    """What computes a LayerScale, or an identity in its place."""
+    if type(module) is nn.Identity:
+        return _unchanged
+    if _name(module) != _SCALE:
+        return None
+    space = vars(module)
+
+    def run(x: Tensor) -> Tensor:
+        gamma = space["_parameters"]["gamma"]
+        return x.mul_(gamma) if space["inplace"] else x * gamma
+
+    return run
+
+
+def idles(module: Any, drops: Drops) -> bool:
+    """Whether a module changes nothing as long as it drops nothing."""
+    if type(module) is nn.Identity:
+        return True
+    rates = {"torch.nn.modules.dropout.Dropout": "p", _DROP_PATH: "drop_prob"}
+    rate = rates.get(_name(module))
+    if rate is not None:
+        drops.append((vars(module), vars(module), rate))
+    return rate is not None
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _name(module: Any) -> str:
+    """The name of the class that a module had before it was patched."""
+    cls: Any = type(module)
+    cls = cls.__dict__.get("elsa_base", cls)
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,233 @@
+"""Runs the stream-K kernels by Triton's interpreter; prints one JSON line for each case.
+
+A program of its own, as `triton_interpreted.py`. The interpreter runs one program after another,
+here in several orders, so that not always the same one of those that share a query tile is last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from dataclasses import replace
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from fence import fenced  # noqa: E402
+from triton_interpreted import reference  # noqa: E402
+from varlen_interpreted import bounds  # noqa: E402
+from varlen_interpreted import reference as packed_reference  # noqa: E402
+
+from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
+from elsa_core.backends.triton.attention import planner, schedules, tiling  # noqa: E402
+from elsa_core.backends.triton.attention.schedules import stream  # noqa: E402
+from elsa_core.backends.triton.attention.varlen import varlen_attention  # noqa: E402
+
+F32, F16 = torch.float32, torch.float16
+TABLE = tiling.load_table("h200")
+EXACT = replace(TABLE.tiles[0], mode="exact", dim=64, block_m=16, block_n=16, stages=1)
+WIDE_ROWS = replace(EXACT, mode="half", block_m=32)
+WIDE_KEYS = replace(EXACT, mode="half", block_m=16, block_n=64)
+# name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, precision, programs, options
+DENSE = {
+    "row": ((2, 3, 3, 1, 500, 64, 64), F32, "strict", 5, {"mixed": True}),
+    "row half": ((1, 2, 2, 1, 300, 40, 24), F16, "strict", 3, {}),
+    "row, one program": ((2, 2, 2, 1, 130, 32, 32), F32, "strict", 1, {}),
+    "row, a program a tile": ((1, 2, 2, 1, 1100, 64, 64), F32, "strict", 99, {"mixed": True}),
+    "row huge": ((1, 1, 1, 1, 600, 64, 64), F32, "strict", 3, {"times": 1e15}),
+    "row ieee, groups": ((1, 4, 2, 1, 300, 64, 64), F32, "ieee", 5, {}),
+    "packed heads": ((2, 6, 2, 1, 300, 64, 64), F32, "strict", 5, {}),
+    "packed heads half": ((1, 8, 2, 1, 500, 80, 72), F16, "strict", 5, {"mixed": True}),
+    "many packed heads": ((1, 20, 1, 1, 300, 32, 32), F16, "strict", 4, {}),
+    "few rows": ((1, 2, 1, 7, 200, 64, 64), F32, "strict", 5, {}),
+    "few rows half": ((1, 2, 2, 16, 333, 64, 48), F16, "strict", 5, {}),
+    "half": ((1, 2, 2, 70, 300, 64, 64), F16, "strict", 5, {"least": 2}),
+    "half two blocks": ((1, 2, 1, 70, 200, 80, 72), F16, "strict", 3, {}),
+    "half causal": ((1, 2, 2, 150, 150, 32, 48), F16, "strict", 5, {"causal": True}),
+    "half causal, wide rows": (
+        (1, 1, 1, 150, 120, 32, 32), F16, "strict", 7, {"causal": True, "tile": WIDE_ROWS}
+    ),
+    "half causal, wide keys": (
+        (1, 2, 2, 150, 300, 32, 32), F16, "strict", 7, {"causal": True, "tile": WIDE_KEYS}
+    ),
+    "split ahead": ((1, 2, 1, 40, 300, 64, 64), F32, "strict", 5, {}),
+    "split ahead, two blocks": ((2, 1, 1, 40, 200, 80, 72), F32, "strict", 3, {}),
+    "split ahead, causal": ((1, 1, 1, 200, 200, 32, 32), F32, "strict", 5, {"causal": True}),
+    "lean": ((1, 2, 2, 20, 150, 64, 64), F32, "lean", 5, {}),
+    "lean chains": ((1, 1, 1, 20, 400, 64, 64), F32, "lean", 2, {"chain": 1}),
+    "turbo": ((1, 2, 2, 40, 200, 64, 64), F32, "turbo", 3, {}),
+    "turbo few rows": ((1, 2, 2, 4, 200, 64, 64), F32, "turbo", 3, {}),
+    "ieee": ((1, 1, 1, 20, 100, 32, 32), F32, "ieee", 5, {"tile": EXACT}),
+    "negative scale": ((1, 1, 1, 20, 200, 64, 64), F32, "strict", 3, {"scale": -0.3}),
+    "zero scale": ((1, 1, 1, 3, 200, 64, 64), F32, "strict", 3, {"scale": 0.0}),
+    "strides": ((2, 3, 3, 4, 150, 32, 32), F32, "strict", 4, {"packed": True}),
+    "outlier channels": ((1, 1, 1, 20, 200, 64, 64), F32, "strict", 3, {"outlier": True}),
+    "outlier channels, few rows": ((1, 1, 1, 3, 150, 64, 64), F32, "strict", 3, {"outlier": True}),
+}  # fmt: skip
+MIXED = ([5, 0, 70, 1, 64, 0], [5, 0, 130, 1, 64, 0])
+CROSSED = ([7, 3, 0, 65], [70, 0, 4, 130])
+ONES = ([1, 1, 0, 1, 1, 1], [700, 1, 9, 0, 130, 300])
+THREE = ([3, 0, 0, 1], [300, 5, 4, 0])
+# name: (query lengths, key lengths), (Hq, Hkv, D, Dv), dtype, precision, programs, options
+RAGGED = {
+    "ragged rows": (ONES, (3, 3, 64, 64), F32, "strict", 5, {"mixed": True}),
+    "ragged rows half": (ONES, (2, 2, 40, 24), F16, "strict", 7, {}),
+    "ragged rows, causal": (THREE, (1, 1, 32, 32), F32, "strict", 3, {"causal": True}),
+    "ragged rows, groups": (ONES, (6, 2, 64, 64), F16, "strict", 5, {}),
+    "ragged rows, groups, split": (ONES, (4, 2, 80, 72), F32, "strict", 5, {}),
+    "ragged groups, causal": (THREE, (4, 1, 32, 32), F16, "strict", 3, {"causal": True}),
+    "ragged half": (MIXED, (2, 1, 64, 64), F16, "strict", 5, {"mixed": True}),
+    "ragged half causal": (MIXED, (2, 2, 32, 48), F16, "strict", 5, {"causal": True}),
+    "ragged strict": (CROSSED, (1, 1, 64, 64), F32, "strict", 5, {}),
+    "ragged strict causal": (CROSSED, (1, 1, 32, 48), F32, "strict", 5, {"causal": True}),
+    "ragged ieee": (CROSSED, (1, 1, 64, 64), F32, "ieee", 3, {"wide": True}),
+    "ragged outlier": (CROSSED, (1, 1, 64, 64), F32, "strict", 3, {"outlier": True}),
+    "ragged strides": (MIXED, (2, 2, 32, 32), F32, "strict", 4, {"packed": True}),
+    "ragged, no keys": (([3, 4], [0, 0]), (1, 1, 32, 32), F32, "strict", 3, {}),
+    "ragged, many": (
+        ([1, 0, 0, 3] * 33, [2, 1, 5, 0] * 33), (1, 1, 32, 32), F16, "strict", 3, {}
+    ),
+}  # fmt: skip
+CASES = DENSE | RAGGED
+FORWARDS, BACKWARDS, STRIDED = "forwards", "backwards", "strided"
+
+
+def dense(shape, dtype, precision, options):
+    b, hq, hk, n, m, d, dv = shape
+    generator = torch.Generator().manual_seed(n + m)
+    q, k, v = (
+        (torch.randn(size, generator=generator) * options.get("times", 1)).to(dtype)
+        for size in ((b, hq, n, d), (b, hk, m, d), (b, hk, m, dv))
+    )
+    if options.get("packed"):
+        k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
+    outlier(options, q, k, v)
+    causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
+    call = (q, k, v, None, causal, scale, precision)
+    words = planner.planned(*call).words
+    expected = reference(q, k, v, None, causal, scale)
+    return (lambda: attention(*call)), expected, words
+
+
+def ragged(lengths, sizes, dtype, precision, options):
+    queries, keys = lengths
+    heads, kv_heads, d, dv = sizes
+    generator = torch.Generator().manual_seed(sum(keys))
+    q, k, v = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in (
+            (sum(queries), heads, d), (sum(keys), kv_heads, d), (sum(keys), kv_heads, dv)
+        )
+    )  # fmt: skip
+    if options.get("packed"):
+        q, k, v = torch.randn(sum(queries), 3, heads, d, generator=generator).unbind(1)
+    outlier(options, q, k, v)
+    starts = bounds(queries)
+    others = bounds(keys, torch.int64 if options.get("wide") else torch.int32)
+    causal, scale = options.get("causal", False), d**-0.5
+    call = (q, k, v, starts, others, causal, scale, precision)
+    out, lse = packed_reference(*call[:7])
+    # as rows of heads: [1, H, T, D]
+    expected = out.transpose(0, 1)[None], lse[None]
+
+    def run():
+        out, lse = varlen_attention(*call)
+        return out.transpose(0, 1)[None], lse[None]
+
+    return run, expected, ""
+
+
+def outlier(options, q, k, v):
+    if options.get("outlier"):
+        for t, channel in ((q, 9), (k, 5), (v, 3)):
+            t[..., channel] *= 2**20
+
+
+def measured(name):
+    *case, programs, options = CASES[name]
+    schedules.forward.CHAIN_TILES = options.get("chain", 1024)
+    orders = (FORWARDS, BACKWARDS, STRIDED) if options.get("mixed") else (FORWARDS, BACKWARDS)
+    with stream.stream_k(programs, options.get("least", 1), options.get("tile")):
+        make = dense if name in DENSE else ragged
+        run, (expected, expected_lse), words = make(*case, options)
+        visible = expected_lse.isfinite()
+        answers = []
+        for order in orders:
+            chosen[0] = order
+            counts.clear()
+            with fenced() as fence:
+                answers.append(run())
+            assert fence["intact"], order
+    out, lse = answers[0]
+    difference = (lse.double() - expected_lse)[visible].abs() / (1 + expected_lse[visible].abs())
+    return {
+        "error": ((out.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item(),
+        "lse": difference.max().item() if difference.numel() else 0.0,
+        "finite": bool(out.isfinite().all()),
+        "hidden": bool((lse.isinf() == ~visible).all() and (out[~visible] == 0).all()),
+        "again": all(
+            torch.equal(out, other) and torch.equal(lse, log) for other, log in answers[1:]
+        ),
+        "cleared": all(bool((t == 0).all()) for t in counts),
+        "joined": joined[0],
+        "words": words,
+    }
+
+
+counts: list[torch.Tensor] = []
+joined = [0]
+chosen = [FORWARDS]
+
+
+def watch() -> None:
+    """The interpreter runs Python: its order of programs can be changed, what is allocated and
+    what a kernel calls can be watched.
+    """
+    from triton.runtime import interpreter
+
+    from elsa_core.backends.triton.attention import stream_decode, stream_forward
+
+    made = stream.tickets
+
+    def tickets(count, device):
+        counts.append(made(count, device))
+        return counts[-1]
+
+    stream.tickets = tickets
+    for module in (stream_decode, stream_forward):
+        module.join_logs = counted(module.join_logs)
+    place = interpreter.InterpreterBuilder.set_grid_idx
+
+    def moved(self, x, y, z):
+        count = self.grid_dim[0]
+        if chosen[0] == BACKWARDS:
+            x = count - 1 - x
+        elif chosen[0] == STRIDED:
+            x = next(x * n % count for n in (7, 11, 13, 1) if math.gcd(n, count) == 1)
+        place(self, x, y, z)
+
+    interpreter.InterpreterBuilder.set_grid_idx = moved
+
+
+def counted(original):
+    def call(*arguments, **options):
+        joined[0] += 1
+        return original(*arguments, **options)
+
+    return call
+
+
+def main() -> None:
+    watch()
+    for name in sys.argv[1:] or CASES:
+        joined[0] = 0
+        sys.stdout.write(json.dumps({"name": name, **measured(name)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The stream-K schedule without a GPU: shares, interpreted and compiled kernels, and that it is off
+unless asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import Rows, rows_of
+from stream_interpreted import CASES, DENSE
+from triton_compile import compile_launch
+
+from elsa_core.backends.triton.attention import planner, schedules, varlen
+from elsa_core.backends.triton.attention.schedules import stream
+from elsa_core.backends.triton.shared.launch import Launch
+from elsa_core.backends.triton.shared.tickets import tickets
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Rows]:
+    with rows_of("stream_interpreted.py") as rows:
+        yield rows
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_interpreted(interpreted: Rows, name: str) -> None:
+    dtype, precision, *_ = CASES[name][-4:]
+    row = interpreted[name]
+    assert row["finite"] and row["hidden"]
+    assert row["again"], "another order of programs gave other bits"
+    assert row["cleared"], "tickets are left for the next call"
+    limit = 6e-4 if dtype == torch.float16 else 1e-3 if precision == "turbo" else 6e-7
+    assert row["error"] < limit
+    assert row["lse"] < (1e-4 if precision == "turbo" else 4e-7)
+    assert ("stream-K" in row["words"]) == (name in DENSE)
+
+
+def test_states_are_joined(interpreted: Rows) -> None:
+    """Each query tile that is cut is joined once in each order, and others never."""
+    # 2 x 3 rows of 8 tiles over 5 programs: cut at 4 places, none of them between rows; 3 orders
+    assert interpreted["row"]["joined"] == 3 * 4
+    # the 2 x 2 rows of 3 tiles of one program
+    assert interpreted["row, one program"]["joined"] == 0
+    # 36 tiles of 2 rows, a program each; three orders
+    assert interpreted["row, a program a tile"]["joined"] == 3 * 2
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 132, 264])
+@pytest.mark.parametrize("units", [264, 265, 1000, 4 * 16 * 65536, 3 * 2**40 + 5])
+def test_shares_are_equal(units: int, programs: int) -> None:
+    """What the kernels compute: shares differ by one unit at most, and every unit has its owner."""
+    from elsa_core.backends.triton.attention.stream import first_unit, owner
+
+    first = [first_unit.fn(p, units, programs) for p in range(programs + 1)]
+    sizes = [b - a for a, b in pairwise(first)]
+    assert first[0] == 0 and first[-1] == units and max(sizes) - min(sizes) <= 1
+    for p in range(programs):
+        for unit in (first[p], first[p + 1] - 1, (first[p] + first[p + 1]) // 2):
+            if first[p] <= unit < first[p + 1]:
+                assert owner.fn(unit, units, programs) == p
+
+
+def planned(
+    shape: tuple[int, ...], dtype: torch.dtype, precision: str = "strict", *, causal: bool = False
+) -> Launch:
+    """The fold of a call of (B, Hq, Hkv, Nq, Nk, D)."""
+    b, h, hk, n, m, d = shape
+    q = torch.empty((b, h, n, d), dtype=dtype, device="meta")
+    k = torch.empty((b, hk, m, d), dtype=dtype, device="meta")
+    with stream.stream_k():
+        return planner.plan_call(q, k, k, None, causal, d**-0.5, precision).fold
+
+
+def packed(dtype: torch.dtype, heads: int, kv_heads: int) -> Launch:
+    q = torch.empty(32, heads, 128, dtype=dtype, device="meta")
+    k = torch.empty(500_000, kv_heads, 128, dtype=dtype, device="meta")
+    starts = torch.empty(33, dtype=torch.int32, device="meta")
+    with stream.stream_k():
+        return varlen.plan(q, k, k, starts, False, 0.1, "strict").fold
+
+
+LAUNCHES = {
+    "row": lambda: planned((4, 16, 16, 1, 65536, 128), torch.float16),
+    "split ahead": lambda: planned((4, 12, 12, 577, 577, 64), torch.float32),
+    "half causal": lambda: planned((2, 12, 12, 577, 577, 80), torch.bfloat16, causal=True),
+    "ragged rows": lambda: packed(torch.float32, 16, 16),
+    "ragged heads": lambda: packed(torch.float16, 32, 8),
+}
+KINDS = {"row": torch.float16, "half causal": torch.bfloat16, "ragged heads": torch.float16}
+SHARED = {80: 166912, 90: 232448, 120: 101376}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("row", 90), ("split ahead", 90), ("half causal", 80), ("ragged rows", 120),
+        ("ragged heads", 90),
+    ],
+)  # fmt: skip
+def test_compiles(name: str, arch: int) -> None:
+    compiled = compile_launch(LAUNCHES[name](), KINDS.get(name, torch.float32), "cuda", arch)
+    assert compiled.metadata.shared <= SHARED[arch]
+    # the memory order that a join rests on: stores, barrier, ticket, barrier, loads
+    ptx = compiled.asm["ptx"]
+    ticket = re.search(r"atom\.(global\.gpu\.acq_rel|acq_rel\.gpu\.global)\.add\.u32", ptx)
+    assert ticket, "no ticket that releases and acquires at the scope of the GPU"
+    assert len(re.findall(r"\batom\.", ptx)) == 1
+    ahead, behind = ptx[: ticket.start()], ptx[ticket.end() :]
+    assert ahead.rfind("bar.sync") > ahead.rfind("st.global")
+    assert 0 <= behind.find("bar.sync") < behind.find("ld.global")
+    assert "ld.global.nc" not in behind
+
+
+def test_is_off_unless_asked_for() -> None:
+    assert stream.STREAM not in schedules.SCHEDULES and not stream.asked()
+    q = torch.empty(1, 2, 1, 64, device="meta")
+    k = torch.empty(1, 2, 9000, 64, device="meta")
+    call = (q, k, k, None, False, 0.125, "strict")
+    before = planner.planned(*call)
+    with stream.stream_k():
+        within = planner.planned(*call)
+        masked = planner.plan_call(q, k, k, torch.empty(1, 1, 1, 9000, device="meta"), *call[4:])
+    assert before.schedule.name == masked.schedule.name == "decode"
+    assert within.schedule is stream.STREAM and "not measured" in within.words
+    assert planner.planned(*call).schedule.name == "decode"
+
+
+def test_explain_of_packed_sequences() -> None:
+    assert "stream-K" not in varlen.schedule()
+    with stream.stream_k():
+        assert "stream-K" in varlen.schedule()
+
+
+@pytest.mark.parametrize(
+    ("shape", "programs"),
+    [
+        # 64 rows of 2048 tiles: two programs for each of 132 multiprocessors
+        ((4, 16, 16, 1, 65536, 128), 264),
+        # 2 rows of 2 tiles of 256 keys: 4 tiles are one share
+        ((1, 2, 2, 1, 300, 16), 1),
+        # 12 x 4 tiles of queries with 4 of keys: 2 each
+        ((1, 12, 12, 197, 197, 32), 96),
+    ],
+)
+def test_no_program_is_without_a_share(shape: tuple[int, ...], programs: int) -> None:
+    assert planned(shape, torch.float16).grid[0] == programs
+
+
+def test_tickets_of_a_cpu_are_zeros() -> None:
+    one = tickets(5, torch.device("cpu"))
+    assert one.dtype == torch.int32 and one.shape == (5,) and not one.any()

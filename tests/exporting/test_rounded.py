@@ -1,0 +1,250 @@
+"""fp16 and INT8 on request: what they cost against float64 is measured, shown and verified."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elsa_cli.main import run
+from elsa_core.errors import ArgumentError, ExportError, ModelError
+from elsa_core.exporting import artefact_runs
+from elsa_core.exporting.accuracy import Exact, exact_outputs
+from elsa_core.exporting.bundle import Bundle, export
+from elsa_core.exporting.manifest import hashed
+from elsa_core.exporting.templates import load as template
+from elsa_core.exporting.verify import verify
+from elsa_core.loading import Loaded
+from elsa_core.proof import CheckReport, check
+
+ROWS = 5
+
+
+@pytest.fixture(scope="module")
+def report(vit: Loaded) -> CheckReport:
+    return check(vit.model, vit.example_inputs(1), stress=False)
+
+
+@pytest.fixture(scope="module")
+def exact(vit: Loaded) -> Exact:
+    return exact_outputs(vit.model, {"noise": vit.example_inputs(ROWS)})
+
+
+@pytest.fixture(scope="module")
+def int8(
+    vit: Loaded, report: CheckReport, exact: Exact, tmp_path_factory: pytest.TempPathFactory
+) -> Bundle:
+    target = tmp_path_factory.mktemp("int8") / "vit"
+    return export(
+        vit.model, target, formats=("onnx",), quantize="int8", loaded=vit, check=report, exact=exact
+    )
+
+
+def outputs(bundle: Bundle, format: str, inputs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """In batches of three, as they are measured: the scales of INT8 are those of a batch."""
+    model = template.load(format, bundle.path)
+    return np.concatenate([model(inputs[row : row + 3])[0] for row in range(0, len(inputs), 3)])
+
+
+# --- INT8 ----------------------------------------------------------------------------------------
+
+
+def test_the_cost_in_the_manifest_is_the_one_that_is_measured(int8: Bundle, exact: Exact) -> None:
+    accuracy = int8.manifest["accuracy"]
+    assert accuracy["rows"] == ROWS and accuracy["inputs"] == f"noise {ROWS}"
+    images = exact.inputs[0].numpy()
+    for format, file in (("onnx", "model.onnx"), ("onnx-int8", "model.int8.onnx")):
+        errors = np.abs(outputs(int8, format, images) - exact.output.numpy())
+        found = accuracy["costs"][file]
+        assert found["mean_error"] == pytest.approx(errors.mean(), rel=1e-3)
+        assert found["max_error"] == pytest.approx(errors.max(), rel=1e-3)
+    costs = accuracy["costs"]
+    assert costs["model.onnx"]["max_error"] < 1e-5
+    # 8 bits, not 24: an INT8 file that is as good as float32 would not be one.
+    assert costs["model.int8.onnx"]["mean_error"] > 100 * costs["float32"]["mean_error"]
+    assert costs["model.int8.onnx"]["max_error"] < accuracy["output_std"]
+
+
+def test_exact_outputs_are_those_of_the_original_in_float64(vit: Loaded, exact: Exact) -> None:
+    from elsa_core.patching import original
+
+    with torch.no_grad(), original(vit.model):
+        double = vit.model.double()(exact.inputs[0].double())
+        vit.model.float()
+    assert torch.allclose(double, exact.output, rtol=1e-13, atol=1e-13)
+    assert 0 < exact.own.mean < exact.own.maximum < 1e-5
+
+
+def test_classes_that_change_are_counted(exact: Exact) -> None:
+    turned = exact.output.numpy().copy()
+    turned[:2] *= -1
+    assert exact.cost(turned).changed == 2 and exact.cost(exact.output.numpy()).changed == 0
+    turned[0, 0] = np.nan
+    assert exact.cost(turned).maximum == math.inf
+    assert exact.to_dict({"x": exact.cost(turned)}, True)["costs"]["x"]["max_error"] is None
+    with pytest.raises(ExportError, match="shape"):
+        exact.cost(turned[:1])
+
+
+def test_an_int8_bundle_verifies_and_is_called_an_approximation(
+    int8: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", str(int8.path), "--trust"]) == 0
+    out = capsys.readouterr().out
+    assert "onnx reproduce the model; onnx-int8 errs as the manifest says" in out
+    text = (int8.path / "README.md").read_text()
+    assert "## What rounding costs" in text and "| model.int8.onnx |" in text
+    assert "is an approximation" in text
+    model = template.load(bundle=int8.path)
+    images = np.zeros((1, 3, 64, 64), np.float32)
+    assert np.array_equal(model(images)[0], template.load("onnx", int8.path)(images)[0])
+    assert (int8.path / "model.int8.onnx").stat().st_size < 0.6 * (
+        int8.path / "model.onnx"
+    ).stat().st_size
+
+
+def rewrite(bundle: Path, change: Any) -> None:
+    path = bundle / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_an_int8_file_that_errs_more_than_it_did_fails(int8: Bundle, tmp_path: Path) -> None:
+    import shutil
+
+    import onnx
+    from onnx import numpy_helper
+
+    copy = Path(shutil.copytree(int8.path, tmp_path / "copy"))
+    model = onnx.load(copy / "model.int8.onnx")
+    weights = [one for one in model.graph.initializer if one.name.endswith("_quantized")]
+    values = numpy_helper.to_array(weights[0])
+    weights[0].CopyFrom(numpy_helper.from_array(values[::-1].copy(), weights[0].name))
+    onnx.save(model, copy / "model.int8.onnx")
+    rewrite(copy, lambda m: m["files"]["model.int8.onnx"].update(
+        vars(hashed(copy / "model.int8.onnx"))))  # fmt: skip
+    failures = verify(copy).failures
+    assert len(failures) == 1 and failures[0].startswith("onnx-int8: at batch 1")
+    for bad in (None, {}, {"1": [[1.0]]}, {str(n): [[1e300, -1.0]] for n in (1, 2, 3)}):
+        rewrite(copy, lambda m, bad=bad: m["artefacts"]["onnx-int8"].update(norms=bad))
+        with pytest.raises(ModelError, match=r"errors of model\.int8\.onnx"):
+            verify(copy)
+
+
+def test_int8_needs_onnx_and_float32(vit: Loaded, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"quantize concerns model\.onnx"):
+        export(vit.model, tmp_path / "a", formats=("pt2",), quantize="int8", loaded=vit)
+    with pytest.raises(ArgumentError, match="choose int8"):
+        export(vit.model, tmp_path / "a", quantize="int4", loaded=vit)
+    for arguments in (["--formats", "pt2"], ["--dtype", "float16"]):
+        assert run(["export", "test_vit", "--quantize", "int8", *arguments, "-q"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- fp16 ----------------------------------------------------------------------------------------
+
+
+def test_fp16_says_what_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against float64 of the float32 weights, not of the rounded ones."""
+    monkeypatch.chdir(tmp_path)
+    command = ["export", "test_vit", "--img", "32", "--dtype", "float16", "--formats", "onnx"]
+    assert run([*command, "-o", "half"]) == 0
+    out = capsys.readouterr().out
+    assert "against float64 of the float32 weights" in out and "class changed" in out
+    assert "reproduce the float16 model" in out and "noise 3, constant 3" in out
+    accuracy = json.loads((tmp_path / "half/manifest.json").read_text())["accuracy"]
+    assert accuracy["rows"] == 12
+    own, half = accuracy["costs"]["float32"], accuracy["costs"]["model.onnx"]
+    assert half["mean_error"] > 100 * own["mean_error"] and half["class_changed"] is not None
+
+
+# --- OpenVINO ------------------------------------------------------------------------------------
+
+STAND_IN = """
+    import numpy
+    import onnxruntime
+
+    class _Type:
+        def to_dtype(self):
+            return numpy.float32
+
+    class _Port:
+        def get_element_type(self):
+            return _Type()
+
+    class _Compiled:
+        def __init__(self, path):
+            self._model = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            self.inputs = [_Port()]
+
+        def __call__(self, fed):
+            name = self._model.get_inputs()[0].name
+            return dict(enumerate(self._model.run(None, {name: fed[0]} )[:1])) | CHANGED
+
+    class Core:
+        def compile_model(self, path, device, hints):
+            assert device == "CPU" and hints == {"INFERENCE_PRECISION_HINT": "f32"}
+            return _Compiled(path)
+"""
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, changed: str = "{}") -> None:
+    """A package `openvino` that runs ONNX Runtime inside."""
+    (folder / "openvino").mkdir(parents=True)
+    text = textwrap.dedent(STAND_IN).replace("CHANGED", changed)
+    (folder / "openvino" / "__init__.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def standard(vit: Loaded, report: CheckReport, target: Path) -> Bundle:
+    return export(
+        vit.model, target, formats=("onnx",), onnx_mode="standard", loaded=vit, check=report
+    )
+
+
+def test_openvino_is_one_more_runtime(
+    vit: Loaded, report: CheckReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path / "packages", monkeypatch)
+    made = standard(vit, report, tmp_path / "out")
+    assert made.artefacts[0].openvino == "ok"
+    assert "OpenVINO reads it too, and reproduced" in (made.path / "README.md").read_text()
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert template.runtime_of(made.manifest, "onnx") == "openvino"
+    custom = made.manifest | {"artefacts": {"onnx": {"file": "model.onnx", "mode": "custom"}}}
+    assert template.runtime_of(custom, "onnx") == "onnxruntime"
+    ways = artefact_runs._ways("onnx", custom["artefacts"]["onnx"])
+    assert ways == [("onnxruntime", True), ("onnxruntime", False)]
+
+
+def test_openvino_that_errs_is_told_of(
+    vit: Loaded, report: CheckReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle is for ONNX Runtime, which reproduces the model: it is written all the same."""
+    wrong = "{0: numpy.zeros((len(fed[0]), 1000), numpy.float32)}"
+    stand_in(tmp_path / "packages", monkeypatch, wrong)
+    made = standard(vit, report, tmp_path / "out")
+    assert made.artefacts[0].status == "ok"
+    assert made.artefacts[0].openvino.startswith("at batch 1: error")
+    assert "OpenVINO does not reproduce it: at batch 1" in (made.path / "README.md").read_text()
+
+
+def test_the_real_openvino(vit: Loaded, report: CheckReport, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    made = standard(vit, report, tmp_path / "out")
+    assert made.artefacts[0].openvino == "ok"
+    images = vit.example_inputs(2)[0].numpy()
+    mine = template.load("onnx", made.path, runtime="openvino")(images)[0]
+    assert np.abs(mine - template.load("onnx", made.path)(images)[0]).max() < 1e-5

@@ -1,0 +1,90 @@
+"""A graph backend on a CPU: it records operators and repeats them on the memory that they had.
+
+As a CUDA graph does, a replay runs no Python of the model, reads and writes the addresses of the
+capture, whatever its tensors have become since, and leaves its results where they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elsa_core import calls
+
+
+def _aliased(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _aliased((args, kwargs or {}))
+        result = func(*args, **kwargs)
+        self.steps.append((func, args, kwargs, pytree.tree_leaves(_aliased(result))))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, kept in self.steps:
+            for old, new in zip(kept, pytree.tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Tape:
+    """Stands in for `elsa_core.graphs.capture.Cuda`.
+
+    Attributes:
+        captures, replays: how many there were.
+        error: what a capture raises, if set.
+    """
+
+    device_type = "cpu"
+
+    def __init__(self) -> None:
+        self.captures = self.replays = self.waits = self.pools = 0
+        self.error: Exception | None = None
+        self.capturing = False
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def order(self, device: torch.device) -> None: ...
+
+    def wait(self, device: torch.device) -> None:
+        self.waits += 1
+
+    def random_state(self, device: torch.device) -> Any:
+        return None
+
+    def pool(self, device: torch.device) -> Any:
+        self.pools += 1
+        return object()
+
+    def captured(
+        self, call: Callable[[], object], pool: Any, device: torch.device
+    ) -> Callable[[], object]:
+        call()
+        if self.error is not None:
+            raise self.error
+        calls.observe(1)
+        try:
+            with _Recorder() as recorder:
+                call()
+        finally:
+            calls.observe(-1)
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            recorder.replay()
+
+        return replay

@@ -1,0 +1,662 @@
+"""`graphed` over a tape: replays run no Python, and nothing that they would miss is missed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import elsa_core as elsa
+from elsa_core.errors import ArgumentError
+from elsa_core.graphs import model as graphs
+
+from .tape import Tape
+
+
+class Net(nn.Module):
+    """A little of everything that a forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("shift", torch.randn(8))
+        self.scale, self.cache, self.steps = 0.5, {"table": torch.randn(8)}, [torch.randn(8)]
+        self.forwards = 0
+
+    def forward(self, x: Tensor, gain: float = 1.0, other: Tensor | None = None) -> Any:
+        self.__dict__["seen"] = tuple(x.shape)
+        hidden = self.norm(self.first(x).relu() * self.scale) + self.cache["table"] + self.steps[0]
+        out = self.second(hidden) * gain + self.shift
+        return out if other is None else {"sum": out + other, "product": (out * other, gain)}
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
+    tape = Tape()
+    monkeypatch.setattr(graphs, "BACKEND", tape)
+    with torch.inference_mode():
+        yield tape
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        return Net().eval()
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (3, 8)))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "elsa"]
+
+
+def agree(held: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    expected, found = model(*args, **kwargs), held(*args, **kwargs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_call_is_captured_once_and_replayed_for_other_values(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    kept = []
+    for _ in range(4):
+        x = inputs()
+        agree(held, net, x)
+        kept.append((held(x), net(x)))
+    assert tape.captures == held.captures == 1
+    assert tape.replays == 8
+    assert all(torch.equal(mine, theirs) for mine, theirs in kept)  # copies, not the graph's memory
+
+
+def test_results_without_a_copy_are_the_graphs_memory(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net, copy_outputs=False)
+    first = held(inputs())
+    x = inputs()
+    assert held(x) is first
+    assert torch.equal(first, net(x))
+
+
+def test_nested_arguments_and_results(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    x, other = inputs(), inputs()
+    agree(held, net, x, 2.0, other=other)
+    agree(held, net, inputs(), 2.0, other=inputs())
+    assert tape.captures == 1
+    agree(held, net, x, 3.0, other=other)  # another number is another graph
+    agree(held, net, x, gain=3.0, other=other)
+    assert tape.captures == 3
+    agree(held, net, x, 0.0)
+    assert torch.equal(held(x, -0.0).signbit(), net(x, -0.0).signbit())
+    assert tape.captures == 5
+
+
+def test_an_argument_given_twice_is_not_two(tape: Tape) -> None:
+    class Same(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a + b if a is b else a - b
+
+    model = Same().eval()
+    held = elsa.graphed(model)
+    x, y = inputs(), inputs()
+    for given in ((x, x), (x, y), (y, y), (y, x)):
+        agree(held, model, *given)
+    assert tape.captures == 2
+
+
+def test_strided_and_overlapping_arguments(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    agree(held, net, inputs(3, 16)[:, ::2])
+    agree(held, net, inputs(1, 8).expand(3, 8))
+    agree(held, net, inputs(8, 3).t())
+    agree(held, net, inputs())
+    assert tape.captures == 4
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "data": lambda net: setattr(net.first.weight, "data", torch.randn(8, 8)),
+    "parameter": lambda net: setattr(net.first, "weight", nn.Parameter(torch.randn(8, 8))),
+    "transposed": lambda net: setattr(net.first.weight, "data", net.first.weight.data.t()),
+    "buffer": lambda net: setattr(net, "shift", torch.randn(8)),
+    "no bias": lambda net: setattr(net.first, "bias", None),
+    "attribute": lambda net: setattr(net, "scale", 0.25),
+    "cached": lambda net: net.cache.update(table=torch.randn(8)),
+    "listed": lambda net: net.steps.__setitem__(0, torch.randn(8)),
+    "module": lambda net: setattr(net, "second", nn.Linear(8, 8).eval()),
+    "class": lambda net: setattr(net.first, "__class__", Doubled),
+    "forward": lambda net: setattr(net.norm, "forward", lambda x: x),
+    "assigned": lambda net: net.load_state_dict(Net().state_dict(), assign=True),
+    "attribute of a part": lambda net: setattr(net.norm, "eps", 0.5),
+    "parametrised": lambda net: net.second.register_parameter("bias", nn.Parameter(torch.randn(8))),
+}
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_a_replay_would_miss_is_captured_anew(
+    tape: Tape, net: Net, name: str
+) -> None:
+    held = elsa.graphed(net)
+    x = inputs()
+    agree(held, net, x)
+    before = net(x)
+    with torch.inference_mode(False):
+        CHANGES[name](net)
+    agree(held, net, x)
+    assert not torch.equal(before, net(x))
+    assert tape.captures == 2
+    agree(held, net, inputs())
+    assert tape.captures == 2
+
+
+def test_writes_to_the_weights_are_followed_without_a_capture(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    x = inputs()
+    agree(held, net, x)
+    net.first.weight.data.mul_(2)
+    agree(held, net, x)
+    net.load_state_dict(Net().state_dict())
+    agree(held, net, x)
+    net.steps[0].zero_()
+    agree(held, net, x)
+    assert tape.captures == 1
+
+
+def test_equal_attributes_that_a_forward_sets_are_no_change(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    x = inputs(300, 8)
+    for _ in range(3):
+        agree(held, net, x)  # the model's own calls set `seen` anew
+    assert tape.captures == 1
+
+
+def test_a_hook_is_called(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    held = elsa.graphed(net)
+    x = inputs()
+    agree(held, net, x)
+    seen: list[Tensor] = []
+    handle = net.norm.register_forward_hook(lambda _, __, out: seen.append(out))
+    agree(held, net, x)
+    held(x)
+    assert len(seen) == 3 and tape.captures == 1
+    handle.remove()
+    agree(held, net, x)
+    assert tape.captures == 2
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+        agree(held, net, inputs(2, 8))
+    assert tape.captures == 2
+    assert sum("hooks" in line for line in caplog.messages) == 2
+
+
+def test_training_mode_is_the_models_own(tape: Tape, net: Net) -> None:
+    net.dropout = nn.Dropout(0.5).eval()
+    held = elsa.graphed(net)
+    x = inputs()
+    agree(held, net, x)
+    held.train()
+    assert net.training
+    with torch.inference_mode(False), torch.enable_grad():
+        held(torch.randn(3, 8)).sum().backward()
+    assert net.first.weight.grad is not None
+    held.eval()
+    assert not net.first.training
+    agree(held, net, x)
+    assert tape.captures == 1
+
+
+def test_train_and_eval_between_two_calls_drop_a_cache_that_was_read(tape: Tape) -> None:
+    """LeViT: in eval mode a table is kept that `train()` drops, and that was made of a weight."""
+
+    class Levit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.kept = nn.Parameter(torch.ones(8)), dict[str, Tensor]()
+
+        def train(self, mode: bool = True) -> Any:
+            self.kept = {} if mode else self.kept
+            return super().train(mode)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if "table" not in self.kept:
+                self.kept["table"] = self.bias * 2
+            return x + self.kept["table"]
+
+    with torch.inference_mode(False):
+        model = Levit().eval()
+    held = elsa.graphed(model)
+    x = inputs()
+    agree(held, model, x)
+    model.train()
+    model.bias.data.fill_(5)
+    model.eval()
+    agree(held, model, x)
+    assert tape.captures == 2
+
+
+@pytest.mark.parametrize("scope", ["attention", "model"])
+def test_patch_and_unpatch_after_a_capture(tape: Tape, scope: str) -> None:
+    with torch.inference_mode(False):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+    held = elsa.graphed(model)
+    x = inputs(2, 3, 32, 32)
+    agree(held, model, x)
+    elsa.patch(model, scope=scope)
+    agree(held, model, x)
+    elsa.patch(model, scope=scope, precision="ieee")
+    agree(held, model, x)
+    elsa.unpatch(model)
+    agree(held, model, x)
+    assert tape.captures == 4
+    agree(held, model, inputs(2, 3, 32, 32))
+    assert tape.captures == 4
+
+
+def test_shapes_dtypes_and_settings_have_graphs_of_their_own(tape: Tape) -> None:
+    with torch.inference_mode(False):
+        net = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
+    held = elsa.graphed(net)
+    for count, x in enumerate((inputs(1, 8), inputs(2, 8), inputs(2, 1, 8)), start=1):
+        agree(held, net, x)
+        assert tape.captures == count
+    x = inputs(2, 8)
+    full = held(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        agree(held, net, x)
+        assert not torch.equal(held(x), full)
+    assert tape.captures == 4
+    with torch.autocast("cpu", dtype=torch.float16):
+        agree(held, net, x)
+    torch.use_deterministic_algorithms(True)
+    agree(held, net, x)
+    torch.use_deterministic_algorithms(False)
+    assert tape.captures == 6
+    with torch.inference_mode(False), torch.no_grad():
+        found = held(x.clone())
+        assert not found.is_inference()
+    assert tape.captures == held.captures == 7
+    agree(held, net, x)
+    assert tape.captures == 7
+
+
+def test_autocast_does_not_read_casts_that_end_with_its_context(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    x = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x)  # autocast keeps the casts of the weights from here on
+        held(x)
+    net.first.weight.data.mul_(-1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        agree(held, net, x)
+    assert tape.captures == 1
+
+
+def test_the_shapes_used_last_are_kept(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net, shapes=2)
+    a, b, c = inputs(1, 8), inputs(2, 8), inputs(3, 8)
+    for x in (a, b, a, c):  # b goes
+        agree(held, net, x)
+    assert (tape.captures, held.captures) == (3, 2)
+    agree(held, net, a)
+    assert tape.captures == 3
+    agree(held, net, b)
+    assert (tape.captures, held.captures) == (4, 2)
+    held.clear()
+    assert held.captures == 0
+    agree(held, net, b)
+    assert tape.captures == 5 and tape.pools == 2
+
+
+def test_shapes_that_take_turns_are_not_captured_for_ever(
+    tape: Tape, net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = elsa.graphed(net, shapes=1)
+    for _ in range(12):
+        agree(held, net, inputs(1, 8))
+        agree(held, net, inputs(2, 8))
+    assert tape.captures <= 10
+    assert len([line for line in caplog.messages if "take turns" in line]) == 1
+    assert "shapes=1" in caplog.messages[-1]
+
+
+def test_gradients_that_are_wanted(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    held = elsa.graphed(net)
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.randn(3, 8)
+        assert held(x).requires_grad
+        held(x)
+        assert tape.captures == 0
+        assert len(caplog.messages) == 1 and "inference_mode" in caplog.messages[0]
+        net.requires_grad_(False)
+        agree(held, net, x)
+        assert tape.captures == 1
+        x.requires_grad_()
+        assert held(x).requires_grad
+        agree(held, net, x)
+        assert tape.captures == 1
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.nn.functional.dropout(x, 0.5, True)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x * self.count
+
+
+class Overwriting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+GLOBAL = torch.randn(8)
+
+
+class Global(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + GLOBAL
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(8)
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.holder.tensor
+
+
+class Wrapped(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return Holder()
+
+
+class Generated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(8, generator=self.generator)
+
+
+REFUSED = {
+    "random numbers": Noisy, "writes to a tensor": Counting, "a tensor that is no": Global,
+    "no attribute of its modules": Hidden, "returns a Holder": Wrapped, "generator": Generated,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_no_graph_may_hold_is_the_models_own_call(
+    tape: Tape, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.inference_mode(False):
+        model = REFUSED[reason]().eval()
+    held = elsa.graphed(model)
+    x = inputs()
+    results = [held(x) for _ in range(3)]
+    assert tape.replays == held.captures == 0
+    assert len(caplog.messages) == 1 and reason in caplog.messages[0], caplog.messages
+    if reason == "random numbers":
+        assert not torch.equal(results[0], results[1])
+    if reason == "writes to a tensor":  # two warm-ups and one run that was watched are calls too
+        assert [float(r[0, 0] / x[0, 0]) for r in results] == pytest.approx([4, 5, 6])
+
+
+def test_an_argument_that_is_written_to(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
+    held = elsa.graphed(Overwriting().eval())
+    x = inputs()
+    doubled = x * 2
+    held(x)
+    assert torch.equal(x, doubled)
+    assert "writes to a tensor" in caplog.messages[0]
+
+
+def test_a_capture_that_fails(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    tape.error = RuntimeError("operation not permitted when stream is capturing\nmore")
+    held = elsa.graphed(net)
+    x = inputs()
+    for _ in range(3):
+        agree(held, net, x)
+    assert tape.captures == held.captures == 0
+    (line,) = caplog.messages
+    assert line.endswith("a graph cannot hold it: operation not permitted when stream is capturing")
+    tape.error = None
+    agree(held, net, x)
+    assert tape.captures == 0  # for ever after
+    agree(held, net, inputs(1, 8))
+    assert tape.captures == 1  # for this kind of call
+    held.clear()
+    agree(held, net, x)
+    assert tape.captures == 2
+
+
+def test_the_models_own_errors_are_its_own(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            held(inputs(3, 7))
+    agree(held, net, inputs())
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ((torch.zeros(3, 8, device="meta"),), "on meta"),
+        ((), "no argument is a tensor"),
+        ((torch.zeros(3, 8), object()), "an argument is a object"),
+        ((torch.zeros(3, 8), 1.0, torch.zeros(3, 8, device="meta")), "on cpu, meta"),
+        ((torch.zeros(3, 8).to_sparse(),), "of its own kind"),
+    ],
+)
+def test_other_arguments(
+    tape: Tape, given: tuple[Any, ...], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counted(nn.Module):
+        def forward(self, *args: Any) -> int:
+            return len(args)
+
+    held = elsa.graphed(Counted().eval())
+    assert held(*given) == held(*given) == len(given)
+    assert len(caplog.messages) == 1 and reason in caplog.messages[0]
+    assert tape.captures == 0
+
+
+def test_a_model_elsewhere(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Identity()
+    model.register_buffer("shift", torch.zeros(1, device="meta"))
+    held = elsa.graphed(model.eval())
+    agree(held, model, inputs())
+    assert "shift is on meta and the input on cpu" in caplog.messages[0]
+    model.shift = torch.zeros(1)
+    agree(held, model, inputs())
+    assert tape.captures == 1
+
+
+def test_without_a_gpu_a_call_is_the_models_own(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    held = elsa.graphed(net)
+    with torch.inference_mode():
+        agree(held, net, inputs())
+        agree(held, net, inputs(1, 8))
+    (line,) = caplog.messages
+    assert "cpu: CUDA graphs need an NVIDIA GPU" in line
+
+
+def test_nobody_else_is_disturbed(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    """Within another capture, a compiler, a mode: the model itself, without a word."""
+    held = elsa.graphed(net)
+    x = inputs()
+    tape.capturing = True
+    agree(held, net, x)
+    tape.capturing = False
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        held(x)
+    assert counter.get_total_flops() > 0
+    compiled = torch.compile(held, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), net(x))
+    assert tape.captures == 0 and not said(caplog)
+    with torch.device("meta"):
+        held(x)
+    assert tape.captures == 0 and "TorchFunctionMode" in said(caplog)[0]
+
+
+def test_arguments_of_graphed(net: Net) -> None:
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, not str"):
+        elsa.graphed("vit")  # type: ignore[arg-type]
+    for shapes in (0, -1, True, 2.5):
+        with pytest.raises(ArgumentError, match="shapes must be a positive integer"):
+            elsa.graphed(net, shapes=shapes)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="graphed model already"):
+        elsa.graphed(nn.Sequential(elsa.graphed(net)))
+    for other in (torch.compile(net), torch.jit.script(nn.Linear(2, 2))):
+        with pytest.raises(ArgumentError, match="eager models"):
+            elsa.graphed(other)
+
+
+def test_it_is_a_module_like_the_model(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    x = inputs()
+    agree(held, net, x)
+    assert list(held.state_dict()) == list(net.state_dict())
+    fresh = Net().state_dict()
+    held.load_state_dict(fresh)
+    assert torch.equal(net.first.weight, fresh["first.weight"])
+    outer = nn.ModuleDict({"inner": held})
+    named = outer.state_dict()
+    assert set(named) == {f"inner.{name}" for name in net.state_dict()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    outer.load_state_dict(zeros)
+    assert not net.first.weight.any()
+    assert {id(p) for p in held.parameters()} == {id(p) for p in net.parameters()}
+    with torch.inference_mode(False):
+        held.double()
+    agree(held, net, x.double())
+    assert tape.captures == 2
+
+
+def test_copies_and_pickles_hold_no_graphs(tape: Tape) -> None:
+    with torch.inference_mode(False):
+        net = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
+        held = elsa.graphed(net, shapes=3, copy_outputs=False)
+    x = inputs()
+    agree(held, net, x)
+    with torch.inference_mode(False):
+        others = copy.deepcopy(held), pickle.loads(pickle.dumps(held))
+    for other in others:
+        assert other.captures == 0 and held.captures == 1
+        other.model[0].weight.data.mul_(2)
+        agree(other, other.model, x)
+        assert other(x) is other(x)
+    agree(held, net, x)
+
+
+def test_memory_goes_with_the_model(tape: Tape, net: Net) -> None:
+    held = elsa.graphed(net)
+    held(inputs())
+    (entry,) = held._graphs._entries.values()
+    known, waits = weakref.ref(entry), tape.waits
+    del entry, held
+    gc.collect()
+    assert known() is None and tape.waits == waits + 1  # dropped once no replay reads it
+    held = elsa.graphed(net)
+    old = weakref.ref(net.first.weight)
+    held(inputs()), held(inputs(1, 8))
+    with torch.inference_mode(False):
+        net.first.weight = nn.Parameter(torch.randn(8, 8))
+    held(inputs())
+    gc.collect()
+    assert old() is None  # no graph of another shape keeps the weight that was replaced
+
+
+def test_threads(tape: Tape) -> None:
+    with torch.inference_mode(False):
+        net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).eval()
+    held = elsa.graphed(net, shapes=2)
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.inference_mode():
+            for i in range(30):
+                x = torch.randn(1 + (seed + i) % 2, 8, generator=generator)
+                try:
+                    if not torch.equal(held(x), net(x)):
+                        wrong.append((seed, i))
+                except Exception as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert tape.captures == 2
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_structures_that_torch_knows(tape: Tape) -> None:
+    class Pairs(nn.Module):
+        def forward(self, given: dict[str, Any], pair: Point) -> Point:
+            a, (b, _) = given["a"], given["b"]
+            return Point(a + pair.x, [b * pair.y, None])  # type: ignore[arg-type]
+
+    model = Pairs().eval()
+    held = elsa.graphed(model)
+    for _ in range(2):
+        given = {"a": inputs(), "b": [inputs(), "text"]}
+        agree(held, model, given, pair=Point(inputs(), inputs()))
+    assert tape.captures == 1
+    assert isinstance(held(given, pair=Point(inputs(), inputs())), Point)
+
+
+def test_frozen_tensors_are_followed(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
+    """A graph may read what `freeze` keeps; what ends that ends the graph."""
+    with torch.inference_mode(False):
+        model = timm.create_model("swin_tiny_patch4_window7_224", img_size=56).eval()
+        elsa.patch(model)
+        elsa.freeze(model)
+    held = elsa.graphed(model)
+    x = inputs(1, 3, 56, 56)
+    agree(held, model, x)
+    agree(held, model, x)
+    assert tape.captures == 1 and not caplog.messages
+    table = model.layers[0].blocks[0].attn.relative_position_bias_table
+    with torch.inference_mode(False), torch.no_grad():
+        table.add_(1.0)  # PyTorch counts this write
+        elsa.freeze(model)
+    agree(held, model, x)
+    assert tape.captures == 2 and not caplog.messages
+    with torch.inference_mode(False), torch.no_grad():
+        table.add_(1.0)
+    agree(held, model, x)  # on a CPU no graph: what is derived is compared with the weights there

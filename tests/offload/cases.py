@@ -1,0 +1,185 @@
+"""Calls of streamed attention by name, with odd lengths, and what they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import reference
+
+Terms = dict[str, Tensor]
+Place = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call; lengths are odd and no multiple of the blocks.
+
+    mask: none, bool (whole rows hidden), hidden (additive with -inf, whole rows too), row (one for
+    all queries), column (one value a query) or heads (one for each head). factor: of the queries.
+    strided: tokens before heads in memory, as a projection leaves them.
+    """
+
+    queries: int = 37
+    keys: int = 53
+    batch: int = 2
+    heads: int = 3
+    kv_heads: int = 3
+    head_dim: int = 16
+    value_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    mask: str = "none"
+    is_causal: bool = False
+    scale: float | None = None
+    factor: float = 1.0
+    strided: bool = False
+    block: int = 16
+    query_block: int = 13
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Query, key, value, mask and the gradient of the output, on the CPU."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        query = draw(self.batch, self.heads, self.queries, self.head_dim) * self.factor
+        key = draw(self.batch, self.kv_heads, self.keys, self.head_dim)
+        value = draw(self.batch, self.kv_heads, self.keys, self.value_dim)
+        grad = draw(self.batch, self.heads, self.queries, self.value_dim)
+        shapes = {"row": (1, 1, 1, self.keys), "column": (1, self.heads, self.queries, 1),
+                  "heads": (1, self.heads, self.queries, self.keys)}  # fmt: skip
+        mask: Tensor | None = None
+        if self.mask != "none":
+            mask = draw(*shapes.get(self.mask, (self.batch, 1, self.queries, self.keys)))
+        if mask is not None and self.mask == "bool":
+            mask = mask > -0.5
+            mask[0, :, 1::4] = False
+        elif mask is not None and self.mask == "hidden":
+            mask[0, :, ::3, 1::2] = -torch.inf
+            mask[:, :, 2] = -torch.inf
+        parts = [t.to(self.dtype) for t in (query, key, value)]
+        if self.strided:
+            parts = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in parts]
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(self.dtype)
+        return parts[0], parts[1], parts[2], mask, grad.to(self.dtype)
+
+    def arguments(self) -> dict[str, Any]:
+        grouped = {"enable_gqa": True} if self.heads != self.kv_heads else {}
+        return {"is_causal": self.is_causal, "scale": self.scale, **grouped}
+
+
+CASES = {
+    "plain": Case(),
+    "one block": Case(block=128, query_block=128),
+    "one key a block": Case(keys=7, block=1, query_block=1),
+    "batch 1": Case(batch=1, heads=1, kv_heads=1),
+    "strided": Case(strided=True),
+    "grouped": Case(heads=4, kv_heads=2, strided=True),
+    "causal": Case(is_causal=True),
+    "causal, more queries": Case(queries=53, keys=37, is_causal=True),
+    "causal, aligned": Case(queries=48, keys=48, is_causal=True, query_block=16),
+    "bool": Case(mask="bool"),
+    "hidden": Case(mask="hidden"),
+    "row": Case(mask="row"),
+    "column": Case(mask="column"),
+    "heads": Case(mask="heads"),
+    "extreme": Case(factor=60.0),
+    "zero scale": Case(scale=0.0),
+    "float64": Case(dtype=torch.float64, mask="hidden"),
+    "float16": Case(dtype=torch.float16),
+    "bfloat16": Case(dtype=torch.bfloat16, is_causal=True),
+    "no keys": Case(keys=0),
+    "no queries": Case(queries=0),
+}
+
+
+def differentiated(
+    call: Callable[..., tuple[Tensor, Tensor]], case: Case, dtype: torch.dtype,
+    place: Place = lambda name, tensor: tensor,
+) -> Terms:  # fmt: skip
+    """out, lse and the gradients of query, key and value of `sum(out * grad) + sum(lse)`.
+
+    place: moves a tensor, named query, key, value or mask, to where the call takes it.
+    """
+    query, key, value, mask, grad = case.tensors()
+    names = ("query", "key", "value")
+    leaves = [
+        place(name, t.to(dtype)).detach().requires_grad_()
+        for name, t in zip(names, (query, key, value), strict=True)
+    ]
+    if mask is not None:
+        mask = place("mask", mask if mask.dtype == torch.bool else mask.to(dtype))
+    out, lse = call(*leaves, mask)
+    seen = lse.detach().isfinite()
+    loss = (out * grad.to(out.device, out.dtype)).sum() + lse[seen].sum()
+    loss.backward()
+    found = {"out": out.detach(), "lse": lse.detach()}
+    return found | {name: leaf.grad for name, leaf in zip(names, leaves, strict=True)}  # type: ignore[return-value]
+
+
+def by_float64(case: Case) -> Terms:
+    """The oracle's."""
+
+    def call(*tensors: Any) -> tuple[Tensor, Tensor]:
+        return reference.attention(*tensors, is_causal=case.is_causal, scale=case.scale)
+
+    return differentiated(call, case, torch.float64)
+
+
+def by_peer(case: Case, device: str = "cpu") -> Terms:
+    """PyTorch's plain formula in the case's own dtype, with rows that see nothing zeroed."""
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+
+    def call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+        groups = case.heads // case.kv_heads
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+        scores = (query @ key.mT).float() * scale if query.dtype.itemsize < 4 else (
+            query @ key.mT * scale)  # fmt: skip
+        if case.is_causal:
+            seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~seen, -torch.inf)
+        elif mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        dead = (scores.detach() == -torch.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+        lse = scores.masked_fill(dead, 0.0).logsumexp(-1).masked_fill(dead[..., 0], -torch.inf)
+        return weights.to(value.dtype) @ value, lse
+
+    return differentiated(call, case, case.dtype, lambda name, tensor: tensor.to(device))
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """The norm of the difference over the entries that are finite in `exact`, and the others'
+    equality."""
+    found, finite = found.double().cpu(), exact.isfinite()
+    assert torch.equal(found[~finite], exact[~finite])
+    return float(torch.linalg.vector_norm(found[finite] - exact[finite]))
+
+
+def assert_exact(found: Terms, case: Case, device: str = "cpu") -> None:
+    """The error against float64 is at most twice the peer's on the device, and one rounding.
+
+    A gradient reads P = exp(score - lse): the roundings of both, eps |lse| at most, are a relative
+    error of P, which shows where scores are large (`factor`).
+    """
+    exact, peer = by_float64(case), by_peer(case, device)
+    finite = exact["lse"][exact["lse"].isfinite()]
+    of_weights = float(finite.abs().max()) if case.factor > 1.0 else 0.0
+    for term, oracle in exact.items():
+        result = found[term]
+        wide = torch.promote_types(case.dtype, torch.float32)
+        assert result.dtype == (wide if term == "lse" else case.dtype), term
+        assert result.shape == oracle.shape, term
+        norm = float(torch.linalg.vector_norm(oracle[oracle.isfinite()]))
+        band = (
+            (2 + of_weights * (term not in ("out", "lse"))) * torch.finfo(result.dtype).eps * norm
+        )
+        assert error(result, oracle) <= 2 * error(peer[term], oracle) + band, term

@@ -1,0 +1,251 @@
+"""Streamed attention on a CPU: the order of blocks, sums, what is copied and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.offload import passes, streaming
+
+from .cases import CASES, Case, Terms, assert_exact, differentiated
+
+CPU = torch.device("cpu")
+
+
+def streamed(case: Case, **options: Any) -> Terms:
+    blocks = {"block": case.block, "query_block": case.query_block, "device": "cpu"} | options
+
+    def call(*tensors: Any) -> Any:
+        return elsa.offload.attention(*tensors, **case.arguments(), **blocks, return_lse=True)
+
+    return differentiated(call, case, case.dtype)
+
+
+@pytest.fixture
+def buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slice through the two buffers, as on a GPU: no tensor counts as being in its place."""
+    monkeypatch.setattr(streaming, "stays", lambda tensor, device: False)
+    # memory that was not filled shows
+    empty = torch.empty
+
+    def filled(*sizes: Any, **options: Any) -> Tensor:
+        made = empty(*sizes, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(1)
+
+    monkeypatch.setattr(streaming.torch, "empty", filled)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact(name: str) -> None:
+    assert_exact(streamed(CASES[name]), CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_queries_in_one_block(name: str) -> None:
+    assert_exact(streamed(CASES[name], query_block=None), CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("most_copies", [0, 1024])
+def test_buffers_change_no_bit(
+    name: str, most_copies: int, buffered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_MOST_COPIES", most_copies)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    through = streamed(CASES[name])
+    moved = streaming.report()
+    monkeypatch.undo()
+    for term, direct in streamed(CASES[name]).items():
+        assert torch.equal(through[term], direct), term
+    assert moved is not None
+    if CASES[name].keys and CASES[name].queries:
+        assert moved.copied_bytes > 0 and moved.copy_seconds > 0
+        assert (moved.staged_bytes == moved.copied_bytes) == (most_copies == 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "hidden", "float16"])
+def test_equal_calls_give_equal_bits(name: str) -> None:
+    first, second = streamed(CASES[name]), streamed(CASES[name])
+    assert all(torch.equal(first[term], second[term]) for term in first)
+
+
+def test_through_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    query, key, value, mask, _ = Case(mask="bool").tensors()
+    found, lse = elsa.attention(
+        query, key, value, mask, offload="host", offload_block=16, return_lse=True
+    )
+    report = elsa.offload.report()
+    assert report is not None and report.blocks == 4 and report.hidden is None
+    assert report.to_dict()["copied_bytes"] == 0 and report.fold_seconds > 0
+    whole, whole_lse = elsa.attention(query, key, value, mask, return_lse=True)
+    assert torch.allclose(found, whole, atol=1e-6) and torch.allclose(lse, whole_lse, atol=1e-6)
+    assert torch.equal(elsa.attention(query, key, value, mask, offload="host"), whole)
+
+
+def test_other_ranks_and_batches() -> None:
+    query, key = torch.randn(3, 1, 2, 9, 8), torch.randn(5, 2, 11, 8)
+    found = elsa.offload.attention(query, key, key, device="cpu", block=4)
+    whole = elsa.attention(query, key, key)
+    assert isinstance(found, Tensor) and found.shape == whole.shape
+    assert torch.allclose(found, whole, atol=1e-6)
+
+
+def test_hidden_blocks_are_not_visited() -> None:
+    query = torch.randn(1, 1, 8, 8)
+    key = torch.randn(1, 1, 64, 8)
+    key[:, :, 16:] = torch.nan
+    out = elsa.offload.attention(query, key, key, is_causal=True, device="cpu", block=8)
+    report = streaming.report()
+    assert isinstance(out, Tensor) and out.isfinite().all()
+    assert report is not None and report.blocks == 1
+
+
+def test_only_wanted_gradients() -> None:
+    query, key, value, _, grad = Case().tensors()
+    for wanted in ((True, False, False), (False, True, False), (False, False, True)):
+        leaves = [t.clone().requires_grad_(w) for t, w in zip((query, key, value), wanted,
+                                                              strict=True)]  # fmt: skip
+        out = elsa.offload.attention(*leaves, device="cpu", block=16)
+        assert isinstance(out, Tensor)
+        out.backward(grad)
+        assert tuple(leaf.grad is not None for leaf in leaves) == wanted
+
+
+def test_autocast_and_compile() -> None:
+    query, key, value, _, _ = Case().tensors()
+
+    def call(*tensors: Tensor) -> Any:
+        return elsa.offload.attention(*tensors, device="cpu", block=16)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(query, key, value).dtype == torch.bfloat16
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    compiled(*leaves).square().sum().backward()
+    others = [t.clone().requires_grad_() for t in (query, key, value)]
+    call(*others).square().sum().backward()
+    for leaf, other in zip(leaves, others, strict=True):
+        assert leaf.grad is not None and other.grad is not None
+        assert torch.equal(leaf.grad, other.grad)
+
+
+def test_operator() -> None:
+    query, key, value, mask, _ = Case(mask="hidden", dtype=torch.float64).tensors()
+    for causal, bias in ((True, None), (False, mask)):
+        leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+        terms = (causal, 0.25, "strict", "auto", "cpu", 16, 13)
+        torch.library.opcheck(torch.ops.elsa.offloaded_attention.default, (*leaves, bias, *terms))
+
+
+REFUSED = {
+    "offload must be 'host'": {"offload": "disk"},
+    "offload_block without offload": {"offload": None, "offload_block": 4},
+    "offload_block=0 must be 1 or more": {"offload_block": 0},
+    "takes no dropout_p": {"dropout_p": 0.1},
+    "exclude each other": {"is_causal": True, "attn_mask": torch.zeros(9, 9)},
+    "attn_mask wants a gradient": {"attn_mask": torch.zeros(9, 9, requires_grad=True)},
+    "backend='other' is unknown": {"backend": "other"},
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused(line: str) -> None:
+    x = torch.randn(1, 2, 9, 8)
+    with pytest.raises(ArgumentError, match=re.escape(line)):
+        elsa.attention(x, x, x, **{"offload": "host"} | REFUSED[line])
+
+
+def test_refused_devices() -> None:
+    x, away = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8, device="meta")
+    with pytest.raises(ArgumentError, match="reads keys and values from host memory: key is on"):
+        elsa.attention(away, away, away, offload="host")
+    with pytest.raises(ArgumentError, match="computes on CUDA devices and CPUs, not on meta"):
+        elsa.attention(away, x, x, offload="host")
+    with pytest.raises(ArgumentError, match="query is on meta, but cpu computes"):
+        elsa.offload.attention(away, x, x, device="cpu")
+    with pytest.raises(UnavailableError, match="cannot serve"):
+        elsa.offload.attention(x, x, x, device="cpu", backend="triton")
+
+
+def test_twice_is_refused() -> None:
+    x = torch.randn(1, 1, 5, 8, requires_grad=True)
+    out = elsa.offload.attention(x, x, x, device="cpu")
+    assert isinstance(out, Tensor)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(ArgumentError, match="differentiable once"):
+        grad.sum().backward()
+
+
+def call_of(queries: int, keys: int, **changed: Any) -> passes.Call:
+    x = torch.empty(1, 1, 1, 64)
+    call = passes.Call(
+        x.expand(1, 16, queries, 64), x.expand(1, 16, keys, 64), x.expand(1, 16, keys, 64), None,
+        False, 1.0, "strict", "auto", torch.device("cuda", 0), 0, 0,
+    )  # fmt: skip
+    return call._replace(**changed)
+
+
+def test_sizes_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks fit in the free memory, and are small where a copy is what takes the time."""
+    free = 100 << 30
+    monkeypatch.setattr(passes, "_free", lambda device: free)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    token = 16 * 128 * 4  # bytes of key and value
+    rows, block = passes.sizes(call_of(1 << 20, 1 << 20), backward=False)
+    assert rows == 1 << 20 and block % 128 == 0 and 1 << 16 <= block <= 1 << 19
+    few, small = passes.sizes(call_of(1, 1 << 20), backward=False)
+    assert few == 1 and small < block
+    free = 4 << 30
+    rows, block = passes.sizes(call_of(1 << 20, 1 << 20), backward=False)
+    assert rows < 1 << 19 and 2 * block * token < free
+    assert passes.sizes(call_of(1 << 20, 1 << 20), backward=True)[0] < rows
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: False)
+    assert passes.sizes(call_of(1 << 20, 1 << 20), backward=False)[1] * token <= 300 << 20
+    asked = call_of(1 << 20, 1 << 20, block=77, query_block=99)
+    assert passes.sizes(asked, backward=False) == (99, 77)
+
+
+def test_what_is_common_to_intervals() -> None:
+    assert streaming.common([(0.0, 2.0), (3.0, 5.0)], [(1.0, 4.0), (4.5, 9.0)]) == 2.5
+    assert streaming.common([(0.0, 1.0)], [(1.0, 2.0)]) == 0.0
+
+
+def test_contiguous_parts() -> None:
+    """Every element goes to its place, in as few copies as the memory allows."""
+    for source, copies in (
+        (torch.randn(2, 3, 50, 8)[:, :, 7:20], 6),
+        (torch.randn(2, 50, 3, 8).transpose(1, 2)[:, :, 7:20], 2),
+        (torch.randn(1, 3, 8, 50).mT, 1),
+        (torch.randn(2, 1, 50, 8).expand(2, 3, 50, 8)[:, :, :9], 6),
+    ):
+        target = streaming.in_order_of(source, torch.full((source.numel() + 5,), torch.nan))
+        parts = list(streaming.runs(target, source))
+        assert len(parts) == copies
+        for to, part in parts:
+            assert to.is_contiguous() and part.is_contiguous()
+            to.copy_(part)
+        assert torch.equal(target, source)
+
+
+def test_saved_tensors_on_the_host() -> None:
+    """What trains a patched model with its activations in host memory is PyTorch's own hook."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    elsa.patch(model)
+    images = torch.randn(2, 3, 32, 32)
+    model(images).square().sum().backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(images).square().sum()
+    loss.backward()
+    again = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(grads) == len(again) and all(map(torch.equal, grads, again))

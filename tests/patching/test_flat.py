@@ -1,0 +1,218 @@
+"""Blocks as functions in a row: the original's bits, and the original wherever a module is seen."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+timm = pytest.importorskip("timm")
+
+from timm.models.swin_transformer import SwinTransformerBlock  # noqa: E402
+from timm.models.vision_transformer import Block  # noqa: E402
+
+import elsa_core as elsa  # noqa: E402
+from elsa_core import calls  # noqa: E402
+from elsa_core.patching.adapters import flat, redirect  # noqa: E402
+
+VARIANTS = {
+    "plain": {},
+    "qk_norm": {"qk_norm": True},
+    "scaled": {"init_values": 0.5, "qkv_bias": False},
+    "normed": {"scale_attn_norm": True, "scale_mlp_norm": True},
+    "tanh": {"act_layer": lambda: nn.GELU(approximate="tanh")},
+    "relu": {"act_layer": nn.ReLU, "drop_path": 0.1, "proj_drop": 0.1, "attn_drop": 0.1},
+}
+
+
+def block(**options):
+    torch.manual_seed(0)
+    made = Block(24, 3, **{"qkv_bias": True, **options}).eval()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def tokens():
+    return torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """CPU tensors that say they are on a GPU; nothing there is computed by a GPU's kernels."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    calls.forget_kinds()
+    yield
+    calls.forget_kinds()
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equals_the_original_bit_by_bit(options, dtype):
+    module, x = block(**options).to(dtype), tokens().to(dtype)
+    assert torch.equal(flat.served(module, flat.block, x), module(x))
+    attended = flat.served(module.attn, flat.attention, x)
+    assert torch.equal(attended, module.attn(x))
+    assert torch.equal(flat.served(module.mlp, flat.mlp, x), module.mlp(x))
+
+
+def test_gradients_and_autocast_are_the_originals():
+    module, x = block(init_values=0.5), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(flat.served(module, flat.block, x), module(x))
+    module.train()  # nothing in it drops
+    grads = []
+    for forward in (module, lambda y: flat.served(module, flat.block, y)):
+        module.zero_grad()
+        forward(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in module.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("name", ["norm1", "attn.qkv", "attn.proj_drop", "mlp", "mlp.act", "ls1"])
+def test_hooks_are_called(name):
+    module, x = block(), tokens()
+    assert flat.served(module, flat.block, x) is not None
+    hooked = module.get_submodule(name)
+    for register in (hooked.register_forward_hook, hooked.register_forward_pre_hook):
+        handle = register(lambda *_: None)
+        assert flat.served(module, flat.block, x) is None
+        handle.remove()
+    hooked.forward = hooked.forward
+    assert flat.served(module, flat.block, x) is None
+    del hooked.forward
+    assert flat.served(module, flat.block, x) is not None
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert flat.served(module, flat.block, x) is None
+    finally:
+        handle.remove()
+
+
+def test_what_drops_runs_itself():
+    module, x = block(attn_drop=0.2), tokens()
+    module.train()
+    assert flat.served(module, flat.block, x) is None
+    module.attn.attn_drop.p = 0.0
+    assert flat.served(module, flat.block, x) is not None
+    for name in ("attn.proj_drop", "mlp.drop1", "mlp.drop2"):
+        module = block(proj_drop=0.2)
+        module.get_submodule(name).train()  # Monte Carlo dropout
+        assert flat.served(module, flat.block, x) is None
+    module = block(drop_path=0.2)
+    module.drop_path2.train()
+    assert flat.served(module, flat.block, x) is None
+
+
+def test_the_unfused_branch_is_the_modules_own():
+    module, x = block(), tokens()
+    fused = flat.served(module, flat.block, x)
+    module.attn.fused_attn = False
+    own = flat.served(module, flat.block, x)
+    assert torch.equal(own, module(x)) and not torch.equal(own, fused)
+
+
+class Wider(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x) + 1.0
+
+
+def test_changes_of_the_module_are_seen():
+    module, x = block(), tokens()
+    before = flat.served(module, flat.block, x)
+    module.load_state_dict({k: 2 * v for k, v in module.state_dict().items()}, assign=True)
+    after = flat.served(module, flat.block, x)
+    assert torch.equal(after, module(x)) and not torch.equal(after, before)
+    module.attn.proj = Wider(module.attn.proj)
+    assert flat.served(module, flat.block, x) is None
+    module.attn.proj = module.attn.proj.layer
+    assert torch.equal(flat.served(module, flat.block, x), after)
+    module.norm1.eps = 0.5
+    assert torch.equal(flat.served(module, flat.block, x), module(x))
+    nn.utils.parametrizations.weight_norm(module.mlp.fc1)
+    assert flat.served(module, flat.block, x) is None
+
+
+def test_readings_end_with_their_module():
+    module = block()
+    flat.served(module, flat.block, tokens())
+    key = (id(module), flat.block)
+    assert key in flat._READINGS
+    del module
+    gc.collect()
+    assert key not in flat._READINGS
+
+
+@pytest.mark.parametrize("scope", ["attention", "model"])
+def test_a_vit_in_eager_calls_is_the_original(scope, on_gpu):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24).eval()
+    x = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        before = model(x)
+        elsa.patch(model, scope=scope)
+        assert torch.equal(model(x), before)
+        seen = []
+        # a mask goes the ordinary way
+        handle = model.blocks[3].attn.proj.register_forward_hook(lambda *_: seen.append(1))
+        assert torch.equal(model(x), before) and seen == [1]
+        handle.remove()
+        mask = torch.zeros(5, 5, dtype=torch.bool).fill_diagonal_(True)
+        masked = model.forward_features(x, attn_mask=mask)
+        elsa.unpatch(model)
+        torch.testing.assert_close(masked, model.forward_features(x, attn_mask=mask))
+
+
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "beit_base_patch16_224"])
+def test_other_blocks_in_eager_calls_are_the_original(name, on_gpu):
+    torch.manual_seed(0)
+    options = {"embed_dim": 24, "num_heads": 3, "depth": 2} if "beit" in name else {"depth": 2}
+    size = 32 if "beit" in name else 28
+    model = timm.create_model(name, img_size=size, **options).eval()
+    x = torch.randn(1, 3, size, size)
+    with torch.no_grad():
+        before = model(x)
+        elsa.patch(model, scope="model")
+        assert torch.equal(model(x), before)
+
+
+def test_redirected_calls_that_are_small_are_sdpas(on_gpu, monkeypatch):
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    names = {"backend": "auto", "precision": "strict"}
+    counts = []
+    plain = redirect.scaled_dot_product_attention
+
+    def counted(*given, **named):
+        counts.append(1)
+        return plain(*given, **named)
+
+    monkeypatch.setattr(redirect, "scaled_dot_product_attention", counted)
+    out = redirect._attention(q, k, v, scale=0.3, **names)
+    assert torch.equal(out, plain(q, k, v, scale=0.3)) and counts == [1]
+    redirect._attention(q, k, v, backend="eager", precision="strict")
+    redirect._attention(q, k, v, torch.zeros(5, 5), **names)
+    assert counts == [1]
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_swin_blocks(shift, on_gpu):
+    torch.manual_seed(0)
+    original = SwinTransformerBlock(24, (8, 8), 3, window_size=4, shift_size=shift).eval()
+    x = torch.randn(2, 8, 8, 24)
+    model = nn.Sequential(original)
+    with torch.no_grad():
+        before = model(x)
+        elsa.patch(model, scope="attention")
+        site, seen = model[0], []
+        torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-5)
+        assert any(key[0] == id(site) and r.run for key, r in flat._READINGS.items())
+        site.attn.softmax.register_forward_hook(lambda *_: seen.append(1))
+        torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-5)
+        assert seen
