@@ -224,6 +224,8 @@ class Options:
     images: Path | None = None
     paths: tuple[str, ...] | None = None
     grad: bool = False
+    sparsity: str | float | None = None
+    sparsity_bound: float = 0.0
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Options:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from elsa_core.proof import CheckReport
     from elsa_core.routing import Route
 
-_CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites")
+_CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity")
 
 
 def open_model(session: Session, text: str, options: Options) -> Loaded:
@@ -73,6 +73,7 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
             exclude=list(options.exclude) or None,
             strict=strict,
             scope=options.scope,
+            sparsity=options.sparsity,
         )
 
 
@@ -165,6 +166,7 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
             batch_size=options.batch_size,
             paths=options.paths,
             grad=options.grad,
+            sparsity_bound=options.sparsity_bound,
             progress=update,
         )
 

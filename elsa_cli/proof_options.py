@@ -13,8 +13,28 @@ from elsa_cli.options import Function, Listed, apply
 PATHS = ("eager", "graph", "compile")
 
 
+class Sparsity(click.ParamType):  # type: ignore[type-arg]
+    """ "exact", or a number in (0, 1)."""
+
+    name = "exact|NUMBER"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | float:
+        """The word or the number."""
+        if isinstance(value, float) or value == "exact":
+            return value
+        try:
+            number = float(str(value))
+        except ValueError:
+            number = 0.0
+        if not 0.0 < number < 1.0:
+            self.fail(f"{value!r} is neither exact nor a number in (0, 1)", param, ctx)
+        return number
+
+
 def proof_options(function: Function) -> Function:
-    """--path and --grad."""
+    """--path, --grad, --sparsity and --sparsity-bound."""
     options: list[Callable[[Function], Function]] = [
         click.option(
             "--path", "paths", type=Listed(click.Choice(PATHS), "|".join(PATHS)),
@@ -25,6 +45,16 @@ def proof_options(function: Function) -> Function:
             "--grad", is_flag=True,
             help="Also compare the gradients of every parameter and input, of each site and of the "
             "model.",
+        ),
+        click.option(
+            "--sparsity", type=Sparsity(), default=None,
+            help="Let attention leave out tiles of negligible weights: exact, or weights up to a "
+            "number in (0, 1), which costs an error.",
+        ),
+        click.option(
+            "--sparsity-bound", type=click.FloatRange(min=0.0), default=0.0, show_default=True,
+            help="The relative error against float64 that a number as --sparsity may cost, beside "
+            "what is allowed anyway.",
         ),
     ]  # fmt: skip
     return apply(options)(function)

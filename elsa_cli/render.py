@@ -137,6 +137,9 @@ def checked(session: Session, report: CheckReport) -> None:
     titles = ["  relative error", ">", ">elsa", ">original", ">allowed", "worst input"]
     session.table(titles, rows, wrap=5)
     session.line()
+    rates = [site.skip_rate for site in report.sites if site.skip_rate is not None]
+    if rates:
+        session.line(f"tiles left out: {min(rates):.1%} to {max(rates):.1%} a site", "dim")
     for path, reason in report.left_out.items():
         session.line(f"path {path} is left out: {reason}", "yellow")
     if report.fault_injection:

@@ -9,9 +9,8 @@ from typing import SupportsFloat
 import torch
 from torch import Tensor
 
-from elsa_core import calls, operators, routing
+from elsa_core import calls, dropping, operators, routing
 from elsa_core import sparsity as sparse
-from elsa_core.backends import philox
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.operands import (
@@ -163,7 +162,9 @@ def _served(
         answer = exported(q, k, v, mask, is_causal, scale, precision, with_lse=return_lse)
     elif dropout_p != 0.0:
         terms = (q, k, v, mask, is_causal, scale, precision)
-        answer = _dropped(*terms, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
+        answer = dropping.dropped(
+            *terms, dropout_p=dropout_p, backend=backend, return_lse=return_lse
+        )
     elif routing.plain_alone(backend):
         answer = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
     else:
@@ -219,66 +220,6 @@ def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Te
     if lse is None:
         raise UnavailableError(f"backend={backend!r} gives no lse: use backend='auto'")
     return out, lse
-
-
-def _dropped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-    *,
-    dropout_p: float,
-    backend: str,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention with dropout of the weights, by the backend that serves such calls."""
-    name = _dropout_name(query, key, value, attn_mask, precision, dropout_p, backend, return_lse)
-    run = routing.RUNS["attention_dropout", name]
-    # PyTorch's own kernels draw for themselves, as they do in the original model
-    own = routing.implementation("attention_dropout", name).whole
-    seed = None if own else philox.draw(query.device)
-    if calls.differentiates_otherwise():
-        run = operators.ATTENTION_DROPOUT.reference
-    answer: tuple[Tensor, Tensor | None] = run(
-        query, key, value, attn_mask, is_causal, scale, precision, float(dropout_p), seed
-    )
-    return answer
-
-
-def _dropout_name(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    precision: str,
-    dropout_p: float,
-    backend: str,
-    return_lse: bool,
-) -> str:
-    """The backend of a call with dropout; that a gradient is wanted does not change it, because a
-    reentrant checkpoint runs without gradients first and must drop the same weights again.
-
-    Raises:
-        ArgumentError: dropout_p is no probability.
-        UnavailableError: the backend asked for by name cannot serve the call.
-    """
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1]")
-    if routing.plain_alone(backend):
-        return routing.PLAIN
-    width, value_width = index(query.shape[-1]), index(value.shape[-1])
-    kind = (query.device.type, query.dtype, width, value_width, precision)
-    if backend == "auto" and not return_lse and dropout_p < 1.0:
-        gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
-        whole = routing.training_name("attention_dropout", *kind, gradient or ("query",))
-        if whole:
-            takes = routing.implementation("attention_dropout", whole).takes
-            if takes is None or takes(query, key, attn_mask):
-                return whole
-    return routing.name_of("attention_dropout", *kind, backend)
 
 
 def _trains_whole(
@@ -392,7 +333,7 @@ def explain(
     )  # fmt: skip
     arguments = (q, k, v, mask, is_causal, precision)
     if dropout_p != 0.0:
-        name = _dropout_name(q, k, v, mask, precision, dropout_p, backend, return_lse=False)
+        name = dropping.backend_of(q, k, v, mask, precision, dropout_p, backend, return_lse=False)
         request = request._replace(operator="attention_dropout")
         return routing.route(request, name, schedule=arguments)
     alone = routing.plain_alone(backend)

@@ -183,7 +183,9 @@ class Item {
       first_key_ = block_ * plan_.key_block;
       keys_ = smaller(plan_.key_block, a_.keys - first_key_);
       pack();
-      const int64_t together = block_tiles(keys_);
+      // The same in every block, a shorter last one too: a row block is finished in the last block
+      // that its last row sees, and no other row block may hold its rows there.
+      const int64_t together = block_tiles(smaller(plan_.key_block, a_.keys));
       int64_t row = 0;
       for (int64_t tile = 0; tile < tiles; tile += together) {
         row = row_block(row, tile, smaller(together, tiles - tile), tiles);

@@ -61,7 +61,13 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     if not outcome.ok:
         raise VerdictError(f"check failed: {failure(outcome.failures)}")
     if loaded.report is None:
-        step = session.again("patch", "-o", "DIR", without=("--grad",), valued=("--path",))
+        step = session.again(
+            "patch",
+            "-o",
+            "DIR",
+            without=("--grad",),
+            valued=("--path", "--sparsity", "--sparsity-bound"),
+        )
         session.line(f"Next: {step}", "dim")
 
 

@@ -1,8 +1,9 @@
 """`patch` and `unpatch`: swap the class of each site's module for elsa's, in place.
 
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
-two strings (`elsa_precision`, `elsa_backend`); only its class differs. So state dicts, deepcopy,
-pickle, `torch.compile` and `torch.export` see the model that they saw before.
+two strings (`elsa_precision`, `elsa_backend`) and, where it was asked for, `elsa_sparsity`; only
+its class differs. So state dicts, deepcopy, pickle, `torch.compile` and `torch.export` see the
+model that they saw before.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.patching.text import reasons, sites_of, sites_table
 from elsa_core.precision import validate
+from elsa_core.sparsity import checked
 from elsa_core.summary import Summarised, Summary
 
-_ATTRIBUTES = ("elsa_precision", "elsa_backend", "elsa_group", "elsa_lengths")
+_ATTRIBUTES = ("elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_group", "elsa_lengths")
 _MAX_NAMED = 3  # classes that an error line spells out
 
 
@@ -42,6 +44,7 @@ class PatchReport(Summarised):
         include: the globs given, empty for all.
         exclude: the globs given.
         scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
+        sparsity: what the sites may leave out, None for nothing.
     """
 
     patched: tuple[AttentionSite, ...]
@@ -51,6 +54,7 @@ class PatchReport(Summarised):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     scope: str = layers.ATTENTION
+    sparsity: str | float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -62,6 +66,7 @@ class PatchReport(Summarised):
             "include": list(self.include),
             "exclude": list(self.exclude),
             "scope": self.scope,
+            "sparsity": self.sparsity,
         }
 
     def summary(self) -> Summary:
@@ -85,6 +90,7 @@ def patch(
     strict: bool = False,
     scope: str = layers.AUTO,
     mesh: Any = None,
+    sparsity: str | float | None = None,
 ) -> PatchReport:
     """Make the sites of a model run on elsa, in place.
 
@@ -104,6 +110,10 @@ def patch(
             float32 on sm_90, else "attention". On a CPU layers keep PyTorch's own products.
         mesh: where given, the model's tokens are sharded over its ranks too, see
             `elsa_core.distributed.shard`.
+        sparsity: as `elsa_core.attention` takes it, for global attention of the adapters (windows,
+            and sites whose own call of PyTorch's attention is redirected, leave out nothing). A
+            number costs an error, which `check` reports, and has no gradients. Saved models and
+            exported ones leave out nothing.
 
     Returns:
         The sites patched and those kept, with reasons.
@@ -122,6 +132,7 @@ def patch(
 
         sharding.require_shardable(model)
     asked.check_names(precision, backend)
+    sparsity = checked(sparsity)
     wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
     scope = layers.scope_of(model, scope)
     sites = find_sites(model, scope)
@@ -141,11 +152,11 @@ def patch(
             f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
             + _named(refused)
         )
-    _swap(model, selected, precision, backend)
+    _swap(model, selected, precision, backend, sparsity)
     if mesh is not None:
         sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
-    return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted, scope)
+    return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity)
 
 
 def unpatch(model: nn.Module) -> int:
@@ -202,7 +213,11 @@ def original(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _swap(
-    model: nn.Module, selected: Sequence[AttentionSite], precision: str, backend: str
+    model: nn.Module,
+    selected: Sequence[AttentionSite],
+    precision: str,
+    backend: str,
+    sparsity: str | float | None,
 ) -> None:
     modules = [model.get_submodule(site.path) for site in selected]
     for module, site in zip(modules, selected, strict=True):
@@ -219,6 +234,9 @@ def _swap(
         module.__class__ = cls
         module.__dict__["elsa_precision"] = precision
         module.__dict__["elsa_backend"] = backend
+        module.__dict__.pop("elsa_sparsity", None)
+        if sparsity is not None:
+            module.__dict__["elsa_sparsity"] = sparsity
 
 
 def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -57,7 +57,8 @@ class OperatorCall:
     way, against PyTorch's own products in float32.
 
     `keys` is the length of a row of P; `padded` says whether windows were filled up with padded
-    tokens, None for the attention operator.
+    tokens, None for the attention operator. `tiles` of keys and those `left_out` are counted where
+    sparsity was asked for, and both errors are then granted its bound beside that.
     """
 
     drift: Drift
@@ -69,6 +70,8 @@ class OperatorCall:
     y_allowed: float
     keys: int = 0
     padded: bool | None = None
+    tiles: int = 0
+    left_out: int = 0
 
     def reason(self) -> str:
         """Why the call fails, or an empty string."""
@@ -89,9 +92,9 @@ class OperatorCapture(TorchDispatchMode):
     that the memory stays bounded (about 2**18 entries of P) whatever the length.
     """
 
-    def __init__(self, factor: float = 2.0) -> None:
+    def __init__(self, factor: float = 2.0, bound: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.factor = factor
+        self.factor, self.bound = factor, bound
         self.calls: list[OperatorCall] = []
 
     def __enter__(self) -> OperatorCapture:
@@ -108,15 +111,20 @@ class OperatorCapture(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         record = operators.of(func._schema.name)
-        if record is not None and record.kind in ("attention", "window"):
+        if record is not None and record.kind in ("attention", "window", "sparse"):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             if record.kind == "window":
                 if given["qkv"].numel():
                     self.calls.append(_measure_windows(func, given, result, self.factor))
             elif given["query"].numel() and given["key"].numel():
-                out, lse = result
-                self.calls.append(_measure(func, given, out, lse, self.factor))
+                out, lse = result[:2]
+                bound = self.bound if record.kind == "sparse" else 0.0
+                call = _measure(func, given, out, lse, self.factor, bound)
+                if record.kind == "sparse":
+                    tiles, left_out = result[2].sum((0, 1))[:2].tolist()
+                    call = replace(call, tiles=tiles, left_out=left_out)
+                self.calls.append(call)
         return result
 
 
@@ -131,7 +139,12 @@ def worst(drifts: list[Drift]) -> Drift | None:
 
 
 def _measure(
-    operator: Any, given: dict[str, Any], out: Tensor, lse: Tensor, factor: float
+    operator: Any,
+    given: dict[str, Any],
+    out: Tensor,
+    lse: Tensor,
+    factor: float,
+    bound: float,
 ) -> OperatorCall:
     query, key, value, scale = (given[name] for name in ("query", "key", "value", "scale"))
     batch, heads, length, _ = query.shape
@@ -165,12 +178,14 @@ def _measure(
 
     def again(seed: int) -> tuple[_Pair, _Pair]:
         other = jittered(query, seed)
-        return sample(other, *operator(**(given | {"query": other})))
+        return sample(other, *operator(**(given | {"query": other}))[:2])
 
     first = sample(query, out, lse)
-    p_error, p_allowed = _settled(first[0], factor, 2 * lse_ulp, lambda seed: again(seed)[0])
+    p_error, p_allowed = _settled(
+        first[0], factor, 2 * lse_ulp + bound, lambda seed: again(seed)[0]
+    )
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
-    y_error, y_allowed = _settled(first[1], factor, eps, lambda seed: again(seed)[1])
+    y_error, y_allowed = _settled(first[1], factor, eps + bound, lambda seed: again(seed)[1])
     return OperatorCall(
         drift=seen[0][0],
         rows=len(images) * heads * len(rows),

@@ -20,7 +20,7 @@ from elsa_core.proof import paths as run_paths
 from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
 from elsa_core.proof.run import CheckRun
 from elsa_core.proof.sides import Fault
-from elsa_core.proof.site_run import Asked, Progress
+from elsa_core.proof.site_run import Asked, Progress, is_inexact
 
 __all__ = [
     "CheckReport",
@@ -42,6 +42,7 @@ def check(
     batch_size: int = 8,
     paths: Sequence[str] | None = None,
     grad: bool = False,
+    sparsity_bound: float = 0.0,
     progress: Progress | None = None,
 ) -> CheckReport:
     """Judges a patched model against the original one, with float64 as the oracle.
@@ -71,6 +72,8 @@ def check(
             on CUDA "graph" too unless the original cannot be captured. Sites run eagerly.
         grad: Also gradients, of the first case: of every parameter that wants one and of each
             input, for each site (its hard cases too) and for the model, by the same rule.
+        sparsity_bound: The relative error that sites patched with a number as `sparsity`, and the
+            model with them, are granted beside that; at least 0.
         progress: Called with (what, steps done, steps in all).
 
     Raises:
@@ -82,17 +85,25 @@ def check(
     """
     if not (math.isfinite(factor) and factor >= 1.0):
         raise ArgumentError(f"factor={factor}: expected a finite number of at least 1")
+    if not (math.isfinite(sparsity_bound) and sparsity_bound >= 0.0):
+        raise ArgumentError(
+            f"sparsity_bound={sparsity_bound}: expected a finite number, not below 0"
+        )
     if batch_size < 1:
         raise ArgumentError(f"batch_size={batch_size}: expected at least 1")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: judged without it
     sites = patched_sites(model)
     if not sites:
         raise NothingPatchedError("check: no site of this model is patched; call patch first")
+    if grad and any(is_inexact(site) for site in sites.values()):
+        raise ArgumentError("a number as sparsity has no gradients: check it without grad (--grad)")
     cases = as_cases(inputs)
     fault = _fault(sites)
     dtype, device = _home(model)
     chosen = run_paths.chosen(paths, device)
-    asked = Asked(factor, batch_size, stress, grad, chosen, by_name=paths is not None)
+    asked = Asked(
+        factor, batch_size, stress, grad, chosen, by_name=paths is not None, bound=sparsity_bound
+    )
     with _undisturbed(model, device):
         with original(model):
             oracle = _oracle(model)

@@ -92,6 +92,7 @@ class Comparison:
 
     factor: float
     eps: float | None = None
+    bound: float = 0.0  # relative error granted beside that, of what leaves out weights on purpose
     values: int = 0
     oracle: Norms = field(default_factory=Norms)
     original: Norms = field(default_factory=Norms)
@@ -130,7 +131,7 @@ class Comparison:
 
     @property
     def band(self) -> float:
-        return BAND_ULPS * (self.eps or 0.0)
+        return BAND_ULPS * (self.eps or 0.0) + self.bound
 
     @property
     def original_error(self) -> float:

@@ -34,11 +34,13 @@ class Judgement:
     Attributes:
         factor: how many times the original's own error is allowed.
         eps: what sets the ulp where it is not the dtype (turbo).
+        bound: the relative error that sparsity is granted beside that.
         error: what the patched code raised.
     """
 
     factor: float
     eps: float | None = None
+    bound: float = 0.0
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     top1: Top1 = field(default_factory=Top1)
     error: str = ""
@@ -57,7 +59,9 @@ class Judgement:
     ) -> None:
         """The same for tensors that have names."""
         for name, expected in ones.items():
-            comparison = self.comparisons.setdefault(name, Comparison(self.factor, self.eps))
+            comparison = self.comparisons.setdefault(
+                name, Comparison(self.factor, self.eps, self.bound)
+            )
             if name not in twos:
                 comparison.mismatch = f"{name} is missing from what the patched code returns"
             else:

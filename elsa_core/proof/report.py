@@ -33,7 +33,8 @@ class SiteCheck:
 
     `calls` counts the comparisons, `operator_calls` how often the elsa operator ran in them;
     `drift` is the worst of the paper's metrics among the calls, None where it never ran, and
-    `largest_logit` the largest |score| in the sampled rows.
+    `largest_logit` the largest |score| in the sampled rows. `skip_rate` is the share of tiles that
+    sparsity left out, None where none was asked for.
     """
 
     path: str
@@ -51,6 +52,7 @@ class SiteCheck:
     ok: bool
     reason: str
     notes: tuple[str, ...] = ()
+    skip_rate: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(plain(self))
@@ -163,6 +165,8 @@ class SiteRecord:
     largest_logit: float = 0.0
     clearest: float = math.inf  # the original's least error of an output other than zero
     drifts: list[Drift] = field(default_factory=list)
+    tiles: int = 0
+    left_out: int = 0
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -174,6 +178,8 @@ class SiteRecord:
         self.calls += 1
         self.operator_calls += len(operator)
         self.drifts += [each.drift for each in operator]
+        self.tiles += sum(each.tiles for each in operator)
+        self.left_out += sum(each.left_out for each in operator)
         self.errors += [f"{case}: {each.reason()}" for each in operator if each.reason()]
         self.largest_logit = max([self.largest_logit, *(each.largest_logit for each in operator)])
         for comparison in comparisons.values():
@@ -227,6 +233,7 @@ class SiteRecord:
             ok=not reason,
             reason=reason,
             notes=tuple(notes),
+            skip_rate=self.left_out / self.tiles if self.tiles else None,
         )
 
 

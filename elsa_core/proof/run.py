@@ -22,7 +22,7 @@ from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord, ModelCheck, model_check
 from elsa_core.proof.samples import jittered, nearby
 from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model, own
-from elsa_core.proof.site_run import Asked, Progress, SiteRun
+from elsa_core.proof.site_run import Asked, Progress, SiteRun, is_inexact
 
 TIMED_RUNS = 5
 TIMED_SECONDS = 3.0
@@ -117,8 +117,7 @@ class CheckRun:
 
     def _case(self, name: str, case: tuple[Any, ...]) -> list[ModelCheck]:
         """One case by every path, each over as many samples as it takes."""
-        eps = TURBO_EPS if self.site_run.turbo else None
-        judged = {path: Judgement(self.asked.factor, eps) for path in self.by_path}
+        judged = {path: self._judgement() for path in self.by_path}
         inputs = 0
         for index, raw in enumerate(chunks(case, self.asked.batch_size)):
             watch = self.site_run.watch(name) if index == 0 else nullcontext()
@@ -202,9 +201,13 @@ class CheckRun:
             self.left_out[path] = f"the original does not run by it either: {reason}"
             self.by_path.pop(path)
 
-    def _gradients(self, name: str, batch: Given) -> None:
+    def _judgement(self) -> Judgement:
         eps = TURBO_EPS if self.site_run.turbo else None
-        judgement = Judgement(self.asked.factor, eps)
+        inexact = any(is_inexact(site) for site in self.sites.values())
+        return Judgement(self.asked.factor, eps, self.asked.bound if inexact else 0.0)
+
+    def _gradients(self, name: str, batch: Given) -> None:
+        judgement = self._judgement()
         gradients.judge(judgement, self.sides, batch, self.dtype, MODEL_SAMPLES)
         self.gradients.add(name, judgement)
 

@@ -34,6 +34,11 @@ from elsa_core.proof.site_cases import (
 Progress = Callable[[str, int, int], None]
 
 
+def is_inexact(site: nn.Module) -> bool:
+    """Whether a patched site leaves out weights by a number."""
+    return isinstance(vars(site).get("elsa_sparsity"), float)
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a check is to do.
@@ -45,6 +50,8 @@ class Asked:
         grad: also gradients.
         paths: by which the whole model runs.
         by_name: the paths were asked for; one that the original cannot take is an error then.
+        bound: the relative error granted to sites that leave out weights by a number, and to a
+            model with such sites.
     """
 
     factor: float
@@ -53,6 +60,7 @@ class Asked:
     grad: bool
     paths: tuple[str, ...]
     by_name: bool
+    bound: float = 0.0
 
 
 @dataclass
@@ -182,7 +190,7 @@ class SiteRun:
     def _judge(self, path: str, label: str, sides: Sides, given: Given, output: Any) -> Seen:
         """Judges one call of a site; returns what the operator saw of it."""
         record, judgement = self.records[path], self._judgement(path)
-        with OperatorCapture(self.asked.factor) as capture:
+        with OperatorCapture(self.asked.factor, judgement.bound) as capture:
             try:
                 judgement.add(sides.exact(given), output, sides.patched(given))
             except PatchedError as error:
@@ -210,7 +218,8 @@ class SiteRun:
         self.gradients[path].add(label, judgement)
 
     def _judgement(self, path: str) -> Judgement:
-        return Judgement(self.asked.factor, TURBO_EPS if path in self.turbo else None)
+        bound = self.asked.bound if is_inexact(self.sites[path]) else 0.0
+        return Judgement(self.asked.factor, TURBO_EPS if path in self.turbo else None, bound)
 
     def _sides(self, path: str, module: nn.Module, oracle: nn.Module) -> Sides:
         entry, patched = self.entries[path], self.classes[path]

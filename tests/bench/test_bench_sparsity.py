@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,3 +46,19 @@ def test_operands_are_the_same_each_time(kind: str) -> None:
     first, second = (sparsity.operands(kind, 100, torch.float16, "cpu") for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     assert all(t.shape == (1, 2, 100, 32) and t.isfinite().all() for t in first)
+
+
+def test_the_table_of_the_docs_is_that_of_its_document() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    rows = json.loads((docs / "sparsity_cpu.json").read_text(encoding="utf-8"))["rows"]
+    text = (docs / "sparsity.md").read_text(encoding="utf-8")
+    asked = ("exact", "exact, order", "1e-2, order", "summaries", "frozen", "all relief")
+    for row in (row for row in rows if row["length"] >= 4096):
+        calls = row["calls"]
+        plain = calls["nothing left out"]["least_ms"]
+        shares = [f"{calls[name]['skip_rate']:.0%}" for name in asked[1:3]]
+        speeds = [f"{plain / calls[name]['least_ms']:.2f}" for name in asked]
+        error = f"{calls['1e-2, order']['error']:.0e}"
+        causal = "yes" if row["causal"] else "no"
+        cells = [row["kind"], str(row["length"]), causal, *shares, *speeds[:3], error, *speeds[3:]]
+        assert f"| {' | '.join(cells)} |" in text

@@ -157,6 +157,18 @@ def test_check_of_gradients(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None
     assert any(line.startswith("✗ gradients: model") for line in lines)
 
 
+def test_check_with_sparsity(elsa: Elsa) -> None:
+    found = document(elsa("check", *FEW, "--json", "--sparsity", "0.3", "--sparsity-bound", "0.5"))
+    results = found["results"]
+    assert results["patch"]["sparsity"] == 0.3 and results["check"]["ok"]
+    assert all(site["skip_rate"] is not None for site in results["check"]["sites"])
+    shown = elsa("check", *FEW, "--sparsity", "exact")
+    assert shown.code == 0 and "tiles left out: " in shown.out
+    assert "sparsity" not in shown.out.splitlines()[-1]  # of the step after it
+    wrong = elsa("check", *FEW, "--sparsity", "1.5")
+    assert wrong.code == 2 and "neither exact nor a number in (0, 1)" in wrong.err
+
+
 def test_check_by_paths(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     answer = elsa("check", *FEW, "--path", "eager,compile")

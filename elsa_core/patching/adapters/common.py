@@ -355,10 +355,12 @@ def attend(
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
 
     `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Small eager calls on a GPU are
-    PyTorch's, see `by_sdpa`.
+    PyTorch's, see `by_sdpa`. Where weights are dropped, none is left out for its size.
     """
+    sparsity = None if dropout_p else getattr(module, "elsa_sparsity", None)
     names = module.elsa_backend, module.elsa_precision
-    if mask is None and query.is_cuda and by_sdpa(query, key, value, *names):
+    by_pytorch = mask is None and sparsity is None and query.is_cuda
+    if by_pytorch and by_sdpa(query, key, value, *names):
         return functional.scaled_dot_product_attention(
             query, key, value, None, dropout_p, is_causal, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -374,6 +376,7 @@ def attend(
         enable_gqa=True,
         precision=module.elsa_precision,
         backend=module.elsa_backend,
+        sparsity=sparsity,
     )
     result: Tensor = out
     return result

@@ -1,0 +1,71 @@
+"""Calls of `attention` with dropout of the weights: who serves them, and the seed."""
+
+from __future__ import annotations
+
+from operator import index
+
+from torch import Tensor
+
+from elsa_core import calls, operators, routing
+from elsa_core.backends import philox
+from elsa_core.errors import ArgumentError
+
+
+def dropped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    *,
+    dropout_p: float,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with dropout of the weights, by the backend that serves such calls."""
+    name = backend_of(query, key, value, attn_mask, precision, dropout_p, backend, return_lse)
+    run = routing.RUNS["attention_dropout", name]
+    # PyTorch's own kernels draw for themselves, as they do in the original model
+    own = routing.implementation("attention_dropout", name).whole
+    seed = None if own else philox.draw(query.device)
+    if calls.differentiates_otherwise():
+        run = operators.ATTENTION_DROPOUT.reference
+    answer: tuple[Tensor, Tensor | None] = run(
+        query, key, value, attn_mask, is_causal, scale, precision, float(dropout_p), seed
+    )
+    return answer
+
+
+def backend_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    precision: str,
+    dropout_p: float,
+    backend: str,
+    return_lse: bool,
+) -> str:
+    """The backend of a call with dropout; that a gradient is wanted does not change it, because a
+    reentrant checkpoint runs without gradients first and must drop the same weights again.
+
+    Raises:
+        ArgumentError: dropout_p is no probability.
+        UnavailableError: the backend asked for by name cannot serve the call.
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1]")
+    if routing.plain_alone(backend):
+        return routing.PLAIN
+    width, value_width = index(query.shape[-1]), index(value.shape[-1])
+    kind = (query.device.type, query.dtype, width, value_width, precision)
+    if backend == "auto" and not return_lse and dropout_p < 1.0:
+        gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
+        whole = routing.training_name("attention_dropout", *kind, gradient or ("query",))
+        if whole:
+            takes = routing.implementation("attention_dropout", whole).takes
+            if takes is None or takes(query, key, attn_mask):
+                return whole
+    return routing.name_of("attention_dropout", *kind, backend)
