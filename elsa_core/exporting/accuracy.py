@@ -22,7 +22,7 @@ from elsa_core.exporting.reference import BATCH_SIZES, flat
 from elsa_core.inputs.cases import ModelInput
 from elsa_core.messages import first_line, quiet
 from elsa_core.patching import original
-from elsa_core.proof.compare import map_floating
+from elsa_core.proof import map_floating
 
 
 @dataclass(frozen=True)

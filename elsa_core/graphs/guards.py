@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.graphs.reads import is_plain
-from elsa_core.patching.freeze import FrozenState
+from elsa_core.patching import FrozenState
 
 _DTYPE = attrgetter("dtype")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

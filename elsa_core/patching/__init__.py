@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         SWITCHES,
         register_adapter,
     )
-    from elsa_core.patching.frozen import FreezeReport, freeze, refresh, unfreeze
+    from elsa_core.patching.frozen import FreezeReport, FrozenState, freeze, refresh, unfreeze
     from elsa_core.patching.layers import is_layer, patched_scope
     from elsa_core.patching.page import write_page
     from elsa_core.patching.rewrite import (
@@ -43,7 +43,7 @@ _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
     "adapters.handing": ("ACTIVATION", "RESIDUAL", "left_out"),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
-    "frozen": ("FreezeReport", "freeze", "refresh", "unfreeze"),
+    "frozen": ("FreezeReport", "FrozenState", "freeze", "refresh", "unfreeze"),
     "layers": ("is_layer", "patched_scope"),
     "page": ("write_page",),
     "rewrite": (
@@ -62,6 +62,7 @@ __all__ = [
     "SWITCHES",
     "AttentionSite",
     "FreezeReport",
+    "FrozenState",
     "Inspection",
     "PatchReport",
     "attention_within",
