@@ -18,6 +18,8 @@ from elsa_core.routing import Route
 
 # The weight [K] and the bias [K] of a layer norm, each perhaps None, and its eps.
 Norm = tuple[Tensor | None, Tensor | None, float]
+# The weight [N, K] and the bias [N], perhaps None, of the product that a gate multiplies.
+Value = tuple[Tensor, Tensor | None]
 
 
 def linear(
@@ -29,11 +31,13 @@ def linear(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     norm: Norm | None = None,
+    value: Value | None = None,
     precision: str = "strict",
     backend: str = "auto",
 ) -> Tensor:
     """`residual + scale * activation(input @ weight.T + bias)`, of the layer norm of input where
-    `norm` is given.
+    `norm` is given, and with a second product as a factor of the activation where `value` is: a
+    gated linear unit.
 
     The first three arguments are those of `torch.nn.functional.linear`, and so is the result
     without the others; an absent term is left out. Operands may have any strides.
@@ -60,6 +64,9 @@ def linear(
         norm: weight [K] or None, bias [K] or None, and eps, of the layer norm over input's last
             axis that comes first: `torch.nn.functional.layer_norm`. On a GPU the launch that splits
             the input can normalise it; that is not chosen by auto until measured.
+        value: weight [N, K] and bias [N] or None of the product that the activation multiplies:
+            `scale * activation(input @ weight.T + bias) * (input @ value[0].T + value[1])`. On a
+            GPU one launch can compute both; that is not chosen by auto until measured.
         precision, backend: as in `elsa_core.attention`.
 
     Returns:
@@ -68,10 +75,20 @@ def linear(
     Raises:
         ArgumentError: an argument does not fit; the message names it.
 
-    Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
+    Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
+    Shazeer, arXiv 2002.05202.
     """
-    _check(input, weight, bias, residual, scale, norm)
+    _check(input, weight, bias, residual, scale, norm, value)
     _check_names(activation, precision, backend, input.dtype)
+    if value is not None:
+        given = (activation, norm, precision, backend)
+        out = served_gated(input, (weight, bias), value, *given)
+        if out is None:
+            if norm is not None:
+                input = functional.layer_norm(input, input.shape[-1:], *norm)
+            out = served(input, weight, bias, activation, precision=precision, backend=backend)
+            out = out * served(input, *value, precision=precision, backend=backend)
+        return epilogue(out, "none", residual, scale)
     return served(input, weight, bias, activation, residual, scale, precision, backend, norm=norm)
 
 
@@ -113,6 +130,35 @@ def served(
     return epilogue(product, activation, residual, scale) if fused else product
 
 
+def served_gated(
+    input: Tensor,
+    gate: Value,
+    value: Value,
+    activation: str,
+    norm: Norm | None = None,
+    precision: str = "strict",
+    backend: str = "auto",
+    halves: tuple[Tensor | None, ...] = (),
+) -> Tensor | None:
+    """activation(input @ gate[0].T + gate[1]) * (input @ value[0].T + value[1]), of the layer norm
+    of input where that is given, by a kernel that computes all of it; None where none does.
+
+    `halves` are four tensors, or empty: those of `elsa::split_weight` of the first weight, then of
+    the second, kept by the caller as in `served`.
+    """
+    serving = routing.SERVING.get(("gated_linear", input.device.type, backend), ())
+    vectors: Norm | tuple[None, None, None] = (None, None, None) if norm is None else norm
+    if not serving or _composes(input, *gate, *value):  # the value's operands like other terms
+        return None
+    if calls.wanted(norm_weight=vectors[0], norm_bias=vectors[1]):
+        return None
+    for serve in serving:
+        out: Tensor | None = serve(input, *gate, *value, activation, *vectors, precision, *halves)
+        if out is not None:
+            return out
+    return None
+
+
 def _normed(
     input: Tensor,
     weight: Tensor,
@@ -143,6 +189,7 @@ def explain_linear(
     residual: Tensor | None = None,
     scale: Tensor | None = None,
     norm: Norm | None = None,
+    value: Value | None = None,
     precision: str = "strict",
     backend: str = "auto",
 ) -> Route:
@@ -151,7 +198,7 @@ def explain_linear(
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
     out in another way is PyTorch's all the same.
     """
-    _check(input, weight, bias, residual, scale, norm)
+    _check(input, weight, bias, residual, scale, norm, value)
     _check_names(activation, precision, backend, input.dtype)
     request = Request(
         input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
@@ -186,6 +233,7 @@ def _check(
     residual: Tensor | None,
     scale: Tensor | None,
     norm: Norm | None,
+    value: Value | None,
 ) -> None:
     """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
 
@@ -207,6 +255,13 @@ def _check(
     for vector in () if norm is None else norm[:2]:
         if vector is not None and vector.shape != (depth,):
             raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
+    if value is not None:
+        if value[0].shape != weight.shape:
+            raise ArgumentError(
+                f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
+            )
+        if value[1] is not None and value[1].shape != (columns,):
+            raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")
     if residual is not None and residual.shape != (*input.shape[:-1], columns):
         raise ArgumentError(
             f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"

@@ -70,9 +70,11 @@ def attention(
     """`elsa_core.attention` of 4-D operands by PyTorch's own operator; differentiable; no lse.
 
     A row that sees no key gives zeros and no gradient on every one of PyTorch's kernels: it is let
-    see all keys, and its output is taken out.
+    see all keys, and its output is taken out. A NaN in a key reaches the rows that see it: PyTorch
+    adds minus infinity where a boolean mask hides a key, and NaN stays NaN.
     """
     dead: Tensor | None = None
+    spoilt: Tensor | None = None
     if query.is_cuda:
         # of rows that do not start at 16 bytes cuDNN gives wrong results and the memory-efficient
         # kernel raises (seen in torch 2.11)
@@ -83,6 +85,7 @@ def attention(
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask.detach() == -math.inf
         dead = hidden.all(-1, keepdim=True)
         if attn_mask.dtype == torch.bool:
+            key, spoilt = _without_nan(query, key, attn_mask)
             attn_mask = attn_mask | dead
         else:
             attn_mask = attn_mask.masked_fill(dead, 0.0)
@@ -94,7 +97,20 @@ def attention(
         query, key, value, attn_mask, dropout_p, is_causal,
         scale=scale, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
+    if spoilt is not None:
+        out = out * spoilt
     return out if dead is None else out.masked_fill(dead, 0.0)
+
+
+def _without_nan(query: Tensor, key: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys with zeros in the place of those that hold a NaN, and a factor [B, H, N, 1]: NaN for
+    queries that a boolean mask lets see one of these, 1 for the others.
+    """
+    bad = key.isnan().any(-1)
+    of_heads = bad.repeat_interleave(query.shape[1] // key.shape[1], 1).to(query.dtype)
+    seen = torch.einsum("bhnm,bhm->bhn", attn_mask.to(query.dtype), of_heads) > 0
+    factor = query.new_ones(()).masked_fill(seen[..., None], math.nan)
+    return key.masked_fill(bad[..., None], 0.0), factor
 
 
 def measured_attention(

@@ -31,6 +31,7 @@ _NO_TOKENS = ("mask", "rope", "bias", "pos", "freq", "shape", "size", "index")
 FILLED = "zero weights filled"
 CROPPED = "padded windows"
 LONG = "many keys"
+ROWS = "three images"
 CLAMPED = "logit scale above its limit"
 
 # A prime beyond 1024, the largest block of keys that a backend folds at once.
@@ -78,14 +79,15 @@ def site_cases(
     """The hard cases of a site, made from arguments that it really received.
 
     Without weights of zero; those of `hard_cases`; an image that the windows do not divide; more
-    keys than any kernel folds at once; a logit scale above its limit.
+    keys than any kernel folds at once; three images where one came; a logit scale above its limit.
 
     Args:
         module: the site, with the original's class.
         given: its arguments.
         entry: the method that takes them.
         seen: of the run on them.
-        is_first: it is the first site of its kind: many keys take time, and one site tells.
+        is_first: it is the first site of its kind: many keys and images take time, and one site
+            tells.
     """
     twin = zeros_filled(module, entry)
     if twin is not None:
@@ -98,8 +100,12 @@ def site_cases(
         cropped = _change_tokens(method, *given, lambda x: _cropped(x, channels))
         # With the copy: a padded token is the bias of the projection, which begins at zero.
         yield SiteCase(CROPPED, cropped, twin, may_refuse=True)
+    dim = 1 if getattr(module, "batch_first", True) else 0
+    if is_first:
+        three = _change_tokens(method, *given, lambda x: _three(x, 1 - dim))
+        if _tensors(three) != _tensors(given):
+            yield SiteCase(ROWS, three, may_refuse=True)
     if is_first and 0 < seen.keys < MANY_KEYS:
-        dim = 1 if getattr(module, "batch_first", True) else 0
         longer = _change_tokens(method, *given, lambda x: _longer(x, dim))
         yield SiteCase(LONG, longer, may_refuse=True)
     clamped = beyond_limit(twin if twin is not None else module, entry)
@@ -258,6 +264,17 @@ def _cropped(x: Tensor, channels: int | None) -> Tensor:
     for dim, less in zip(dims, (1, 2), strict=False):
         x = x.narrow(dim, 0, max(1, x.shape[dim] - less)) if x.ndim == 4 else x
     return x.contiguous()
+
+
+def _tensors(given: Given) -> list[int]:
+    args, kwargs = given
+    return [id(value) for value in (*args, *kwargs.values())]
+
+
+def _three(x: Tensor, batch: int) -> Tensor:
+    """Three images of other tokens where one came; more than one stay as they are."""
+    tokens = 0 if batch == 1 else -2
+    return x if x.shape[batch] > 1 else torch.cat((x, x.roll(1, tokens), x.flip(tokens)), batch)
 
 
 def _longer(x: Tensor, dim: int) -> Tensor:

@@ -32,15 +32,32 @@ from elsa_core.routing.choose import (
     unregister,
 )
 from elsa_core.routing.gradients import recorded, shard_backward
-from elsa_core.routing.measured import NORM, PADDED, eager_least, linear_form, scope, unmeasured
+from elsa_core.routing.measured import (
+    CENTRED,
+    FORMS,
+    GATED,
+    HALF,
+    NORM,
+    PADDED,
+    ROUNDED,
+    eager_least,
+    linear_form,
+    scope,
+    unmeasured,
+)
 from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN
 
 __all__ = [
     "BACKENDS",
+    "CENTRED",
+    "FORMS",
+    "GATED",
+    "HALF",
     "NORM",
     "PADDED",
     "PLAIN",
+    "ROUNDED",
     "RUNS",
     "SERVING",
     "Chosen",

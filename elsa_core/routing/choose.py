@@ -39,7 +39,7 @@ SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 
 # Operators of which PyTorch's own call serves where nobody is faster.
-_PROJECTIONS = ("linear", "layer_norm_linear")
+_PROJECTIONS = ("linear", "layer_norm_linear", "gated_linear")
 
 
 def register(backend: Backend, *, ahead_of: str = PLAIN) -> None:

@@ -111,14 +111,18 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
     return "attention"
 
 
-# Forms of `elsa.linear` that a device has kernels of: a layer norm within the split of the input,
-# and depths that are no multiple of 8.
-NORM, PADDED = "norm", "padded"
+# Forms of `elsa.linear` that a device has kernels of. Of float32: a layer norm within the split of
+# the input, depths that are no multiple of 8, a gated unit in one launch, sums made larger by what
+# tensor cores cut, and for turbo an input that the product itself rounds. Of half precision:
+# activation, scale and residual in the launch of the product.
+NORM, PADDED, GATED, CENTRED, ROUNDED = "norm", "padded", "gated", "centred", "rounded"
+HALF = "half"
+FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
 _TRIED: set[str] = set()
 
 
 def linear_form(form: str, device: torch.device) -> bool:
-    """Whether a form of float32 linear layers is used on a device: where the shipped table says
+    """Whether a form of linear layers is used on a device: where the shipped table says
     that it was measured to be faster, and within `unmeasured`.
     """
     return form in _TRIED or _form_measured(form, device)

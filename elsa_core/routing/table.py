@@ -170,6 +170,13 @@ def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
     return found
 
 
+def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
+    from elsa_core.backends.triton.linear import gate
+
+    found: Tensor | None = gate.serve_gated(*arguments)
+    return found
+
+
 def _native_gradient(request: Request) -> Support:
     answer: Support = _late("native_backward", "support")(request)
     # its own answer is quick; the library may have to be built
@@ -225,6 +232,7 @@ KERNELS_ON_CUDA = {
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
     "layer_norm_linear": _late("triton.linear.gate", "normed_kernel"),
+    "gated_linear": _late("triton.linear.gate", "gated_kernel"),
     "linear_backward": _late("triton.linear.gate", "backward"),
     "split_weight": _late("triton.linear.gate", "split_weight"),
 }
@@ -303,6 +311,13 @@ _TRITON = {
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_normed_linear_by_triton,
+    ),
+    "gated_linear": Implementation(
+        support=_late("triton.linear.gate", "support"),
+        run=operators.GATED_LINEAR.overload,
+        schedule=_linear_schedule,
+        arithmetic=_split,
+        direct=_gated_linear_by_triton,
     ),
 }
 _ONEDNN = {

@@ -1,9 +1,11 @@
-"""Memory behind what a call allocates, to see writes beyond it: an interpreted kernel has none of
-a GPU's checks, and what it overwrites is mostly nobody's.
+"""What a GPU shows and Triton's interpreter hides: writes behind what a call allocates, which are
+mostly nobody's, and what a masked load without `other` leaves where it reads nothing: zeros there,
+anything on a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,3 +46,25 @@ def fenced() -> Iterator[dict[str, bool]]:
     with fence:
         yield said
     said["intact"] = bool(fence.tails) and all(bool((t == BYTE).all()) for t in fence.tails)
+
+
+def _spoil_masked_loads() -> None:
+    """Fill what a load reads nothing for with NaN, and integers with ones in every bit."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    inner = interpreter.InterpreterBuilder.create_masked_load
+
+    def load(self: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        if other is None and not mask.data.all():
+            kind = pointers.get_element_ty()
+            spoilt = np.full(pointers.data.shape, 0, interpreter._get_np_dtype(kind))
+            spoilt.view(np.uint8).fill(0xFF)
+            other = interpreter.TensorHandle(spoilt, kind)
+        return inner(self, pointers, mask, other, *rest, **named)
+
+    interpreter.InterpreterBuilder.create_masked_load = load
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _spoil_masked_loads()

@@ -135,6 +135,24 @@ def test_one_true_is_no_mask_and_one_false_hides_everything(library: str) -> Non
     assert not run(on, q, q, q, np.array([[False]])).any()
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_packed_attention_reads_its_mask(heads: int, library: str) -> None:
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((2, 9, 3 * heads * 8), np.float32)
+    mask = rng.random((2, 1, 9, 9)) > 0.4
+    packed = session(library, model("PackedAttention", [FLOAT, BOOL], num_heads=heads))
+    plain = session(library, model("Attention", [FLOAT, FLOAT, FLOAT, BOOL]))
+    q, k, v = (np.ascontiguousarray(x) for x in _apart(qkv, heads))
+    expected = run(plain, q, k, v, mask).transpose(0, 2, 1, 3).reshape(2, 9, heads * 8)
+    assert np.array_equal(run(packed, qkv, mask), expected)
+
+
+def _apart(qkv: np.ndarray, heads: int) -> np.ndarray:
+    batch, tokens, channels = qkv.shape
+    shape = (batch, tokens, 3, heads, channels // (3 * heads))
+    return qkv.reshape(shape).transpose(2, 0, 3, 1, 4)
+
+
 def test_empty_inputs_give_empty_or_zero_outputs(library: str) -> None:
     on = session(library, model("Attention", [FLOAT] * 3))
     f = np.float32

@@ -49,6 +49,14 @@ def test_cosine_of_huge_rows(interpreted):
     assert row["error"] < 3e-7 < row["peer"]
 
 
+def test_what_a_split_does_not_hold_is_computed_exactly(interpreted):
+    """A channel of the values 2**-24 below the tile's largest: beyond a pair of halves alone."""
+    for name in CASES:
+        if name.startswith("far values"):
+            assert (interpreted[name]["exact_rows"] > 0) == (CASES[name][2] == "strict"), name
+    assert interpreted["strict swin"]["exact_rows"] == interpreted["long"]["exact_rows"] == 0
+
+
 def test_several_windows_a_program(interpreted):
     """A last group that is not full, and one window of a group that takes the exact path."""
     assert interpreted["grouped"] == {"name": "grouped", "equal": True, "finite": True}

@@ -60,6 +60,11 @@ CASES = {
     "one query, odd widths": ((1, 4, 2, 1, 300, 40, 24), F32, "strict", {"nan": True}),
     "strict odd widths": ((1, 2, 2, 20, 100, 40, 24), F32, "strict", {"nan": True}),
     "one query masked": ((1, 2, 2, 1, 300, 64, 64), F32, "strict", {"mask": "bool"}),
+    "strict, hidden NaN": ((1, 2, 1, 20, 300, 32, 32), F32, "strict", {"hidden": True}),
+    "half, hidden NaN": ((1, 2, 2, 20, 100, 64, 64), F16, "strict", {"hidden": True}),
+    "ieee, hidden NaN": ((1, 1, 1, 20, 300, 32, 32), F32, "ieee", {"hidden": True}),
+    "one query, hidden NaN": ((1, 2, 2, 1, 300, 64, 64), F32, "strict", {"hidden": True}),
+    "split keys, hidden NaN": ((1, 1, 1, 9, 900, 32, 32), F32, "strict", {"hidden": True}),
     "huge logits": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (1e15, 1e15, 1)}),
     "overflow": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (5e37, 5e37, 5e37)}),
     "denormals": ((1, 1, 1, 20, 150, 64, 64), F32, "strict", {"times": (1e-39, 1e-40, 1e-41)}),
@@ -109,6 +114,10 @@ def run(shape, dtype, precision, options):
         mask[:, :, 0] = False
         if options["mask"] == "float":
             mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    if options.get("hidden"):  # NaN in keys that no query sees
+        mask = torch.ones(1, 1, 1, m, dtype=torch.bool)
+        mask[..., [0, 4, m - 1]] = False
+        k[:, :, [0, 4, m - 1]] = math.nan
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
     schedules.forward.CHAIN_TILES = options.get("chain", 1024)
     exact_folds.clear()

@@ -227,15 +227,22 @@ def test_against_float64(name: str, backend: str) -> None:
 
 
 def test_every_backend_keeps_the_same_weights(backend: str) -> None:
-    """Uniform weights times the identity are keep / (1 - p) / Nk, whatever the tiles."""
+    """Uniform weights times the identity are keep / (1 - p) / Nk, whatever the tiles.
+
+    So are those of a position whose number is p itself: it is kept.
+    """
     shape = (2, 2, 70, 150)
     b, h, n, m = shape
     torch.manual_seed(9)
     seed = philox.draw(torch.device("cpu"))
-    torch.manual_seed(9)
+    counter = tuple(torch.tensor(i) for i in (5 // 4, 3, 1 * h + 1, int(seed[1]) & WORD))
+    number = int(philox.words(counter, seed[0])[5 % 4]) >> 1  # of batch 1, head 1, (3, 5)
     q, k, v = torch.zeros(b, h, n, 4), torch.zeros(b, h, m, 4), torch.eye(m).expand(b, h, m, m)
-    out = elsa.attention(q, k, v, dropout_p=0.4, backend=backend)
-    assert torch.equal(out > 0, every_factor(shape, 0.4, seed) > 0)
+    for p in (0.4, number / 2**31, (number + 1) / 2**31):
+        torch.manual_seed(9)
+        out = elsa.attention(q, k, v, dropout_p=p, backend=backend)
+        assert torch.equal(out > 0, every_factor(shape, p, seed) > 0)
+        assert p == 0.4 or bool(out[1, 1, 3, 5]) == (p == number / 2**31)
 
 
 def test_equal_seeds_drop_alike_and_the_next_call_does_not(backend: str) -> None:

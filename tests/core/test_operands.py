@@ -113,12 +113,41 @@ def test_what_is_not_dense_is_refused_in_one_line(layout: str, backend: str) -> 
             elsa.attention(DENSE, DENSE, DENSE, tensor, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["auto", "sdpa", *BACKENDS])
 @pytest.mark.parametrize("keys", [9, 1300])
-def test_a_hidden_key_may_hold_nan(keys: int, backend: str) -> None:
-    q, k, v = make(1, 2, 6, 8), make(1, 2, keys, 8, seed=1), make(1, 2, keys, 8, seed=2)
-    mask = torch.ones(keys, dtype=torch.bool)
-    mask[4] = False
-    out = elsa.attention(q, k, v, mask.expand(6, keys), backend=backend)
-    k[:, :, 4] = math.nan
-    assert torch.equal(elsa.attention(q, k, v, mask.expand(6, keys), backend=backend), out)
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_a_hidden_key_may_hold_nan(keys: int, backend: str, trains: bool) -> None:
+    """In training `auto` takes PyTorch's kernels, which add minus infinity to NaN."""
+    q, k, v = make(1, 4, 6, 8), make(1, 2, keys, 8, seed=1), make(1, 2, keys, 8, seed=2)
+    q.requires_grad_(trains)
+    mask = torch.ones(1, 1, 6, keys, dtype=torch.bool)
+    mask[..., 4], mask[..., 3, :] = False, False
+    mask[..., 2, 4] = True  # one query sees it
+
+    def called(key: Tensor) -> Tensor:
+        out: Tensor = elsa.attention(q, key, v, mask, enable_gqa=True, backend=backend).detach()
+        return out
+
+    out = called(k)
+    k[:, 0, 4, 5] = math.nan
+    spoilt = called(k)
+    reached = torch.zeros(1, 4, 6, dtype=torch.bool)
+    reached[:, :2, 2] = True  # the heads of its group
+    assert torch.equal(spoilt.isnan().all(-1), reached)
+    assert torch.equal(spoilt[~reached], out[~reached]) and not spoilt[:, :, 3].any()
+
+
+def test_gradients_of_a_hidden_nan_by_pytorchs_kernels() -> None:
+    """What sees the NaN has gradients of NaN, and nothing else."""
+    q, k, v = (make(1, 2, n, 8, seed=n).requires_grad_() for n in (6, 9, 9))
+    mask = torch.ones(6, 9, dtype=torch.bool)
+    mask[:, 4] = False
+    wanted = torch.autograd.grad(elsa.attention(q, k, v, mask, backend="sdpa").sum(), (q, k, v))
+    with torch.no_grad():
+        k[:, :, 4] = math.nan
+    got = torch.autograd.grad(elsa.attention(q, k, v, mask, backend="sdpa").sum(), (q, k, v))
+    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+    mask[2, 4] = True
+    grads = torch.autograd.grad(elsa.attention(q, k, v, mask, backend="sdpa").sum(), (q, k, v))
+    assert all(grad.isnan().any() for grad in grads)
+    assert torch.equal(grads[0].isnan().all(-1), (torch.arange(6) == 2).expand(1, 2, 6))

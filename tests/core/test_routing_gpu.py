@@ -132,3 +132,23 @@ def test_a_long_row_of_half_precision_is_cudnns_where_it_was_measured() -> None:
     assert relative(out, exact) <= 2 * relative(peer, exact)
     on_h200 = "H200" in torch.cuda.get_device_name()
     assert (elsa.explain(q, q, q).backend == "sdpa") is on_h200
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "triton", "eager"])
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("queries", [1, 200])
+def test_a_hidden_key_may_hold_nan(queries: int, dtype, trains: bool, backend: str) -> None:
+    """PyTorch's kernels add minus infinity to its score, and NaN stays NaN."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 4, n, 64, device="cuda", generator=draw).to(dtype)
+        for n in (queries, 300, 300)
+    )
+    q.requires_grad_(trains)
+    mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device="cuda")
+    mask[..., 4], mask[1, ..., 200:] = False, False
+    out = elsa.attention(q, k, v, mask, backend=backend).detach()
+    k[:, :, 4], k[1, :, 200:] = math.nan, math.nan
+    again = elsa.attention(q, k, v, mask, backend=backend).detach()
+    assert out.isfinite().all() and torch.equal(again, out)

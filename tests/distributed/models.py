@@ -23,6 +23,9 @@ VITS: dict[str, dict[str, Any]] = {
     "attention pooling": {"global_pool": "map", "class_token": False, "mlp_layer": SwiGLU},
     "tokens": {"global_pool": ""},
     "any size": {"dynamic_img_size": True},
+    "mask": {},
+    "bias of keys": {"reg_tokens": 1},
+    "causal": {},
 }
 
 
@@ -46,9 +49,19 @@ def images(name: str) -> Tensor:
     return torch.randn((8, 3, height, 16), generator=generator)
 
 
+def terms(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """What else a call is given."""
+    generator = torch.Generator().manual_seed(2)
+    if name == "mask":
+        return {"attn_mask": torch.rand((8, 1, 21, 21), generator=generator) > 0.4}
+    if name == "bias of keys":
+        return {"attn_mask": torch.randn((8, 1, 1, 22), generator=generator).to(dtype)}
+    return {"is_causal": True} if name == "causal" else {}
+
+
 def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Outputs and the gradients of one step."""
-    out = model(images(name).to(dtype))
+    out = model(images(name).to(dtype), **terms(name, dtype))
     labels = torch.arange(8)
     logits = out if out.dim() == 2 else out.mean(1)
     nn.functional.cross_entropy(logits, labels).backward()
@@ -67,7 +80,7 @@ def sharded(name: str) -> dict[str, Tensor]:
     elsa.distributed.reduce_gradients(model)
     grads = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
-        return {"output": model(images(name)), **grads}
+        return {"output": model(images(name), **terms(name)), **grads}
 
 
 def by_ddp(name: str) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ RUNTIME = ("tests/backends/test_ort_library.py",)
 FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
 FOLDS = "tests/patching/test_folds.py"
+WAITS = "tests/patching/test_host_bound.py"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ _WINDOWS = tuple(
     f"tests/backends/test_triton_window.py::test_{name}"
     for name in (
         "interpreted", "cosine_of_huge_rows", "several_windows_a_program",
+        "what_a_split_does_not_hold_is_computed_exactly",
         "index_beyond_the_table",
     )
 )  # fmt: skip
@@ -133,18 +135,19 @@ SUITES = (
     _adapter("torchvision_*", "swin", "tests/patching/test_stale.py"),
     _adapter("timm_maxxvit", "maxvit", "tests/patching/test_stale.py"),
     _adapter("derived", "tests/patching/test_stale.py", "swin"),
-    _adapter("torch_multihead", "multihead"),
+    _adapter("torch_multihead", "multihead", SCOPE),
     _adapter("hf_transformers", "transformers"),
     _adapter("redirect", "redirect", "timm", "watched"),
     _adapter("timm_mvitv2", "eager", "timm"),
     _adapter("timm_folded", "tests/patching/test_folds.py"),
     _adapter("timm_naflex", "naflex"),
-    _adapter("timm_mlp", SCOPE),
-    _adapter("timm_blocks", SCOPE),
-    _adapter("torch_layers", SCOPE),
+    _adapter("timm_mlp", SCOPE, WAITS),
+    _adapter("timm_blocks", SCOPE, WAITS),
+    _adapter("timm_sharded", "tests/distributed/test_models.py"),
+    _adapter("torch_layers", SCOPE, WAITS),
     _adapter("halves", SCOPE),
     _adapter("timm_*", "timm", "eager", "redirect", "watched", SCOPE),
-    _adapter("common", "transformers", "timm", "eager", "watched"),
+    _adapter("common", "transformers", "timm", "eager", "watched", SCOPE, FOLDS, WAITS),
     _adapter("decomposed", "eager", "timm"),
     _adapter("open_clip_towers", "eager", "multihead", FOLDS),
     _adapter("asked", "timm", "multihead", "watched"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_core import routing
-from elsa_core.patching.adapters import common, torch_layers
+from elsa_core.patching.adapters import common, handing, torch_layers
 
 timm = pytest.importorskip("timm")
 
@@ -155,6 +155,25 @@ def test_other_libraries(name):
     out, counts = folded(model, x)
     torch.testing.assert_close(out, wanted)
     assert counts == (residuals, scales)
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+@pytest.mark.parametrize("given", ["none", "k_x", "both"])
+def test_open_clip_attends_to_other_tokens(crosses, given):
+    """CoCa's decoder: keys and values have a norm of their own; without it they are not read."""
+    transformer = pytest.importorskip("open_clip.transformer")
+    torch.manual_seed(0)
+    block = transformer.ResidualAttentionBlock(32, 2, 2.0, is_cross_attention=crosses).eval()
+    if crosses:
+        nn.init.normal_(block.ln_1_kv.weight)
+    model = nn.ModuleList([block])
+    x, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    tokens = {"none": {}, "k_x": {"k_x": other}, "both": {"k_x": other, "v_x": other + 1}}[given]
+    with torch.no_grad():
+        wanted = block(x, **tokens)
+        elsa.patch(model, scope="model")
+        assert type(block).__name__ == "ElsaResidualAttentionBlock"
+        torch.testing.assert_close(block(x, **tokens), wanted)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -359,6 +378,28 @@ def test_a_norm_within_the_product(monkeypatch, name):
             block.norm2.register_forward_hook(lambda module, args, out: called.append(out))
             torch.testing.assert_close(model(x), wanted)
             assert len(called) == 2 and sum(seen) >= count - 2
+
+
+@pytest.mark.parametrize("fold", [handing.ACTIVATION, handing.RESIDUAL])
+def test_what_is_left_out_is_computed_by_pytorch(monkeypatch, fold):
+    """To measure what a fold gives: the same results, with a norm in the product too."""
+    options, side, _ = NORMS["vit_tiny_patch16_224"]
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **options).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 0.5, 0.2)
+    x = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        wanted = model(x)
+        elsa.patch(model, scope="model")
+        norms = Norms(monkeypatch)
+        with handing.left_out(fold), routing.unmeasured(routing.NORM):
+            out, (residuals, _) = folded(model, x)
+        torch.testing.assert_close(out, wanted)
+        # without residuals in the products, blocks call their norms themselves
+        assert any(norms) == (residuals > 0) == (fold == handing.ACTIVATION)
+        assert folded(model, x)[1][0] == 4
 
 
 def test_a_norm_that_is_no_layer_norm_stays(monkeypatch):

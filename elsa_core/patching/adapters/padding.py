@@ -2,7 +2,8 @@
 
 A mask that a patched model made itself carries what it was made from, as an attribute: which tokens
 are there. Nothing is concluded from a mask's contents, and nothing outlives the mask. A mask that
-was written to since, or came from the caller, is a mask like any other.
+came from the caller is a mask like any other. So is one that was written to since: it is compared
+with a copy, because PyTorch counts no writes in inference mode, nor those through `.data` or numpy.
 
 On CUDA devices masks stay masks, until the kernels of packed sequences are measured there.
 """
@@ -34,13 +35,13 @@ class Padding:
         rows: [T] their places among B * N; None where the tokens lie packed already.
         of_queries: whether padded queries see no key either; then each sees all with equal weight,
             since all of its scores are the same least number.
-        version: of the mask that was made from it.
+        contents: of the mask that was made from it.
     """
 
     cu_seqlens: Tensor
     rows: Tensor | None
     of_queries: bool
-    version: int
+    contents: Tensor
 
 
 def note(mask: Tensor, valid: Tensor, of_queries: bool) -> None:
@@ -56,14 +57,14 @@ def note(mask: Tensor, valid: Tensor, of_queries: bool) -> None:
     if int(counts.sum()) > (1 - _LEAST_PADDING) * valid.numel():
         return
     rows = valid.flatten().nonzero().squeeze(1)
-    mask.elsa_padding = Padding(bounds(counts), rows, of_queries, version(mask))  # type: ignore[attr-defined]
+    mask.elsa_padding = Padding(bounds(counts), rows, of_queries, mask.clone())  # type: ignore[attr-defined]
 
 
 def packed_mask(padding: Padding) -> Tensor:
     """What takes the place of a mask where a model's tokens lie packed, [1, T, C]."""
     marker = padding.cu_seqlens.clone()
     marker.elsa_padding = Padding(  # type: ignore[attr-defined]
-        padding.cu_seqlens, None, padding.of_queries, version(marker)
+        padding.cu_seqlens, None, padding.of_queries, padding.cu_seqlens
     )
     return marker
 
@@ -73,7 +74,7 @@ def padding_of(mask: Tensor | None) -> Padding | None:
     found: Padding | None = getattr(mask, "elsa_padding", None)
     if found is None or mask is None or calls.watched():
         return None
-    return found if found.version == version(mask) else None
+    return found if torch.equal(found.contents, mask) else None
 
 
 def without_padding(
@@ -120,8 +121,3 @@ def bounds(counts: Tensor) -> Tensor:
     """[B] lengths as cumulative ones, [B + 1] int32."""
     zero = counts.new_zeros(1)
     return torch.cat((zero, counts.cumsum(0))).to(torch.int32)
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor was written to; 0 in inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -108,6 +108,7 @@ _TIMM = (
         "linear",
         reason="a lambda layer: softmax over keys alone, then K^T V",
     ),
+    Row("layers.mlp.GluMlp", MLP, "timm_mlp.ElsaGluMlp"),
     Row("layers.mlp.Mlp", MLP, "timm_mlp.ElsaMlp"),
     Row("layers.mlp.SwiGLU", MLP, "timm_mlp.ElsaSwiGLU"),
     Row("layers.non_local_attn.NonLocalAttn", GLOBAL),

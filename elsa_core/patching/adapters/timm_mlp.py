@@ -1,16 +1,18 @@
 """timm's MLPs on `elsa_core.linear`: the first layer with its activation in one call.
 
-Read against timm 1.0.20 to 1.0.31. `GluMlp` gates one half of its first layer's output by the other
-half, which no epilogue does: its two linear layers are patched alone.
+Read against timm 1.0.20 to 1.0.31. Gated MLPs have both products and the gate in one call where a
+kernel takes them, which is not chosen by auto until measured.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from timm.layers.mlp import Mlp, SwiGLU
+from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 
+from elsa_core import routing
+from elsa_core.linear import served_gated
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.common import (
@@ -19,9 +21,11 @@ from elsa_core.patching.adapters.common import (
     is_host_bound,
     is_shown,
     is_within_original,
+    norm_of,
     passed,
     project,
 )
+from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out
 from elsa_core.patching.adapters.torch_layers import linear_parts, why_not_plain
 
 
@@ -68,17 +72,13 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
         return by_elsa()
 
 
-class ElsaSwiGLU(SwiGLU):  # type: ignore[misc]  # timm is untyped
-    """An MLP with a gate: [..., C] -> [..., C], any floating dtype."""
+class _Gates:
+    """What the MLPs with a gate share; `_layers` names their first linear layers."""
 
-    elsa_base = SwiGLU
+    elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
-
-    @staticmethod
-    def elsa_why_not(module: Any) -> str:
-        """Why this instance stays as it is; empty if it does not."""
-        return _why_not(module, module.fc1_g, module.fc1_x, module.fc2)
+    _layers: tuple[str, ...]
 
     @staticmethod
     def elsa_parts(module: Any) -> tuple[nn.Module, ...]:
@@ -89,11 +89,62 @@ class ElsaSwiGLU(SwiGLU):  # type: ignore[misc]  # timm is untyped
         return self.elsa_added(x)
 
     def elsa_added(
-        self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
+        self: Any,
+        x: Tensor,
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+        norm: nn.Module | None = None,
     ) -> Tensor:
-        """residual + scale * forward(x); the two are for calls without dropout."""
-        gate = _activated(self, self.fc1_g, x)
-        return _second(self, gate * project(self, self.fc1_x, x), residual, scale)
+        """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
+
+        def by_elsa() -> Tensor:
+            hidden = _gated(self, x, norm)
+            if hidden is None:
+                hidden = self._apart(x if norm is None else norm(x))
+            return _second(self, hidden, residual, scale)
+
+        work = x.numel() * getattr(self, self._layers[0]).weight.shape[0]
+        if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
+            shown = all_original(super().forward, x if norm is None else norm(x))  # type: ignore[misc]
+            return epilogue(shown, "none", residual, scale)
+        return by_elsa()
+
+
+class ElsaSwiGLU(_Gates, SwiGLU):  # type: ignore[misc]  # timm is untyped
+    """An MLP with a gate, of two first layers: [..., C] -> [..., C], any floating dtype."""
+
+    elsa_base = SwiGLU
+    _layers = ("fc1_g", "fc1_x")
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return _why_not(module, module.fc1_g, module.fc1_x, module.fc2)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """The gated hidden channels, by two products."""
+        return _activated(self, self.fc1_g, x) * project(self, self.fc1_x, x)
+
+
+class ElsaGluMlp(_Gates, GluMlp):  # type: ignore[misc]
+    """An MLP whose first layer computes gate and value: [..., C] -> [..., C], any floating dtype.
+
+    Of linear layers; one of convolutions stays as it is.
+    """
+
+    elsa_base = GluMlp
+    _layers = ("fc1",)
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why this instance stays as it is; empty if it does not."""
+        return _why_not(module, module.fc1, module.fc2)
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """The gated hidden channels, by one product and a pass over its halves."""
+        first, second = project(self, self.fc1, x).chunk(2, dim=-1)
+        product: Tensor = first * self.act(second) if self.gate_last else self.act(first) * second
+        return product
 
 
 # The helpers take the module as Any: timm is untyped, and its attributes differ between versions.
@@ -112,6 +163,38 @@ def _activated(module: Any, layer: nn.Module, x: Tensor, norm: nn.Module | None 
         shown: Tensor = module.act(project(module, layer, x, norm=norm))
         return shown
     return project(module, layer, x, activation=activation_of(module.act) or "none", norm=norm)
+
+
+def _gated(module: Any, x: Tensor, norm: nn.Module | None) -> Tensor | None:
+    """The gated hidden channels of norm(x), in one call; None where no kernel takes it, or a hook
+    sees what is between.
+    """
+    layers = [getattr(module, name) for name in module._layers]
+    if not routing.linear_form(routing.GATED, x.device) or leaves_out(ACTIVATION):
+        return None
+    if any(map(is_shown, (module.act, *layers))):
+        return None
+    gate, value = map(_operands, layers) if len(layers) == 2 else _halved(module, layers[0])
+    within = None if norm is None else norm_of(norm, x)
+    return served_gated(
+        x if norm is None or within is not None else norm(x), gate[:2], value[:2],
+        activation_of(module.act), within, module.elsa_precision, module.elsa_backend,
+        (*gate[2:], *value[2:]),
+    )  # fmt: skip
+
+
+def _operands(layer: Any) -> tuple[Any, ...]:
+    """Weight and bias of a layer, and the halves and powers that are kept of it, if any."""
+    kept = getattr(layer, "elsa_halves", None)
+    return layer.weight, layer.bias, *((None, None) if kept is None else kept())
+
+
+def _halved(module: Any, layer: Any) -> list[tuple[Any, ...]]:
+    """The operands of gate and value in a layer that computes both."""
+    rows = zip(_operands(layer), (0, 0, 1, 0), strict=True)  # where each has its rows
+    parts = [(None, None) if t is None else t.chunk(2, dim) for t, dim in rows]
+    pair = [tuple(part[i] for part in parts) for i in (0, 1)]
+    return pair[::-1] if module.gate_last else pair
 
 
 def _second(module: Any, x: Tensor, residual: Tensor | None, scale: Tensor | None) -> Tensor:

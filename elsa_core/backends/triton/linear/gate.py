@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from elsa_core import calls
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
+from elsa_core.operators.gated_linear import plain as plain_gated
 from elsa_core.operators.linear import Eager, epilogue, plain, plain_backward, plain_split
 from elsa_core.operators.normed_linear import plain as plain_normed
-from elsa_core.routing.measured import NORM, eager_least, linear_form
+from elsa_core.routing.measured import GATED, HALF, NORM, eager_least, linear_form
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 32
@@ -71,6 +72,8 @@ def _computed(
         )
     from elsa_core.backends.triton.linear import gemm
 
+    if linear_form(HALF, input.device):
+        return gemm.linear(input, weight, bias, activation, residual, scale)
     product = gemm.linear(input, weight, bias)
     return None if product is None else epilogue(product, activation, residual, scale)
 
@@ -99,6 +102,29 @@ def normed_kernel(
             input, weight, bias, *norm, *terms, precision, halves, powers
         )  # fmt: skip
     return plain_normed(input, weight, bias, *norm, *terms) if out is None else out
+
+
+def gated_kernel(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    value: Tensor,
+    value_bias: Tensor | None,
+    activation: str = "silu",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = None,
+    precision: str = "strict",
+    *kept: Tensor | None,
+) -> Tensor:
+    """The CUDA kernel of `elsa::gated_linear`: not chosen by auto until measured."""
+    given = (input, weight, bias, value, value_bias, activation, norm_weight, norm_bias, eps)
+    out = None
+    if input.dtype == torch.float32 and _serves(input.device, input.dtype, precision):
+        from elsa_core.backends.triton.linear import gated
+
+        out = gated.gated_linear(*given, precision, *kept)
+    return plain_gated(*given) if out is None else out
 
 
 def backward(
@@ -140,7 +166,8 @@ def serve(
 
     Questions are in the order of their cost: eager calls are host-bound.
     """
-    if not _suits(input, weight):
+    fused = activation != "none" or residual is not None or scale is not None
+    if not _suits(input, weight, fused):
         return None
     small = _is_small(input, weight)
     if (
@@ -158,7 +185,6 @@ def serve(
     terms = (activation, residual, scale, precision, halves, powers)
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
         return None
-    fused = activation != "none" or residual is not None or scale is not None
     if wanted and plain and not (small or fused or calls.watched()):
         by_kernel: Tensor = Eager.apply(input, weight, bias, precision, kernel, backward)
         return by_kernel
@@ -214,6 +240,50 @@ def serve_normed(
     return planner.normed_linear(*given)
 
 
+def serve_gated(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    value: Tensor,
+    value_bias: Tensor | None,
+    activation: str = "silu",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = None,
+    precision: str = "strict",
+    *kept: Tensor | None,
+) -> Tensor | None:
+    """By the kernel that computes both products and the gate; None where these are apart.
+
+    Not chosen by auto until measured: see `elsa_core.routing.measured.linear_form`.
+    """
+    if input.dtype != torch.float32 or not linear_form(GATED, input.device):
+        return None
+    if eps is not None and not linear_form(NORM, input.device):
+        return None
+    if not _gains(input, weight):
+        return None
+    terms = (activation, bias is None, value_bias is None, kept == (), eps is None, "gated")
+    if (
+        (_is_small(input, weight) and _seen(input, weight, terms))
+        or not _fits(input, weight, bias)
+        or not _fits(input, value, value_bias)
+        or not _serves(input.device, input.dtype, precision)
+        or calls.differentiates(input, weight, bias, value, value_bias, norm_weight, norm_bias)
+    ):
+        return None
+    given = (
+        input, weight, bias, value, value_bias, activation, norm_weight, norm_bias, eps, precision,
+        *kept,
+    )  # fmt: skip
+    if calls.recorded() or not _plain(input, weight):
+        out: Tensor = torch.ops.elsa.gated_linear.default(*given)
+        return out
+    from elsa_core.backends.triton.linear import gated
+
+    return gated.gated_linear(*given)
+
+
 def _least(dtype: torch.dtype) -> int:
     return eager_least("linear", dtype)
 
@@ -222,10 +292,14 @@ def _plain(input: Tensor, weight: Tensor) -> bool:
     return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
 
-def _suits(input: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel of this package takes less of the GPU's time than PyTorch's."""
+def _suits(input: Tensor, weight: Tensor, fused: bool) -> bool:
+    """Whether a kernel of this package takes less of the GPU's time than PyTorch's. In half
+    precision it might for every call with more than a product: not chosen by auto until measured.
+    """
     if input.dtype == torch.float32:
         return _gains(input, weight)
+    if fused and linear_form(HALF, input.device):
+        return True
     depth = weight.shape[-1]
     if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
         return False

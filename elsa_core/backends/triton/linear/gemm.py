@@ -1,6 +1,7 @@
-"""`elsa::linear` of few channels in half precision, where PyTorch's library has no kernel for it.
+"""`elsa::linear` in half precision: of few channels, where PyTorch's library has no kernel for it,
+and with what follows the product in the same launch, which is not chosen by auto until measured.
 
-One product on tensor cores, accumulated in float32.
+One product on tensor cores, accumulated in float32; the terms in float32 too, rounded once.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from elsa_core.backends.triton.linear.launches import DEEP, LARGE, Tile
 from elsa_core.backends.triton.linear.planner import layout, on_device_of
+from elsa_core.backends.triton.linear.product import ACTIVATIONS, activated
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
+from elsa_core.routing.measured import HALF, linear_form
 
 # Row tiles whose columns follow one another, so that they find their rows in cache.
 GROUP = tl.constexpr(8)
-# Rows, columns and channels of a tile, its warps, and tiles under way; measured on one H200.
-ROWS, COLUMNS, DEPTH, WARPS, STAGES = 128, 64, 32, 4, 3
+# Measured on one H200 for few channels; deeper products take the tile of float32's, not measured.
+FLAT = Tile(128, 64, 32, 4, 3)
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
 # Elements of 16 bytes.
@@ -35,11 +39,13 @@ def load_block(p, o_r, rows, o_k, depth, row, UNIT: tl.constexpr, EVEN: tl.const
 
 @triton.jit(do_not_specialize=["rows", "depth", "x_row", "w_row", "y_row"])
 def linear_tile(
-    Input, Weight, Bias, Out, rows: tl.int64, depth: tl.int32, x_row: tl.int32, w_row: tl.int32,
-    y_row: tl.int32, BIAS: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    Input, Weight, Bias, Scale, Residual, Out, rows: tl.int64, depth: tl.int32, x_row: tl.int32,
+    w_row: tl.int32, y_row: tl.int32, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    SCALE: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Out = Input Weight^T + Bias, a tile of BM rows and BN columns to a program.
+    """Out = Residual + Scale * activation(Input Weight^T + Bias), a tile of BM rows and BN columns
+    to a program; Bias, Scale [columns] and Residual [rows, columns] if BIAS, SCALE, RESIDUAL.
 
     Input [rows, depth], Weight [columns, depth], Out [rows, columns]; x_row, w_row and y_row are
     the elements from one row to the next, in units of UNIT (16 bytes). EVEN: BK divides depth.
@@ -65,16 +71,27 @@ def linear_tile(
         y = tl.dot(x, w.T, y)
     if BIAS:
         y += tl.load(Bias + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
-    p_y = Out + i_m * BM * columns + o_m[:, None] * columns + o_n[None, :]
+    y = activated(y, ACTIVATION)
+    if SCALE:
+        y *= tl.load(Scale + o_n, mask=o_n < columns, other=0.0).to(tl.float32)[None, :]
+    at = i_m * BM * columns
+    offsets = o_m[:, None] * columns + o_n[None, :]
     mask = (o_m < left)[:, None] & (o_n < columns)[None, :]
+    if RESIDUAL:
+        y += tl.load(Residual + at + offsets, mask=mask, other=0.0).to(tl.float32)
+    p_y = Out + at + offsets
     tl.store(p_y, y.to(Out.dtype.element_ty), mask=mask)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The CUDA kernel of `elsa::linear` in half precision: input @ weight.T + bias.
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """The CUDA kernel of `elsa::linear` in half precision.
 
     Args:
-        input: [..., K], float16 or bfloat16. weight: [N, K], bias: [N], of its dtype and device.
+        input: [..., K], float16 or bfloat16. weight: [N, K], of its dtype and device, as are bias
+            and scale: [N], and residual: [..., N], dense.
 
     Returns:
         [..., N], dense; or None where this is PyTorch's to compute, or to refuse: another GPU than
@@ -82,30 +99,42 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         that do not fit together. None too where the kernel would have to be loaded while a CUDA
         graph is recorded.
     """
-    call = planned(input, weight, bias)
+    call = planned(input, weight, bias, activation, residual, scale)
     if call is None:
         return None
     if not call.loaded and input.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     out = input.new_empty((*input.shape[:-1], weight.shape[0]))
+    terms = (weight if term is None else term for term in (bias, scale, residual))
     with on_device_of(input):
-        call(input, weight, weight if bias is None else bias, out)
+        call(input, weight, *terms, out)
     return out
 
 
-def planned(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch | None:
+def planned(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None,
+) -> Launch | None:  # fmt: skip
     """The launch of a call, cached by layout; None where the kernel does not serve it."""
-    key = ("linear", layout(input), layout(weight), layout(bias))
-    return PLANS.get(key, _plan_if_served, input, weight, bias)
+    given = (input, weight, bias, residual, scale)
+    key = ("linear", *map(layout, given), activation, linear_form(HALF, input.device))
+    return PLANS.get(key, _plan_if_served, *given, activation)
 
 
-def _plan_if_served(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch | None:
-    return plan(input, weight, bias) if _fits(input, weight, bias) else None
+def _plan_if_served(
+    input: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    scale: Tensor | None, activation: str,
+) -> Launch | None:  # fmt: skip
+    if not _fits(input, weight, (bias, scale), residual):
+        return None
+    return plan(input, weight, bias, activation, residual, scale)
 
 
-def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _fits(
+    input: Tensor, weight: Tensor, vectors: tuple[Tensor | None, ...], residual: Tensor | None
+) -> bool:
     """Whether the kernel serves: see `linear`."""
-    tensors = (input, weight) if bias is None else (input, weight, bias)
+    tensors = [t for t in (input, weight, *vectors, residual) if t is not None]
     if input.dtype not in (torch.float16, torch.bfloat16):
         return False
     if any(t.dtype != input.dtype or t.device != input.device for t in tensors):
@@ -114,9 +143,13 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         return False
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_contiguous()):
-        return False
     columns, depth = weight.shape
+    if any(v is not None and (v.shape != (columns,) or not v.is_contiguous()) for v in vectors):
+        return False
+    if residual is not None and not (
+        residual.is_contiguous() and residual.shape == (*input.shape[:-1], columns)
+    ):
+        return False
     return (
         columns > 0
         and depth > 0
@@ -131,14 +164,21 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def plan(input: Tensor, weight: Tensor, bias: Tensor | None) -> Launch:
+def plan(
+    input: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none",
+    residual: Tensor | None = None, scale: Tensor | None = None,
+) -> Launch:  # fmt: skip
     """The kernel's launch; it depends on layouts, not on data."""
     columns, depth = weight.shape
     rows = input.numel() // depth
+    tile = LARGE if depth >= DEEP and linear_form(HALF, input.device) else FLAT
     tail = {
         "rows": rows, "depth": depth, "x_row": depth // UNIT, "w_row": weight.stride(0) // UNIT,
-        "y_row": columns // UNIT, "BIAS": bias is not None, "EVEN": depth % DEPTH == 0,
-        "UNIT": UNIT, "BM": ROWS, "BN": COLUMNS, "BK": DEPTH, "STAGES": STAGES,
+        "y_row": columns // UNIT, "BIAS": bias is not None,
+        "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale is not None,
+        "RESIDUAL": residual is not None, "EVEN": depth % tile.depth == 0, "UNIT": UNIT,
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
     }  # fmt: skip
-    programs = -(-rows // ROWS) * -(-columns // COLUMNS)
-    return Launch(linear_tile, (programs,), tail, {"num_warps": WARPS, "num_stages": STAGES})
+    programs = -(-rows // tile.rows) * -(-columns // tile.columns)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Launch(linear_tile, (programs,), tail, options)

@@ -1,0 +1,240 @@
+"""Runs the forms of linear layers that no GPU has run yet by Triton's interpreter; prints one JSON
+line per case.
+
+A program of its own, because TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from fence import fenced  # noqa: E402
+
+from elsa_core.backends.triton.linear import gated, gemm, launches, planner  # noqa: E402
+from elsa_core.operators.gated_linear import plain as gated_plain  # noqa: E402
+from elsa_core.operators.linear import plain  # noqa: E402
+from elsa_core.routing.measured import CENTRED, HALF, PADDED, ROUNDED, unmeasured  # noqa: E402
+
+F32, F16 = torch.float32, torch.float16
+# name: (rows, channels, columns), options
+GATED = {
+    "one tile": ((64, 64, 64), {}),
+    "ragged": ((70, 72, 52), {}),
+    "large": ((130, 264, 132), {"tile": launches.LARGE}),
+    "shallow": ((70, 96, 132), {"tile": launches.SHALLOW}),
+    "no biases": ((64, 64, 64), {"bias": False, "value_bias": False}),
+    "one bias": ((64, 64, 64), {"value_bias": False}),
+    "the other bias": ((64, 64, 64), {"bias": False}),
+    "packed": ((70, 72, 52), {"packed": True}),
+    "strided weights": ((64, 64, 64), {"strided": True}),
+    "frozen": ((70, 136, 64), {"frozen": True}),
+    "frozen, packed": ((70, 136, 64), {"frozen": True, "packed": True}),
+    "padded": ((70, 76, 20), {}),
+    "normed": ((70, 72, 52), {"norm": True}),
+    "normed, frozen": ((64, 136, 20), {"norm": True, "frozen": True}),
+    "gelu": ((64, 64, 8), {"activation": "gelu"}),
+    "no activation": ((64, 64, 8), {"activation": "none"}),
+    "centred": ((64, 136, 8), {"centred": True}),
+    "small rows": ((64, 64, 8), {"times": 1e-15}),
+    "one small row": ((64, 64, 8), {"row": 1e-15}),
+    "large rows": ((64, 64, 8), {"times": 1e15}),
+    "channels of other magnitude": ((64, 64, 8), {"channel": 1e12}),
+    "normed, an outlier gain": ((64, 64, 8), {"norm": True, "channel": 1e12}),
+    "zeros": ((64, 64, 8), {"times": 0.0, "bias": False}),
+    "infinity": ((104, 64, 12), {"entry": float("inf")}),
+    "not a number": ((104, 64, 12), {"entry": float("nan")}),
+}  # fmt: skip
+# turbo's: an error of half precision is in its contract
+ROUNDED_CASES = {
+    "one tile": ((64, 64, 64), {}),
+    "ragged": ((70, 72, 52), {}),
+    "images": ((3, 5, 7, 72, 64), {}),
+    "large": ((130, 264, 132), {"tile": launches.LARGE}),
+    "frozen": ((70, 136, 64), {"frozen": True}),
+    "strided weight": ((64, 64, 64), {"strided": True}),
+    "padded": ((70, 76, 20), {}),
+    "all terms": ((2, 35, 72, 20), {"terms": True}),
+    "large rows": ((64, 64, 8), {"times": 1e30}),
+    "beyond float16": ((64, 64, 8), {"times": 1e5}),
+    "small rows": ((64, 64, 8), {"times": 1e-6}),
+    "denormal rows": ((64, 64, 8), {"times": 1e-41}),
+    "one small row": ((64, 64, 8), {"row": 1e-36}),
+    "channels of other magnitude": ((64, 64, 8), {"channel": 1e12}),
+    "zeros": ((64, 64, 8), {"times": 0.0}),
+    "infinity": ((104, 64, 12), {"entry": float("inf")}),
+    "not a number": ((104, 64, 12), {"entry": float("nan")}),
+}  # fmt: skip
+HALVES = {
+    f"{name}, {str(dtype)[6:]}": (shape, dtype, terms)
+    for dtype in (F16,)  # the interpreter's products of bfloat16 are wrong
+    for name, shape, terms in (
+        ("gelu", (70, 96, 72), ("gelu", False, False)),
+        ("silu", (70, 40, 24), ("silu", False, False)),
+        ("residual", (2, 35, 96, 72), ("none", True, False)),
+        ("all terms", (2, 35, 40, 24), ("gelu_tanh", True, True)),
+        ("deep", (130, 264, 136), ("gelu", True, True)),
+    )
+}
+CENTRED_CASES = {
+    "64 channels at once": (70, launches.LARGE), "32 channels at once": (71, launches.SHALLOW),
+}  # fmt: skip
+
+
+def wide(*tensors):
+    return [None if t is None else t.double() for t in tensors]
+
+
+def weights(columns, depth, options):
+    """Two weights [columns, depth], side by side, or one above the other."""
+    if "packed" in options:
+        return torch.randn(2 * columns, depth).chunk(2)
+    stride = 2 * depth if "strided" in options else depth
+    return [torch.randn(columns, stride)[:, :depth] for _ in range(2)]
+
+
+def inputs(rows, depth, options):
+    x = torch.randn(*rows, depth) * options.get("times", 1.0)
+    if "row" in options:
+        x[3] *= options["row"]
+    if "entry" in options:
+        x[100, 5] = options["entry"]
+    return x
+
+
+def kept_of(first, second, options):
+    if "frozen" not in options:
+        return ()
+    if "packed" in options:
+        halves, powers = planner.split_weight(torch.cat((first, second)))
+        pairs = zip(halves.chunk(2, 1), powers.chunk(2), strict=True)
+        return tuple(t for pair in pairs for t in pair)
+    return (*planner.split_weight(first), *planner.split_weight(second))
+
+
+def errors(out, exact, peer):
+    finite = torch.isfinite(exact) & (exact.abs() <= torch.finfo(F32).max)
+    norm = exact[finite].norm().item() or 1.0
+    return {
+        "error": (out.double() - exact)[finite].norm().item() / norm,
+        "peer": (peer.double() - exact)[finite].norm().item() / norm,
+        "same": torch.equal(torch.isnan(out), torch.isnan(peer)),
+    }
+
+
+def gated_row(shape, options):
+    *rows, depth, columns = shape
+    x = inputs(rows, depth, options)
+    gate, value = weights(columns, depth, options)
+    biases = [
+        torch.randn(columns) if options.get(name, True) else None for name in ("bias", "value_bias")
+    ]
+    if {"times", "row", "channel"} & set(options):
+        biases = [None, None]
+    gain, shift, eps = None, None, None
+    if "norm" in options:
+        gain, shift, eps = torch.rand(depth) + 0.5, torch.randn(depth), 1e-6
+    if "channel" in options:
+        if eps is None:
+            x[..., 3] *= options["channel"]
+        else:
+            gain[3], shift = options["channel"], None
+        gate[:, 3] /= options["channel"]
+        value[:, 3] /= options["channel"]
+    tile_for = launches.tile_for
+    if "tile" in options:
+        launches.tile_for = lambda *_: options["tile"]
+    given = (x, gate, biases[0], value, biases[1], options.get("activation", "silu"))
+    terms = (gain, shift, eps)
+    kept = kept_of(gate, value, options)
+    forms = (PADDED, *((CENTRED,) if "centred" in options else ()))
+    with fenced() as fence, unmeasured(*forms):
+        out, again = (gated.gated_linear(*given, *terms, "strict", *kept) for _ in range(2))
+    launches.tile_for = tile_for
+    assert out.shape == (*rows, columns)
+    assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
+    exact = gated_plain(*wide(*given[:5]), given[5], *wide(gain, shift), eps)
+    return errors(out, exact, gated_plain(*given, *terms)) | fence
+
+
+def rounded_row(shape, options):
+    *rows, depth, columns = shape
+    x = inputs(rows, depth, options)
+    w, _ = weights(columns, depth, options)
+    scaled = {"times", "row", "channel"} & set(options)
+    bias = None if scaled else torch.randn(columns)
+    if "channel" in options:
+        x[..., 3] *= options["channel"]
+        w[:, 3] /= options["channel"]
+    terms = ("none", None, None)
+    if "terms" in options:
+        terms = ("gelu", torch.randn(*rows, columns), torch.rand(columns))
+    tile_for = launches.tile_for
+    if "tile" in options:
+        launches.tile_for = lambda *_: options["tile"]
+    kept = planner.split_weight(w) if "frozen" in options else ()
+    with fenced() as fence, unmeasured(ROUNDED, PADDED):
+        call = planner.planned(x, w, bias, *terms, "turbo", bool(kept))
+        assert type(call).__name__ == "Rounded"
+        out, again = (planner.linear(x, w, bias, *terms, "turbo", *kept) for _ in range(2))
+    launches.tile_for = tile_for
+    assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
+    exact = plain(*wide(x, w, bias), terms[0], *wide(*terms[1:]))
+    # the peer: PyTorch's products of float16's 11 bits, as TF32 has
+    top = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    top = torch.where(top.isfinite(), top, 1.0)
+    peer = plain((x / top).half().float() * top, w.half().float(), bias, *terms)
+    row = errors(out, exact, plain(x, w, bias, *terms))
+    row["peer"] = errors(peer, exact, peer)["error"]
+    a, b = (t.reshape(-1, columns)[3].double() for t in (out, exact))
+    row["row"] = ((a - b).norm() / (b.norm() + 1e-300)).item()
+    return row | fence
+
+
+def half_row(shape, dtype, terms):
+    *rows, depth, columns = shape
+    x, w = torch.randn(*rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+    bias = torch.randn(columns).to(dtype)
+    activation, residual, scale = terms
+    residual = torch.randn(*rows, columns).to(dtype) if residual else None
+    scale = (torch.rand(columns) + 0.5).to(dtype) if scale else None
+    with fenced() as fence, unmeasured(HALF):
+        out, again = (gemm.linear(x, w, bias, activation, residual, scale) for _ in range(2))
+    assert torch.equal(out, again) and out.dtype == dtype
+    exact = plain(*wide(x, w, bias), activation, *wide(residual, scale))
+    return errors(out, exact, plain(x, w, bias, activation, residual, scale)) | fence
+
+
+def centred_row(rows, tile):
+    """The interpreter cuts nothing: what the factor adds is all that differs."""
+    x, w = torch.rand(rows, 256), torch.rand(52, 256)
+    tile_for = launches.tile_for
+    launches.tile_for = lambda *_: tile
+    out = planner.linear(x, w, None).double()
+    with fenced() as fence, unmeasured(CENTRED):
+        moved = planner.linear(x, w, None).double()
+    launches.tile_for = tile_for
+    by = ((moved - out) * out).sum() / (out * out).sum()
+    return {"moved": by.item(), "wanted": 2**-23 / launches.CENTRES[tile.depth]} | fence
+
+
+if __name__ == "__main__":
+    assert gated.gated_linear(torch.randn(63, 64), *[torch.randn(64, 64), None] * 2) is None
+    wide_value = (torch.randn(64, 128)[:, :64], None)
+    assert gated.gated_linear(torch.randn(64, 64), torch.randn(64, 64), None, *wide_value) is None
+    for kind, rows, compute in (
+        ("gated", GATED, gated_row), ("rounded", ROUNDED_CASES, rounded_row),
+        ("half", HALVES, half_row),
+    ):  # fmt: skip
+        for name, case in rows.items():
+            torch.manual_seed(0)
+            print(json.dumps({"name": f"{kind}, {name}", **compute(*case)}), flush=True)
+    for name, case in CENTRED_CASES.items():
+        torch.manual_seed(0)
+        print(json.dumps({"name": f"centred, {name}", **centred_row(*case)}), flush=True)

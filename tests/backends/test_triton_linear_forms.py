@@ -1,0 +1,152 @@
+"""Forms of linear layers that no GPU has run yet, without one: interpreted and compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreted import Rows, rows_of
+from triton_compile import compile_launch
+
+from elsa_core.backends.triton.linear import gated, gemm, launches, planner, rounded
+from elsa_core.routing.measured import CENTRED, FORMS, HALF, linear_form, unmeasured
+
+SHARED = {80: 163, 90: 227, 120: 99}
+GATED = [
+    "one tile", "ragged", "large", "shallow", "no biases", "one bias", "the other bias", "packed",
+    "strided weights", "frozen", "frozen, packed", "padded", "normed", "normed, frozen", "gelu",
+    "no activation", "centred", "small rows", "one small row", "large rows",
+    "channels of other magnitude", "normed, an outlier gain", "zeros", "infinity", "not a number",
+]  # fmt: skip
+ROUNDED = [
+    "one tile", "ragged", "images", "large", "frozen", "strided weight", "padded", "all terms",
+    "large rows", "beyond float16", "small rows", "denormal rows", "one small row",
+    "channels of other magnitude", "zeros", "infinity", "not a number",
+]  # fmt: skip
+HALVES = [f"{name}, float16" for name in ("gelu", "silu", "residual", "all terms", "deep")]
+CENTRED_CASES = ["64 channels at once", "32 channels at once"]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Rows]:
+    """Every case of linear_forms_interpreted.py, in a process of its own."""
+    with rows_of("linear_forms_interpreted.py") as rows:
+        yield rows
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated(interpreted, name):
+    row = interpreted[f"gated, {name}"]
+    assert row["same"] and row["intact"]
+    assert row["error"] <= 2 * row["peer"] + 2**-24
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded(interpreted, name):
+    """The peer's operands have the 11 bits that TF32 has."""
+    row = interpreted[f"rounded, {name}"]
+    assert row["same"] and row["intact"]
+    assert row["error"] <= 1.1 * row["peer"] + 2**-24
+    assert row["row"] <= 2**-10
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half(interpreted, name):
+    """What follows the product is rounded once, PyTorch's after each step."""
+    row = interpreted[f"half, {name}"]
+    assert row["same"] and row["intact"]
+    assert row["error"] <= row["peer"]
+
+
+@pytest.mark.parametrize("name", CENTRED_CASES)
+def test_centred(interpreted, name):
+    row = interpreted[f"centred, {name}"]
+    assert row["intact"]
+    assert row["moved"] == pytest.approx(row["wanted"], rel=0.25)
+
+
+def test_interpreted_cases_are_all_here(interpreted):
+    kinds = {"gated": GATED, "rounded": ROUNDED, "half": HALVES, "centred": CENTRED_CASES}
+    names = [f"{kind}, {name}" for kind, cases in kinds.items() for name in cases]
+    assert sorted(interpreted) == sorted(names)
+
+
+def meta(rows, depth, columns, dtype=torch.float32):
+    x = torch.empty(rows, depth, dtype=dtype, device="meta")
+    w = torch.empty(columns, depth, dtype=dtype, device="meta")
+    return x, w
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("normed", [False, True])
+def test_gated_compiles(arch, normed):
+    norm = launches.Norm(True, True, 1e-6) if normed else None
+    with unmeasured(*((CENTRED,) if normed else ())):
+        call = gated.Gated(
+            *meta(1370, 1536, 360), (True, True), "silu", single=False, regions=None, norm=norm
+        )
+    compiled = compile_launch(call.multiply, torch.float32, "cuda", arch)
+    text = compiled.asm["ptx"]
+    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in text
+    assert "cp.async.cg.shared.global" in text  # rows of both weights, 16 bytes at a time
+    assert "cp.async.ca" not in text
+    assert compiled.metadata.shared <= SHARED[arch] * 1024
+
+
+# sm_120 has no room for the large tiles of any float32 product
+@pytest.mark.parametrize(("arch", "columns"), [(80, 2304), (90, 2304), (90, 768), (120, 768)])
+def test_rounded_compiles(arch, columns):
+    call = rounded.Rounded(*meta(1576, 768, columns), (True, "gelu", True, True), False)
+    compiled = compile_launch(call.multiply, torch.float32, "cuda", arch)
+    text = compiled.asm["ptx"]
+    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in text and "cp.async.cg" in text
+    assert compiled.metadata.shared <= SHARED[arch] * 1024
+    compile_launch(call.split, torch.float32, "cuda", arch)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_compiles(dtype, arch):
+    vector = torch.empty(3072, dtype=dtype, device="meta")
+    residual = torch.empty(1576, 3072, dtype=dtype, device="meta")
+    with unmeasured(HALF):
+        call = gemm.plan(*meta(1576, 768, 3072, dtype), vector, "gelu", residual, vector)
+    compiled = compile_launch(call, dtype, "cuda", arch)
+    text = compiled.asm["ptx"]
+    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in text
+    assert "st.global.v4" in text
+    assert compiled.metadata.shared <= SHARED[arch] * 1024
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_centred_compiles(arch):
+    with unmeasured(CENTRED):
+        calls = [
+            planner.Forward(*shape, (True, "none", False, False), False, False)
+            for shape in (meta(1576, 768, 2304), meta(1576, 768, 768))
+        ]
+    assert [call.multiply.launch.tail["CENTRE"] for call in calls] == [1, 2]
+    for call in calls[arch == 120 :]:
+        compiled = compile_launch(call.multiply.launch, torch.float32, "cuda", arch)
+        assert "fma.rn.f32" in compiled.asm["ptx"]
+
+
+def test_no_form_is_chosen():
+    device = torch.device("cuda", 0)
+    assert not any(linear_form(form, device) for form in FORMS)
+    x, w = meta(1576, 768, 768)
+    assert isinstance(
+        planner.planned(x, w, None, "none", None, None, "turbo", False), planner.Forward
+    )
+    assert (
+        planner.Forward(x, w, launches.NO_EPILOGUE, False, False).multiply.launch.tail["CENTRE"]
+        == 0
+    )
+    x, w = meta(1576, 768, 768, torch.float16)
+    assert gemm.plan(x, w, None).tail["BK"] == gemm.FLAT.depth
