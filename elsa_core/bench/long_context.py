@@ -119,7 +119,7 @@ def llama(
     """Prefill of a LLaMA through transformers, with weights resident and streamed."""
     from transformers import LlamaConfig, LlamaModel
 
-    from elsa_core.patching.adapters.hf_transformers import register
+    from elsa_core.patching import register
 
     register()
     config = LlamaConfig(

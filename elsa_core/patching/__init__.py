@@ -12,6 +12,7 @@ from elsa_core import lazy
 if TYPE_CHECKING:
     from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
     from elsa_core.patching.adapters.handing import ACTIVATION, RESIDUAL, left_out
+    from elsa_core.patching.adapters.hf_transformers import register
     from elsa_core.patching.adapters.table import (
         LAYERS,
         SWITCHES,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
     "adapters.handing": ("ACTIVATION", "RESIDUAL", "left_out"),
+    "adapters.hf_transformers": ("register",),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
     "frozen": ("FreezeReport", "FrozenState", "freeze", "refresh", "unfreeze"),
     "layers": ("is_layer", "patched_scope"),
@@ -81,6 +83,7 @@ __all__ = [
     "plain_model",
     "reduce_gradients",
     "refresh",
+    "register",
     "register_adapter",
     "require_shardable",
     "shard",
