@@ -10,7 +10,7 @@ from elsa_core.entmax import entmax_attention, explain_entmax_attention
 from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
 from elsa_core.routing import Route
-from elsa_core.sparsity import SparsityReport, sparsity_report
+from elsa_core.sparsity_report import SparsityReport, sparsity_report
 from elsa_core.varlen import explain_varlen_attention, varlen_attention
 from elsa_core.version import __version__
 from elsa_core.window import explain_window_attention, window_attention

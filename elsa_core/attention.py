@@ -97,7 +97,9 @@ def attention(
     if offload is not None or offload_block is not None:
         if sparsity is not None:
             raise ArgumentError("sparsity and offload exclude each other")
-        return _offloaded(
+        from elsa_core.offload import requested
+
+        return requested(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
             backend, return_lse, offload, offload_block,
         )  # fmt: skip
@@ -172,35 +174,6 @@ def _served(
         run = routing.RUNS["attention", name]
         answer = run(q, k, v, mask, is_causal, scale, precision)
     return answer
-
-
-def _offloaded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    precision: str,
-    backend: str,
-    return_lse: bool,
-    offload: str | None,
-    block: int | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention that streams what is in host memory."""
-    from elsa_core.offload.attention import attention as streamed
-
-    if offload != "host":
-        given = "offload_block without offload" if offload is None else f"offload={offload!r}"
-        raise ArgumentError(f"{given}: offload must be 'host'")
-    if dropout_p != 0.0:
-        raise ArgumentError("offload='host' takes no dropout_p")
-    return streamed(
-        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-        precision=precision, backend=backend, return_lse=return_lse, block=block,
-    )  # fmt: skip
 
 
 def _explain_types(

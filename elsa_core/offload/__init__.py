@@ -4,7 +4,7 @@ Blocks of keys and values stream through two buffers of the device, each copied 
 it is folded. `elsa_core.attention(..., offload="host")` is `attention` of this package.
 """
 
-from elsa_core.offload.attention import attention
+from elsa_core.offload.attention import attention, requested
 from elsa_core.offload.streaming import Report, report
 
-__all__ = ["Report", "attention", "report"]
+__all__ = ["Report", "attention", "report", "requested"]

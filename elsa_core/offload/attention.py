@@ -113,6 +113,37 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def requested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str,
+    backend: str,
+    return_lse: bool,
+    offload: str | None,
+    block: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`elsa_core.attention` with `offload` or `offload_block`, which is `block` here.
+
+    Raises:
+        ArgumentError: offload is not "host", or dropout is asked for; and as `attention`.
+    """
+    if offload != "host":
+        given = "offload_block without offload" if offload is None else f"offload={offload!r}"
+        raise ArgumentError(f"{given}: offload must be 'host'")
+    if dropout_p != 0.0:
+        raise ArgumentError("offload='host' takes no dropout_p")
+    return attention(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        precision=precision, backend=backend, return_lse=return_lse, block=block,
+    )  # fmt: skip
+
+
 def _device(
     query: Tensor,
     key: Tensor,

@@ -17,7 +17,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from fence import fenced  # noqa: E402
 
-from elsa_core.backends.triton.linear import gated, gemm, planner  # noqa: E402
+from elsa_core.backends.triton.linear import gated, gemm, launches, planner  # noqa: E402
 from elsa_core.operators.gated_linear import plain as gated_plain  # noqa: E402
 from elsa_core.operators.linear import plain  # noqa: E402
 from elsa_core.routing.measured import CENTRED, HALF, PADDED, ROUNDED, unmeasured  # noqa: E402
@@ -27,8 +27,8 @@ F32, F16 = torch.float32, torch.float16
 GATED = {
     "one tile": ((64, 64, 64), {}),
     "ragged": ((70, 72, 52), {}),
-    "large": ((130, 264, 132), {"tile": planner.LARGE}),
-    "shallow": ((70, 96, 132), {"tile": planner.SHALLOW}),
+    "large": ((130, 264, 132), {"tile": launches.LARGE}),
+    "shallow": ((70, 96, 132), {"tile": launches.SHALLOW}),
     "no biases": ((64, 64, 64), {"bias": False, "value_bias": False}),
     "one bias": ((64, 64, 64), {"value_bias": False}),
     "the other bias": ((64, 64, 64), {"bias": False}),
@@ -56,7 +56,7 @@ ROUNDED_CASES = {
     "one tile": ((64, 64, 64), {}),
     "ragged": ((70, 72, 52), {}),
     "images": ((3, 5, 7, 72, 64), {}),
-    "large": ((130, 264, 132), {"tile": planner.LARGE}),
+    "large": ((130, 264, 132), {"tile": launches.LARGE}),
     "frozen": ((70, 136, 64), {"frozen": True}),
     "strided weight": ((64, 64, 64), {"strided": True}),
     "padded": ((70, 76, 20), {}),
@@ -83,7 +83,7 @@ HALVES = {
     )
 }
 CENTRED_CASES = {
-    "64 channels at once": (70, planner.LARGE), "32 channels at once": (71, planner.SHALLOW),
+    "64 channels at once": (70, launches.LARGE), "32 channels at once": (71, launches.SHALLOW),
 }  # fmt: skip
 
 
@@ -147,16 +147,16 @@ def gated_row(shape, options):
             gain[3], shift = options["channel"], None
         gate[:, 3] /= options["channel"]
         value[:, 3] /= options["channel"]
-    tile_for = planner.tile_for
+    tile_for = launches.tile_for
     if "tile" in options:
-        planner.tile_for = lambda *_: options["tile"]
+        launches.tile_for = lambda *_: options["tile"]
     given = (x, gate, biases[0], value, biases[1], options.get("activation", "silu"))
     terms = (gain, shift, eps)
     kept = kept_of(gate, value, options)
     forms = (PADDED, *((CENTRED,) if "centred" in options else ()))
     with fenced() as fence, unmeasured(*forms):
         out, again = (gated.gated_linear(*given, *terms, "strict", *kept) for _ in range(2))
-    planner.tile_for = tile_for
+    launches.tile_for = tile_for
     assert out.shape == (*rows, columns)
     assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
     exact = gated_plain(*wide(*given[:5]), given[5], *wide(gain, shift), eps)
@@ -175,15 +175,15 @@ def rounded_row(shape, options):
     terms = ("none", None, None)
     if "terms" in options:
         terms = ("gelu", torch.randn(*rows, columns), torch.rand(columns))
-    tile_for = planner.tile_for
+    tile_for = launches.tile_for
     if "tile" in options:
-        planner.tile_for = lambda *_: options["tile"]
+        launches.tile_for = lambda *_: options["tile"]
     kept = planner.split_weight(w) if "frozen" in options else ()
     with fenced() as fence, unmeasured(ROUNDED, PADDED):
         call = planner.planned(x, w, bias, *terms, "turbo", bool(kept))
         assert type(call).__name__ == "Rounded"
         out, again = (planner.linear(x, w, bias, *terms, "turbo", *kept) for _ in range(2))
-    planner.tile_for = tile_for
+    launches.tile_for = tile_for
     assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))
     exact = plain(*wide(x, w, bias), terms[0], *wide(*terms[1:]))
     # the peer: PyTorch's products of float16's 11 bits, as TF32 has
@@ -214,14 +214,14 @@ def half_row(shape, dtype, terms):
 def centred_row(rows, tile):
     """The interpreter cuts nothing: what the factor adds is all that differs."""
     x, w = torch.rand(rows, 256), torch.rand(52, 256)
-    tile_for = planner.tile_for
-    planner.tile_for = lambda *_: tile
+    tile_for = launches.tile_for
+    launches.tile_for = lambda *_: tile
     out = planner.linear(x, w, None).double()
     with fenced() as fence, unmeasured(CENTRED):
         moved = planner.linear(x, w, None).double()
-    planner.tile_for = tile_for
+    launches.tile_for = tile_for
     by = ((moved - out) * out).sum() / (out * out).sum()
-    return {"moved": by.item(), "wanted": 2**-23 / planner.CENTRES[tile.depth]} | fence
+    return {"moved": by.item(), "wanted": 2**-23 / launches.CENTRES[tile.depth]} | fence
 
 
 if __name__ == "__main__":

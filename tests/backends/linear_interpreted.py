@@ -16,7 +16,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from fence import fenced  # noqa: E402
 
-from elsa_core.backends.triton.linear import gemm, planner  # noqa: E402
+from elsa_core.backends.triton.linear import gemm, launches, planner  # noqa: E402
 from elsa_core.operators.linear import plain, plain_backward, plain_split  # noqa: E402
 from elsa_core.operators.normed_linear import plain as normed_plain  # noqa: E402
 from elsa_core.routing.measured import PADDED, unmeasured  # noqa: E402
@@ -28,10 +28,10 @@ CASES = {
     "no bias": ((64, 64, 64), F32, {"bias": False}),
     "ragged": ((70, 72, 52), F32, {}),
     "several groups": ((600, 64, 4), F32, {}),
-    "large": ((130, 264, 132), F32, {"tile": planner.LARGE}),
-    "wide": ((65, 136, 140), F32, {"tile": planner.WIDE}),
-    "medium": ((70, 104, 68), F32, {"tile": planner.MEDIUM}),
-    "shallow": ((70, 96, 132), F32, {"tile": planner.SHALLOW}),
+    "large": ((130, 264, 132), F32, {"tile": launches.LARGE}),
+    "wide": ((65, 136, 140), F32, {"tile": launches.WIDE}),
+    "medium": ((70, 104, 68), F32, {"tile": launches.MEDIUM}),
+    "shallow": ((70, 96, 132), F32, {"tile": launches.SHALLOW}),
     "images": ((3, 5, 7, 72, 64), F32, {}),
     "strided weight": ((64, 64, 64), F32, {"strided": True}),
     "frozen": ((70, 136, 64), F32, {"frozen": True}),
@@ -47,7 +47,7 @@ CASES = {
     "whole numbers": ((70, 96, 68), F32, {"whole": True}),
     "infinity": ((104, 64, 12), F32, {"entry": float("inf")}),
     "not a number": ((104, 64, 12), F32, {"entry": float("nan")}),
-    **{name: ((64, 64, 8), F32, {"activation": name}) for name in planner.ACTIVATIONS[1:]},
+    **{name: ((64, 64, 8), F32, {"activation": name}) for name in launches.ACTIVATIONS[1:]},
     "scale": ((64, 64, 8), F32, {"scale": True}),
     "residual": ((2, 35, 72, 20), F32, {"residual": True, "activation": "gelu", "scale": True}),
     "residual of what is not finite": (
@@ -57,7 +57,7 @@ CASES = {
 
 
 def run(shape, dtype, options):
-    planner.MOST_COLUMNS = options.get("pass", 4096)  # channels in one pass over a row
+    launches.MOST_COLUMNS = options.get("pass", 4096)  # channels in one pass over a row
     with fenced() as fence:
         row = compared(shape, dtype, options)
     return {**row, "fence": fence["intact"]}
@@ -124,8 +124,8 @@ def by_tile(x, w, bias, tile):
     """A product with a tile of the caller's choice."""
     columns, depth = w.shape
     call = planner.Forward(x, w, (bias is not None, "none", False, False), False, False)
-    shape = planner.Shape(x.numel() // depth, columns, depth)
-    call.multiply = planner.Multiply(
+    shape = launches.Shape(x.numel() // depth, columns, depth)
+    call.multiply = launches.Multiply(
         shape, (depth, 1), (w.stride(0), 1), x.device, tile=tile,
         epilogue=(bias is not None, "none", False, False),
     )  # fmt: skip
@@ -169,7 +169,7 @@ NORMED = {
 
 def normed(shape, options):
     """A layer norm and a product in one call, against float64 and PyTorch's float32."""
-    planner.MOST_COLUMNS = options.get("pass", 4096)
+    launches.MOST_COLUMNS = options.get("pass", 4096)
     with fenced() as fence:
         row = normed_compared(shape, options)
     return {**row, "fence": fence["intact"]}
@@ -228,7 +228,7 @@ def gradient(rows, depth, columns, parts):
     x[:, 5] *= 1e6
     w[7] = 0.0
     grad[3] = 0.0
-    planner.cut_for = lambda *given: (planner.SMALL, parts)
+    launches.cut_for = lambda *given: (launches.SMALL, parts)
     wanted = (True, True, True)
     found = planner.backward(grad, x, w, wanted)
     exact = plain_backward(grad.double(), x.double(), w.double(), "strict", wanted)
@@ -248,7 +248,7 @@ def same_halves():
         for found, expected in zip(planner.split_weight(weight), plain_split(weight), strict=True):
             assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
     x = w[:, :64].nan_to_num(1.0, 1.0)
-    halves, powers = planner.Turned(42, 64, 64)(x.contiguous())
+    halves, powers = launches.Turned(42, 64, 64)(x.contiguous())
     expected, expected_powers = plain_split(x.t().contiguous())
     assert torch.equal(powers, expected_powers) and torch.equal(halves, expected)
 

@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import Rows, rows_of
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton.linear import gemm, planner
+from elsa_core.backends.triton.linear import gemm, launches, planner
 
 HERE = Path(__file__).parent
 NAMES = [
     "one tile", "no bias", "ragged", "several groups", "large", "wide", "medium", "shallow",
     "images", "strided weight", "frozen", "long rows", "half", "half, ragged", "large numbers",
     "largest numbers", "small numbers", "one small row", "channels of other magnitude", "zeros",
-    "whole numbers", "infinity", "not a number", *planner.ACTIVATIONS[1:], "scale", "residual",
+    "whole numbers", "infinity", "not a number", *launches.ACTIVATIONS[1:], "scale", "residual",
     "residual of what is not finite",
 ]  # fmt: skip
 PADDED = [
@@ -94,7 +94,7 @@ def test_compiles(epilogue, arch):
 @pytest.mark.parametrize("arch", [80, 90, 120])
 @pytest.mark.parametrize("depth", [768, 6144])
 def test_a_norm_compiles(depth, arch):
-    norm = planner.Norm(True, True, 1e-6)
+    norm = launches.Norm(True, True, 1e-6)
     call = planner.Forward(*meta(1576, depth, 768), EPILOGUES[1], False, False, norm)
     split = compile_launch(call.split, torch.float32, "cuda", arch)
     assert split.metadata.shared <= 99 * 1024 and "ld.global.v4" in split.asm["ptx"]
@@ -126,8 +126,8 @@ def test_forms_that_were_not_measured_are_not_chosen():
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_splits_compile(arch):
-    rows = planner.split_launch((1576, 768, 768), 768, 768)
-    turned = planner.Turned(1577, 768, 768)
+    rows = launches.split_launch((1576, 768, 768), 768, 768)
+    turned = launches.Turned(1577, 768, 768)
     for launch in (rows, turned.maxima, turned.split):
         compiled = compile_launch(launch, torch.float32, "cuda", arch)
         assert compiled.metadata.shared <= 99 * 1024
@@ -156,32 +156,32 @@ def test_no_length_is_compiled_in():
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [
-        ((1576, 2304, 768), planner.LARGE),
-        ((1576, 768, 768), planner.MEDIUM),
-        ((1576, 3072, 768), planner.LARGE),
-        ((1576, 768, 3072), planner.MEDIUM),
-        ((32800, 3072, 768), planner.LARGE),
-        ((197, 2304, 768), planner.WIDE),
-        ((197, 768, 768), planner.SMALL),
-        ((392, 3072, 768), planner.LARGE),
-        ((25088, 384, 96), planner.SHALLOW),
-        ((25088, 96, 384), planner.LARGE),
-        ((6272, 192, 768), planner.LARGE),
+        ((1576, 2304, 768), launches.LARGE),
+        ((1576, 768, 768), launches.MEDIUM),
+        ((1576, 3072, 768), launches.LARGE),
+        ((1576, 768, 3072), launches.MEDIUM),
+        ((32800, 3072, 768), launches.LARGE),
+        ((197, 2304, 768), launches.WIDE),
+        ((197, 768, 768), launches.SMALL),
+        ((392, 3072, 768), launches.LARGE),
+        ((25088, 384, 96), launches.SHALLOW),
+        ((25088, 96, 384), launches.LARGE),
+        ((6272, 192, 768), launches.LARGE),
     ],
 )
 def test_tiles_are_those_measured(shape, tile):
-    assert planner.tile_for(planner.Shape(*shape), 132) == tile
+    assert launches.tile_for(launches.Shape(*shape), 132) == tile
 
 
 @pytest.mark.parametrize(
     ("shape", "cut"),
     [
-        ((768, 768, 1576), (planner.SMALL, 1)),
-        ((2304, 768, 1576), (planner.LARGE, 1)),
-        ((3072, 768, 5480), (planner.LARGE, 7)),
-        ((768, 768, 8200), (planner.LARGE, 7)),
-        ((768, 192, 6272), (planner.SMALL, 7)),
+        ((768, 768, 1576), (launches.SMALL, 1)),
+        ((2304, 768, 1576), (launches.LARGE, 1)),
+        ((3072, 768, 5480), (launches.LARGE, 7)),
+        ((768, 768, 8200), (launches.LARGE, 7)),
+        ((768, 192, 6272), (launches.SMALL, 7)),
     ],
 )
 def test_long_sums_are_cut(shape, cut):
-    assert planner.cut_for(planner.Shape(*shape), 132) == cut
+    assert launches.cut_for(launches.Shape(*shape), 132) == cut

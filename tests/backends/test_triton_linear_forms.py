@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import Rows, rows_of
 from triton_compile import compile_launch
 
-from elsa_core.backends.triton.linear import gated, gemm, planner, rounded
+from elsa_core.backends.triton.linear import gated, gemm, launches, planner, rounded
 from elsa_core.routing.measured import CENTRED, FORMS, HALF, linear_form, unmeasured
 
 SHARED = {80: 163, 90: 227, 120: 99}
@@ -86,7 +86,7 @@ def meta(rows, depth, columns, dtype=torch.float32):
 @pytest.mark.parametrize("arch", [80, 90, 120])
 @pytest.mark.parametrize("normed", [False, True])
 def test_gated_compiles(arch, normed):
-    norm = planner.Norm(True, True, 1e-6) if normed else None
+    norm = launches.Norm(True, True, 1e-6) if normed else None
     with unmeasured(*((CENTRED,) if normed else ())):
         call = gated.Gated(
             *meta(1370, 1536, 360), (True, True), "silu", single=False, regions=None, norm=norm
@@ -145,7 +145,8 @@ def test_no_form_is_chosen():
         planner.planned(x, w, None, "none", None, None, "turbo", False), planner.Forward
     )
     assert (
-        planner.Forward(x, w, planner.NO_EPILOGUE, False, False).multiply.launch.tail["CENTRE"] == 0
+        planner.Forward(x, w, launches.NO_EPILOGUE, False, False).multiply.launch.tail["CENTRE"]
+        == 0
     )
     x, w = meta(1576, 768, 768, torch.float16)
     assert gemm.plan(x, w, None).tail["BK"] == gemm.FLAT.depth

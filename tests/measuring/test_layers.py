@@ -66,8 +66,8 @@ def test_imports_go_one_way(package: str, forbidden: tuple[str, ...]) -> None:
 
 
 # `attention` of nested tensors is that of packed sequences, and on a GPU that of a padded batch; of
-# tensors in host memory it is that of blocks on a device: the calls end at dense tensors there.
-ENDS = {"elsa_core.attention": {"elsa_core.nested", "elsa_core.offload.attention"}}
+# operands on the host it is that of blocks on a device: the calls end at dense tensors of a device.
+ENDS = {"elsa_core.attention": {"elsa_core.nested", "elsa_core.offload"}}
 
 
 def run_time(tree: ast.AST) -> Iterator[ast.AST]:

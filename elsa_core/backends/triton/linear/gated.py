@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from elsa_core.backends.triton.linear import planner
+from elsa_core.backends.triton.linear import launches, planner
 from elsa_core.backends.triton.linear.halves import normed
 from elsa_core.backends.triton.linear.product import (
     ACTIVATIONS,
@@ -178,18 +178,18 @@ class Gated:
 
     def __init__(
         self, input: Tensor, weight: Tensor, biased: tuple[bool, bool], activation: str, *,
-        single: bool, regions: tuple[int, int] | None, norm: planner.Norm | None = None,
+        single: bool, regions: tuple[int, int] | None, norm: launches.Norm | None = None,
     ):  # fmt: skip
         columns, depth = weight.shape
-        rows, padded = input.numel() // depth, planner.padded_depth(depth)
+        rows, padded = input.numel() // depth, launches.padded_depth(depth)
         self.rows, self.columns, self.padded = rows, columns, padded
         self.frozen = regions is not None
         strides = (depth, weight.stride(0))
         others = 0 if self.frozen else columns
-        self.split = planner.split_launch((rows, others, depth), *strides, single, norm)
-        self.split_value = planner.split_launch((columns, 0, depth), strides[1], 0, single)
-        shape = planner.Shape(rows, 2 * columns, depth)
-        tile = planner.tile_for(shape, planner.multiprocessors(input.device))
+        self.split = launches.split_launch((rows, others, depth), *strides, single, norm)
+        self.split_value = launches.split_launch((columns, 0, depth), strides[1], 0, single)
+        shape = launches.Shape(rows, 2 * columns, depth)
+        tile = launches.tile_for(shape, launches.multiprocessors(input.device))
         centred = not single and linear_form(CENTRED, input.device)
         of_weight, of_value = regions or (columns * padded,) * 2
         tail = {
@@ -197,8 +197,8 @@ class Gated:
             "w_row": weight.stride(0), "region_w": of_weight // 8, "region_v": of_value // 8,
             "SINGLE": single, "EVEN": padded % tile.depth == 0, "BIAS": biased[0],
             "VALUE_BIAS": biased[1], "ACTIVATION": ACTIVATIONS.index(activation),
-            **planner.constants(norm),
-            "CENTRE": planner.CENTRES[tile.depth] if centred else 0, "BM": tile.rows,
+            **launches.constants(norm),
+            "CENTRE": launches.CENTRES[tile.depth] if centred else 0, "BM": tile.rows,
             "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages, "XM": 16, "XK": 16,
         }  # fmt: skip
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -294,7 +294,7 @@ def _plan(
             return None
         regions = (halves.stride(0), value_halves.stride(0))
     norm = (
-        None if eps is None else planner.Norm(vectors[0] is not None, vectors[1] is not None, eps)
+        None if eps is None else launches.Norm(vectors[0] is not None, vectors[1] is not None, eps)
     )
     biased = (bias is not None, value_bias is not None)
     return Gated(
@@ -304,7 +304,7 @@ def _plan(
 
 def _are_halves(halves: Tensor, powers: Tensor, weight: Tensor) -> bool:
     """Whether these are halves [2, N, padded] of a weight, rows one after the other."""
-    padded = planner.padded_depth(weight.shape[1])
+    padded = launches.padded_depth(weight.shape[1])
     return (
         halves.shape == (2, weight.shape[0], padded)
         and halves.stride(1) == padded

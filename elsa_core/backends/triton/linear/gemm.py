@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from elsa_core.backends.triton.linear.planner import DEEP, LARGE, Tile, layout, on_device_of
+from elsa_core.backends.triton.linear.launches import DEEP, LARGE, Tile
+from elsa_core.backends.triton.linear.planner import layout, on_device_of
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, activated
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS

@@ -137,7 +137,7 @@ def exact_tile(
 
 @triton.jit
 def factor_of(i, CENTRE: tl.constexpr):
-    """What part i of a sum is made larger by, for what tensor cores cut: see `planner.CENTRES`."""
+    """What part i of a sum is made larger by, for what tensor cores cut: see `launches.CENTRES`."""
     if CENTRE == 0:
         factor = 1.0
     elif CENTRE == 1:

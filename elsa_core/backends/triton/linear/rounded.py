@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from elsa_core.backends.triton.linear import planner
+from elsa_core.backends.triton.linear import launches
 from elsa_core.backends.triton.linear.halves import magnitude, row_exponent
 from elsa_core.backends.triton.linear.product import (
     ACTIVATIONS,
@@ -96,12 +96,12 @@ def rounded_product(
 class Rounded:
     """The launches of a linear layer in turbo."""
 
-    def __init__(self, input: Tensor, weight: Tensor, epilogue: planner.Epilogue, frozen: bool):
+    def __init__(self, input: Tensor, weight: Tensor, epilogue: launches.Epilogue, frozen: bool):
         columns, depth = weight.shape
-        shape = planner.Shape(input.numel() // depth, columns, depth)
-        tile = planner.tile_for(shape, planner.multiprocessors(input.device))
-        self.frozen, self.columns, self.padded = frozen, columns, planner.padded_depth(depth)
-        self.split = planner.split_launch((columns, 0, depth), weight.stride(0), 0, single=True)
+        shape = launches.Shape(input.numel() // depth, columns, depth)
+        tile = launches.tile_for(shape, launches.multiprocessors(input.device))
+        self.frozen, self.columns, self.padded = frozen, columns, launches.padded_depth(depth)
+        self.split = launches.split_launch((columns, 0, depth), weight.stride(0), 0, single=True)
         bias, activation, scale, residual = epilogue
         tail = {
             "rows": shape.rows, "columns": columns // 4, "depth": depth // 4,
@@ -111,7 +111,7 @@ class Rounded:
             "STAGES": tile.stages, "XM": 16, "XK": 16,
         }  # fmt: skip
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        self.multiply = Launch(rounded_product, (planner.tiles_of(shape, tile),), tail, options)
+        self.multiply = Launch(rounded_product, (launches.tiles_of(shape, tile),), tail, options)
 
     @property
     def loaded(self) -> bool:

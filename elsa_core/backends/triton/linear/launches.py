@@ -1,0 +1,209 @@
+"""Tiles and launches of products by `product.py`, from shapes alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from elsa_core.backends.triton.linear import halves as splitting
+from elsa_core.backends.triton.linear.product import ACTIVATIONS, product
+from elsa_core.backends.triton.shared.device import described
+from elsa_core.backends.triton.shared.launch import Launch
+
+# Columns in one pass of `split_rows`, and the blocks of `split_turned`.
+MOST_COLUMNS = 4096
+BLOCK = 64
+# Chunks that the largest magnitudes of a column are gathered from.
+CHUNKS = 64
+
+
+class Tile(NamedTuple):
+    """Rows, columns and channels of a tile, warps of a program, and tiles under way."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# Measured on one H200; `tile_for` says where each serves.
+LARGE = Tile(128, 128, 64, 8, 3)
+SHALLOW = Tile(64, 128, 32, 4, 4)
+WIDE = Tile(64, 128, 64, 4, 3)
+SMALL = Tile(64, 64, 64, 4, 3)
+MEDIUM = Tile(64, 64, 32, 4, 4)
+# Of the last round of large tiles, one to a multiprocessor, so many must be there.
+FULL = 0.72
+# Products that sum over fewer channels spend their time on the tiles' ends.
+DEEP = 256
+# Sums over fewer tokens in large tiles gain nothing.
+LONG = 4096
+# Tensor cores truncate after each 16 channels; of a sum of 64 about 1e-7 is missing, of 32 about
+# 6e-8 (on an H200 5e-8 to 9e-8 were). One part in so many is made larger by 2**-23 for that, in the
+# multiplication that adds it: no more work.
+CENTRES = {32: 2, 64: 1}
+# Writing and adding a part takes as long as the products of so many tokens.
+PART = 130
+
+
+class Norm(NamedTuple):
+    """A layer norm of the input: whether it has a weight and a bias, and its eps."""
+
+    gain: bool
+    shift: bool
+    eps: float
+
+
+# Whether there is a bias, the activation, whether there are a scale and a residual.
+Epilogue = tuple[bool, str, bool, bool]
+NO_EPILOGUE: Epilogue = (False, "none", False, False)
+
+
+class Shape(NamedTuple):
+    """A product [rows, depth] x [columns, depth]^T."""
+
+    rows: int
+    columns: int
+    depth: int
+
+
+def tile_for(shape: Shape, multiprocessors: int) -> Tile:
+    """The tile that serves a product."""
+    if tiles_of(shape, SMALL) <= multiprocessors:
+        return SMALL
+    if _fill(tiles_of(shape, LARGE), multiprocessors) >= FULL:
+        return LARGE if shape.depth >= DEEP else SHALLOW
+    return WIDE if tiles_of(shape, WIDE) <= multiprocessors else MEDIUM
+
+
+def cut_for(shape: Shape, multiprocessors: int) -> tuple[Tile, int]:
+    """The tile of a product with a long sum, and into how many parts its depth is cut, so that few
+    tiles occupy the device.
+    """
+    large, small = tiles_of(shape, LARGE), tiles_of(shape, SMALL)
+    if shape.depth >= LONG and large * 8 >= multiprocessors:
+
+        def gain(parts: int) -> float:
+            return _fill(large * parts, multiprocessors) / (1 + parts * PART / shape.depth)
+
+        return LARGE, max(range(1, 17), key=gain)
+    if _fill(large, multiprocessors) >= FULL:
+        return LARGE, 1
+    return SMALL, max(1, min(2 * multiprocessors // small, shape.depth // 512, 32))
+
+
+def tiles_of(shape: Shape, tile: Tile) -> int:
+    """Tiles of a result."""
+    return -(-shape.rows // tile.rows) * -(-shape.columns // tile.columns)
+
+
+def _fill(programs: int, multiprocessors: int) -> float:
+    """The share of multiprocessors that work in all rounds, one program to each."""
+    return programs / (-(-programs // multiprocessors) * multiprocessors)
+
+
+def multiprocessors(device: torch.device) -> int:
+    gpu = described()
+    return _real_multiprocessors(device) if gpu is None else gpu.multiprocessors
+
+
+@lru_cache(maxsize=64)
+def _real_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Multiply:
+    """The launches of one product; see `product.product`."""
+
+    def __init__(
+        self, shape: Shape, left: tuple[int, int], right: tuple[int, int], device: torch.device, *,
+        single: bool = False, epilogue: Epilogue = NO_EPILOGUE, norm: Norm | None = None,
+        tile: Tile | None = None, parts: int = 1, centred: bool = False,
+    ):  # fmt: skip
+        tile = tile or tile_for(shape, multiprocessors(device))
+        padded = padded_depth(shape.depth)
+        blocks = -(-padded // tile.depth)
+        tiles = tiles_of(shape, tile)
+        chunk = -(-blocks // parts)
+        self.parts = -(-blocks // chunk)
+        bias, activation, scale, residual = epilogue
+        tail = {
+            "rows": shape.rows, "columns": shape.columns // 4, "depth": shape.depth,
+            "padded": padded // 8, "chunk": chunk, "x_row": left[0], "x_depth": left[1],
+            "w_row": right[0], "w_depth": right[1], "SINGLE": single,
+            "EVEN": padded % tile.depth == 0, "BIAS": bias,
+            "ACTIVATION": ACTIVATIONS.index(activation), "SCALE": scale, "RESIDUAL": residual,
+            **constants(norm), "CENTRE": CENTRES[tile.depth] if centred else 0,
+            "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
+            "XM": 16, "XK": 16,
+        }  # fmt: skip
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self.launch = Launch(product, (tiles, self.parts), tail, options)
+
+
+def constants(norm: Norm | None) -> dict[str, bool]:
+    """What the kernels know of a norm when they are compiled."""
+    return {
+        "NORM": norm is not None,
+        "GAIN": norm is not None and norm.gain,
+        "SHIFT": norm is not None and norm.shift,
+    }
+
+
+def split_launch(
+    shape: tuple[int, int, int], x_row: int, w_row: int, single: bool = False,
+    norm: Norm | None = None,
+) -> Launch:  # fmt: skip
+    """Rows of X [rows, depth], or of its layer norm, and of W [others, depth] in one launch."""
+    rows, others, depth = shape
+    width = min(MOST_COLUMNS, max(8, triton.next_power_of_2(depth)))  # what a row is padded to
+    held = max(1, min(4, 1024 // width))
+    unit = 4 if depth % 8 else 8
+    tail = {
+        "rows": rows, "others": others, "depth": depth // unit, "x_row": x_row // 4,
+        "w_row": w_row // 4, "eps": 0.0 if norm is None else norm.eps, "SINGLE": single,
+        **constants(norm), "UNIT": unit, "R": held, "C": width, "WHOLE": width >= depth,
+    }  # fmt: skip
+    programs = -(-rows // held) + -(-others // held)
+    return Launch(splitting.split_rows, (programs,), tail, {"num_warps": 4})
+
+
+class Turned:
+    """The launches that split the transpose of X [depth, columns]."""
+
+    def __init__(self, depth: int, columns: int, stride: int):
+        steps = -(-depth // (BLOCK * CHUNKS))
+        self.chunks = -(-depth // (BLOCK * steps))
+        self.columns, self.padded = columns, padded_depth(depth)
+        common = {"depth": depth, "columns": columns // 4, "stride": stride // 4}
+        blocks = -(-columns // BLOCK)
+        sizes = {"BK": BLOCK, "BC": BLOCK}
+        self.maxima = Launch(
+            splitting.column_maxima, (self.chunks, blocks), {**common, "steps": steps, **sizes},
+            {"num_warps": 4},
+        )  # fmt: skip
+        self.split = Launch(
+            splitting.split_turned, (-(-depth // BLOCK), blocks),
+            {**common, "chunks": self.chunks, **sizes, "MOST": CHUNKS}, {"num_warps": 4},
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Halves [2, columns, padded depth] and powers [columns]."""
+        maxima = x.new_empty((self.chunks, self.columns), dtype=torch.int32)
+        halves = x.new_empty((2, self.columns, self.padded), dtype=torch.float16)
+        powers = x.new_empty(self.columns)
+        self.maxima(x, maxima)
+        self.split(x, maxima, halves, powers)
+        return halves, powers
+
+
+def padded_depth(depth: int) -> int:
+    """The elements of a row of halves: whole units of 16 bytes."""
+    return -(-depth // 8) * 8
