@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elsa_core.backends.window_call import WindowCall
 from elsa_core.operands import require_inside
 
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
@@ -108,34 +109,22 @@ def region_mask(cut: Windows, mask_value: float, like: Tensor) -> Tensor | None:
     )
 
 
-def attention(
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int],
-    scale: float,
-    mask_value: float,
-    layout: str,
-    grid: bool,
-    precision: str = "strict",
-) -> Tensor:
-    """The operator `elsa::window_attention`, see `elsa_core.window`.
+def attention(*arguments: Any, **named: Any) -> Tensor:
+    """The operator `elsa::window_attention`: takes a `WindowCall`'s fields.
 
     Scores and sums are float32, or float64 for float64 inputs; scores exist for a chunk of windows
     at a time.
     """
+    call = WindowCall(*arguments, **named)
+    qkv = call.qkv
     with torch.autocast(qkv.device.type, enabled=False):
-        cut = geometry(qkv, window_size, shift_size, grid)
-        windows = partition(qkv, cut, pad_qkv)
-        terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)
+        cut = geometry(call)
+        windows = partition(qkv, cut, call.pad_qkv)
+        terms = _Terms.of(call, cut)
         # Joined, not written into one tensor: `vmap` cannot write into what it has not batched.
         parts = [
-            _attend(windows[chunk], terms, chunk, num_heads, scale, layout)
-            for chunk in _chunks(windows, num_heads)
+            _attend(windows[chunk], terms, chunk, call)
+            for chunk in _chunks(windows, call.num_heads)
         ]
         if not parts:
             parts = [qkv.new_empty((0, windows.shape[1], qkv.shape[-1] // 3))]
@@ -143,50 +132,37 @@ def attention(
         return reverse(out, cut, qkv.shape[0])
 
 
-def backward(
-    grad_out: Tensor,
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int],
-    scale: float,
-    mask_value: float,
-    layout: str,
-    grid: bool,
-    precision: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of qkv, bias, pad_qkv and logit_scale, dense; empty where `needs` wants none.
+
+    Takes a `WindowCall`'s fields, then `needs`.
 
     Each chunk of windows is computed again and differentiated alone, so that the scores of no more
     than one chunk are alive.
     """
-    with torch.autocast(qkv.device.type, enabled=False), _recording(), torch.enable_grad():
-        cut = geometry(qkv, window_size, shift_size, grid)
+    call, needs = WindowCall(*arguments[:-1]), arguments[-1]
+    with torch.autocast(call.qkv.device.type, enabled=False), _recording(), torch.enable_grad():
+        cut = geometry(call)
         leaves = [
             None if t is None else t.detach().requires_grad_(needed)
-            for t, needed in zip((qkv, bias, pad_qkv, logit_scale), needs, strict=True)
+            for t, needed in zip(call.differentiable, needs, strict=True)
         ]
         image, bias, pad, logit_scale = leaves
         assert image is not None  # qkv is a tensor
         windows = partition(image, cut, pad)
-        terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)
+        terms = _Terms.of(call._replace(bias=bias, logit_scale=logit_scale), cut)
         if terms.bias is not None and terms.bias.device.type == "cpu":  # elsewhere a look waits
             terms = terms._replace(holes=bool(terms.bias.isneginf().any()))
         ends = [t for t in (terms.bias, terms.logit_scale) if t is not None and t.requires_grad]
         sums = [torch.zeros_like(t) for t in ends]
         grad_windows = torch.empty_like(windows) if windows.requires_grad else None
         grad_rows = partition(grad_out, cut)
-        for chunk in _chunks(windows, num_heads):
+        for chunk in _chunks(windows, call.num_heads):
             part = windows[chunk].detach().requires_grad_(grad_windows is not None)
             wanted = [*ends, part] if part.requires_grad else ends
             if not wanted:
                 break
-            out = _attend(part, terms, chunk, num_heads, scale, layout)
+            out = _attend(part, terms, chunk, call)
             grads = torch.autograd.grad(out, wanted, grad_rows[chunk], retain_graph=True)
             if grad_windows is not None:
                 grad_windows[chunk] = grads[-1]
@@ -243,21 +219,14 @@ class _Terms(NamedTuple):
     holes: bool  # the bias may hide all keys from a row; the mask never hides a token from itself
 
     @classmethod
-    def of(
-        cls,
-        qkv: Tensor,
-        bias: Tensor | None,
-        bias_index: Tensor | None,
-        logit_scale: Tensor | None,
-        cut: Windows,
-        mask_value: float,
-    ) -> _Terms:
-        compute = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    def of(cls, call: WindowCall, cut: Windows) -> _Terms:
+        compute = torch.float64 if call.qkv.dtype == torch.float64 else torch.float32
+        bias, logit_scale = call.bias, call.logit_scale
         if bias is not None:
-            bias = (dense_bias(bias, bias_index)).to(compute, copy=True)
+            bias = (dense_bias(bias, call.bias_index)).to(compute, copy=True)
         if logit_scale is not None:
             logit_scale = logit_scale.to(compute, copy=True).view(-1, 1, 1)
-        mask = region_mask(cut, mask_value, qkv.new_empty(0, dtype=compute))
+        mask = region_mask(cut, call.mask_value, call.qkv.new_empty(0, dtype=compute))
         return cls(bias, logit_scale, mask, holes=bias is not None)
 
 
@@ -269,37 +238,21 @@ def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
     return bias[bias_index].permute(2, 0, 1)
 
 
-def largest_score(
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int],
-    scale: float,
-    mask_value: float,
-    layout: str,
-    grid: bool,
-    precision: str = "strict",
-) -> float:
+def largest_score(call: WindowCall) -> float:
     """The largest |score| that the operator sees, masked ones left out; 0 where none is finite."""
-    cut = geometry(qkv, window_size, shift_size, grid)
-    windows = partition(qkv, cut, pad_qkv)
-    terms = _Terms.of(qkv, bias, bias_index, logit_scale, cut, mask_value)._replace(mask=None)
+    cut = geometry(call)
+    windows = partition(call.qkv, cut, call.pad_qkv)
+    terms = _Terms.of(call, cut)._replace(mask=None)
     largest = 0.0
-    for chunk in _chunks(windows, num_heads):
-        scores, _ = _scores(windows[chunk], terms, chunk, num_heads, scale, layout)
+    for chunk in _chunks(windows, call.num_heads):
+        scores, _ = _scores(windows[chunk], terms, chunk, call)
         largest = max(largest, float(scores.abs().nan_to_num(0.0, 0.0).max()))
     return largest
 
 
-def _attend(
-    windows: Tensor, terms: _Terms, chunk: slice, num_heads: int, scale: float, layout: str
-) -> Tensor:
+def _attend(windows: Tensor, terms: _Terms, chunk: slice, call: WindowCall) -> Tensor:
     """Attention within windows [n, T, 3C] -> [n, T, C]; `chunk` says which windows they are."""
-    scores, v = _scores(windows, terms, chunk, num_heads, scale, layout)
+    scores, v = _scores(windows, terms, chunk, call)
     if terms.holes:  # a row that sees no key gives zeros and no gradient, where softmax gives NaN
         dead = scores.detach().amax(-1, keepdim=True).isneginf()
         out = (scores.masked_fill(dead, 0.0).softmax(-1) @ v).masked_fill(dead, 0.0)
@@ -310,16 +263,17 @@ def _attend(
 
 
 def _scores(
-    windows: Tensor, terms: _Terms, chunk: slice, num_heads: int, scale: float, layout: str
+    windows: Tensor, terms: _Terms, chunk: slice, call: WindowCall
 ) -> tuple[Tensor, Tensor]:
     """Scores [n, heads, T, T] and values [n, heads, T, head_dim] of windows [n, T, 3C]."""
     compute = torch.float64 if windows.dtype == torch.float64 else torch.float32
-    shape = (3, num_heads, -1) if layout == "qkv" else (num_heads, 3, -1)
+    first = call.layout == "qkv"
+    shape = (3, call.num_heads, -1) if first else (call.num_heads, 3, -1)
     packed = windows.to(compute).unflatten(-1, shape)
-    q, k, v = packed.unbind(2 if layout == "qkv" else 3)
+    q, k, v = packed.unbind(2 if first else 3)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [n, heads, T, head_dim]
     if terms.logit_scale is None:
-        scores = (q @ k.mT) * scale
+        scores = (q @ k.mT) * call.scale
     else:
         q, k = (F.normalize(t, dim=-1, eps=_NORM_EPS) for t in (q, k))
         scores = (q @ k.mT) * terms.logit_scale
@@ -338,14 +292,12 @@ def _chunks(windows: Tensor, num_heads: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def geometry(
-    qkv: Tensor, window_size: Sequence[int], shift_size: Sequence[int], grid: bool
-) -> Windows:
+def geometry(call: WindowCall) -> Windows:
     """How the operator cuts qkv [B, D, H, W, 3C]."""
-    depth, height, width = qkv.shape[1:4]
-    wd, wh, ww = window_size
-    sd, sh, sw = shift_size
-    return Windows((depth, height, width), (wd, wh, ww), (sd, sh, sw), grid)
+    depth, height, width = call.qkv.shape[1:4]
+    wd, wh, ww = call.window_size
+    sd, sh, sw = call.shift_size
+    return Windows((depth, height, width), (wd, wh, ww), (sd, sh, sw), call.grid)
 
 
 def _split(x: Tensor, cut: Windows) -> Tensor:

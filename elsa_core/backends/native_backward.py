@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
+from elsa_core.backends.window_call import SCHEMA, WindowCall
 from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
@@ -21,10 +23,9 @@ _SCHEMAS = {
     "Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, bool is_causal, float scale, "
     "float dropout_p, Tensor? seed, bool needs_query, bool needs_key, bool needs_value) "
     "-> (Tensor, Tensor, Tensor)",
-    "window_attention_backward_native": "(Tensor grad_out, Tensor qkv, Tensor? bias, "
-    "Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, int[] window_size, "
-    "int[] shift_size, float scale, float mask_value, str layout, bool grid, bool needs_qkv, "
-    "bool needs_bias, bool needs_pad, bool needs_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "window_attention_backward_native": f"(Tensor grad_out, {SCHEMA.rpartition(', ')[0]}, "
+    "bool needs_qkv, bool needs_bias, bool needs_pad, bool needs_scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     "varlen_attention_backward_native": "(Tensor grad_out, Tensor? grad_lse, Tensor query, "
     "Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, "
     "bool is_causal, float scale, bool needs_query, bool needs_key, bool needs_value) "
@@ -130,34 +131,23 @@ def attention_dropout_backward(
 
 
 def window_attention_backward(
-    grad_out: Tensor,
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int],
-    scale: float,
-    mask_value: float,
-    layout: str,
-    grid: bool,
-    precision: str,
-    needs: Sequence[bool],
+    grad_out: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """As `elsa::window_attention_backward`; None where the kernel does not serve the call."""
-    terms = [t for t in (bias, pad_qkv, logit_scale) if t is not None]
-    head_dim = qkv.shape[-1] // (3 * num_heads)
-    small = math.prod(window_size) <= WINDOW_TOKENS_MAX and head_dim <= LARGEST_HEAD_DIM
-    if not small or qkv.stride(-1) != 1 or not _float32((grad_out, qkv, *terms)):
+    call, needs = WindowCall(*arguments[:-1]), arguments[-1]
+    qkv, bias, bias_index = call[:3]
+    head_dim = qkv.shape[-1] // (3 * call.num_heads)
+    operands = [grad_out, *(t for t in call.differentiable if t is not None)]
+    small = math.prod(call.window_size) <= WINDOW_TOKENS_MAX and head_dim <= LARGEST_HEAD_DIM
+    if not small or qkv.stride(-1) != 1 or not _float32(operands):
         return None
     grad_qkv, grad_bias, grad_pad, grad_scale = (
         torch.ops.elsa.window_attention_backward_native.default(
-            grad_out, qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,
-            shift_size, scale, mask_value, layout, grid, *needs,
+            grad_out,
+            *call[:-1],
+            *needs,  # float32: no other precision
         )
-    )  # fmt: skip
+    )
     if needs[1] and bias is not None and bias_index is not None:
         # The entries that share a row of the table, in float64: sums in a fixed order either way.
         table = bias.new_zeros(bias.shape, dtype=torch.float64)

@@ -8,13 +8,14 @@ over lengths, so that an open batch stays open.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core.backends import eager_window
+from elsa_core.backends.window_call import WindowCall
 
 
 def attention(
@@ -66,39 +67,28 @@ def _lse(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale
     return scores.logsumexp(-1)
 
 
-def window_attention(
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int],
-    scale: float,
-    mask_value: float,
-    layout: str,
-    grid: bool,
-    precision: str = "strict",
-) -> Tensor:
+def window_attention(*arguments: Any) -> Tensor:
     """`elsa::window_attention`: roll, cut, attend in float32 or wider, join, roll back."""
-    cut = eager_window.geometry(qkv, window_size, shift_size, grid)
-    windows = eager_window.partition(qkv, cut, pad_qkv)
+    call = WindowCall(*arguments)
+    qkv, bias, heads = call.qkv, call.bias, call.num_heads
+    first = call.layout == "qkv"
+    cut = eager_window.geometry(call)
+    windows = eager_window.partition(qkv, cut, call.pad_qkv)
     count, tokens, channels = math.prod(cut.counts), windows.shape[1], qkv.shape[-1] // 3
     wide = torch.promote_types(qkv.dtype, torch.float32)
-    order = (3, num_heads) if layout == "qkv" else (num_heads, 3)
-    head_dim = channels // num_heads
+    order = (3, heads) if first else (heads, 3)
+    head_dim = channels // heads
     apart = windows.to(wide).reshape(-1, count, tokens, *order, head_dim)
-    parts = apart.unbind(3 if layout == "qkv" else 4)
+    parts = apart.unbind(3 if first else 4)
     q, k, v = (part.transpose(2, 3) for part in parts)  # [B, count, heads, tokens, head_dim]
-    if logit_scale is None:
-        scores = q @ k.transpose(-2, -1) * scale
+    if call.logit_scale is None:
+        scores = q @ k.transpose(-2, -1) * call.scale
     else:
         q, k = (F.normalize(part, dim=-1) for part in (q, k))
-        scores = q @ k.transpose(-2, -1) * logit_scale.to(wide).view(-1, 1, 1)
+        scores = q @ k.transpose(-2, -1) * call.logit_scale.to(wide).view(-1, 1, 1)
     if bias is not None:
-        scores = scores + eager_window.dense_bias(bias, bias_index).to(wide)
-    mask = eager_window.region_mask(cut, mask_value, scores)
+        scores = scores + eager_window.dense_bias(bias, call.bias_index).to(wide)
+    mask = eager_window.region_mask(cut, call.mask_value, scores)
     if mask is not None:
         scores = scores + mask.unsqueeze(1)
     weights = scores.softmax(-1)

@@ -16,44 +16,23 @@ from torch import Tensor
 
 from elsa_core import calls
 from elsa_core.backends import eager_window
+from elsa_core.backends.window_call import SCHEMA, WindowCall
 from elsa_core.operators import portable
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
 
-_TERMS = (
-    "Tensor? bias, Tensor? bias_index, Tensor? pad_qkv, Tensor? logit_scale, int num_heads, "
-    "int[] window_size, int[] shift_size, float scale, float mask_value, str layout, bool grid, "
-    "str precision"
-)
-_SCHEMA = f"(Tensor qkv, {_TERMS}) -> Tensor"
-_BACKWARD_SCHEMA = (
-    f"(Tensor grad_out, Tensor qkv, {_TERMS}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+_SCHEMA = f"({SCHEMA}) -> Tensor"
+_BACKWARD_SCHEMA = f"(Tensor grad_out, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-def _fake(
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    *rest: Any,
-) -> Tensor:
+def _fake(qkv: Tensor, *rest: Any) -> Tensor:
     return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
 
 
-def _backward_fake(
-    grad_out: Tensor,
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs: Sequence[bool] = rest[-1]
+def _backward_fake(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call, needs = WindowCall(*arguments[:-1]), arguments[-1]
     grad_qkv, grad_bias, grad_pad, grad_scale = (
-        qkv.new_empty(0) if t is None or not needed else t.new_empty(t.shape)
-        for t, needed in zip((qkv, bias, pad_qkv, logit_scale), needs, strict=True)
+        call.qkv.new_empty(0) if t is None or not needed else t.new_empty(t.shape)
+        for t, needed in zip(call.differentiable, needs, strict=True)
     )
     return grad_qkv, grad_bias, grad_pad, grad_scale
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import calls, operators, reference
 from elsa_core.backends import eager_window
+from elsa_core.backends.window_call import WindowCall
 from elsa_core.proof.compare import TURBO_EPS
 from elsa_core.proof.samples import jittered
 from elsa_core.reference import Drift
@@ -229,7 +230,7 @@ def _measure_windows(
     return OperatorCall(
         drift=reference.drift(None, None, y.reshape(heads), y_ref.reshape(heads)),
         rows=y_ref.reshape(heads).shape[:2].numel(),
-        largest_logit=eager_window.largest_score(**wide),
+        largest_logit=eager_window.largest_score(WindowCall(**wide)),
         p_error=0.0,
         p_allowed=0.0,
         y_error=y_error,

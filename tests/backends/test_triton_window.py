@@ -12,8 +12,8 @@ import torch
 from elsa_core.backends.triton.attention.tiling import TABLES as SHIPPED
 from elsa_core.backends.triton.shared.device import MODES
 from elsa_core.backends.triton.window import planner, tiling
-from elsa_core.backends.triton.window.planner import Given
 from elsa_core.backends.triton.window.tiling import WindowShape
+from elsa_core.backends.window_call import WindowCall
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -70,11 +70,11 @@ def test_index_beyond_the_table(interpreted):
 def given(
     size=(8, 1, 56, 56), heads=3, dim=32, win=(1, 7, 7), shift=(0, 3, 3), dtype=torch.float16,
     precision="strict", cosine=False, pad=False,
-) -> Given:  # fmt: skip
+) -> WindowCall:  # fmt: skip
     """Arguments without data."""
     tokens = win[0] * win[1] * win[2]
     q = torch.empty(*size, 3 * heads * dim, dtype=dtype, device="meta")
-    return Given(
+    return WindowCall(
         q, torch.empty(heads, tokens, tokens, dtype=dtype, device="meta"), None,
         torch.empty(3 * heads * dim, dtype=dtype, device="meta") if pad else None,
         torch.empty(heads, device="meta") if cosine else None,

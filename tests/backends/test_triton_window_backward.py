@@ -21,8 +21,8 @@ from elsa_core.backends.support import Request
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.window import backward, tiling
 from elsa_core.backends.triton.window.backward_plan import Wants, plan_call, tile_plan
-from elsa_core.backends.triton.window.planner import Given
 from elsa_core.backends.triton.window.tiling import WindowShape
+from elsa_core.backends.window_call import WindowCall
 
 FLOATS = ("Partial", "DBias", "DLogit", "Dense", "Rows", "LogitSums", "PadSums")
 KINDS = {"Flags": "i32", **dict.fromkeys(FLOATS, "fp32")}
@@ -58,7 +58,7 @@ def given(dtype=torch.float16, precision="strict", *, cosine=False, pad=False, w
     """Arguments without data: 32 images, 3 heads of 32 channels."""
     tokens, heads, dim = win * win, 3, 32
     q = torch.empty(32, 1, side, side, 3 * heads * dim, dtype=dtype, device="meta")
-    return Given(
+    return WindowCall(
         q, torch.empty(heads, tokens, tokens, dtype=dtype, device="meta"), None,
         torch.empty(3 * heads * dim, dtype=dtype, device="meta") if pad else None,
         torch.empty(heads, device="meta") if cosine else None, heads, (1, win, win),

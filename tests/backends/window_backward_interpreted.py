@@ -26,7 +26,7 @@ from elsa_core.backends.triton.window.backward_plan import (  # noqa: E402
     plan_call,
     tile_plan,
 )
-from elsa_core.backends.triton.window.planner import Given  # noqa: E402
+from elsa_core.backends.window_call import WindowCall  # noqa: E402
 from elsa_core.bench.tune.window_cases import composite  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
@@ -134,7 +134,7 @@ CASES = {
 }  # fmt: skip
 
 
-def arguments(shape, dtype, precision, options) -> tuple[Given, torch.Tensor]:
+def arguments(shape, dtype, precision, options) -> tuple[WindowCall, torch.Tensor]:
     """The operator's arguments, and the gradient of its result."""
     batch, size, heads, dim, win, shift = shape
     g = torch.Generator().manual_seed(sum(size) + dim)
@@ -160,20 +160,20 @@ def arguments(shape, dtype, precision, options) -> tuple[Given, torch.Tensor]:
     grad = torch.randn(batch, *size, heads * dim, generator=g) * options.get("size", 1.0)
     if options.get("expanded"):
         grad = grad[:, :, :1, :1].expand_as(grad)
-    return Given(
+    return WindowCall(
         qkv, bias, index, pad, logit, heads, win, shift, options.get("scale", dim**-0.5),
         options.get("mask", -100.0), options.get("layout", "qkv"), options.get("grid", False),
         precision,
     ), grad.to(dtype)  # fmt: skip
 
 
-def exact(given: Given, grad: torch.Tensor, needs) -> tuple[torch.Tensor, ...]:
+def exact(given: WindowCall, grad: torch.Tensor, needs) -> tuple[torch.Tensor, ...]:
     """The gradients in float64."""
     terms = [t if t is None or t.dtype == torch.int64 else t.double() for t in given[:5]]
     return eager_window.backward(grad.double(), *terms, *given[5:], needs)
 
 
-def peers(given: Given, grad: torch.Tensor, needs) -> list[torch.Tensor | None]:
+def peers(given: WindowCall, grad: torch.Tensor, needs) -> list[torch.Tensor | None]:
     """What autograd makes of a model's own operations in the same dtype."""
     terms = {"qkv": given.qkv, "bias": given.bias, "pad_qkv": given.pad_qkv,
              "logit_scale": given.logit_scale}  # fmt: skip
@@ -192,7 +192,7 @@ def distance(x: torch.Tensor, reference: torch.Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
 
 
-def run(given: Given, grad: torch.Tensor, options) -> dict:
+def run(given: WindowCall, grad: torch.Tensor, options) -> dict:
     needs = tuple(bool(n) for n in options.get("needs", (1, 1, 1, 1)))
     expected, theirs = exact(given, grad, needs), peers(given, grad, needs)
     with fenced() as fence:

@@ -21,7 +21,7 @@ from fence import fenced  # noqa: E402
 
 from elsa_core.backends import eager_window  # noqa: E402
 from elsa_core.backends.triton.window import fold, planner, tile  # noqa: E402
-from elsa_core.backends.triton.window.planner import Given  # noqa: E402
+from elsa_core.backends.window_call import WindowCall  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (batch, size, heads, head_dim, window, shift), dtype, precision, options
@@ -93,7 +93,7 @@ CASES = {
 }  # fmt: skip
 
 
-def arguments(shape, dtype, precision, options) -> Given:
+def arguments(shape, dtype, precision, options) -> WindowCall:
     batch, size, heads, dim, win, shift = shape
     g = torch.Generator().manual_seed(sum(size) + dim)
     channels, tokens = 3 * heads * dim, math.prod(win)
@@ -114,14 +114,14 @@ def arguments(shape, dtype, precision, options) -> Given:
         bias = bias.mT if kind == "mT" else bias
     pad = torch.randn(channels, generator=g).to(dtype) if options.get("pad") else None
     logit = torch.rand(heads, generator=g) * 10 if options.get("cosine") else None
-    return Given(
+    return WindowCall(
         qkv, bias, index, pad, logit, heads, win, shift, options.get("scale", dim**-0.5),
         options.get("mask", -100.0), options.get("layout", "qkv"), options.get("grid", False),
         precision,
     )  # fmt: skip
 
 
-def run(given: Given) -> dict:
+def run(given: WindowCall) -> dict:
     terms = [t if t is None or t.dtype == torch.int64 else t.double() for t in given[:5]]
     reference = eager_window.attention(*terms, *given[5:])
     peer = eager_window.attention(*given)

@@ -34,8 +34,8 @@ import torch
 
 from elsa_core.backends.triton.shared.device import device_table
 from elsa_core.backends.triton.window import planner, tiling
-from elsa_core.backends.triton.window.planner import Given
 from elsa_core.backends.triton.window.tiling import WHOLE, WindowPlan, WindowTile
+from elsa_core.backends.window_call import WindowCall
 from elsa_core.bench.tune.window_cases import (
     DEVICE,
     F16,
@@ -110,7 +110,9 @@ def left(seconds: float) -> float:
     return seconds - (time.time() - START)
 
 
-def built(shape: str, mode: str, row: tuple[int, ...], *, small: bool = False) -> tuple[Given, Any]:
+def built(
+    shape: str, mode: str, row: tuple[int, ...], *, small: bool = False
+) -> tuple[WindowCall, Any]:
     """The arguments and the launch of a candidate."""
     batch, side, heads, dim, w, s = SHAPES[shape]
     if small:
@@ -121,7 +123,7 @@ def built(shape: str, mode: str, row: tuple[int, ...], *, small: bool = False) -
     return given, launched(given, mode, row)
 
 
-def launched(given: Given, mode: str, row: tuple[int, ...]) -> Any:
+def launched(given: WindowCall, mode: str, row: tuple[int, ...]) -> Any:
     tokens, qkv = math.prod(given.window_size), given.qkv
     dim = tiling.padded(qkv.shape[-1] // 3 // given.num_heads)
     cuts = zip(qkv.shape[1:4], given.window_size, strict=True)
@@ -142,12 +144,12 @@ def launched(given: Given, mode: str, row: tuple[int, ...]) -> Any:
     return planner.plan_call(given, plan)
 
 
-def run(call: Any, given: Given, out: torch.Tensor) -> torch.Tensor:
+def run(call: Any, given: WindowCall, out: torch.Tensor) -> torch.Tensor:
     call(*planner.pointers(given), out)
     return out
 
 
-def output(given: Given) -> torch.Tensor:
+def output(given: WindowCall) -> torch.Tensor:
     q = given.qkv
     return torch.full((*q.shape[:-1], q.shape[-1] // 3), math.nan, device=q.device, dtype=q.dtype)
 

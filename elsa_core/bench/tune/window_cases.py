@@ -15,7 +15,7 @@ from elsa_core.backends import eager_window
 from elsa_core.backends.eager_window import Windows
 from elsa_core.backends.triton.shared.launch import INTERPRETED
 from elsa_core.backends.triton.window import planner
-from elsa_core.backends.triton.window.planner import Given
+from elsa_core.backends.window_call import WindowCall
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # One rounding of float32: with a single key the composite is exact, and split products are not.
@@ -79,7 +79,7 @@ def cases() -> list[tuple[str, torch.dtype, str]]:
 def make(
     batch: int, size: tuple[int, ...], heads: int, dim: int, win: tuple[int, ...],
     shift: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype, precision: str,
-) -> Given:  # fmt: skip
+) -> WindowCall:  # fmt: skip
     """The arguments of a case; everything random, from one seed."""
     g = torch.Generator(DEVICE).manual_seed(len(size) + heads)
     channels, tokens = 3 * heads * dim, math.prod(win)
@@ -100,7 +100,7 @@ def make(
     pad = normal(channels).to(dtype) if options.get("pad") else None
     logit = normal(heads).abs() * 10 if options.get("cosine") else None
     qkv = qkv.to(dtype) if extra == 0 or dtype == F32 else _shifted(qkv, dtype)
-    return Given(
+    return WindowCall(
         qkv, bias, index, pad, logit, heads, win, shift, dim**-0.5, options.get("mask", -100.0),
         options.get("layout", "qkv"), options.get("grid", False), precision,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def _shifted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return wide[..., 1:]
 
 
-def composite(given: Given) -> torch.Tensor:
+def composite(given: WindowCall) -> torch.Tensor:
     """What a model computes in qkv's dtype: cut windows, matmul, softmax, matmul, join."""
     qkv, heads = given.qkv, given.num_heads
     cut = Windows(
@@ -137,7 +137,7 @@ def composite(given: Given) -> torch.Tensor:
     return eager_window.reverse(x, cut, qkv.shape[0])
 
 
-def float64(given: Given) -> torch.Tensor:
+def float64(given: WindowCall) -> torch.Tensor:
     terms = [t if t is None or t.dtype == torch.int64 else t.double() for t in given[:5]]
     return eager_window.attention(*terms, *given[5:])
 

@@ -7,8 +7,8 @@ tokens three numbers of each row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.backward_plan import Call, Wants, plan_call
-from elsa_core.backends.triton.window.planner import Given
+from elsa_core.backends.window_call import WindowCall
 
 LARGEST_DIM = 64
 
@@ -49,21 +49,7 @@ def measured_tokens(index: int) -> int:
 
 
 def window_attention_backward(
-    grad_out: Tensor,
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int],
-    scale: float,
-    mask_value: float,
-    layout: str,
-    grid: bool,
-    precision: str,
-    needs: Sequence[bool],
+    grad_out: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Gradients of attention within windows, the CUDA kernel of `elsa::window_attention_backward`.
 
@@ -79,17 +65,14 @@ def window_attention_backward(
 
     Source: FlashAttention (arXiv 2205.14135), Algorithm 4, within windows (arXiv 2604.23798).
     """
-    if qkv.shape[-1] // (3 * num_heads) > LARGEST_DIM or qkv.stride(-1) != 1:
+    given, needs = WindowCall(*arguments[:-1]), arguments[-1]
+    qkv, terms = given.qkv, given.differentiable
+    if qkv.shape[-1] // (3 * given.num_heads) > LARGEST_DIM or qkv.stride(-1) != 1:
         return None
-    terms = (qkv, bias, pad_qkv, logit_scale)
     grads = [
         t.new_empty(t.shape) if t is not None and needed else qkv.new_empty(0)
         for t, needed in zip(terms, needs, strict=True)
     ]
-    given = Given(
-        qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size, shift_size, scale,
-        mask_value, layout, grid, precision,
-    )  # fmt: skip
     wants = Wants(*(n and t is not None for n, t in zip(needs, terms, strict=True)))
     if wants.pad:  # nothing comes back to the query of a padded token
         grads[2].zero_()
@@ -107,7 +90,7 @@ def window_attention_backward(
     return grads[0], grads[1], grads[2], grads[3]
 
 
-def _run(given: Given, grad_out: Tensor, grads: list[Tensor], wants: Wants) -> None:
+def _run(given: WindowCall, grad_out: Tensor, grads: list[Tensor], wants: Wants) -> None:
     """The call's launches, on the current device."""
     qkv, index, pad = given.qkv, given.bias_index, given.pad_qkv
     if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
@@ -119,8 +102,12 @@ def _run(given: Given, grad_out: Tensor, grads: list[Tensor], wants: Wants) -> N
 
 
 def execute(
-    call: Call, given: Given, grad_out: Tensor, grads: list[Tensor], index: Tensor | None = None
-) -> None:
+    call: Call,
+    given: WindowCall,
+    grad_out: Tensor,
+    grads: list[Tensor],
+    index: Tensor | None = None,
+) -> None:  # fmt: skip
     """Allocate the workspace and launch. given: with a dense bias; index: of the bias's table."""
     qkv = given.qkv
     tensors = {
@@ -134,7 +121,7 @@ def execute(
 
 
 def planned(
-    given: Given, grad_out: Tensor, wants: Wants, grads: list[Tensor], index: Tensor | None
+    given: WindowCall, grad_out: Tensor, wants: Wants, grads: list[Tensor], index: Tensor | None
 ) -> Call:
     """The launches of a call, cached by layout. A bias is dense here."""
     table = None

@@ -11,8 +11,8 @@ from torch import Tensor
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.window import planner, tiling
-from elsa_core.backends.triton.window.planner import Given
 from elsa_core.backends.triton.window.tiling import BackwardPlan, WindowShape, WindowTile
+from elsa_core.backends.window_call import WindowCall
 
 # partial sums that a program adds at once, and entries of a row
 AT_ONCE, SUM_BLOCK = 16, 64
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 _TERMS = ("qkv", "grad", "bias", "pad", "logit")
 
 
-def tile_plan(given: Given) -> BackwardPlan:
+def tile_plan(given: WindowCall) -> BackwardPlan:
     """Tiles and programs of a call, from the table of its GPU."""
     index = device.index_of(given.qkv.device)
     _, multiprocessors = device.device_table(index)
@@ -49,7 +49,10 @@ def tile_plan(given: Given) -> BackwardPlan:
 
 
 def plan_call(
-    given: Given, wants: Wants, table: tuple[Tensor, Tensor] | None, p: BackwardPlan | None = None
+    given: WindowCall,
+    wants: Wants,
+    table: tuple[Tensor, Tensor] | None,
+    p: BackwardPlan | None = None,
 ) -> Call:
     """The launches of a call, by its own plan or a given one.
 
@@ -94,7 +97,7 @@ def _passes(
 
 
 def _plan_whole(
-    given: Given, shape: WindowShape, terms: dict[str, Any], wants: Wants, p: BackwardPlan,
+    given: WindowCall, shape: WindowShape, terms: dict[str, Any], wants: Wants, p: BackwardPlan,
     dense: str,
 ) -> Call:  # fmt: skip
     """Windows that are one tile: `backward_tile`, then its sums."""
@@ -117,7 +120,7 @@ def _plan_whole(
 
 
 def _plan_folded(
-    given: Given, shape: WindowShape, terms: dict[str, Any], wants: Wants, p: BackwardPlan,
+    given: WindowCall, shape: WindowShape, terms: dict[str, Any], wants: Wants, p: BackwardPlan,
     dense: str,
 ) -> Call:  # fmt: skip
     """Longer windows: `backward_fold`, then its sums."""
@@ -167,7 +170,7 @@ def _plan_folded(
 
 
 def _plan_sums(
-    given: Given, shape: WindowShape, wants: Wants, groups: int, partial: str, dense: str
+    given: WindowCall, shape: WindowShape, wants: Wants, groups: int, partial: str, dense: str
 ) -> tuple[Launch, tuple[str, ...]]:
     from elsa_core.backends.triton.window.backward_sums import add_partials
 

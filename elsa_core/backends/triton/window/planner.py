@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,47 +14,16 @@ from elsa_core.backends.triton.shared.layout import LOG2E
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import tiling
 from elsa_core.backends.triton.window.tiling import WindowPlan, WindowShape
+from elsa_core.backends.window_call import WindowCall
 
 INT32 = 1 << 31
 GATHER_BLOCK = 512
 
 
-class Given(NamedTuple):
-    """The operator's arguments, as `elsa_core.operators.window` lists them."""
-
-    qkv: Tensor
-    bias: Tensor | None
-    bias_index: Tensor | None
-    pad_qkv: Tensor | None
-    logit_scale: Tensor | None
-    num_heads: int
-    window_size: Sequence[int]
-    shift_size: Sequence[int]
-    scale: float
-    mask_value: float
-    layout: str
-    grid: bool
-    precision: str
-
-
-def window_attention(
-    qkv: Tensor,
-    bias: Tensor | None,
-    bias_index: Tensor | None,
-    pad_qkv: Tensor | None,
-    logit_scale: Tensor | None,
-    num_heads: int,
-    window_size: Sequence[int],
-    shift_size: Sequence[int],
-    scale: float,
-    mask_value: float,
-    layout: str,
-    grid: bool,
-    precision: str,
-) -> Tensor:
+def window_attention(*arguments: Any) -> Tensor:
     """Attention within windows, the CUDA kernel of `elsa::window_attention`.
 
-    Args:
+    Args: a `WindowCall`'s fields.
         qkv: [B, D, H, W, 3C], float32, float16 or bfloat16, any strides with the last one 1;
             head_dim up to 256. The rest as in `elsa_core.window`, window_size and shift_size with
             three entries. precision: strict and lean (the same here: nothing but the output is
@@ -72,15 +40,13 @@ def window_attention(
 
     Source: W-ELSA (arXiv 2604.23798).
     """
-    if pad_qkv is not None and (pad_qkv.dtype != qkv.dtype or pad_qkv.stride(0) != 1):
-        pad_qkv = pad_qkv.to(qkv.dtype).contiguous()
+    given = WindowCall(*arguments)
+    qkv, pad = given.qkv, given.pad_qkv
+    if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
+        given = given._replace(pad_qkv=pad.to(qkv.dtype).contiguous())
     out = qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
     if not out.numel():
         return out
-    given = Given(
-        qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size, shift_size, scale,
-        mask_value, layout, grid, precision,
-    )  # fmt: skip
     if qkv.is_cuda and qkv.get_device() != torch.cuda.current_device():
         with torch.cuda.device(qkv.device):
             run(given, out)
@@ -89,7 +55,7 @@ def window_attention(
     return out
 
 
-def run(given: Given, out: Tensor) -> None:
+def run(given: WindowCall, out: Tensor) -> None:
     """The call's launches, on the current device."""
     if given.bias_index is not None:
         assert given.bias is not None
@@ -97,10 +63,9 @@ def run(given: Given, out: Tensor) -> None:
     planned(given)(*pointers(given), out)
 
 
-def pointers(given: Given) -> tuple[Tensor, ...]:
+def pointers(given: WindowCall) -> tuple[Tensor, ...]:
     """What the kernel reads, in its order; for a term that there is not, any tensor."""
-    terms = (given.qkv, given.bias, given.pad_qkv, given.logit_scale)
-    return tuple(given.qkv if t is None else t for t in terms)
+    return tuple(given.qkv if t is None else t for t in given.differentiable)
 
 
 def gathered(table: Tensor, index: Tensor) -> Tensor:
@@ -134,12 +99,12 @@ def plan_gather(table: Tensor, index: Tensor) -> Launch:
     return Launch(gather_bias, grid, tail, {"num_warps": 4})
 
 
-def planned(given: Given) -> Launch:
+def planned(given: WindowCall) -> Launch:
     """The launch of a call, cached by layout."""
     return PLANS.get(layout_key("window", given), plan_call, given)
 
 
-def layout_key(operator: str, given: Given) -> tuple[Any, ...]:
+def layout_key(operator: str, given: WindowCall) -> tuple[Any, ...]:
     """All that a plan depends on, of a call whose bias is dense."""
     q = given.qkv
     terms = tuple(
@@ -152,7 +117,7 @@ def layout_key(operator: str, given: Given) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def shape_of(given: Given) -> WindowShape:
+def shape_of(given: WindowCall) -> WindowShape:
     """What decides a call's tiles."""
     q = given.qkv
     return WindowShape(
@@ -161,7 +126,7 @@ def shape_of(given: Given) -> WindowShape:
     )  # fmt: skip
 
 
-def tile_plan(given: Given) -> WindowPlan:
+def tile_plan(given: WindowCall) -> WindowPlan:
     """Kernel, tiles and programs of a call, from the table of its GPU."""
     index = device.index_of(given.qkv.device)
     _, multiprocessors = device.device_table(index)
@@ -170,7 +135,7 @@ def tile_plan(given: Given) -> WindowPlan:
     return tiling.plan(shape_of(given), mode, table, multiprocessors)
 
 
-def common_terms(given: Given) -> dict[str, Any]:
+def common_terms(given: WindowCall) -> dict[str, Any]:
     """The arguments that the forward's and the gradients' kernels share, by name."""
     q, counts, unit = given.qkv, counts_of(given), _unit(given)
     shape = shape_of(given)
@@ -191,7 +156,7 @@ def common_terms(given: Given) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
+def plan_call(given: WindowCall, p: WindowPlan | None = None) -> Launch:
     """The kernel's launch, by its own plan or a given one; it depends on layouts, not on data.
 
     A bias is dense here, [heads, T, T].
@@ -214,7 +179,7 @@ def plan_call(given: Given, p: WindowPlan | None = None) -> Launch:
     return Launch(window_tile if p.whole else window_fold, (p.programs,), tail, options)
 
 
-def counts_of(given: Given) -> tuple[int, ...]:
+def counts_of(given: WindowCall) -> tuple[int, ...]:
     """Windows along depth, height and width."""
     return tuple(
         -(-size // window)
@@ -227,7 +192,7 @@ def _extent(q: Tensor) -> int:
     return sum((n - 1) * s for n, s in zip(q.shape[1:], q.stride()[1:], strict=True)) + 1
 
 
-def _unit(given: Given) -> int:
+def _unit(given: WindowCall) -> int:
     """16 bytes in elements if all rows of qkv are 16-byte aligned, else 1."""
     q, pad = given.qkv, given.pad_qkv
     unit = 16 // q.element_size()
@@ -235,7 +200,7 @@ def _unit(given: Given) -> int:
     return unit if aligned and not any(s % unit for s in q.stride()[:4]) else 1
 
 
-def _factors(given: Given) -> dict[str, float | int]:
+def _factors(given: WindowCall) -> dict[str, float | int]:
     """The factor of scores in base 2, as significand and exponent where products are scaled."""
     size, exponent = given.scale * LOG2E, 0
     if given.qkv.dtype == torch.float32 and size and math.isfinite(size):
@@ -244,7 +209,7 @@ def _factors(given: Given) -> dict[str, float | int]:
     return {"scale": size, "scale_exp": exponent, "mask_value": given.mask_value * LOG2E}
 
 
-def padding(given: Given, counts: tuple[int, ...]) -> int:
+def padding(given: WindowCall, counts: tuple[int, ...]) -> int:
     """PADDED of the kernels, see `window/helpers.py`."""
     sizes = zip(given.qkv.shape[1:4], counts, given.window_size, strict=True)
     if all(size == count * window for size, count, window in sizes):
@@ -252,7 +217,7 @@ def padding(given: Given, counts: tuple[int, ...]) -> int:
     return 1 if given.pad_qkv is None else 2
 
 
-def _term_strides(given: Given) -> dict[str, int | bool]:
+def _term_strides(given: WindowCall) -> dict[str, int | bool]:
     """Strides of bias and logit scale; DENSE: a bias [heads, T, T] without gaps."""
     strides = dict.fromkeys(("bias_h", "bias_q", "bias_k", "logit_h"), 0)
     if given.bias is not None:
