@@ -55,7 +55,7 @@ def _resumed(word: str) -> str:
 def _as_loaded(given: dict[str, Any]) -> list[str]:
     """The options that load the profiled model again, where there was one size and dtype, on the
     device whose times the plan rests on."""
-    from elsa_core.measuring.documents import side
+    from elsa_core.messages import side
 
     said = []
     if given["img_size"] is not None and len(given["img_size"]) == 1:
