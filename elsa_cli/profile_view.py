@@ -10,7 +10,7 @@ from elsa_cli.console import Session
 Document = dict[str, Any]
 
 _SLOWEST = 10
-_WIDEST = 22  # characters of a path that the table has room for
+_WIDEST = 22  # characters of a path that the table shows
 
 
 def show(session: Session, document: Document) -> None:

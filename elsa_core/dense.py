@@ -158,7 +158,7 @@ def _served(
     backend: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """A call in the operator's layout, by who serves it; lse may be missing where nobody asks."""
+    """A call in the operator's layout, by who serves it; lse is None where it was not asked for."""
     kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
     name = routing.name_of("attention", *kind, backend)
     answer: tuple[Tensor, Tensor | None]

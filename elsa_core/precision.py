@@ -1,6 +1,6 @@
 """The precisions: what each promises, which dtypes it takes, and the bound that the scan obeys.
 
-The depth L(n, B) and the error bound are those of ELSA, Eq. 6 and Theorem 1. The bound speaks of
+The depth L(n, B) and the error bound are those of ELSA, Eq. 6 and Theorem 1. The bound is about
 the merges alone: the rounding of the scores themselves comes on top and is the same for every
 kernel of the same dtype.
 """

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-_SHARE: Final = 0.9  # of what is available: the system needs some to breathe
+_SHARE: Final = 0.9  # of what is available: the system needs the rest
 
 
 @contextlib.contextmanager

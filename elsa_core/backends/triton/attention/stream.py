@@ -8,7 +8,7 @@ is cut keeps a state for each of its programs, and whoever finishes last joins t
 State: outputs [rows, DV] and base 2 log-sum-exp [rows], float32, as `merge.merge_states` has them.
 A program cuts two query tiles at most, the one it ends and the one it begins: its states are 2 p
 and 2 p + 1. A ticket counts those who have finished; that of a query tile is that of its first
-program, which begins no other one that is cut. Programs wait for nobody, so a grid of more than
+program, which begins no other one that is cut. No program waits for another, so a grid of more than
 the GPU holds at once is right as well. States are joined in the order of their keys, whoever does
 it: equal calls give equal bits.
 
