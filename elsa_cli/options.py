@@ -390,7 +390,7 @@ def input_options(function: Function) -> Function:
     options: list[Callable[[Function], Function]] = [
         click.option(
             "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
-            show_default=True, help="Images a batch of the check. One image says nothing of the others.",
+            show_default=True, help="Images a batch of the check. One tells nothing of others.",
         ),
         click.option(
             "--images", type=FilePath(folder=True), metavar="DIR",
