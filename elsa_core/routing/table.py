@@ -237,7 +237,7 @@ KERNELS_ON_CUDA = {
     "split_weight": _late("triton.linear.gate", "split_weight"),
 }
 # Of these, what the CUDA library takes over where it is on: what layouts alone decide.
-BY_LIBRARY = ("attention", "window_attention", "linear")
+BY_LIBRARY = ("attention", "window_attention", "linear", "linear_backward")
 cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
 
 
