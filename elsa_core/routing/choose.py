@@ -38,7 +38,7 @@ DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 
-# Operators of which PyTorch's own call serves where nobody is faster.
+# Operators of which PyTorch's own call serves where no backend is faster.
 _PROJECTIONS = ("linear", "layer_norm_linear", "gated_linear")
 
 
@@ -218,12 +218,12 @@ def trains_original(
 
     A constant for the compiler, as `name_of`.
     """
-    guests = [
+    others = [
         each.name
         for each in BACKENDS
         if operator in each.operators and each.device == device_type and each.name not in SHIPPED
     ]
-    if guests or device_type not in measured.originals(operator):
+    if others or device_type not in measured.originals(operator):
         return False
     request = Request(
         device_type, dtype, head_dim, head_dim, precision, operator, gradient=gradient,

@@ -311,6 +311,7 @@ _REGISTERED: dict[type, tuple[Row, type[nn.Module]]] = {}
 def register_adapter(adapter: _Adapter, *, kind: str = GLOBAL) -> _Adapter:
     """Let `inspect`, `patch` and `check` take an attention class of your own.
 
+        @elsa.register_adapter
         class ElsaMyAttention(MyAttention):
             elsa_base = MyAttention
             def forward(self, x):
@@ -318,8 +319,6 @@ def register_adapter(adapter: _Adapter, *, kind: str = GLOBAL) -> _Adapter:
                 out = elsa.attention(q, k, v, precision=self.elsa_precision,
                                      backend=self.elsa_backend)
                 return self.proj(out.transpose(1, 2).flatten(2))
-
-        elsa.register_adapter(ElsaMyAttention)
 
     Register where the adapter is defined, so that every process that imports it does. A patched
     module has the strings `elsa_precision` and `elsa_backend`, to be handed to the operator. A
