@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from elsa_core.backends.portable import nvrtc, tiling
 from elsa_core.backends.portable.driver import LARGEST_GRID, driver
-from elsa_core.backends.portable.tiling import FLOAT_BYTES, Instance
+from elsa_core.backends.portable.tiling import FLOAT_BYTES, Instance, Tile
 from elsa_core.errors import UnavailableError
 
 _LOG2_E = math.log2(math.e)
@@ -42,6 +42,7 @@ def attention(
     attn_mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    tiles: Sequence[Tile] = tiling.TILES,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse; see `elsa_core.backends.portable.attention_forward`."""
     out, lse = empty(query, value)
@@ -50,7 +51,7 @@ def attention(
     if not (key.shape[2] and value.shape[3]):
         return out.zero_(), _lse_alone(query, key, attn_mask, is_causal, scale, lse)
     query, scale = _positive(query, scale)
-    found = instance_of(query, key, value, attn_mask, is_causal)
+    found = instance_of(query, key, value, attn_mask, is_causal, tiles)
     arguments = arguments_of(query, key, value, attn_mask, scale, out, lse)
     device = query.get_device()
     driver().launch(
@@ -92,7 +93,12 @@ def _positive(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def instance_of(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    tiles: Sequence[Tile] = tiling.TILES,
 ) -> Instance:
     """The instance that serves a call on its device.
 
@@ -104,7 +110,7 @@ def instance_of(
         mask = "bool" if attn_mask.dtype == torch.bool else "additive"
     load = load_of(query, key, value)
     limit = driver().shared_limit(query.get_device())
-    return tiling.instance(query.shape[3], value.shape[3], load, mask, is_causal, limit)
+    return tiling.instance(query.shape[3], value.shape[3], load, mask, is_causal, limit, tiles)
 
 
 def load_of(*tensors: Tensor) -> int:

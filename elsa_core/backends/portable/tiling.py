@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from elsa_core.errors import UnavailableError
@@ -93,7 +94,13 @@ class Instance(NamedTuple):
 
 
 def instance(
-    head_dim: int, value_dim: int, load: int, mask: str, is_causal: bool, limit: int
+    head_dim: int,
+    value_dim: int,
+    load: int,
+    mask: str,
+    is_causal: bool,
+    limit: int,
+    tiles: Sequence[Tile] = TILES,
 ) -> Instance:
     """The instance that serves calls of a kind.
 
@@ -102,12 +109,13 @@ def instance(
         load: floats of one load, of `LOADS`; it divides both dims.
         mask: of `MASKS`.
         limit: bytes of shared memory that a block of the device may have.
+        tiles: to choose from, in this order.
 
     Raises:
         UnavailableError: no tile fits into that memory.
     """
     widest = max(head_dim, value_dim)
-    for tile in TILES:
+    for tile in tiles:
         if tile.widest < widest:
             continue
         value, width = _columns(value_dim, tile.lanes)
@@ -136,6 +144,5 @@ def instances(limit: int, dims: tuple[tuple[int, int], ...]) -> Iterator[Instanc
         for load in LOADS:
             if head_dim % load or value_dim % load:
                 continue
-            for mask, is_causal in (("none", False), ("none", True), ("bool", False),
-                                    ("additive", False)):  # fmt: skip
+            for mask, is_causal in itertools.product(MASKS, (False, True)):
                 yield instance(head_dim, value_dim, load, mask, is_causal, limit)
