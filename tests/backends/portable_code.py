@@ -20,7 +20,7 @@ from elsa_core.backends.portable.tiling import Instance
 LIMITS = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 DIMS = ((64, 64), (63, 20), (72, 80), (128, 128), (256, 256))
 # Matrix products of sm_70 to sm_120, in machine code and in PTX; HFMA2.MMA moves constants.
-_MATRIX_SASS = re.compile(r"(U?[A-Z]*MMA|UTC\w*|WARPGROUP|R2UR_MMA)(\.|$)")
+_MATRIX_SASS = re.compile(r"(U?[A-Z]*MMA|UTC\w*|WARPGROUP)(\.|$)")
 _MATRIX_PTX = re.compile(r"\b(mma|wmma|wgmma|tcgen05)\.\S+")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]*)")
 

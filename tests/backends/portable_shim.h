@@ -1,6 +1,6 @@
-// What csrc/cuda/portable/attention.cu takes of CUDA, on the CPU: the threads of a block are fibers,
-// and a warp runs as far as its next block barrier before the next warp does. A result that depends
-// on the order of warps or lanes has a race. Tests compile the kernel's source with it.
+// What csrc/cuda/portable/attention.cu takes of CUDA, on the CPU: the threads of a block are
+// fibers, and a warp runs as far as its next block barrier before the next warp does. A result that
+// depends on the order of warps or lanes has a race. Tests compile the kernel's source with it.
 //
 // SHIM_COPIES: 0 for a GPU without asynchronous copies; else they are done where they are started
 // (1) or where they are waited for (2).

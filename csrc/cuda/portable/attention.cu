@@ -5,9 +5,10 @@
 // tiles; each tile has sums of its own, which are then merged into the state, so that chains of
 // additions are as long as a tile and as the number of tiles, not as the number of keys.
 //
-// A thread has ROWS queries and KEYS keys of the scores, and the same ROWS queries and VALUE / LANES
-// columns of the output: LANES threads of a warp share a row, and a warp's rows are its own from the
-// scores to the output. With 8 x 8 each way it reads one 16-byte word of shared memory for 16 FMA.
+// A thread has ROWS queries and KEYS keys of the scores, and the same ROWS queries and VALUE /
+// LANES columns of the output: LANES threads of a warp share a row, and a warp's rows are its own
+// from the scores to the output. With 8 x 8 each way it reads one 16-byte word of shared memory for
+// 16 FMA.
 //
 // Compiled by NVRTC, one instance at a time; the macros ELSA_* are its parameters:
 //   HEAD: head_dim, rounded up to a multiple of 4.      VALUE: value_dim, rounded up to a multiple
@@ -38,11 +39,13 @@ ELSA_INLINE void copy(float* to, const float* from, bool inside) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
   const int bytes = inside ? BYTES : 0;
   if (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(address), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
+                 "r"(bytes)
+                 : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 :: "r"(address), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
+                 "n"(BYTES), "r"(bytes)
+                 : "memory");
   }
 }
 
@@ -98,8 +101,8 @@ struct alignas(4 * N) Words {
   float at[N];
 };
 
-// A tile of ROWS_ rows of an input on its way to shared memory. Where the pieces of a row divide the
-// threads, a thread loads one column of pieces, so that few instructions make its addresses.
+// A tile of ROWS_ rows of an input on its way to shared memory. Where the pieces of a row divide
+// the threads, a thread loads one column of pieces, so that few instructions make its addresses.
 template <int ROWS_, int WIDE, int STRIDE>
 struct Tile {
   static constexpr int kPieces = WIDE / kLoad, kAll = ROWS_ * kPieces;
@@ -168,12 +171,12 @@ struct Tile {
 
 // The rows of one thread: where they lie, and their state.
 struct Rows {
-  int lane, first;        // `first` and every kGroups-th after it, in the input
-  const float* query;     // of the first row, in shared memory
-  float* weight;          // of the first row, in shared memory
-  long long mask;         // offset of the first row
-  float largest[kRows];   // m, of scores
-  float sum[kRows];       // S, of this thread's keys
+  int lane, first;               // `first` and every kGroups-th after it, in the input
+  const float* query;            // of the first row, in shared memory
+  float* weight;                 // of the first row, in shared memory
+  long long mask;                // offset of the first row
+  float largest[kRows];          // m, of scores
+  float sum[kRows];              // S, of this thread's keys
   float total[kRows][kColumns];  // W
 
   ELSA_INLINE int row(int i) const { return first + kGroups * i; }
@@ -236,8 +239,7 @@ ELSA_INLINE void mask_scores(const Arguments& a, const Rows& rows, int first_key
       bool seen = key < end;
       float added = 0.0f;
       if (kMask != 0 && seen && rows.row(i) < a.queries) {
-        const long long at =
-            rows.mask + kGroups * i * a.mask_strides[2] + key * a.mask_strides[3];
+        const long long at = rows.mask + kGroups * i * a.mask_strides[2] + key * a.mask_strides[3];
         if (kMask == 1) seen = static_cast<const unsigned char*>(a.mask)[at] != 0;
         if (kMask == 2) added = static_cast<const float*>(a.mask)[at];
       }
@@ -328,7 +330,8 @@ ELSA_INLINE void write(const Arguments& a, const Rows& rows, int batch, int head
       a.lse[static_cast<long long>(batch * a.heads + head) * a.queries + row] =
           sum == 0.0f ? -ELSA_INFINITY : fmaf(reference, 0.693147182f, log);
     }
-    float* out = a.out + batch * a.out_strides[0] + head * a.out_strides[1] + row * a.out_strides[2];
+    float* out =
+        a.out + batch * a.out_strides[0] + head * a.out_strides[1] + row * a.out_strides[2];
 #pragma unroll
     for (int c = 0; c < kColumns; c += kWidth) {
       const int column = rows.lane * kWidth + c * kLanes;
@@ -374,8 +377,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, ELSA_BLOCKS)
   rows.weight = weights + (warp_row + group) * kWeightStride;
   rows.mask = 0;
   if (kMask != 0) {
-    rows.mask = batch * a.mask_strides[0] + head * a.mask_strides[1] +
-                rows.first * a.mask_strides[2];
+    rows.mask =
+        batch * a.mask_strides[0] + head * a.mask_strides[1] + rows.first * a.mask_strides[2];
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -386,19 +389,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, ELSA_BLOCKS)
   }
 
   {
-    const float* query =
-        a.query + batch * a.query_strides[0] + head * a.query_strides[1];
+    const float* query = a.query + batch * a.query_strides[0] + head * a.query_strides[1];
     Tile<kTileRows, kHead, kHeadStride> queries{
         shared, query, a.query_strides[2], a.query_strides[3], a.queries, a.head_dim};
     queries.issue(first, thread);
     queries.land(thread);
   }
   Tile<kTileKeys, kHead, kHeadStride> keys{
-      key_shared, a.key + batch * a.key_strides[0] + of_key * a.key_strides[1],
-      a.key_strides[2], a.key_strides[3], a.keys, a.head_dim};
+      key_shared,       a.key + batch * a.key_strides[0] + of_key * a.key_strides[1],
+      a.key_strides[2], a.key_strides[3],
+      a.keys,           a.head_dim};
   Tile<kTileKeys, kValue, kValue> values{
-      value_shared, a.value + batch * a.value_strides[0] + of_key * a.value_strides[1],
-      a.value_strides[2], a.value_strides[3], a.keys, a.value_dim};
+      value_shared,
+      a.value + batch * a.value_strides[0] + of_key * a.value_strides[1],
+      a.value_strides[2],
+      a.value_strides[3],
+      a.keys,
+      a.value_dim};
 
   // Warps without rows fold nothing, nor do rows that see none of a tile's keys.
   const int warp_first = first + warp_row;
