@@ -184,6 +184,17 @@ def test_what_an_fma_costs() -> None:
 # Compiled code
 
 
+def _nvrtc_missing() -> str:
+    try:
+        nvrtc.library()
+    except UnavailableError as error:
+        return str(error)
+    return ""
+
+
+with_nvrtc = pytest.mark.skipif(bool(_nvrtc_missing()), reason=_nvrtc_missing() or "it is here")
+
+
 @pytest.fixture(scope="module")
 def codes() -> dict[str, bytes]:
     """Instances of every tile class on four architectures, with all masks and loads."""
@@ -197,6 +208,7 @@ def codes() -> dict[str, bytes]:
     return found
 
 
+@with_nvrtc
 def test_machine_code_has_no_matrix_instruction(codes: dict[str, bytes]) -> None:
     tool = portable_code.disassembler()
     if tool is None:
@@ -217,6 +229,7 @@ def test_machine_code_has_no_matrix_instruction(codes: dict[str, bytes]) -> None
     assert portable_code.matrix_lines(text)
 
 
+@with_nvrtc
 def test_ptx_has_no_matrix_instruction() -> None:
     """What a GPU newer than NVRTC gets, looked at without a disassembler."""
     instance = tiling.instance(64, 64, 4, "none", False, HOPPER)
@@ -225,6 +238,7 @@ def test_ptx_has_no_matrix_instruction() -> None:
     assert not portable_code.matrix_lines(text)
 
 
+@with_nvrtc
 def test_targets() -> None:
     archs = nvrtc.library().archs
     assert nvrtc.target(archs[0]) == f"sm_{archs[0]}"
@@ -235,6 +249,7 @@ def test_targets() -> None:
         nvrtc.library().compile(b"nonsense", {}, "sm_90")
 
 
+@with_nvrtc
 def test_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In files of this user alone, under digests; one that was changed is compiled again."""
     monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
