@@ -48,8 +48,8 @@ def attention(
     out, lse = empty(query, value)
     if not lse.numel():
         return out, lse
-    if not (key.shape[2] and value.shape[3]):
-        return out.zero_(), _lse_alone(query, key, attn_mask, is_causal, scale, lse)
+    if not key.shape[2]:
+        return out.zero_(), lse.fill_(-math.inf)
     query, scale = _positive(query, scale)
     found = instance_of(query, key, value, attn_mask, is_causal, tiles)
     arguments = arguments_of(query, key, value, attn_mask, scale, out, lse)
@@ -192,13 +192,3 @@ def function_of(instance: Instance, device: int) -> int:
     cuda = driver()
     code = nvrtc.compiled(instance, cuda.arch(device))
     return cuda.function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
-
-
-def _lse_alone(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, lse: Tensor
-) -> Tensor:
-    """The lse of a call without value columns, by a column of zeros; -inf where no key is."""
-    if not key.shape[2]:
-        return lse.fill_(-math.inf)
-    column = key.new_zeros(1).expand(*key.shape[:3], 1)
-    return attention(query, key, column, attn_mask, is_causal, scale)[1]
