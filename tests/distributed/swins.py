@@ -89,10 +89,11 @@ def batches(name: str) -> list[Tensor]:
 
 def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Outputs, and the gradients of one loss over all batches, of the images too."""
-    images = [batch.to(dtype).requires_grad_() for batch in batches(name)]
+    device = next(model.parameters()).device
+    images = [batch.to(device, dtype).requires_grad_() for batch in batches(name)]
     outputs = [model(batch) for batch in images]
     # signs by channel: a loss of logits that no norm makes constant
-    weight = torch.linspace(-1.0, 1.0, outputs[0].shape[-1], dtype=dtype)
+    weight = torch.linspace(-1.0, 1.0, outputs[0].shape[-1], dtype=dtype, device=device)
     loss = sum(((out * weight).sin() * weight).sum() for out in outputs)
     assert isinstance(loss, Tensor)
     loss.backward()
@@ -102,9 +103,9 @@ def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dic
     return found | {path: grad for path, grad in grads.items() if grad is not None}
 
 
-def sharded(name: str) -> dict[str, Tensor]:
+def sharded(name: str, device: str = "cpu") -> dict[str, Tensor]:
     """A rank's outputs, and the gradients after their mean over ranks."""
-    model = swin(name)
+    model = swin(name).to(device)
     if SWINS[name].patched:
         elsa.patch(model, mesh=dist.group.WORLD, scope=SWINS[name].patched)
     else:

@@ -8,19 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
 from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_core.distributed.rows import Cut, cut_at_windows, cut_for_pairs, rows_of, rows_sent
 from elsa_core.errors import ModelError
+from elsa_core.patching.adapters import timm_sharded_swin
 from elsa_core.proof.compare import Comparison
 from elsa_core.reference import relative_l2
 
 from . import swins
 from .conftest import Results
 from .ranks import SHORT
+
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 def assert_as_exact(found: dict[str, Tensor], name: str) -> None:
@@ -137,6 +144,61 @@ def test_a_halo_is_what_neighbours_share() -> None:
     assert [rows_sent(plain, shifted, rank) for rank in range(3)] == [3, 3, 3]
     assert [rows_sent(shifted, plain, rank) for rank in range(3)] == [3, 3, 3]
     assert rows_of(shifted, 2)[:4] == [0, 1, 2, 45]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize(("version", "scope"), [(1, "model"), (1, "attention"), (2, "attention")])
+@pytest.mark.parametrize(("rows", "world"), [(28, 3), (31, 2), (29, 4)])
+def test_blocks_of_rows(rows: int, world: int, version: int, scope: str, device: str) -> None:
+    """A shifted block called with each rank's rows gives what it gives of the image, or better."""
+    torch.manual_seed(0)
+    cls = SwinTransformerV2Block if version == 2 else SwinTransformerBlock
+    terms = {"num_heads": 2, "window_size": 7, "shift_size": 3, "dynamic_mask": True}
+    plain: Any = cls(64, input_resolution=(rows, 18), **terms).eval().to(device)
+    with torch.no_grad():
+        for path, parameter in plain.named_parameters():
+            if "logit_scale" not in path:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    block = copy.deepcopy(plain)
+    elsa.patch(block, scope=scope)
+    image = torch.randn(2, rows, 18, 64, device=device)
+    weight = torch.randn_like(image)
+    cut = cut_at_windows(rows, 7, 3, world)
+
+    def whole(module: Any, x: Tensor) -> Tensor:
+        return module(x)  # type: ignore[no-any-return]
+
+    def in_parts(module: Any, x: Tensor) -> Tensor:
+        held = [rows_of(cut, rank) for rank in range(world)]
+        parts = [
+            timm_sharded_swin._called(module, x[:, own], rank == cut.last())
+            for rank, own in enumerate(held)
+        ]
+        order = torch.tensor([row for own in held for row in own]).argsort()
+        return torch.cat(parts, 1)[:, order.to(device)]
+
+    found = [
+        differentiated(call, module, x, weight)
+        for call, module, x in (
+            (whole, copy.deepcopy(plain).double(), image.double()),
+            (whole, plain, image),
+            (in_parts, block, image),
+        )
+    ]
+    for terms_of in (slice(0, 1), slice(1, None)):
+        comparison = Comparison(2.0)
+        for exact, one, part in zip(*(each[terms_of] for each in found), strict=True):
+            comparison.add(exact, one, part)
+        assert comparison.reason() == ""
+
+
+def differentiated(call: Any, module: Any, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """The output, and the gradients of image and parameters."""
+    leaf = x.clone().requires_grad_()
+    out = call(module, leaf)
+    (out * weight.to(out.dtype)).sum().backward()
+    grads = [leaf.grad, *(p.grad for p in module.parameters())]
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
 
 
 def small(**options: Any) -> nn.Module:
