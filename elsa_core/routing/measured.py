@@ -46,7 +46,7 @@ class Training(NamedTuple):
 
     Attributes:
         whole: the backend that takes forward and backward; empty where the chosen one does.
-        otherwise: the one that takes both where nobody in `backward` has a kernel for the call.
+        otherwise: the one that takes both where no backend in `backward` has a kernel for the call.
         backward: who is asked for the gradients of this package's forward, in order.
         small, small_below: the backend that takes both in eager calls of fewer multiply-adds of
             query key^T than that: it takes the host less time, which such calls wait for.

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from elsa_core.backends.triton.attention.tiling import TABLES, check_direction
+from elsa_core.backends.triton.shared.layout import padded
 
 # a window this long fits one tile with its bias in registers
 WHOLE = 64
@@ -125,11 +126,6 @@ def table_from(data: dict[str, Any]) -> WindowTable:
     for tile in tiles:
         check_direction(tile.direction)
     return WindowTable(data["gpu"], data["measured"], tiles, data.get("gradients", 0))
-
-
-def padded(size: int, least: int = 16) -> int:
-    """The power of two, at least `least`, that holds `size`."""
-    return max(least, 1 << (size - 1).bit_length())
 
 
 def windows_each(windows: int, heads: int, multiprocessors: int, tile: WindowTile) -> int:
