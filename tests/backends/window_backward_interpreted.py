@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import warnings
+from unittest.mock import patch
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
@@ -20,12 +21,13 @@ import torch  # noqa: E402
 from fence import fenced  # noqa: E402
 
 from elsa_core.backends import eager_window  # noqa: E402
-from elsa_core.backends.triton.window import backward  # noqa: E402
+from elsa_core.backends.triton.window import backward, backward_plan  # noqa: E402
 from elsa_core.backends.triton.window.backward_plan import (  # noqa: E402
     Wants,
     plan_call,
     tile_plan,
 )
+from elsa_core.backends.triton.window.tiling import BackwardPlan  # noqa: E402
 from elsa_core.backends.window_call import WindowCall  # noqa: E402
 from elsa_core.bench.tune.window_cases import composite  # noqa: E402
 
@@ -105,7 +107,51 @@ CASES = {
     ),
     "long ieee": ((1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "ieee", {}),
     "long turbo": ((1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "turbo", {}),
-    "longest": ((1, (1, 13, 12), 1, 16, (1, 13, 12), (0, 5, 4)), F32, "strict", {"bias": None}),
+    "long, no bias": (
+        (1, (1, 13, 12), 1, 16, (1, 13, 12), (0, 5, 4)), F32, "strict", {"bias": None}
+    ),
+    "long 12x12": (
+        (1, (1, 12, 10), 1, 16, (1, 12, 12), (0, 6, 0)), F32, "strict",
+        {"bias": "table", "layout": "head", "pad": True},
+    ),
+    "long 16x16, cosine half": (
+        (1, (1, 16, 16), 1, 32, (1, 16, 16), (0, 8, 8)), F16, "strict", {"cosine": True}
+    ),
+    "long grid": (
+        (1, (1, 18, 9), 1, 16, (1, 9, 9), (0, 0, 0)), F16, "strict",
+        {"grid": True, "layout": "head"},
+    ),
+    "long volume, strided bias": (
+        (1, (3, 6, 8), 1, 20, (2, 6, 8), (0, 3, 0)), F32, "strict",
+        {"bias": "mT", "view": True, "pad": True},
+    ),
+    "long, gradients of 1e-30": (
+        (1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 0)), F32, "strict", {"size": 1e-30}
+    ),
+    "long, large logits": (
+        (1, (1, 9, 9), 1, 16, (1, 9, 9), (0, 4, 0)), F32, "strict", {"times": 6.0}
+    ),
+    # tiles of queries that fail the guard beside tiles that pass
+    "long, faint rows": (
+        (2, (1, 9, 8), 1, 16, (1, 9, 8), (0, 4, 0)), F32, "strict", {"faint": True}
+    ),
+    "long, padding and logit scale alone": (
+        (1, (1, 9, 8), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict",
+        {"needs": (0, 0, 1, 1), "cosine": True, "pad": True},
+    ),
+    "long qkv alone": (
+        (1, (1, 9, 8), 1, 16, (1, 9, 9), (0, 4, 4)), F16, "strict",
+        {"needs": (1, 0, 0, 0), "pad": True},
+    ),
+    # tile by tile, as windows of more than 256 tokens are
+    "fold, table": (
+        (2, (1, 8, 8), 1, 16, (1, 9, 8), (0, 4, 0)), F32, "strict",
+        {"bias": "table", "pad": True, "outlier": True, "fold": True},
+    ),
+    "fold, cosine half": (
+        (1, (1, 9, 11), 1, 16, (1, 9, 11), (0, 4, 4)), F16, "strict",
+        {"cosine": True, "fold": True},
+    ),
     "long outlier channels": (
         (2, (1, 9, 18), 1, 16, (1, 9, 9), (0, 4, 4)), F32, "strict",
         {"outlier": True, "pad": True, "cosine": False},
@@ -160,6 +206,9 @@ def arguments(shape, dtype, precision, options) -> tuple[WindowCall, torch.Tenso
     grad = torch.randn(batch, *size, heads * dim, generator=g) * options.get("size", 1.0)
     if options.get("expanded"):
         grad = grad[:, :, :1, :1].expand_as(grad)
+    if options.get("faint"):
+        # a row of the window that the first tile of queries ends in, of the second image
+        grad[1, 0, 4] *= 2.0**-30
     return WindowCall(
         qkv, bias, index, pad, logit, heads, win, shift, options.get("scale", dim**-0.5),
         options.get("mask", -100.0), options.get("layout", "qkv"), options.get("grid", False),
@@ -192,12 +241,18 @@ def distance(x: torch.Tensor, reference: torch.Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
 
 
+def folded(given: WindowCall) -> BackwardPlan:
+    """The plan of a window of any length by `backward_fold`."""
+    return tile_plan(given)._replace(chunk=0, block=64)
+
+
 def run(given: WindowCall, grad: torch.Tensor, options) -> dict:
     needs = tuple(bool(n) for n in options.get("needs", (1, 1, 1, 1)))
     expected, theirs = exact(given, grad, needs), peers(given, grad, needs)
-    with fenced() as fence:
-        found = backward.window_attention_backward(grad, *given, needs)
-    again = backward.window_attention_backward(grad, *given, needs)
+    with patch.object(backward_plan, "tile_plan", folded if options.get("fold") else tile_plan):
+        with fenced() as fence:
+            found = backward.window_attention_backward(grad, *given, needs)
+        again = backward.window_attention_backward(grad, *given, needs)
     terms = (given.qkv, given.bias, given.pad_qkv, given.logit_scale)
     errors, peer, dense = {}, {}, True
     for name, x, ref, their, term, needed in zip(
@@ -216,13 +271,25 @@ def run(given: WindowCall, grad: torch.Tensor, options) -> dict:
     }  # fmt: skip
 
 
-def grouped() -> dict:
+GROUPED = {
+    "grouped": (
+        (2, (1, 9, 8), 1, 16, (1, 4, 4), (0, 2, 1)), {"pad": True, "outlier": True},
+        ((1, 12), (5, 3), (12, 1)),
+    ),
+    "grouped long": (
+        (2, (1, 9, 7), 1, 16, (1, 9, 8), (0, 4, 4)), {"pad": True, "faint": True},
+        ((1, 2), (2, 1)),
+    ),
+}  # fmt: skip
+
+
+def grouped(name: str) -> dict:
     """Rows of dqkv do not depend on how windows are grouped; sums do by their rounding alone."""
-    shape = (2, (1, 9, 8), 1, 16, (1, 4, 4), (0, 2, 1))
-    given, grad = arguments(shape, F32, "strict", {"pad": True, "outlier": True})
+    shape, options, plans = GROUPED[name]
+    given, grad = arguments(shape, F32, "strict", options)
     wants = Wants(True, True, True, False)
     rows, sums = [], []
-    for count, groups in ((1, 12), (5, 3), (12, 1)):
+    for count, groups in plans:
         grads = [t.new_full(t.shape, math.nan) for t in (given.qkv, given.bias, given.pad_qkv)]
         grads[2].zero_()
         plan = tile_plan(given)._replace(count=count, groups=groups)
@@ -238,10 +305,10 @@ def grouped() -> dict:
 
 def main() -> None:
     torch.set_num_threads(1)
-    chosen = sys.argv[1:] or [*CASES, "grouped"]
+    chosen = sys.argv[1:] or [*CASES, *GROUPED]
     for name in chosen:
-        if name == "grouped":
-            row = grouped()
+        if name in GROUPED:
+            row = grouped(name)
         else:
             shape, dtype, precision, options = CASES[name]
             row = run(*arguments(shape, dtype, precision, options), options)
