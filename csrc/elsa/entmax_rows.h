@@ -83,10 +83,11 @@ struct Exponent {
     bits &= mask;
     __builtin_memcpy(&high, &bits, 4);
     low = static_cast<float>(value - static_cast<double>(high));
-    // A step of relative size d leaves an error of the order of d^min(2, 1 / a).
-    const double power = value < 0.5 ? 0.5 : value > 1.0 ? 1.0 : value;
+    // A step of relative size d leaves an error of the order of d^(1 / a), of d^2 for a <= 1 / 2.
+    const double power = value < 0.5 ? 0.5 : value;
     const double found = __builtin_pow(static_cast<double>(kEps), power) / 16;
-    close = static_cast<float>(found > 8.0 * kEps ? found : 8.0 * kEps);
+    const double least = value > 1.0 ? 1.0 : 8.0;  // of rounding
+    close = static_cast<float>(found > least * kEps ? found : least * kEps);
   }
 
   // x^-a for x >= 1.
@@ -132,8 +133,10 @@ ELSA_INLINE Powers powers(Floats x, Floats slope, const Exponent& e) {
   const Ints none = v == 0.0f;
   const Floats u = none ? splat(1.0f) : v;
   const Floats inverse = 1.0f / u;
-  // what v lost to rounding, relative to it, is the rest of the logarithm
-  const Floats log = log_positive(u) + (x * slope - (v - 1.0f)) * inverse;
+  // What v lost to rounding, relative to it, is the rest of the logarithm; below 1/2, where v - 1
+  // is not exact, v has all its digits.
+  const Floats lost = v < 0.5f ? Floats{} : x * slope - (v - 1.0f);
+  const Floats log = log_positive(u) + lost * inverse;
   const Floats r = none ? Floats{} : exp2_nonpositive(log * e.to_log2);
   return {v, r, r * inverse};
 }
@@ -289,7 +292,7 @@ ELSA_NOINLINE Solved solve(List (&lists)[kLanes], int64_t rows, Floats top, int6
   int64_t count = side_by_side(lists, rows, columns);
   Floats c = splat(1.0f), high = c;
   Floats low = e.inverse_power(splat(static_cast<float>(keys)));
-  Ints active = c == c, went_on = active;
+  Ints active = c == c;
   for (int step = 0; step < kMostSteps; ++step) {
     if (step == 2) {  // the upper end has come down: fewer keys are left
       for (int i = 0; i < rows; ++i) lists[i].reduce(0.0f, -high[i] * e.reach * kSlack);
@@ -306,12 +309,12 @@ ELSA_NOINLINE Solved solve(List (&lists)[kLanes], int64_t rows, Floats top, int6
       const Floats middle = square_root(low * high);
       next = high - low > 0.5f * width ? middle : next;
     }
-    const Floats distance = magnitude(next - c), left = high - low;
-    const Ints goes_on = minimum(distance, left) > c * e.close;
+    // For a > 1 a weight that has just come makes Y large and steps small. What bounds the distance
+    // to the root is c - Z^-a, for Z^-a falls with c.
+    const Floats distance = magnitude((e.a > 1.0f ? other : next) - c);
+    const Ints goes_on = minimum(distance, high - low) > c * e.close;
     c = active ? next : c;
-    // For a > 1 a small step may be one beside a weight that has just gone or come: two in a row.
-    active &= e.a > 1.0f ? goes_on | went_on : goes_on;
-    went_on = goes_on;
+    active &= goes_on;
     if (!any(active)) break;
   }
   Solved found = {top, e.a / c, {}};
