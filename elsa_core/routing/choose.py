@@ -114,7 +114,7 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
         offered = each.operators.get(request.operator)
         if each.device not in (None, request.device_type) or offered is None or offered.whole:
             continue
-        if offered.asked:
+        if offered.asked or (offered.asked_here is not None and offered.asked_here()):
             reasons.append(f"{each.name}: was not measured for such calls; ask for it by name")
             continue
         answer = offered.support(request)
@@ -318,7 +318,8 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
         return ("gradients: PyTorch's own kernels, forward and backward",)
     if found.asked and found.gradient is not None and found.backward is None:
         return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
-    if found.gradient is not None and found.run is operators.record(request.operator).overload:
+    record = operators.record(request.operator)
+    if found.gradient is not None and not (record.twin and found.run is record.eager):
         name, reasons = gradient_name(request)
         if name != PLAIN:
             of = " from our output and lse" if request.operator == "attention" else ""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from elsa_core.errors import ArgumentError
+from elsa_core.patching.adapters import transformers_rows
 
 GLOBAL, WINDOW, CROSS, POOLING, CLASS = "global", "window", "cross", "pooling", "class"
 # A block whose adapter computes the attention within it: the kind is that attention's own.
@@ -284,6 +285,7 @@ LIBRARIES = (
     Library("torchvision", _TORCHVISION),
     Library(
         "transformers",
+        tuple(Row(*row) for row in transformers_rows.ROWS),
         interface="ALL_ATTENTION_FUNCTIONS",
         reason="looks its attention up by name: call elsa_core.patching.adapters.hf_transformers."
         "register() and load the model with attn_implementation='elsa'",
