@@ -372,7 +372,7 @@ _SDPA = {
 _EAGER = {record.name: reference(record) for record in operators.records()}
 
 BACKENDS: list[Backend] = [
-    Backend("native", "cpu", _NATIVE, built_on_demand=True),
+    Backend("native", "cpu", _NATIVE, is_built=_late("native", "is_built")),
     Backend("triton", "cuda", _TRITON),
     Backend("portable", "cuda", _PORTABLE),
     Backend("onednn", "cpu", _ONEDNN),
