@@ -121,14 +121,7 @@ def agree(
     if kind in answers:
         _check_own(said, answers[kind])
         return answers[kind]
-    text = _text({**said, "lengths": _shown(lengths)})
-    message = torch.zeros(_BYTES, dtype=torch.uint8)
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    message[: encoded.numel()] = encoded
-    with groups.watching(group, "comparing calls"):
-        gathered = groups.all_gather(group, message.to(device)).cpu()
-    told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in gathered]
-    _compare(told)
+    told = compare(group, {**said, "lengths": _shown(lengths)}, device)
     answer = _answer(
         group,
         tuple(each["queries"] for each in told),
@@ -143,6 +136,28 @@ def agree(
         answers.clear()
     answers[kind] = answer
     return answer
+
+
+def compare(
+    group: dist.ProcessGroup, said: dict[str, Any], device: torch.device
+) -> list[dict[str, Any]]:
+    """What all ranks say of a call, in their order, by one all_gather of a message.
+
+    Args:
+        said: what must be equal on all ranks, by names that a line can hold, and of `_OWN` what may
+            differ. Less than a message of text.
+
+    Raises:
+        ArgumentError, UnavailableError: as `agree`.
+    """
+    message = torch.zeros(_BYTES, dtype=torch.uint8)
+    encoded = torch.frombuffer(bytearray(_text(said).encode()), dtype=torch.uint8)
+    message[: encoded.numel()] = encoded
+    with groups.watching(group, "comparing calls"):
+        gathered = groups.all_gather(group, message.to(device)).cpu()
+    told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in gathered]
+    _compare(told)
+    return told
 
 
 def agreed_before(group: dist.ProcessGroup, said: dict[str, Any], tokens: Tensor) -> Agreement:
@@ -164,7 +179,7 @@ def refuse(group: dist.ProcessGroup, error: Exception, device: torch.device) -> 
     Raises:
         ArgumentError: always; it names the rank.
     """
-    agree(group, {"error": f"{error}"[:_LONGEST]}, device)
+    compare(group, {"error": f"{error}"[:_LONGEST]}, device)
 
 
 def _compare(told: list[dict[str, Any]]) -> None:

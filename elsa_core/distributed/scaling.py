@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elsa_core.distributed.attention import explain
 from elsa_core.distributed.groups import by_name, name_of
-from elsa_core.distributed.plan import Plan
 from elsa_core.patching import require_shardable, shard
 from elsa_core.reference import relative_l2
 
@@ -26,11 +24,12 @@ class Scaling:
     Attributes:
         ranks: how many.
         tokens: of each rank, in their order.
-        method, why: how attention is served, see `elsa_core.distributed.Plan`.
+        method, why: how attention is served, see `elsa_core.distributed.Plan`; "rows" where ranks
+            hold rows of windows.
         seconds: of a sharded forward, the median of rounds, each by its slowest rank.
         seconds_one: of the patched model on rank 0 alone; None where it does not fit in memory.
         speedup: seconds_one / seconds; efficiency: speedup / ranks.
-        bytes_sent: by the rank that sends most, in the attention of one forward.
+        bytes_sent: by the rank that sends most, in one forward, pooling left out.
         memory, memory_one: peak bytes of a device, weights included; None on a CPU.
         difference: ||sharded - one|| / ||one|| of the outputs.
     """
@@ -89,7 +88,7 @@ def scaling(
     times, out = _timed(model, images, rounds, budget_seconds, group)
     seconds_one = statistics.median(alone[0]) if alone is not None else None
     difference = relative_l2(out, alone[1]) if alone is not None else None
-    plan = _plan_of(model, images, group)
+    plan = model.elsa_plan(images)  # type: ignore[operator]
     found = (seconds_one, difference, memory_one)
     told: list[Any] = [None] * group.size()
     mine = (statistics.median(times), plan.bytes_sent, _peak(images.device), found)
@@ -97,11 +96,10 @@ def scaling(
     seconds, sent, memories, firsts = zip(*told, strict=True)
     slowest, first = max(seconds), firsts[0]
     speedup = first[0] / slowest if first[0] is not None else None
-    depth = len(list(model.blocks))  # type: ignore[arg-type]
     return Scaling(
         group.size(), plan.queries, plan.method, plan.why, slowest, first[0], speedup,
         speedup / group.size() if speedup is not None else None,
-        max(sent) * depth,
+        max(sent),
         None if memories[0] is None else max(memories), first[2], first[1],
     )  # fmt: skip
 
@@ -151,13 +149,3 @@ def _wait(device: torch.device) -> None:
 
 def _peak(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def _plan_of(model: Any, images: Tensor, group: dist.ProcessGroup) -> Plan:
-    """How the model's attention is served, by operands without memory of their own."""
-    attention = model.blocks[0].attn
-    own = attention.elsa_lengths[group.rank()]
-    weight = attention.qkv.weight
-    shape = (images.shape[0], attention.num_heads, own, attention.head_dim)
-    x = weight.detach().flatten()[:1].view(1, 1, 1, 1).expand(shape)
-    return explain(x, x, x, group=group, lengths=attention.elsa_lengths)

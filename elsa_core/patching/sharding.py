@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timm.layers.attention import Attention
+from timm.layers.classifier import ClassifierHead
 from timm.layers.mlp import GluMlp, Mlp, SwiGLU
 from timm.layers.patch_embed import PatchEmbed
+from timm.models import swin_transformer, swin_transformer_v2
 from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 from torch import nn
 
@@ -16,26 +18,43 @@ from elsa_core.distributed.groups import by_name, name_of
 from elsa_core.distributed.plan import shard_lengths
 from elsa_core.errors import ModelError
 from elsa_core.patching import adapters
+from elsa_core.patching.adapters.common import has_hooks
 from elsa_core.patching.adapters.timm_sharded import ShardedAttention, ShardedVisionTransformer
+from elsa_core.patching.adapters.timm_sharded_swin import (
+    ShardedSwinTransformer,
+    ShardedSwinTransformerV2,
+)
 
-_BLOCKS, _MLPS = (Block, ResPostBlock), (Mlp, GluMlp, SwiGLU)
+_Classes = tuple[type[nn.Module], ...]
+_MODELS: dict[type[nn.Module], type[nn.Module]] = {
+    VisionTransformer: ShardedVisionTransformer,
+    swin_transformer.SwinTransformer: ShardedSwinTransformer,
+    swin_transformer_v2.SwinTransformerV2: ShardedSwinTransformerV2,
+}
+_VIT_PARTS: dict[str, _Classes] = {
+    "": (Block, ResPostBlock), "attn": (Attention,), "mlp": (Mlp, GluMlp, SwiGLU),
+}  # fmt: skip
 
 
 def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
-    """Let a timm VisionTransformer run with its tokens split over ranks, in place.
+    """Let a timm ViT or Swin run with its tokens split over ranks, in place.
 
-    The class token, registers and patches are one sequence, cut into a run for each rank. Every
-    rank calls the model with the same whole images and gets the same outputs as from one process;
-    between embedding and pooling it holds its own tokens alone. Parameters stay whole and where
-    they are; `elsa_core.unpatch` takes all of it back. A model that `elsa_core.patch` has patched
-    keeps its precision and backend.
+    A ViT's class token, registers and patches are one sequence, cut into a run for each rank. Of a
+    Swin each rank holds rows of windows in every stage; where the shift changes, neighbours
+    exchange the rows that windows share. Every rank calls the model with the same whole images and
+    gets the same outputs as from one process; between embedding and pooling it holds its own tokens
+    alone. Parameters stay whole and where they are; `elsa_core.unpatch` takes all of it back. A
+    model that `elsa_core.patch` has patched keeps its precision and backend.
+
+    Before each forward the ranks compare the images' shape, dtype and mode in one small message.
 
     Where each rank calls `backward`, the gradients that one process has are the mean over ranks:
     `torch.nn.parallel.DistributedDataParallel` gives it, or `reduce_gradients`. What is drawn at
     random (dropout, stochastic depth) must be off in training.
 
     Args:
-        model: a `timm.models.vision_transformer.VisionTransformer`, in any mode and dtype.
+        model: timm's `VisionTransformer`, `SwinTransformer` or `SwinTransformerV2`, in any mode and
+            dtype.
         mesh: a one-dimensional DeviceMesh, a process group, or None for all ranks.
 
     Returns:
@@ -48,11 +67,13 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     group = name_of(mesh)
     require_shardable(model)
     subject: Any = model
-    tokens = subject.num_prefix_tokens + subject.patch_embed.num_patches
-    lengths = shard_lengths(tokens, by_name(group).size())
-    modules: list[Any] = [block.attn for block in subject.blocks]
-    targets = [(module, ShardedAttention) for module in modules]
-    targets.append((subject, ShardedVisionTransformer))
+    world = by_name(group).size()
+    targets: list[tuple[Any, type[nn.Module]]] = [(model, _MODELS[adapters.base_class(model)])]
+    lengths = (0,) * world  # a Swin's are those of its last forward
+    if adapters.base_class(model) is VisionTransformer:
+        tokens = subject.num_prefix_tokens + subject.patch_embed.num_patches
+        lengths = shard_lengths(tokens, world)
+        targets += [(block.attn, ShardedAttention) for block in subject.blocks]
     # every class is made before the first is swapped: a failure leaves the model as it was
     classes = [_class_of(module, cls) for module, cls in targets]
     for (module, _), cls in zip(targets, classes, strict=True):
@@ -91,30 +112,61 @@ def require_shardable(model: nn.Module) -> None:
         ModelError: names the module and says why.
     """
     cls = adapters.base_class(model)
-    if cls is not VisionTransformer:
-        raise ModelError(
-            f"{cls.__name__} cannot be sharded: only timm's VisionTransformer is known"
-        )
+    if cls not in _MODELS:
+        known = ", ".join(each.__name__ for each in _MODELS)
+        raise ModelError(f"{cls.__name__} cannot be sharded: only timm's {known} are known")
     subject: Any = model
     embed = adapters.base_class(subject.patch_embed)
-    if embed is not PatchEmbed or subject.patch_embed.dynamic_img_pad:
+    padded = subject.patch_embed.dynamic_img_pad and cls is VisionTransformer
+    if embed is not PatchEmbed or padded:
         raise ModelError(f"patch_embed cannot be sharded: {embed.__name__} reads beyond its patch")
-    if not isinstance(subject.patch_drop, nn.Identity):
-        raise ModelError("patch_drop cannot be sharded: ranks would drop different tokens")
-    for i, block in enumerate(subject.blocks):
-        known = {"": _BLOCKS, "attn": (Attention,), "mlp": _MLPS}
-        for name, classes in known.items():
-            module = block.get_submodule(name)
-            found = adapters.base_class(module)
-            if found not in classes:
-                path = f"blocks.{i}.{name}".rstrip(".")
-                names = " or ".join(each.__name__ for each in classes)
-                raise ModelError(f"{path} cannot be sharded: {found.__name__} is not {names}")
-        for path, module in block.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                raise ModelError(
-                    f"blocks.{i}.{path} cannot be sharded: its statistics are over all tokens"
-                )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ModelError(f"{path} cannot be sharded: its statistics are over all tokens")
+    if cls is VisionTransformer:
+        if not isinstance(subject.patch_drop, nn.Identity):
+            raise ModelError("patch_drop cannot be sharded: ranks would drop different tokens")
+        for i, block in enumerate(subject.blocks):
+            _require_parts(block, f"blocks.{i}", _VIT_PARTS)
+    else:
+        _require_swin(subject, swin_transformer if cls in vars(swin_transformer).values()
+                      else swin_transformer_v2)  # fmt: skip
+
+
+def _require_swin(model: Any, module: Any) -> None:
+    """As `require_shardable`; `module` is the one of timm that the model's classes are from."""
+    version = "V2" if module is swin_transformer_v2 else ""
+    stage_class = getattr(module, f"SwinTransformer{version}Stage")
+    parts: dict[str, _Classes] = {
+        "": (getattr(module, f"SwinTransformer{version}Block"),),
+        "attn": (module.WindowAttention,),
+        "mlp": (Mlp,),
+    }
+    _require_parts(model, "", {"head": (ClassifierHead,)})
+    if model.head.global_pool.pool_type.endswith("catavgmax"):
+        raise ModelError("head cannot be sharded: it pools by catavgmax")
+    for i, stage in enumerate(model.layers):
+        path = f"layers.{i}"
+        merging = (module.PatchMerging,) if i else (nn.Identity,)
+        _require_parts(stage, path, {"": (stage_class,), "downsample": merging})
+        if has_hooks(stage) or has_hooks(stage.blocks) or has_hooks(model.layers):
+            raise ModelError(f"{path} cannot be sharded: its hooks would not be called")
+        windows = {tuple(block.window_size) for block in stage.blocks}
+        if len(windows) != 1:
+            raise ModelError(f"{path} cannot be sharded: its blocks have windows of other sizes")
+        for j, block in enumerate(stage.blocks):
+            _require_parts(block, f"{path}.blocks.{j}", parts)
+            if not hasattr(block, "dynamic_mask"):
+                raise ModelError(f"{path}.blocks.{j} cannot be sharded: this timm is too old")
+
+
+def _require_parts(module: nn.Module, path: str, parts: dict[str, _Classes]) -> None:
+    for name, classes in parts.items():
+        found = adapters.base_class(module.get_submodule(name))
+        if found not in classes:
+            where = ".".join(filter(None, (path, name)))
+            names = " or ".join(each.__name__ for each in classes)
+            raise ModelError(f"{where} cannot be sharded: {found.__name__} is not {names}")
 
 
 def _class_of(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:

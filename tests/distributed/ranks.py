@@ -19,7 +19,7 @@ from torch import Tensor
 import elsa_core as elsa
 from elsa_core.distributed import agreement
 
-from . import models
+from . import models, swins
 from .cases import CASES, Case
 
 Result = dict[str, Tensor | None]
@@ -43,7 +43,13 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     found: dict[str, Any] = {"calls": calls(rank, world)}
     found["models"] = {name: models.sharded(name) for name in models.VITS}
+    found["swins"] = {name: swins.twice(name) for name in swins.SWINS if name in swins.OF[world]}
+    found["autocast"] = swins.under_autocast("one row of windows")
+    found["rows"] = swins.own_rows("uneven")
     if world == 2:
+        found["swin by ddp"] = swins.by_ddp("one row of windows")
+        found["swin undone"] = swins.undone("even")
+        found["models differ"] = models_differ(rank)
         found |= {"agreement": disagreements(rank), "one rank": alone(rank), "plans": plans(rank)}
         found["compiled"] = compiled(rank)
         found["ddp"] = models.by_ddp("registers")
@@ -144,6 +150,38 @@ def disagreements(rank: int) -> dict[str, str]:
     }
 
 
+def models_differ(rank: int) -> dict[str, str]:
+    """What this rank is told where the ranks call a sharded model differently, a second time."""
+    mine = bool(rank)
+    found = {}
+    vit = models.vit("any size")
+    elsa.distributed.shard(vit)
+    swin = elsa.distributed.shard(swins.swin("any size"))
+    for name, model, batch in (
+        ("vit", vit, models.images("any size")),
+        ("swin", swin, swins.batches("any size")[0]),
+    ):
+
+        def forward(images: Tensor, model: torch.nn.Module = model) -> Any:
+            return model(images)
+
+        def gradients(model: torch.nn.Module = model, batch: Tensor = batch) -> Any:
+            with torch.set_grad_enabled(mine):
+                return model(batch)
+
+        forward(batch)
+        calls = {
+            "batch": partial(forward, batch[: 1 + mine]),
+            "size": partial(forward, batch[..., : 4 + 4 * mine, :]),
+            "dtype": partial(forward, batch.double() if mine else batch),
+            "gradients": gradients,
+            "wrong here": partial(forward, batch[..., :3] if mine else batch),
+            "agreed": partial(forward, batch),
+        }
+        found |= {f"{name}: {what}": said(call) for what, call in calls.items()}
+    return found
+
+
 def alone(rank: int) -> dict[str, Any]:
     """A group of one rank: the call is the one of a single process, bit for bit."""
     groups = [dist.new_group([each]) for each in range(2)]
@@ -206,13 +244,26 @@ def lengths_are_kept(rank: int) -> dict[str, Any]:
     return {"messages": len(gathered), "equal": all(out.equal(outs[0]) for out in outs)}
 
 
+def _hang(module: torch.nn.Module, inputs: Any) -> None:
+    raise RuntimeError("this rank stops here")
+
+
 def faults(rank: int) -> dict[str, Any]:
     """A rank that hangs, in groups with a short timeout; then one that has ended."""
     x = torch.randn(1, 2, 5, 8)
     found: dict[str, Any] = {}
     timeout = datetime.timedelta(seconds=SHORT)
     ways = {"hangs before": None, "hangs after": (5, 5, 5), "ended": None}
-    groups = {name: dist.new_group(timeout=timeout) for name in ways}
+    groups = {name: dist.new_group(timeout=timeout) for name in (*ways, "swin")}
+    swin: Any = elsa.distributed.shard(swins.swin("even"), groups["swin"])
+    batch = swins.batches("even")[0]
+    with torch.no_grad():
+        swin(batch)
+    if rank == 1:  # leaves the others in the middle of a forward
+        swin.layers[0].blocks[1].register_forward_pre_hook(_hang)
+    begun = time.monotonic()
+    found["swin"] = (said(lambda: swin(batch)), time.monotonic() - begun)
+    dist.barrier()
     for name, lengths in ways.items():
         attention = partial(
             elsa.distributed.attention, x, x, x,

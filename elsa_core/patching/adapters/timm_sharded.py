@@ -9,7 +9,7 @@ summed in their order, and the head runs on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,15 +19,20 @@ from timm.layers.attention import Attention
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from elsa_core.distributed.attention import attention
+from elsa_core.distributed.attention import attention, explain
 from elsa_core.distributed.groups import by_name
-from elsa_core.distributed.plan import shard_lengths
-from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.monoid import state_dtype
+from elsa_core.distributed.plan import Plan, shard_lengths
+from elsa_core.errors import ModelError
 from elsa_core.patching.adapters.common import join_heads, project, split_packed
+from elsa_core.patching.adapters.sharded import (
+    check_drops,
+    compare_calls,
+    gathered,
+    grid_of,
+    pooled,
+)
 from elsa_core.patching.adapters.timm_attention import ElsaAttention, gate_of
-
-_LOWEST = float("-inf")
+from elsa_core.precision import dtype_name
 
 
 class ShardedAttention(ElsaAttention):
@@ -85,31 +90,42 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
     def forward_features(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        _check_blocks(self)
-        grid = _grid(self, x)
-        start, stop = _own_tokens(self, grid)
+        mask = None if attn_mask is None else [dtype_name(attn_mask.dtype), *attn_mask.shape]
+        compare_calls(
+            self, x, lambda: _check(self, x), is_causal=is_causal, attn_mask=mask or "none"
+        )
+        grid = grid_of(self.patch_embed, x)
+        lengths = _lengths(self, grid)
+        self.elsa_lengths = lengths
+        start = sum(lengths[: by_name(self.elsa_group).rank()])
+        stop = start + lengths[by_name(self.elsa_group).rank()]
         x = self.norm_pre(_embedded(self, x, grid, start, stop))
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             attn_mask = attn_mask[..., start:stop, :]
         for block in self.blocks:
             if attn_mask is not None or is_causal:
-                x = block(x, attn_mask=attn_mask, is_causal=is_causal)
-            elif self.grad_checkpointing:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                x = _called(block, lengths, x, attn_mask=attn_mask, is_causal=is_causal)
+            elif self.grad_checkpointing and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(
+                    _called, block, lengths, x, use_reentrant=False
+                )
             else:
-                x = block(x)
+                x = _called(block, lengths, x)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         pool_type = self.global_pool if pool_type is None else pool_type
+        lengths, group = self.elsa_lengths, self.elsa_group
+        rank = by_name(group).rank()
         if self.attn_pool is not None or not pool_type:
-            whole = _gathered(self, x, self.elsa_lengths)
+            whole = gathered(x, lengths, group)
             return super().pool(whole, pool_type)  # type: ignore[no-any-return]
         if pool_type == "token":
-            first = [int(rank == 0) for rank in range(len(self.elsa_lengths))]
-            own = x[:, : first[by_name(self.elsa_group).rank()]]
-            return _gathered(self, own, first)[:, 0]
-        return _pooled(self, x, pool_type)
+            first = [int(not other) for other in range(len(lengths))]
+            return gathered(x[:, : first[rank]], first, group)[:, 0]
+        skipped = 0 if self.pool_include_prefix else self.num_prefix_tokens
+        own = x[:, max(skipped - sum(lengths[:rank]), 0) :]
+        return pooled(own, sum(lengths) - skipped, pool_type, group)
 
     def forward_intermediates(self, *arguments: Any, **options: Any) -> Any:
         raise ModelError(
@@ -117,50 +133,42 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
             "forward_features, which gives them"
         )
 
+    def elsa_plan(self, images: Tensor) -> Plan:
+        """How the attention of a batch [B, C, H, W] is served, and what all blocks of it send."""
+        lengths = _lengths(self, grid_of(self.patch_embed, images))
+        attention = self.blocks[0].attn
+        own = lengths[by_name(self.elsa_group).rank()]
+        shape = (images.shape[0], attention.num_heads, own, attention.head_dim)
+        x = images.detach().flatten()[:1].view(1, 1, 1, 1).expand(shape)  # without memory
+        found = explain(x, x, x, group=self.elsa_group, lengths=lengths)
+        depth = len(self.blocks)
+        sent, back = depth * found.bytes_sent, depth * found.bytes_sent_backward
+        return replace(found, bytes_sent=sent, bytes_sent_backward=back)
 
-def _check_blocks(model: Any) -> None:
+
+def _check(model: Any, images: Tensor) -> None:
     """A site that was patched or unpatched since attends within its rank's tokens alone."""
     for i, block in enumerate(model.blocks):
         if not isinstance(block.attn, ShardedAttention):
             raise ModelError(
                 f"blocks.{i}.attn was patched after the model was sharded: shard again"
             )
-    if not model.training:
-        return
-    for path, module in model.named_modules():
-        rate = getattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else 0.0
-        if rate or getattr(module, "drop_prob", 0.0):
-            raise ModelError(
-                f"{path} drops in training, which ranks would do differently: set its rate to 0"
-            )
+    check_drops(model)
+    grid_of(model.patch_embed, images)
 
 
-def _grid(model: Any, images: Tensor) -> tuple[int, int]:
-    """Rows and columns of patches of a batch [B, C, H, W]."""
-    embed = model.patch_embed
-    height, width = images.shape[-2:]
-    if embed.strict_img_size and (height, width) != tuple(embed.img_size):
-        raise ArgumentError(
-            f"images of {height} x {width} pixels: the model takes {embed.img_size[0]} x "
-            f"{embed.img_size[1]}"
-        )
-    rows, columns = embed.patch_size
-    if height % rows or width % columns:
-        raise ArgumentError(
-            f"images of {height} x {width} pixels are not made of patches of {rows} x {columns}"
-        )
-    return height // rows, width // columns
+def _lengths(model: Any, grid: tuple[int, int]) -> tuple[int, ...]:
+    """Each rank's tokens of an image of rows and columns of patches."""
+    tokens = model.num_prefix_tokens + grid[0] * grid[1]
+    return shard_lengths(tokens, by_name(model.elsa_group).size())
 
 
-def _own_tokens(model: Any, grid: tuple[int, int]) -> tuple[int, int]:
-    """Where this rank's run begins and ends; `elsa_lengths` is that of the last image."""
-    group = by_name(model.elsa_group)
-    lengths = shard_lengths(model.num_prefix_tokens + grid[0] * grid[1], group.size())
-    if lengths != model.elsa_lengths:  # images of another size, where the model takes them
-        for module in (model, *(block.attn for block in model.blocks)):
-            module.elsa_lengths = lengths
-    start = sum(lengths[: group.rank()])
-    return start, start + lengths[group.rank()]
+def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> Tensor:
+    """A block on tokens of these lengths: a checkpoint computes it again after images of another
+    size."""
+    if block.attn.elsa_lengths != lengths:
+        block.attn.elsa_lengths = lengths
+    return block(x, **terms)  # type: ignore[no-any-return]
 
 
 def _embedded(model: Any, images: Tensor, grid: tuple[int, int], start: int, stop: int) -> Tensor:
@@ -194,30 +202,3 @@ def _embedded(model: Any, images: Tensor, grid: tuple[int, int], start: int, sto
     if positions is not None and not model.no_embed_class:
         x = x + positions[:, start:stop]
     return model.pos_drop(x)  # type: ignore[no-any-return]
-
-
-def _gathered(model: Any, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[B, n, C] of each rank -> [B, sum(lengths), C] on every rank. Differentiable."""
-    whole: Tensor = torch.ops.elsa.gather_shards(tokens, list(lengths), model.elsa_group)
-    return whole
-
-
-def _pooled(model: Any, x: Tensor, pool_type: str) -> Tensor:
-    """[B, C]: mean, maximum or half their sum, over the tokens of all ranks."""
-    lengths = model.elsa_lengths
-    skipped = 0 if model.pool_include_prefix else model.num_prefix_tokens
-    start = sum(lengths[: by_name(model.elsa_group).rank()])
-    own = x[:, max(skipped - start, 0) :]
-    one_each = [1] * len(lengths)
-    results = []
-    if pool_type in ("max", "avgmax"):
-        # a rank without tokens to pool stays in the graph, for the gradients' sake
-        none = own.shape[1] == 0
-        top = own.sum(1, keepdim=True) + _LOWEST if none else own.amax(1, keepdim=True)
-        results.append(_gathered(model, top, one_each).amax(1))
-    if pool_type in ("avg", "avgmax"):
-        # in float32 as PyTorch's mean has it, rounded once
-        total = own.sum(1, keepdim=True, dtype=state_dtype(x.dtype))
-        mean = _gathered(model, total, one_each).sum(1) / (sum(lengths) - skipped)
-        results.append(mean.to(x.dtype))
-    return results[0] if len(results) == 1 else 0.5 * (results[0] + results[1])
