@@ -51,7 +51,7 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
         found["swin undone"] = swins.undone("even")
         found["models differ"] = models_differ(rank)
         found |= {"agreement": disagreements(rank), "one rank": alone(rank), "plans": plans(rank)}
-        found["compiled"] = compiled(rank)
+        found["compiled"] = compiled(rank) | compiled_models()
         found["ddp"] = models.by_ddp("registers")
         found["undone"] = models.undone("class token")
         found["refused"] = models.refused()
@@ -221,6 +221,21 @@ def compiled(rank: int) -> dict[str, bool]:
         method: equal(call(case, rank, method, whole), call(case, rank, method, caller))
         for method in ("ring", "gather", "heads", "auto")
     }
+
+
+def compiled_models() -> dict[str, bool]:
+    """The same of sharded models, each compiled without a break."""
+    found = {}
+    for name, model, images in (
+        ("vit", models.vit("registers"), models.images("registers")),
+        ("swin", swins.swin("even"), swins.batches("even")[0]),
+    ):
+        elsa.distributed.shard(model)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+            found[name] = torch.equal(whole(images), model(images))
+    return found
 
 
 def lengths_are_kept(rank: int) -> dict[str, Any]:

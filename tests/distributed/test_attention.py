@@ -112,5 +112,5 @@ def test_one_rank(results: Results) -> None:
 def test_compiled_callers(results: Results) -> None:
     for rank in range(2):
         assert results[2][rank]["compiled"] == dict.fromkeys(
-            ("ring", "gather", "heads", "auto"), True
+            ("ring", "gather", "heads", "auto", "vit", "swin"), True
         )
