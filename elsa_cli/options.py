@@ -28,7 +28,7 @@ LONG_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 PRECISIONS = ("strict", "ieee", "turbo", "lean")
 # As `elsa_core.routing.names()`, which a command line that only helps does not import: it needs
 # torch. A test compares them.
-BACKENDS = ("auto", "native", "triton", "sdpa", "eager")
+BACKENDS = ("auto", "native", "triton", "portable", "sdpa", "eager")
 # Rows of a checked batch: more than one, or nothing is known of the later ones, and an odd number.
 CHECKED_ROWS = 3
 # Far above any image a model meets, far below where arithmetic on sizes overflows.
@@ -158,7 +158,7 @@ class FilePath(click.Path):
         super().__init__(path_type=Path, dir_okay=folder)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path; a usage error for nobody's home, a name too long, a loop of links."""
+        """The path; a usage error for an unknown user's home, a name too long, a loop of links."""
         try:
             path = Path(str(super().convert(value, param, ctx))).expanduser()
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -390,7 +390,7 @@ def input_options(function: Function) -> Function:
     options: list[Callable[[Function], Function]] = [
         click.option(
             "--batch-size", "-b", type=click.IntRange(1, LARGEST_BATCH), default=CHECKED_ROWS,
-            show_default=True, help="Images a batch of the check. One shows nothing of the others.",
+            show_default=True, help="Images a batch of the check. One tells nothing of others.",
         ),
         click.option(
             "--images", type=FilePath(folder=True), metavar="DIR",

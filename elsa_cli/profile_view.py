@@ -10,7 +10,7 @@ from elsa_cli.console import Session
 Document = dict[str, Any]
 
 _SLOWEST = 10
-_WIDEST = 22  # characters of a path that the table has room for
+_WIDEST = 22  # characters of a path that the table shows
 
 
 def show(session: Session, document: Document) -> None:
@@ -55,7 +55,7 @@ def _resumed(word: str) -> str:
 def _as_loaded(given: dict[str, Any]) -> list[str]:
     """The options that load the profiled model again, where there was one size and dtype, on the
     device whose times the plan rests on."""
-    from elsa_core.measuring.documents import side
+    from elsa_core.messages import side
 
     said = []
     if given["img_size"] is not None and len(given["img_size"]) == 1:

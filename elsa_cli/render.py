@@ -63,11 +63,11 @@ def inspection(session: Session, found: Inspection) -> None:
     from elsa_core.grouping import group, group_by
 
     rows = []
-    for label, members in group(found.sites, _alike):
+    for label, members in group(found.sites, lambda site: site.alike):
         one = members[0]
         share = sum(site.flops_share or 0.0 for site in members)
         mark = "✓" if one.patchable else "✗"
-        rows.append([f"{mark} {label}", f"{len(members)}x", _class(one), one.kind, _heads(one),
+        rows.append([f"{mark} {label}", f"{len(members)}x", one.class_name, one.kind, _heads(one),
                      _tokens(one), f"{share:.1%}" if share else ""])  # fmt: skip
     # Paths stay whole on a narrow terminal, so that they can be copied.
     session.table(["  site", ">", "class", "kind", ">heads", ">tokens", ">FLOPs"], rows, wrap=2)
@@ -81,7 +81,7 @@ def inspection(session: Session, found: Inspection) -> None:
         session.line("tokens: queries:keys of a call where the two differ", "dim")
     stay = [site for site in found.sites if not site.patchable]
     for reason, members in group_by(stay, lambda site: site.reason):
-        classes = "/".join(dict.fromkeys(map(_class, members)))
+        classes = "/".join(dict.fromkeys(site.class_name for site in members))
         session.line(f"not patchable: {_count(members)} of {classes}: {reason}", "yellow")
     if found.note:
         session.line(found.note, "yellow")
@@ -101,15 +101,15 @@ def patched(session: Session, report: PatchReport) -> None:
     from elsa_core.grouping import group, group_by
 
     rows = [
-        [f"✓ {label}", f"{len(members)}x", _class(members[0]), members[0].kind,
+        [f"✓ {label}", f"{len(members)}x", members[0].class_name, members[0].kind,
          _heads(members[0]), ", ".join(members[0].extra)]
-        for label, members in group(report.patched, _alike)
+        for label, members in group(report.patched, lambda site: site.alike)
     ]  # fmt: skip
     session.table(["  patched", ">", "class", "kind", ">heads", "extra"], rows, wrap=5)
     session.line()
     for reason, members in group_by(report.kept, lambda site: site.reason):
         labels = ", ".join(label for label, _ in group(members, lambda site: site.reason))
-        session.line(f"kept {labels} ({_class(members[0])}): {reason}", "yellow")
+        session.line(f"kept {labels} ({members[0].class_name}): {reason}", "yellow")
     if report.kept:
         session.line()
 
@@ -172,15 +172,6 @@ def _error(value: float | None) -> str:
 def _severity(excess: float | None) -> float:
     # NaN compares false with everything: nothing is worse.
     return math.inf if excess is None or math.isnan(excess) else excess
-
-
-def _alike(site: AttentionSite) -> tuple[Any, ...]:
-    return (site.module_class, site.kind, site.num_heads, site.head_dim, site.query_tokens,
-            site.key_tokens, site.extra, site.patchable, site.reason, site.patched)  # fmt: skip
-
-
-def _class(site: AttentionSite) -> str:
-    return site.module_class.rpartition(".")[2]
 
 
 def _heads(site: AttentionSite) -> str:

@@ -37,7 +37,7 @@ def profile(session: Session, model: str, given: dict[str, Any]) -> None:
     """
     rank = int(os.environ.get("RANK") or 0)
     if rank:
-        session.quiet = True  # rank 0 speaks
+        session.quiet = True  # rank 0 alone writes
     with _rank_0_speaks(rank):
         _check(given)
         names.check(model)

@@ -48,7 +48,7 @@ def importing(leave: Callable[[int], None]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise what a signal asked for and nobody has seen.
+    """Raise what a signal asked for and no code has raised yet.
 
     Raises: KeyboardInterrupt for SIGINT, SystemExit for SIGTERM and SIGHUP.
     """

@@ -48,7 +48,7 @@ def _parts(path: str) -> list[str]:
 def _labelled(items: list[Item]) -> list[tuple[str, list[Item]]]:
     columns = list(zip(*(_parts(item.path) for item in items), strict=True))
     sets = [list(dict.fromkeys(column)) for column in columns]
-    # Ranges speak for every combination of their numbers; where some are missing, divide.
+    # Ranges stand for every combination of their numbers; where some are missing, divide.
     if math.prod(len(values) for values in sets) == len(items):
         return [("".join(_range(values) for values in sets), items)]
     varying = next(i for i, values in enumerate(sets) if len(values) > 1)

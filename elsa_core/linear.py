@@ -49,7 +49,7 @@ def linear(
     `elsa_core.backends.triton.linear.gate`.
 
     On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
-    larger ones that nobody records and that need no gradient are left to PyTorch's oneDNN, in
+    larger ones that no tracer records and that need no gradient are left to PyTorch's oneDNN, in
     parts that round like MKL's. Everything else, and all with precision="ieee", is
     `torch.nn.functional.linear` and what PyTorch has for the rest.
 

@@ -1,10 +1,10 @@
-"""What other libraries say: kept off the terminal, or cut to one line."""
+"""Words of messages, and what other libraries say: kept off the terminal, or cut to one line."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -28,3 +28,8 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's text that says something; its class where none does."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)[:_LONGEST_LINE]
+
+
+def side(size: Sequence[int]) -> str:
+    """An image size in words: `384`, or `384x256`."""
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

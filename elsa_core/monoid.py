@@ -55,7 +55,7 @@ class State(NamedTuple):
             shape: shape of `m` and `S`.
             value_dim: length of one value vector, the last dimension of `W`.
             dtype: a floating dtype; float16 and bfloat16 become float32.
-            device: where the state lives.
+            device: of the state.
 
         Raises:
             ArgumentError: `dtype` is not floating point.
@@ -145,7 +145,7 @@ def merge(a: State, b: State) -> State:
 def merge_(total: State, other: State) -> State:
     """As `merge`, in the memory of `total`, which it returns; `other` is used up. No gradients.
 
-    For states of long sequences, of which nobody else holds a part: nothing of the size of `W` is
+    For states of long sequences that share no memory with others: nothing of the size of `W` is
     allocated.
 
     Raises:

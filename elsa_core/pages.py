@@ -49,7 +49,7 @@ table {{ border-collapse: collapse; background: var(--card); font-size: 14px; }}
 th, td {{ padding: 4px 8px; border: 1px solid var(--line); text-align: right; }}
 td {{ white-space: nowrap; }} td.text {{ white-space: normal; }}
 th {{ background: var(--head); vertical-align: bottom; hyphens: auto; }}
-.text {{ text-align: left; }}
+.text {{ text-align: left; }} .whole {{ white-space: nowrap; }}
 @media screen and (max-width: 1000px) {{
   table, tbody, tr, td {{ display: block; }} thead {{ display: none; }} table {{ width: 100%; }}
   tr {{ border: 1px solid var(--line); padding: 6px 10px; margin-bottom: 8px; }}
@@ -122,11 +122,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(content: str) -> str:
-    """A cell; a long path may be broken behind its dots and underscores."""
+    """A cell; a name stays on one line, a long path may be broken behind dots and underscores."""
     shown = text(content)
-    if len(content) > _WHOLE and re.fullmatch(r"[A-Za-z_][\w.-]+", content):
-        return re.sub(r"([._])(?=\w)", r"\1<wbr/>", shown)
-    return shown
+    if not re.fullmatch(r"[A-Za-z_][\w.+-]+", content):
+        return shown
+    if len(content) <= _WHOLE:
+        return f'<span class="whole">{shown}</span>'
+    return re.sub(r"([._])(?=\w)", r"\1<wbr/>", shown)
 
 
 def text(content: object) -> str:

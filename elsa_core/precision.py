@@ -1,6 +1,6 @@
 """The precisions: what each promises, which dtypes it takes, and the bound that the scan obeys.
 
-The depth L(n, B) and the error bound are those of ELSA, Eq. 6 and Theorem 1. The bound speaks of
+The depth L(n, B) and the error bound are those of ELSA, Eq. 6 and Theorem 1. The bound is about
 the merges alone: the rounding of the scores themselves comes on top and is the same for every
 kernel of the same dtype.
 """
@@ -116,7 +116,7 @@ def depth(n: int, block: int = DEFAULT_BLOCK) -> int:
             raise ArgumentError(f"{name}: {number} keys; use a positive number")
     block = min(block, n)
     blocks = -(-n // block)
-    return _ceil_log2(block) + 2 * _ceil_log2(blocks) + 3
+    return ceil_log2(block) + 2 * ceil_log2(blocks) + 3
 
 
 def unit_roundoff(dtype: torch.dtype = torch.float32) -> float:
@@ -141,7 +141,8 @@ def theorem1_bound(n: int, block: int = DEFAULT_BLOCK, dtype: torch.dtype = torc
     return unit_roundoff(dtype) * depth(n, block)
 
 
-def _ceil_log2(n: int) -> int:
+def ceil_log2(n: int) -> int:
+    """The least e with 2**e >= n, for n > 0."""
     return (n - 1).bit_length()
 
 

@@ -1,6 +1,6 @@
 """Child processes in a process group of their own: what they start ends with them.
 
-While `starting`, no signal handler may raise: a child would be there that nobody knows.
+While `starting`, no signal handler may raise: a child would be there that no code knows of.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls, operators, packing, routing
-from elsa_core.attention import attention, explain
 from elsa_core.backends.eager_varlen import checked_bounds
 from elsa_core.backends.support import Request
+from elsa_core.dense import attention, explain
 from elsa_core.errors import ArgumentError
 from elsa_core.operands import autocast, require_dense
 from elsa_core.routing import Route

@@ -14,7 +14,7 @@ namespace elsa_cuda {
 
 using Words = std::span<const uint64_t>;
 
-// All that a plan depends on, as words; a call that takes more than there is room for has no key.
+// All that a plan depends on, as words; a call that takes more words than fit has no key.
 class Key {
  public:
   void add(uint64_t word) {

@@ -60,7 +60,7 @@ struct ScoreTile {
   int64_t depth;
   float* scores;  // [R][score_stride]
   int64_t score_stride;
-  float* row_max;   // [R][kLanes], running; null where nobody asks
+  float* row_max;   // [R][kLanes], running; null where it is not needed
   int64_t valid;    // keys that exist from the panel's start on
   int64_t visible;  // keys that the first row may see from there on; one more with each row
   bool few;         // the whole problem has few queries or keys, see few_scores

@@ -71,16 +71,25 @@ def is_sound(path: Path) -> bool:
     Raises:
         UnavailableError: the cache cannot be read.
     """
+    return read(path) is not None
+
+
+def read(path: Path) -> bytes | None:
+    """What a file of the cache holds; None where `is_sound` says no.
+
+    Raises:
+        UnavailableError: the cache cannot be read.
+    """
     try:
         content, stored = _own_bytes(path), _own_bytes(_digest_path(path))
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return None
     except OSError as error:
         raise UnavailableError(
             f"the cache {path.parent} cannot be read: {error.strerror or error}; "
             "set ELSA_CACHE_DIR to a directory of yours"
         ) from None
-    return content is not None and stored == _digest(content)
+    return content if content is not None and stored == _digest(content) else None
 
 
 def put(library: Path, path: Path) -> None:

@@ -153,7 +153,7 @@ def _cannot_mend(path: Path, error: UnavailableError) -> UnavailableError:
 
 
 def library_path(recipe: Recipe) -> Path:
-    """Where the library of these sources, compiler, flags and facts lives, built or not.
+    """Where the library of these sources, compiler, flags and facts is kept, built or not.
 
     The name holds two keys, of the facts and of the compiler: where no compiler is left, the
     newest library of the same facts is the answer.

@@ -164,7 +164,7 @@ def build(*, force: bool = False, progress: Callable[[str], None] | None = None)
 
 
 def library_path() -> Path:
-    """Where the library of these sources, compiler, flags and torch version lives.
+    """Where the library of these sources, compiler, flags and torch version is kept.
 
     Raises:
         UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from elsa_core import routing
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.files import write_text
 from elsa_core.measuring import environment
@@ -41,7 +42,6 @@ SCHEMA_VERSION: Final = 1
 WAYS: Final = ("original", "patched")
 MODELS: Final = ("ViT", "Swin")
 DTYPES: Final = ("fp32", "bf16")
-_BACKENDS: Final = {"cpu": "native", "cuda": "triton"}
 _RATE, _DECAY, _BATCH = 3e-3, 0.05, 32
 _SIDE: Final = 16
 _TEST: Final = 5  # every fifth image is for the test
@@ -148,7 +148,7 @@ def train(
     torch.manual_seed(seed)
     model = build(kind, data.side).to(device)
     if way == "patched":
-        patch(model, backend=_BACKENDS[device.type])
+        patch(model, backend=routing.kernels_of("attention", device.type))
     (images, labels), test = ([x.to(device) for x in part] for part in (data.train, data.test))
     steps = epochs * math.ceil(len(images) / _BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=_DECAY)
@@ -217,7 +217,7 @@ def measure(
         "environment": environment.describe(device),
         "settings": {
             "seeds": seeds, "epochs": epochs, "batch": _BATCH, "rate": _RATE, "decay": _DECAY,
-            "backend": _BACKENDS[device.type],
+            "backend": routing.kernels_of("attention", device.type),
             "images": {data.name: [len(data.train[0]), len(data.test[0])] for data in sets},
         },
         "runs": runs,

@@ -23,7 +23,7 @@ from torch.nn import functional
 import elsa_core as elsa
 from elsa_core.backends import cuda
 from elsa_core.measuring import environment
-from elsa_core.measuring.timing import Contender, interleaved
+from elsa_core.measuring.timing import Contender, interleaved, synchronize
 from elsa_core.precision import dtype_name
 
 # Calls between two synchronisations: their launches fit into a device's queue.
@@ -67,12 +67,12 @@ def measure(device: torch.device, rounds: int, calls: int) -> Iterator[dict[str,
     """One row for each pair: medians of rounds in which both take turns, in microseconds."""
 
     def sample(contender: Contender) -> float:
-        _settle(device)
+        synchronize(device)
         started = time.perf_counter()
         for _ in range(calls):
             contender.call()
         took = time.perf_counter() - started
-        _settle(device)
+        synchronize(device)
         return took / calls * 1e6
 
     for operator, dtype, ours, peer in pairs(device):
@@ -85,11 +85,6 @@ def measure(device: torch.device, rounds: int, calls: int) -> Iterator[dict[str,
             "peer_us": round(medians["peer"], 2),
             "ratio": round(medians["elsa"] / medians["peer"], 3), "bar": BARS[operator],
         }  # fmt: skip
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(arguments: list[str]) -> None:

@@ -11,7 +11,6 @@ float64.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from elsa_core import reference
 from elsa_core.attention import attention
 from elsa_core.measuring import environment
+from elsa_core.measuring.memory_limit import release
 from elsa_core.offload import streaming
 from elsa_core.precision import DTYPES
 
@@ -91,7 +91,7 @@ def exceeding(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found
     moved = away[1].nbytes + away[2].nbytes
     with _device_of(moved // 2, device):
         fits = _fits(lambda: [t.to(device) for t in away])
-        _release(device)
+        release(device)
         seconds, out = _timed(lambda: _streamed(*away), lambda: _streamed(*away), rounds)
     report = streaming.report()
     assert report is not None
@@ -137,7 +137,7 @@ def llama(
                 for tokens in sizes.prefill:
                     yield _prefill(model, runner, tokens, dtype, rounds)
         del model, runner
-        _release(device)
+        release(device)
 
 
 def _prefill(model: Any, runner: Streamed | None, tokens: int, dtype: str, rounds: int) -> Found:
@@ -295,7 +295,7 @@ def _device_of(size: int, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    _release(device)
+    release(device)
     total = torch.cuda.get_device_properties(device).total_memory
     allowed = min(1.0, (torch.cuda.memory_reserved(device) + size) / total)
     torch.cuda.set_per_process_memory_fraction(allowed, device)
@@ -311,12 +311,6 @@ def _fits(make: Callable[[], object]) -> bool:
     except torch.OutOfMemoryError:
         return False
     return True
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _wait() -> None:
@@ -350,7 +344,7 @@ def main() -> None:
             for row in group:
                 rows.append(row)
                 sys.stderr.write(f"{json.dumps(row)}\n")
-            _release(device)
+            release(device)
     document = {"environment": environment.describe(device), "cases": rows}
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 

@@ -58,6 +58,24 @@ def summary(document: Document) -> str:
         text += f" Wrong results: {', '.join(wrong)}."
     if document["results"]["busy"]:
         text += f" The machine was not free: {document['results']['busy']}."
+    return text + _of_errors(document["results"])
+
+
+def _of_errors(results: Document) -> str:
+    """What the column of errors is of, where it is not of the calls that were timed."""
+    cases = [case for case in results["cases"] if case["errors"] is not None]
+    known = [
+        (case["case"]["batch"] == 1 and case["best_own"] == "patched")
+        or any(m.get("error") is not None for m in case["measurements"])
+        for case in cases
+    ]
+    text = ""
+    if results.get("errors_measured"):
+        where = label(results["errors_measured"])
+        text = f" Errors of the same calls were measured apart, on {where}."
+    if not all(known):
+        some = f"In {known.count(False)} of {len(known)} cases errors" if any(known) else "Errors"
+        text += f" {some} are of the first image of the batch, run eagerly."
     return text
 
 

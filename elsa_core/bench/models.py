@@ -8,7 +8,6 @@ a long run can be stopped and resumed.
 from __future__ import annotations
 
 import fnmatch
-import gc
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.files import write_text
 from elsa_core.measuring import busy, environment
 from elsa_core.measuring.documents import finite
-from elsa_core.measuring.memory_limit import limited
+from elsa_core.measuring.memory_limit import limited, release
 from elsa_core.measuring.rounds import Settings
 from elsa_core.messages import first_line
 from elsa_core.model_runs import variants
@@ -178,6 +177,13 @@ def build(case: ModelCase, device: torch.device, seed: int) -> nn.Module:
     return tower.eval().to(device=device, dtype=DTYPES[case.dtype])
 
 
+def images(case: ModelCase, device: torch.device, seed: int) -> torch.Tensor:
+    """The batch of a case, [batch, 3, image_size, image_size]: normal numbers from `seed`."""
+    shape = (case.batch, 3, case.image_size, case.image_size)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device, DTYPES[case.dtype])
+
+
 def run(
     cases: Sequence[ModelCase],
     document: Document,
@@ -221,7 +227,7 @@ def run(
             _in_order(results["cases"], cases)
             results["complete"] = not left(cases, document)
             keep(document)
-            _free(device)
+            release(device)
     finally:
         torch.set_float32_matmul_precision(matmul)
     return document
@@ -240,16 +246,14 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
         with limited(device):
             tell("building", 0, 0)
             model = build(case, device, settings["seed"])
-            generator = torch.Generator().manual_seed(settings["seed"])
-            shape = (case.batch, 3, case.image_size, case.image_size)
-            images = torch.randn(shape, generator=generator).to(device, DTYPES[case.dtype])
+            given = images(case, device, settings["seed"])
             how = Settings(settings["rounds"], settings["budget_seconds"], settings["seed"])
             found = measure_runs(
-                model, images, how, baselines=settings["baselines"], precision=case.precision,
+                model, given, how, baselines=settings["baselines"], precision=case.precision,
                 backend=settings["backend"], progress=tell,
             )  # fmt: skip
             tell("checking", 0, 0)
-            return result(case, found, _checked(model, images, case, settings["backend"]))
+            return result(case, found, _checked(model, given, case, settings["backend"]))
     except (ElsaError, RuntimeError, MemoryError) as error:
         return empty(case, first_line(error))
 
@@ -285,12 +289,12 @@ def result(case: ModelCase, found: ModelRuns, failures: list[str]) -> Document:
     }
 
 
-def _checked(model: nn.Module, images: torch.Tensor, case: ModelCase, backend: str) -> list[str]:
+def _checked(model: nn.Module, given: torch.Tensor, case: ModelCase, backend: str) -> list[str]:
     """Which sites disagree on one image, each alone; the runs' own errors show less of one site."""
     patched = shared_copy(model)
     patch(patched, precision=case.precision, backend=backend)
     try:
-        found = check(patched, images[:1], stress=False, batch_size=1, paths=("eager",))
+        found = check(patched, given[:1], stress=False, batch_size=1, paths=("eager",))
     except (ElsaError, RuntimeError, MemoryError):
         return []
     return list(found.failures)
@@ -314,12 +318,6 @@ def _busy(device: torch.device, *, first: bool) -> str:
 def _in_order(results: list[Document], cases: Sequence[ModelCase]) -> None:
     places = {case.name: i for i, case in enumerate(cases)}
     results.sort(key=lambda each: places.get(each["case"]["name"], len(places)))
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def settings(

@@ -18,7 +18,7 @@ from elsa_core.bench.cases import Case
 from elsa_core.bench.peers import Inputs
 from elsa_core.errors import UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
-from elsa_core.precision import depth, theorem1_bound, unit_roundoff
+from elsa_core.precision import ceil_log2, depth, theorem1_bound, unit_roundoff
 
 _STATE_BYTES: Final = 4
 _CONSTANT: Final = 3  # the constant of Eq. 6, counted in every schedule alike
@@ -83,7 +83,7 @@ class Partition:
     @property
     def leaf_levels(self) -> int:
         """Levels of one leaf, counted as Eq. 6 counts a block: ceil(log2 of its keys)."""
-        return _levels(min(self.key_tile, self.keys))
+        return ceil_log2(min(self.key_tile, self.keys))
 
     @property
     def chain_merges(self) -> int:
@@ -98,7 +98,7 @@ class Partition:
     @property
     def tree_levels(self) -> int:
         """Levels of the tree over the splits."""
-        return _levels(self.splits)
+        return ceil_log2(self.splits)
 
     @property
     def depth(self) -> int:
@@ -287,7 +287,3 @@ def _gpu(query: Tensor) -> str:
     how = "" if table.measured else ", tiles not measured"
     here = "" if query.is_cuda else ", planned without it"
     return f"{table.gpu}, {multiprocessors} multiprocessors{how}{here}"
-
-
-def _levels(count: int) -> int:
-    return (count - 1).bit_length()

@@ -153,7 +153,7 @@ def contenders(given: Operands, causal: bool, run: Callable[..., Any]) -> list[C
 def measured(kind: str, length: int, dtype: str, causal: bool, device: str) -> dict[str, Any]:
     """One row: times in milliseconds, ratios to the kernel that leaves out nothing, counts."""
     given = operands(kind, length, DTYPES[dtype], device)
-    backend = "triton" if device == "cuda" else "native"
+    backend = routing.kernels_of("sparse_attention", device)
     # loads the kernels: an operator without them is plain PyTorch
     routing.name_of("sparse_attention", device, DTYPES[dtype], DIM, DIM, "strict", backend)
     run = routing.RUNS["sparse_attention", backend]

@@ -26,8 +26,8 @@ from typing import Any, Final
 from elsa_core.bench import cases as attention_cases
 from elsa_core.bench import model_tables, models, training
 from elsa_core.errors import ArgumentError
-from elsa_core.measuring.documents import side
 from elsa_core.measuring.environment import label
+from elsa_core.messages import side
 
 RESULTS: Final = Path(__file__).parent / "results"
 """Where a checkout keeps the published results; an installed package has none."""

@@ -36,7 +36,7 @@ class Sum(NamedTuple):
     """How a product is summed.
 
     Attributes:
-        channels: of one accumulator of the tensor cores; float32 additions gather them.
+        channels: of one accumulator of the tensor cores; float32 additions sum them.
         centred: every so many accumulators one is made larger by 2**-23; 0: none.
         truncates: whether the accumulators truncate; else they are exact.
     """

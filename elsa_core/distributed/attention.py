@@ -58,7 +58,7 @@ def attention(
         enable_gqa: allow fewer key/value heads than query heads.
         lengths: the tokens of every rank, in their order, where queries and keys have the same: the
             ranks then compare once for each kind of call, and later calls send data alone. All
-            ranks must give the same, and from then on make the same calls: nobody compares them.
+            ranks must give the same, and from then on make the same calls: they are not compared.
         precision, backend: as in `elsa_core.attention`.
 
     Returns:

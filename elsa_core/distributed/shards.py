@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import monoid, routing
-from elsa_core.attention import attention as attend
+from elsa_core.dense import attention as attend
 from elsa_core.monoid import State, state_dtype
 
 

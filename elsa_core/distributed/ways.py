@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elsa_core import monoid
-from elsa_core.attention import attention as attend
+from elsa_core.dense import attention as attend
 from elsa_core.distributed import groups, shards
 from elsa_core.distributed.agreement import Agreement
 from elsa_core.distributed.shards import Rows, Run, Saved, Sums, Wanted

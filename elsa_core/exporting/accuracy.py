@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from elsa_core.errors import ExportError
 from elsa_core.exporting.reference import BATCH_SIZES, flat
 from elsa_core.inputs.cases import ModelInput
+from elsa_core.measuring.documents import finite
 from elsa_core.messages import first_line, quiet
 from elsa_core.patching import original
 from elsa_core.proof import map_floating
@@ -88,8 +89,8 @@ class Exact:
             "output_std": float(self.output.std(unbiased=False)),
             "costs": {
                 name: {
-                    "mean_error": _number(cost.mean),
-                    "max_error": _number(cost.maximum),
+                    "mean_error": finite(cost.mean),
+                    "max_error": finite(cost.maximum),
                     "class_changed": cost.changed if classes else None,
                 }
                 for name, cost in {"float32": self.own, **costs}.items()
@@ -134,14 +135,10 @@ def _run(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
 
 def _cost(output: Tensor, exact: Tensor) -> Cost:
     errors = (output - exact).abs()
-    finite = bool(errors.isfinite().all())
+    known = bool(errors.isfinite().all())
     changed = int((output.flatten(1).argmax(1) != exact.flatten(1).argmax(1)).sum())
-    mean, most = (float(errors.mean()), float(errors.max())) if finite else (math.inf, math.inf)
+    mean, most = (float(errors.mean()), float(errors.max())) if known else (math.inf, math.inf)
     return Cost(mean, most, changed)
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def rows(accuracy: Mapping[str, Any]) -> list[list[str]]:

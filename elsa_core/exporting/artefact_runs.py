@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Any
 
 from elsa_core.exporting import reference as references
 from elsa_core.exporting.fresh import FreshRun, fresh_run
+from elsa_core.measuring.documents import finite
 
 INT8 = "onnx-int8"
 _OPENVINO = "openvino"
@@ -48,7 +48,7 @@ class ArtefactReport:
             "status": self.status,
             "reason": self.reason,
             "batches": {
-                str(size): {"error": _number(error), "allowed": _number(allowed)}
+                str(size): {"error": finite(error), "allowed": finite(allowed)}
                 for size, (error, allowed) in self.batches.items()
             },
             "openvino": self.openvino,
@@ -173,7 +173,3 @@ def _ways(name: str, artefact: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 def _size(directory: Path, artefact: Mapping[str, Any]) -> int:
     return (directory / str(artefact["file"])).stat().st_size
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

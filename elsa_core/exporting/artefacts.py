@@ -35,6 +35,8 @@ FILES = {
     "aoti": "model.aoti.pt2",
     "onnx-int8": "model.int8.onnx",
 }
+# model.onnx comes after model.pt2, whose program it rewrites.
+_ORDER = ("torchscript", "pt2", "aoti", "onnx", "onnx-int8")
 TORCH_LIBRARY = "lib/libelsa_torch.so"
 ONNX_LIBRARY = "lib/libelsa_onnxruntime.so"
 # Less free space than this on the disk means that a failed write ran out of it.
@@ -54,75 +56,100 @@ class Choices:
     labels: tuple[str, ...] = ()
 
 
-def write_artefact(
-    name: str, exported: ExportTarget, chosen: Choices, staging: Path, say: Say
-) -> tuple[str, ...]:
-    """Write one artefact; returns elsa's operators in its graph, torch's or ONNX's names.
+def write_artefacts(
+    exported: ExportTarget, chosen: Choices, staging: Path, say: Say
+) -> dict[str, tuple[str, ...]]:
+    """Write each artefact; returns elsa's operators in its graph, torch's or ONNX's names.
 
     Raises:
         ExportError: the model cannot be written in this format, or the file is not the model.
         UnavailableError: a package or a compiler is missing.
         OSError: the file cannot be written.
     """
-    path = staging / FILES[name]
-    say(f"exporting {FILES[name]}")
+    used, writer = {}, _Writer(exported, chosen, staging)
+    for name in sorted(chosen.formats, key=_ORDER.index):
+        say(f"exporting {FILES[name]}")
+        used[name] = _written(name, writer)
+    return {name: used[name] for name in chosen.formats}
+
+
+def _written(name: str, writer: _Writer) -> tuple[str, ...]:
     try:
-        if name == "torchscript":
-            return torchscript.export_torchscript(
-                exported.model, exported.first, path, facts=_facts(exported)
-            )
-        if name == "onnx":
-            return _write_onnx(exported, chosen, path)
-        if name == "onnx-int8":
-            quantised.quantise(staging / FILES["onnx"], path)
-            return _elsa_nodes(path)
-        program = exported_program.export_program(
-            exported.model,
-            exported.first,
-            dynamic_size=chosen.dynamic_size and name == "pt2",
-            step=size_step(exported),
-        )
-        if name == "pt2":
-            if chosen.dynamic_size:
-                _prove_other_sizes(exported, program)
-            exported_program.save_program(program, path)
-        else:
-            exported_program.compile_program(program, path)
-        return operators.in_program(program)
+        return writer.write(name)
     except (ElsaError, OSError):
         raise
     except Exception as error:
         # PyTorch's writers report a full disk as a RuntimeError of their own words.
-        if shutil.disk_usage(staging).free < _NO_ROOM:
+        if shutil.disk_usage(writer.staging).free < _NO_ROOM:
             raise OSError(errno.ENOSPC, "No space left on device") from error
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ExportError(f"{FILES[name]} cannot be written: {line[:300]}") from error
 
 
-def _write_onnx(exported: ExportTarget, chosen: Choices, path: Path) -> tuple[str, ...]:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401  # what is not run is not written
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise UnavailableError(
-            f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime, or "
-            "name other --formats"
-        ) from None
-    export_onnx(
-        exported.model,
-        exported.first,
-        path,
-        mode=chosen.onnx_mode,
-        opset=chosen.opset,
-        input_names=exported.input_names,
-        output_names=exported.output_names,
-        dynamic_batch=True,
-    )
-    names = _elsa_nodes(path)
-    if not names and chosen.onnx_mode != "standard":
-        raise ExportError("model.onnx calls none of elsa's operators: no patched site was reached")
-    return names
+@dataclass
+class _Writer:
+    """Writes the artefacts of one bundle. torch.export traces a model once for model.pt2 and
+    model.onnx: `program` is the one that model.pt2 holds, of an open batch."""
+
+    exported: ExportTarget
+    chosen: Choices
+    staging: Path
+    program: torch.export.ExportedProgram | None = None
+
+    def write(self, name: str) -> tuple[str, ...]:
+        exported, path = self.exported, self.staging / FILES[name]
+        if name == "torchscript":
+            return torchscript.export_torchscript(
+                exported.model, exported.first, path, facts=_facts(exported)
+            )
+        if name == "onnx":
+            return self._write_onnx(path)
+        if name == "onnx-int8":
+            quantised.quantise(self.staging / FILES["onnx"], path)
+            return _elsa_nodes(path)
+        dynamic_size = self.chosen.dynamic_size and name == "pt2"
+        program = exported_program.export_program(
+            exported.model, exported.first, dynamic_size=dynamic_size, step=size_step(exported)
+        )
+        names = operators.in_program(program)
+        if name == "aoti":
+            exported_program.compile_program(program, path)
+            return names
+        if dynamic_size:
+            _prove_other_sizes(exported, program)
+        else:
+            self.program = program
+        exported_program.save_program(program, path)
+        return names
+
+    def _write_onnx(self, path: Path) -> tuple[str, ...]:
+        try:
+            import onnx  # noqa: F401
+            import onnxruntime  # noqa: F401  # what is not run is not written
+            import onnxscript  # noqa: F401
+        except ImportError as error:
+            raise UnavailableError(
+                f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime, "
+                "or name other --formats"
+            ) from None
+        mode, exported = self.chosen.onnx_mode, self.exported
+        export_onnx(
+            exported.model,
+            exported.first,
+            path,
+            mode=mode,
+            opset=self.chosen.opset,
+            input_names=exported.input_names,
+            output_names=exported.output_names,
+            dynamic_batch=True,
+            program=self.program,
+        )
+        names = _elsa_nodes(path)
+        if not names and mode != "standard":
+            raise ExportError(
+                "model.onnx calls none of elsa's operators: no patched site was reached"
+            )
+        return names
 
 
 def _elsa_nodes(path: Path) -> tuple[str, ...]:

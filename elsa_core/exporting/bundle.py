@@ -18,7 +18,7 @@ from elsa_core.errors import ArgumentError, ExportError, ModelError, Unavailable
 from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.archive import unpacked, write_zip
 from elsa_core.exporting.artefact_runs import INT8, ArtefactReport, judged, run_all
-from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefact, write_libraries
+from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefacts, write_libraries
 from elsa_core.exporting.description import describe
 from elsa_core.exporting.export_target import ExportTarget, export_target
 from elsa_core.exporting.labels import write_labels
@@ -269,9 +269,7 @@ def _write(
     say("writing weights")
     write_model(staging, exported.model, exported.plan, exported.loaded)
     write_reference(reference, staging / REFERENCE_NAME)
-    used = {}
-    for name in chosen.formats:
-        used[name] = write_artefact(name, exported, chosen, staging, say)
+    used = write_artefacts(exported, chosen, staging, say)
     libraries = write_libraries(exported, chosen, staging, say)
     manifest = describe(exported, chosen, reference, check, used, libraries)
     manifest["labels"] = write_labels(exported, chosen.labels, staging)

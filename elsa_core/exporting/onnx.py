@@ -37,6 +37,7 @@ def export_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = True,
+    program: torch.export.ExportedProgram | None = None,
 ) -> tuple[Path, ...]:
     """Write a patched model as ONNX.
 
@@ -52,6 +53,8 @@ def export_onnx(
         input_names: one a tensor; default "input" or "input_0", ...
         output_names: one a tensor; default "output" or "output_0", ...
         dynamic_batch: leave the batch open; its dimension is called "batch".
+        program: what torch.export made of the module and these inputs; it is rewritten. Default:
+            the module is exported now.
 
     Returns:
         The files written. They appear under their names at the end, or not at all.
@@ -69,7 +72,12 @@ def export_onnx(
         raise ArgumentError(
             f"input_names has {len(input_names)} names for {len(example_inputs)} inputs"
         )
-    program = _program(module, example_inputs, dynamic_batch)
+    from elsa_core.exporting import onnx_graph
+
+    if program is None:
+        program = _program(module, example_inputs, dynamic_batch)
+    if onnx_graph.rewrite(program) == 0:
+        raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
     model = _translate(program, mode, opset)
     _rename(model, input_names, output_names)
     if dynamic_batch:
@@ -80,9 +88,6 @@ def export_onnx(
 def _program(
     module: nn.Module, inputs: tuple[Tensor, ...], dynamic_batch: bool
 ) -> torch.export.ExportedProgram:
-    """torch.export, with one node for each attention."""
-    from elsa_core.exporting import onnx_graph
-
     shapes = None
     if dynamic_batch:
         # A batch of one would be taken for a constant.
@@ -93,10 +98,7 @@ def _program(
     def export() -> torch.export.ExportedProgram:
         return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
 
-    program = attempt("torch.export", module, export)
-    if onnx_graph.rewrite(program) == 0:
-        raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
-    return program
+    return attempt("torch.export", module, export)
 
 
 def _translate(program: torch.export.ExportedProgram, mode: str, opset: int) -> ir.Model:

@@ -33,7 +33,7 @@ def build(*, force: bool = False, progress: Callable[[str], None] | None = None)
 
 
 def library_path() -> Path:
-    """Where the library of these sources, compiler and flags lives, built or not.
+    """Where the library of these sources, compiler and flags is kept, built or not.
 
     Raises:
         UnavailableError: no compiler and nothing built ahead, or a cache that cannot be read.

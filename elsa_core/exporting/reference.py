@@ -248,7 +248,7 @@ def _judged(
         reason = f"output {index} has shape {list(got.shape)}, expected {list(exact.shape)}"
         return Judgement(batch, index, math.inf, 0.0, reason)
     values = torch.from_numpy(np.asarray(got, dtype=np.float64))
-    comparison = Comparison(FACTOR, eps, exact.numel())
+    comparison = Comparison(FACTOR, eps, values=exact.numel())
     finite = exact.isfinite()
     agrees = torch.where(finite, values.isfinite(), values == exact)
     comparison.patched_bad = int((~agrees).sum())

@@ -27,7 +27,7 @@ class Reads(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reason = ""
         self._device = device
-        self._made: set[int] = set()  # storages; an outer one lives throughout: no number is both
+        self._made: set[int] = set()  # storages; outer ones are never freed here: no number is both
         self._outer: dict[int, Tensor] = {}
 
     def __enter__(self) -> Reads:

@@ -119,7 +119,7 @@ def shallow(recipe: Recipe) -> nn.Module:
                 model.probe_size = candidate.size  # type: ignore[assignment]
                 return model
     if sum(p.numel() for p in build_meta(recipe).parameters()) > _MAX_PROBE_PARAMETERS:
-        raise ModelError(f"{label(recipe)} is too large to be compared with its like")
+        raise ModelError(f"{label(recipe)} is too large to be compared with similar models")
     return build(recipe)
 
 

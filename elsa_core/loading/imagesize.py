@@ -17,7 +17,7 @@ from elsa_core.loading.libraries import (
     resized,
 )
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
-from elsa_core.messages import first_line
+from elsa_core.messages import first_line, side
 
 MEMORY_SHARE = 0.8
 # A block holds its input, a hidden layer and what that is made of at once.
@@ -39,12 +39,12 @@ def checked_size(image_size: int | Sequence[int]) -> tuple[int, int]:
         raise ArgumentError(
             f"image_size (--img-size) must be one or two whole numbers, not {image_size!r}"
         )
-    for side in pair:
-        if side < 1:
-            raise ArgumentError(f"image_size (--img-size) must be positive, not {side}")
-        if side > MAX_IMAGE_SIZE:
+    for extent in pair:
+        if extent < 1:
+            raise ArgumentError(f"image_size (--img-size) must be positive, not {extent}")
+        if extent > MAX_IMAGE_SIZE:
             raise ArgumentError(
-                f"image_size (--img-size) {side} is beyond the limit of {MAX_IMAGE_SIZE} pixels"
+                f"image_size (--img-size) {extent} is beyond the limit of {MAX_IMAGE_SIZE} pixels"
             )
     return pair[0], pair[1]
 
@@ -70,8 +70,8 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     if step is not None and (size[0] % step[0] or size[1] % step[1]):
         near = _join(_neighbours(size[0], step[0]) if step[0] == step[1] else ())
         raise ArgumentError(
-            f"image_size (--img-size) {_words(size)} is not a multiple of the patch size"
-            f" {_words(step)} of {recipe.name}{near}"
+            f"image_size (--img-size) {side(size)} is not a multiple of the patch size"
+            f" {side(step)} of {recipe.name}{near}"
         )
     target = resized(recipe, size)
     problem = _problem(target)
@@ -79,7 +79,7 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     if problem is not None and _problem(recipe, original) is None:
         near = _join(_valid_near(recipe, size[0]))
         raise ArgumentError(
-            f"image_size (--img-size) {_words(size)} does not suit {recipe.name}: {problem}{near}"
+            f"image_size (--img-size) {side(size)} does not suit {recipe.name}: {problem}{near}"
         )
     return target
 
@@ -126,7 +126,7 @@ def _check_memory(needed: int, recipe: Recipe) -> None:
         return
     if needed > MEMORY_SHARE * present:
         raise TooLargeError(
-            f"image_size (--img-size) {_words(recipe.size)} makes {recipe.name} need about"
+            f"image_size (--img-size) {side(recipe.size)} makes {recipe.name} need about"
             f" {needed / 2**30:.0f} GiB for one image; this machine has {present / 2**30:.0f} GiB"
         )
 
@@ -154,7 +154,3 @@ def _join(sizes: tuple[int, ...]) -> str:
     if not sizes:
         return ""
     return f"; nearest valid: {' or '.join(str(size) for size in sizes)}"
-
-
-def _words(size: tuple[int, int]) -> str:
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

@@ -72,7 +72,7 @@ def recognise(
     if not found and _is_convolutional(shapes):
         raise ModelError(
             f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
-            " linear layers, as of a ResNet; elsa has nothing to do in it"
+            " linear layers, as of a ResNet; elsa has nothing to patch in it"
         )
     if not found:
         raise ModelError(

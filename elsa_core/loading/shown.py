@@ -84,7 +84,7 @@ def _swin(shapes: Shapes, stages: Mapping[str, int]) -> list[Shown]:
     apart = Shown(args | {"window_size": known})  # a window of its own for every stage
     if grid is not None:
         return [Shown(args, (grid * patch, grid * patch)), apart]
-    # Every stage has room for a whole window: at the usual size, or at least at this one.
+    # Every stage holds a whole window: at the usual size, or at least at this one.
     least = max(known) * 2 ** (len(known) - 1) * patch
     return [Shown(args), Shown(args, (least, least)), apart]
 

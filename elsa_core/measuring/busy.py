@@ -36,7 +36,7 @@ def reason(device: torch.device | str) -> str:
 
 
 class Watch:
-    """Looks at the machine over the length of a measurement; `warnings` tells what was wrong."""
+    """Looks at the machine over the length of a measurement; `warnings` says what was wrong."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,15 +1,9 @@
-"""Plain data in result documents: numbers that JSON can hold, sizes in words."""
+"""Plain data in result documents: numbers that JSON can hold."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
-
-
-def side(size: Sequence[int]) -> str:
-    """An image size in words: `384`, or `384x256`."""
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
 def finite(value: Any) -> Any:

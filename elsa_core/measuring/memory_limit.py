@@ -6,13 +6,14 @@ Without it Linux hands out more memory than there is, and later kills the proces
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import torch
 
-_SHARE: Final = 0.9  # of what is available: the system needs some to breathe
+_SHARE: Final = 0.9  # of what is available: the system needs the rest
 
 
 @contextlib.contextmanager
@@ -72,3 +73,10 @@ def _address_space() -> int | None:
             if line.startswith("VmSize:"):
                 return int(line.split()[1]) * 1024
     return None
+
+
+def release(device: torch.device) -> None:
+    """Give memory that nothing refers to back to the system."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -47,7 +47,7 @@ class Sample:
 
 
 class Clock(Protocol):
-    """Watches parts of a contender's calls; see `elsa_core.profiling.sites`."""
+    """Times parts of a contender's calls; see `elsa_core.profiling.sites`."""
 
     def reset(self) -> None:
         """Forget the calls so far."""
@@ -94,7 +94,7 @@ def take_samples(
         contenders: whole models, called without arguments.
         device: where they run.
         settings: rounds and budget.
-        clocks: by contender's name, what watches parts of its calls.
+        clocks: by contender's name, what times parts of its calls.
         progress: called with (rounds done, rounds expected).
         first: seconds of calls that were made before, by name. A call that takes 2% of the budget
             is not made again to warm up.

@@ -278,3 +278,9 @@ def _resident(field_name: str) -> int | None:
             if line.startswith(f"{field_name}:"):
                 return int(line.split()[1]) * 1024
     return None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU has been given to do; a CPU has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

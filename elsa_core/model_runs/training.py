@@ -198,7 +198,7 @@ def measure_training(
     own = own_copy(model)
     wanted = [each for each in own.parameters() if each.requires_grad]
     if not wanted:
-        raise ArgumentError("training: no parameter of this model wants a gradient")
+        raise ArgumentError("training: no parameter of this model requires a gradient")
     optimizer = torch.optim.AdamW(wanted, lr=_RATE, fused=True)
     loss = loss_for(first.shape[0], settings.seed)
 

@@ -54,7 +54,7 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """PyTorch's memory counters, events and graphs speak of the current GPU."""
+    """PyTorch's memory counters, events and graphs are those of the current GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

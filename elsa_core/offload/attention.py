@@ -91,7 +91,9 @@ def attention(
         with torch.autocast(query.device.type, torch.get_autocast_dtype(place.type)):
             query, key, value, attn_mask = operands.autocast(query, key, value, attn_mask)
     if calls.wanted(attn_mask=attn_mask):
-        raise ArgumentError("attn_mask wants a gradient, which a streamed call has not: detach it")
+        raise ArgumentError(
+            "attn_mask requires a gradient, which streamed calls do not compute: detach it"
+        )
     for name, given in (("offload_block", block), ("query_block", query_block)):
         if given is not None and given < 1:
             raise ArgumentError(f"{name}={given} must be 1 or more")

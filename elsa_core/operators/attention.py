@@ -86,7 +86,7 @@ def backward_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, attn_mask, *terms = inputs
-    ctx.set_materialize_grads(False)  # what tells a gradient of lse that is none from zeros
+    ctx.set_materialize_grads(False)  # None then means no gradient of lse, not zeros
     ctx.save_for_backward(query, key, value, attn_mask, *output)
     ctx.terms = terms
 

@@ -69,7 +69,7 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *operands, is_causal, scale, precision, dropout_p, seed = inputs
-    ctx.set_materialize_grads(False)  # what tells a gradient of lse that is none from zeros
+    ctx.set_materialize_grads(False)  # None then means no gradient of lse, not zeros
     ctx.save_for_backward(*operands, *output, seed)
     ctx.terms = (is_causal, scale, precision, dropout_p)
 

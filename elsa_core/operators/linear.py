@@ -240,15 +240,29 @@ def gradients_of(
             of_scale = _rows(grad_out * out).sum(0)
         grad_out = grad_out if scale is None else grad_out * scale
         grad_out = _slope(activation, product, grad_out)
-    absent = grad_out.new_empty(0)
-    grads = torch.ops.elsa.linear_backward.default(
-        grad_out,
-        absent if input is None else input,
-        absent if weight is None else weight,
-        precision,
-        list(wanted[:3]),
-    )
-    return *needed(grads, wanted[:3]), of_scale
+    compute = torch.ops.elsa.linear_backward.default
+    return *_gradients(compute, grad_out, input, weight, precision, wanted[:3]), of_scale
+
+
+def _gradients(
+    compute: Any, grad_out: Tensor, input: Tensor | None, weight: Tensor | None, precision: str,
+    wanted: Sequence[bool],
+) -> Grads:  # fmt: skip
+    """Gradients of input, weight and bias, None where one is not wanted.
+
+    `compute` takes what `elsa::linear_backward` takes. The bias's sum is PyTorch's on every device,
+    and not part of that call: what is left are launches alone, which the CUDA library keeps.
+    """
+    of_bias = _rows(grad_out).sum(0, dtype=grad_out.dtype) if wanted[2] else None
+    if not any(wanted[:2]):
+        return None, None, of_bias
+    none = grad_out.new_empty(0)
+    products = [*wanted[:2], False]
+    grads = compute(
+        grad_out, none if input is None else input, none if weight is None else weight, precision,
+        products,
+    )  # fmt: skip
+    return *needed(grads, products)[:2], of_bias
 
 
 class Eager(torch.autograd.Function):
@@ -277,13 +291,9 @@ class Eager(torch.autograd.Function):
         precision, compute = ctx.terms
         if torch.is_grad_enabled() or calls.watched():  # a second derivative may be asked for
             compute = torch.ops.elsa.linear_backward.default
-        wanted = list(ctx.needs_input_grad[:3])
-        absent = grad_out.new_empty(0)
-        grads = compute(
-            grad_out, absent if input is None else input, absent if weight is None else weight,
-            precision, wanted,
-        )  # fmt: skip
-        return *needed(grads, wanted), None, None, None
+        wanted = ctx.needs_input_grad[:3]
+        grads = _gradients(compute, grad_out, input, weight, precision, wanted)
+        return *grads, None, None, None
 
 
 def _slope(activation: str, x: Tensor, grad: Tensor) -> Tensor:

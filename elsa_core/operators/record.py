@@ -172,6 +172,28 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
     _LIBRARY.impl(name, kernel, key)
 
 
+def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -> Any:
+    """Define `elsa::<name>`: a record's operator by another kernel of one dispatch key, with the
+    gradients of `elsa::<record.name>`. The record has a fake and an operator of its gradients.
+
+    Returns:
+        Its overload.
+    """
+    gradients = record.gradients
+    assert record.fake is not None and gradients is not None
+    _LIBRARY.define(name + record.schema)
+    _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
+    backward = getattr(torch.ops.elsa, f"{record.name}_backward").default
+    torch.library.register_autograd(
+        f"elsa::{name}", partial(gradients.formula, backward),
+        setup_context=gradients.setup_context, lib=_LIBRARY,
+    )  # fmt: skip
+    _translate(name, record)
+    _BY_SCHEMA[f"elsa::{name}"] = record
+    return getattr(torch.ops.elsa, name).default
+
+
 def needed(grads: Iterable[Tensor], needs: Iterable[bool]) -> Grads:
     """The gradients that were wanted; None for the others."""
     return tuple(grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))

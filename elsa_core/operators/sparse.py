@@ -48,7 +48,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     *operands, is_causal, scale, precision, threshold, _ = inputs
     out, lse, counts = output
     ctx.mark_non_differentiable(counts)
-    ctx.set_materialize_grads(False)  # what tells a gradient of lse that is none from zeros
+    ctx.set_materialize_grads(False)  # None then means no gradient of lse, not zeros
     ctx.save_for_backward(*operands, out, lse)
     ctx.terms = (is_causal, scale, precision)
     ctx.inexact = -math.inf < threshold < 0.0

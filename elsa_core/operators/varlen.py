@@ -56,7 +56,7 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # what tells a gradient of lse that is none from zeros
+    ctx.set_materialize_grads(False)  # None then means no gradient of lse, not zeros
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.terms = inputs[5:]
 

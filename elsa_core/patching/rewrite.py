@@ -359,5 +359,5 @@ def shared_copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(
-            f"this model cannot be copied, so nothing can stand beside it ({error})"
+            f"this model cannot be copied, so there is no original to compare with ({error})"
         ) from error

@@ -81,6 +81,19 @@ class AttentionSite:
     adapter: str | None
     patched: bool
 
+    @property
+    def class_name(self) -> str:
+        """The class without its module."""
+        return self.module_class.rpartition(".")[2]
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What sites that share a row of a table have in common."""
+        return (
+            self.module_class, self.kind, self.num_heads, self.head_dim, self.query_tokens,
+            self.key_tokens, self.extra, self.patchable, self.reason, self.patched,
+        )  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self) | {"extra": list(self.extra)}

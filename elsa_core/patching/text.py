@@ -6,7 +6,7 @@ Identical sites of one pattern become `blocks.0-11.attn`, 12 times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elsa_core.grouping import group, group_by
 
@@ -21,7 +21,7 @@ def sites_table(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Titles, and a row for each group of equal sites; columns of which nothing is known are left
     out."""
-    rows = [_row(label, members) for label, members in group(sites, _alike)]
+    rows = [_row(label, members) for label, members in group(sites, lambda site: site.alike)]
     kept = [i for i, title in enumerate(_TITLES) if title == "site" or any(row[i] for row in rows)]
     return tuple(_TITLES[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
 
@@ -33,7 +33,7 @@ def reasons(sites: Sequence[AttentionSite], word: str) -> list[str]:
         labels = ", ".join(
             label or "the model" for label, _ in group(members, lambda site: site.reason)
         )
-        lines.append(f"{word} {labels} ({_class(members[0])}): {reason}")
+        lines.append(f"{word} {labels} ({members[0].class_name}): {reason}")
     return lines
 
 
@@ -51,15 +51,6 @@ def _row(label: str, members: Sequence[AttentionSite]) -> tuple[str, ...]:
     if one.query_tokens != one.key_tokens:
         tokens = f"{tokens}:{one.key_tokens}"
     return (
-        label or "the model", f"{len(members)}x", _class(one), one.kind, heads, tokens,
+        label or "the model", f"{len(members)}x", one.class_name, one.kind, heads, tokens,
         f"{share:.1%}" if share else "", ", ".join(one.extra),
     )  # fmt: skip
-
-
-def _alike(site: AttentionSite) -> tuple[Any, ...]:
-    return (site.module_class, site.kind, site.num_heads, site.head_dim, site.query_tokens,
-            site.key_tokens, site.extra, site.patchable, site.reason, site.patched)  # fmt: skip
-
-
-def _class(site: AttentionSite) -> str:
-    return site.module_class.rpartition(".")[2]

@@ -39,7 +39,7 @@ _WATCHED: Final = ("eager, watched", "patched, watched")
 _PAIR: Final = ("eager", "patched")
 _SHARE: Final = 0.25  # of the budget, for the sites
 _SHARE_ASKED: Final = 0.5  # where they were asked for
-_LEAST_ROUNDS: Final = FEWEST_ROUNDS + 2  # that the sites' budget has to have room for
+_LEAST_ROUNDS: Final = FEWEST_ROUNDS + 2  # that fit into the sites' budget
 _CHECK_CALLS: Final = 12  # forwards that take as long as a check of errors, roughly
 _COVERED: Final = 0.05  # by which the rows' sum may differ from the whole
 _DISTURBED: Final = 0.1  # by which the profiler may slow a graph whose sites it tells apart
@@ -60,7 +60,7 @@ class Asked:
     """What is wanted of the sites.
 
     Attributes:
-        sites: whether to time them; None: on a CPU only if the budget has room left for it.
+        sites: whether to time them; None: on a CPU only if the budget suffices.
         errors: with sites, also check each one's error on the same inputs against float64.
         settings: rounds, budget and seed of the whole profile.
         end: when the budget is over, by `time.perf_counter`.

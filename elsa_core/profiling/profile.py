@@ -92,7 +92,7 @@ def profile(
             under 3.
         seed: of the bootstrap.
         sites: also time every attention site, before and after, whatever is left of the budget;
-            None: on a CPU only if there is room for it.
+            None: on a CPU only if the budget suffices.
         errors: also measure the error of every run's output against float64, and with sites that
             of each site, both on the inputs that are timed.
         progress: called with (what, steps done, steps in all; 0 unknown).

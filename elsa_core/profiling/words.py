@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elsa_core.measuring.documents import side
 from elsa_core.measuring.intervals import FEWEST_ROUNDS
+from elsa_core.messages import side
 from elsa_core.profiling.document import Document
 from elsa_core.summary import Summary
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -112,12 +113,16 @@ class OperatorCapture(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         record = operators.of(func._schema.name)
-        if record is not None and record.kind in ("attention", "window", "sparse"):
+        if record is not None and record.kind in ("attention", "window", "sparse", "varlen"):
             names = [argument.name for argument in func._schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             if record.kind == "window":
                 if given["qkv"].numel():
                     self.calls.append(_measure_windows(func, given, result, self.factor))
+            elif record.kind == "varlen":
+                out, lse = result
+                if not lse.isneginf().all():  # of no query with a key there is nothing to judge
+                    self.calls.append(_measure_packed(func, given, out, lse, self.factor))
             elif given["query"].numel() and given["key"].numel():
                 out, lse = result[:2]
                 bound = self.bound if record.kind == "sparse" else 0.0
@@ -197,6 +202,34 @@ def _measure(
         y_allowed=y_allowed,
         keys=key.shape[2],
     )
+
+
+def _measure_packed(
+    operator: Any, given: dict[str, Any], out: Tensor, lse: Tensor, factor: float
+) -> OperatorCall:
+    """One call of packed sequences on the last of its longest ones; a site's own output shows what
+    became of the others."""
+    starts, others = (given[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    pairs = zip(pairwise(starts), pairwise(others), strict=True)
+    sizes = [(b - a) * (d - c) for (a, b), (c, d) in pairs]
+    last = len(sizes) - 1 - sizes[::-1].index(max(sizes))
+    rows, keys = slice(*starts[last : last + 2]), slice(*others[last : last + 2])
+    bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    ends = [t.new_tensor([0, s.stop - s.start]) for t, s in zip(bounds, (rows, keys), strict=True)]
+
+    def alone(query: Tensor, key: Tensor, value: Tensor, **terms: Any) -> tuple[Tensor, Tensor]:
+        packed = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+        terms.pop("attn_mask")
+        found, norm = operator(*packed, *ends, **terms)
+        return found.transpose(0, 1).unsqueeze(0), norm.unsqueeze(0)
+
+    terms = {name: given[name] for name in ("is_causal", "scale", "precision")}
+    one = {"query": given["query"][rows], "key": given["key"][keys], "value": given["value"][keys]}
+    alike = {name: tensor.transpose(0, 1).unsqueeze(0) for name, tensor in one.items()}
+    return _measure(
+        alone, {**alike, **terms, "attn_mask": None}, out[rows].transpose(0, 1).unsqueeze(0),
+        lse[:, rows].unsqueeze(0), factor, 0.0,
+    )  # fmt: skip
 
 
 def _measure_windows(

@@ -13,7 +13,7 @@ over 2^n keys) must not condemn a replacement that is correctly rounded; nothing
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class Comparison:
 
     factor: float
     eps: float | None = None
+    _: KW_ONLY
     bound: float = 0.0  # relative error granted beside that, of what leaves out weights on purpose
     values: int = 0
     oracle: Norms = field(default_factory=Norms)

@@ -1,4 +1,4 @@
-"""The method of a site that a check calls and watches: `forward`, or the one that an adapter names.
+"""The method of a site that a check calls and hooks: `forward`, or the one that an adapter names.
 
 A block that computes its attention itself (Swin) is judged on that method alone, since the residual
 and the MLP around it would hide small errors and a norm before it would undo the hard cases.

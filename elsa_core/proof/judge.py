@@ -60,7 +60,7 @@ class Judgement:
         """The same for tensors that have names."""
         for name, expected in ones.items():
             comparison = self.comparisons.setdefault(
-                name, Comparison(self.factor, self.eps, self.bound)
+                name, Comparison(self.factor, self.eps, bound=self.bound)
             )
             if name not in twos:
                 comparison.mismatch = f"{name} is missing from what the patched code returns"

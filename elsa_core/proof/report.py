@@ -190,11 +190,11 @@ class SiteRecord:
 
     @property
     def shown(self) -> bool:
-        """Whether an output tells the original apart from anything else."""
+        """Whether an output of the original differs from any other."""
         return self.clearest < LEGIBLE
 
     def reason(self) -> str:
-        """Why the site fails, or an empty string; its own output speaks before its operator."""
+        """Why the site fails, or an empty string; its own output is judged before its operator."""
         why = "" if self.worst is None else self.worst.reason()
         if why:
             return f"{self.case}: {why}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.inputs.cases import chunks
+from elsa_core.measuring.timing import synchronize
 from elsa_core.messages import first_line
 from elsa_core.patching import original
 from elsa_core.proof import gradients, paths
@@ -214,16 +215,11 @@ class CheckRun:
 
 def _seconds(model: nn.Module, given: Given, device: torch.device) -> float:
     args, kwargs = given
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     try:
         model(*args, **kwargs)
     except Exception:  # what it raises is in the report already, as the case that failed
         return float("nan")
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -169,7 +169,7 @@ def zeros_filled(module: nn.Module, entry: str) -> nn.Module | None:
 def _twin(module: nn.Module, entry: str) -> nn.Module:
     """A copy of a site in eval mode, not watched."""
     twin = copy.deepcopy(module)
-    vars(twin).pop(entry, None)  # what watches the module itself
+    vars(twin).pop(entry, None)  # the hook on the module itself
     twin.train()  # until they train, some models keep what they made of a table of biases
     twin.eval()
     return twin

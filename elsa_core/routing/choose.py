@@ -38,7 +38,7 @@ DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 
-# Operators of which PyTorch's own call serves where nobody is faster.
+# Operators of which PyTorch's own call serves where no backend is faster.
 _PROJECTIONS = ("linear", "layer_norm_linear", "gated_linear")
 
 
@@ -114,7 +114,7 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
         offered = each.operators.get(request.operator)
         if each.device not in (None, request.device_type) or offered is None or offered.whole:
             continue
-        if offered.asked:
+        if offered.asked or (offered.asked_here is not None and offered.asked_here()):
             reasons.append(f"{each.name}: was not measured for such calls; ask for it by name")
             continue
         answer = offered.support(request)
@@ -218,12 +218,12 @@ def trains_original(
 
     A constant for the compiler, as `name_of`.
     """
-    guests = [
+    others = [
         each.name
         for each in BACKENDS
         if operator in each.operators and each.device == device_type and each.name not in SHIPPED
     ]
-    if guests or device_type not in measured.originals(operator):
+    if others or device_type not in measured.originals(operator):
         return False
     request = Request(
         device_type, dtype, head_dim, head_dim, precision, operator, gradient=gradient,
@@ -318,7 +318,8 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
         return ("gradients: PyTorch's own kernels, forward and backward",)
     if found.asked and found.gradient is not None and found.backward is None:
         return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
-    if found.gradient is not None and found.run is operators.record(request.operator).overload:
+    record = operators.record(request.operator)
+    if found.gradient is not None and not (record.twin and found.run is record.eager):
         name, reasons = gradient_name(request)
         if name != PLAIN:
             of = " from our output and lse" if request.operator == "attention" else ""

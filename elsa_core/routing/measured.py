@@ -46,7 +46,7 @@ class Training(NamedTuple):
 
     Attributes:
         whole: the backend that takes forward and backward; empty where the chosen one does.
-        otherwise: the one that takes both where nobody in `backward` has a kernel for the call.
+        otherwise: the one that takes both where no backend in `backward` has a kernel for the call.
         backward: who is asked for the gradients of this package's forward, in order.
         small, small_below: the backend that takes both in eager calls of fewer multiply-adds of
             query key^T than that: it takes the host less time, which such calls wait for.
@@ -118,6 +118,8 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
 NORM, PADDED, GATED, CENTRED, ROUNDED = "norm", "padded", "gated", "centred", "rounded"
 HALF = "half"
 FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
+# Gradients of windows of more than 64 tokens by a GPU's own kernels.
+LONG_WINDOWS = "long_windows"
 _TRIED: set[str] = set()
 
 
@@ -140,10 +142,15 @@ def _form_measured(form: str, device: torch.device) -> bool:
     )
 
 
+def tried(form: str) -> bool:
+    """Whether `unmeasured` asks for a form."""
+    return form in _TRIED
+
+
 @contextmanager
 def unmeasured(*forms: str) -> Iterator[None]:
-    """Use forms of linear layers that no table names yet, in every thread: to test and to measure
-    them. They are not chosen by auto until measured.
+    """Use forms of linear layers, and kernels of long windows, that no table names yet, in every
+    thread: to test and to measure them. They are not chosen by auto until measured.
     """
     before = set(_TRIED)
     _TRIED.update(forms)

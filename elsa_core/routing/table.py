@@ -14,9 +14,9 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
-from elsa_core.backends import cuda, onednn, sdpa
+from elsa_core.backends import cuda, onednn, portable, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
-from elsa_core.operators.record import implement
+from elsa_core.operators.record import implement, variant
 from elsa_core.precision import dtype_name
 
 PLAIN = "eager"  # plain PyTorch, which serves every operator that has a record
@@ -237,7 +237,7 @@ KERNELS_ON_CUDA = {
     "split_weight": _late("triton.linear.gate", "split_weight"),
 }
 # Of these, what the CUDA library takes over where it is on: what layouts alone decide.
-BY_LIBRARY = ("attention", "window_attention", "linear")
+BY_LIBRARY = ("attention", "window_attention", "linear", "linear_backward")
 cuda.activate({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
 
 
@@ -320,6 +320,17 @@ _TRITON = {
         direct=_gated_linear_by_triton,
     ),
 }
+_PORTABLE = {
+    "attention": Implementation(
+        support=portable.support,
+        run=variant(operators.ATTENTION, "attention_portable", portable.attention_forward, "CUDA"),
+        schedule=portable.schedule,
+        arithmetic=_fma,
+        # by `elsa::attention_backward`, as those of every forward
+        gradient=_late("eager", "support"),
+        asked_here=portable.is_asked,
+    ),
+}
 _ONEDNN = {
     "linear": Implementation(
         support=onednn.support,
@@ -355,6 +366,7 @@ _EAGER = {record.name: reference(record) for record in operators.records()}
 BACKENDS: list[Backend] = [
     Backend("native", "cpu", _NATIVE, built_on_demand=True),
     Backend("triton", "cuda", _TRITON),
+    Backend("portable", "cuda", _PORTABLE),
     Backend("onednn", "cpu", _ONEDNN),
     Backend("sdpa", None, _SDPA),
     Backend(PLAIN, None, _EAGER),

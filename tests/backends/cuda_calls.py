@@ -285,8 +285,11 @@ def linear(stub: str) -> None:
 
 
 def gradients(stub: str) -> None:
-    """The backward operators: attention in half precision, and windows with a dense bias."""
+    """The backward operators: attention in half precision, windows with a dense bias, and linear
+    layers, whose bias is summed beside them.
+    """
     from elsa_core.backends.triton.attention.backward import attention_backward
+    from elsa_core.backends.triton.linear import gate
     from elsa_core.backends.triton.window.backward import window_attention_backward
 
     loaded = started(stub)
@@ -309,6 +312,17 @@ def gradients(stub: str) -> None:
     assert compare(loaded, backward, inputs(), inputs()) == 4
     backward = torch.ops.elsa.window_attention_backward.default
     assert compare(loaded, backward, window_terms(), window_terms()) == 2
+
+    def linear_terms(*needs: bool) -> list[Any]:
+        rows, depth, columns = 256, 256, 512
+        return [torch.empty(2, rows // 2, columns), torch.empty(2, rows // 2, depth),
+                torch.empty(columns, depth), "strict", [*needs, False]]  # fmt: skip
+
+    gate._serves = lambda *given: True
+    backward = torch.ops.elsa.linear_backward.default
+    for needs, launches in (((True, True), 9), ((True, False), 4), ((False, True), 5)):
+        found = compare(loaded, backward, linear_terms(*needs), linear_terms(*needs))
+        assert found == launches, (needs, found)
 
 
 if __name__ == "__main__":

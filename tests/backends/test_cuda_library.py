@@ -134,8 +134,8 @@ print(cuda.status().ok, cuda.status().reason)
 def test_asked_for(tmp_path: Path) -> None:
     """The library takes its operators over at import; calls on the CPU are as they were."""
     done = program(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
-    served = "True serves attention, attention_backward, linear, window_attention, "
-    served += "window_attention_backward\n"
+    served = "True serves attention, attention_backward, linear, linear_backward, "
+    served += "window_attention, window_attention_backward\n"
     assert (done.returncode, done.stdout) == (0, served), done.stderr
     assert "is off" not in done.stderr
 

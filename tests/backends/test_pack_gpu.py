@@ -133,7 +133,8 @@ def test_a_flipped_byte_is_never_run(packs: Path, arch: int, tmp_path: Path) -> 
     data.write_bytes(content)
     whole, _ = fresh(packs, tmp_path / "whole", "inference")
     flipped, said = fresh(tmp_path / "packs", tmp_path / "cache", "inference")
-    assert flipped.pop("counts")["hits"] == 0
+    served = flipped.pop("counts")
+    assert "hits" not in served and served["misses"] > 0
     whole.pop("counts")
     assert flipped == whole and "is damaged" in said
 

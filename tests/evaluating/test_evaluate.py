@@ -158,12 +158,15 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     assert document["results"]["evaluation"]["changed"] == []
 
 
-def test_the_command_says_what_is_missing(command: Elsa, trained: Path, digits: Path) -> None:
+def test_the_command_says_what_is_missing(
+    command: Elsa, trained: Path, digits: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(digits, tmp_path / "digits")
     for arguments, code, words in (
         (("test_vit",), 2, "--images"),
         (("test_vit", "--images", "nowhere"), 4, "no such folder"),
         (("test_vit", "--images", digits, "--labels", "none.txt"), 4, "no such file of labels"),
-        ((trained, "--images", digits.parent), 2, "class folder"),
+        ((trained, "--images", tmp_path), 2, "class folder"),
         (("test_vit", "--model-kwargs", "num_classes=0", "--images", digits), 4, "no classifier"),
     ):
         found = command("eval", *arguments)

@@ -294,8 +294,26 @@ def test_zip(quick: Any, tmp_path: Path) -> None:
     assert entries(tmp_path) == ["out.zip", "thesis.zip"]
 
 
+def test_the_model_is_traced_once_for_model_pt2_and_model_onnx(
+    quick: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced, trace = [], torch.export.export
+
+    def counted(*given: Any, **options: Any) -> Any:
+        traced.append(given[0])
+        return trace(*given, **options)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    made = quick(tmp_path / "out", formats=("onnx", "pt2"))
+    assert len(traced) == 1 and list(made.manifest["artefacts"]) == ["onnx", "pt2"]
+    # model.onnx is made of the program by rewriting it, which model.pt2 must not see.
+    names = made.manifest["artefacts"]["pt2"]["operators"]
+    program = torch.export.load(tmp_path / "out" / "model.pt2")
+    assert [f"elsa::{name}" for name in operators.in_program(program)] == names
+
+
 STAGES = (
-    "make_reference", "write_model", "write_reference", "write_artefact", "write_libraries",
+    "make_reference", "write_model", "write_reference", "write_artefacts", "write_libraries",
     "readme", "run_all", "hashed", "write_zip",
 )  # fmt: skip
 

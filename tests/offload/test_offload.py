@@ -150,7 +150,7 @@ REFUSED = {
     "offload_block=0 must be 1 or more": {"offload_block": 0},
     "takes no dropout_p": {"dropout_p": 0.1},
     "exclude each other": {"is_causal": True, "attn_mask": torch.zeros(9, 9)},
-    "attn_mask wants a gradient": {"attn_mask": torch.zeros(9, 9, requires_grad=True)},
+    "attn_mask requires a gradient": {"attn_mask": torch.zeros(9, 9, requires_grad=True)},
     "backend='other' is unknown": {"backend": "other"},
 }
 

@@ -164,5 +164,5 @@ def test_a_site_asks_for_what_it_was_patched_with(monkeypatch: pytest.MonkeyPatc
     common.attend(site, x, x, x, mask, scale=0.5, dropout_p=0.25, is_causal=True)
     assert asked == [
         {"attn_mask": mask, "dropout_p": 0.25, "is_causal": True, "scale": 0.5,
-         "enable_gqa": True, "precision": "ieee", "backend": "eager"}
+         "enable_gqa": True, "precision": "ieee", "backend": "eager", "sparsity": None}
     ]  # fmt: skip

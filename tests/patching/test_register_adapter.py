@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 import pickle
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -127,6 +129,17 @@ def test_a_reason_of_an_instance(made_up: Any) -> None:
     report = elsa.patch(model)
     assert [site.kind for site in report.patched] == ["cross"]
     assert [site.reason for site in report.kept] == ["two heads only"]
+
+
+def test_the_documented_adapter_takes_five_lines() -> None:
+    """The tutorial, which other tests run, registers a made-up class."""
+    page = Path(__file__).parents[2] / "docs" / "tutorials" / "adapter.md"
+    blocks = page.read_text(encoding="utf-8").split("```python\n")[1:]
+    (adapter,) = (block for block in blocks if "register_adapter" in block)
+    source = adapter.split("```")[0]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    assert source.startswith("@elsa.register_adapter\n")
+    assert [token.type for token in tokens].count(tokenize.NEWLINE) == 5
 
 
 class NoBase(nn.Linear):

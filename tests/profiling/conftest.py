@@ -11,6 +11,7 @@ from torch import nn
 
 from elsa_core.profiling import sweep
 from elsa_core.profiling.profile import ProfileReport, profile
+from tests.profiling import screens
 
 
 def small_vit(depth: int = 2) -> nn.Module:
@@ -18,6 +19,14 @@ def small_vit(depth: int = 2) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = timm.create_model("vit_tiny_patch16_224", img_size=96, depth=depth)
     return model.eval()
+
+
+@pytest.fixture
+def chromium() -> str:
+    found = screens.browser()
+    if found is None:
+        pytest.skip("Chromium is not installed: the page was not shown in a browser")
+    return found
 
 
 @pytest.fixture(scope="package")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +17,6 @@ from elsa_core.measuring import plots
 from elsa_core.patching import page as sites_page
 from elsa_core.patching.sites import inspect
 from elsa_core.profiling import charts, figures, page, series
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@pytest.fixture
-def chromium() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip("Chromium is not installed: the page was not loaded in a browser")
-    return found
 
 
 def dumped(browser: str, path: Path, profile: Path) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elsa_core import reference
-from elsa_core.backends import eager, eager_window
+from elsa_core.backends import eager, eager_varlen, eager_window
 from elsa_core.errors import ArgumentError
 from elsa_core.inputs.cases import as_cases, chunks, generated_inputs
 from elsa_core.proof.capture import OperatorCapture, worst
@@ -270,6 +271,33 @@ def test_capture_sees_one_missing_key_in_bfloat16() -> None:
     (call,) = capture.calls
     assert call.y_error <= call.y_allowed
     assert "the operator's weights P" in call.reason()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("fault", [0.0, 1e-3])
+def test_capture_judges_the_last_of_the_longest_packed_sequences(
+    fault: float, is_causal: bool
+) -> None:
+    """Queries that have no keys at all are not judged."""
+    starts = torch.tensor([0, 9, 709, 709, 1409, 1412], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1412, h, 16, generator=generator).bfloat16() for h in (4, 2, 2))
+
+    def faulty(*given: Any) -> tuple[Tensor, Tensor]:
+        out, lse = eager_varlen.attention(*given)
+        longest = [a for a, b in pairwise(given[3].tolist()) if b - a == 700]
+        lse[:, longest[-1] : longest[-1] + 700] += fault
+        return out, lse
+
+    terms = (is_causal, 0.25, "strict")
+    with torch.library._scoped_library("elsa", "IMPL") as library, OperatorCapture() as capture:
+        library.impl("varlen_attention_eager", faulty, "CPU")
+        torch.ops.elsa.varlen_attention_eager(0.1 * q, k, v, starts, starts, *terms)
+        none = torch.zeros_like(starts)
+        torch.ops.elsa.varlen_attention_eager(q, k[:0], v[:0], starts, none, *terms)
+    (call,) = capture.calls
+    assert call.keys == 700 and call.y_error <= call.y_allowed
+    assert ("the operator's weights P" in call.reason()) is (fault > 0.0)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])

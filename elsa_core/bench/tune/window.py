@@ -36,6 +36,7 @@ from elsa_core.backends.triton.shared.device import device_table
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.tiling import WHOLE, WindowPlan, WindowTile
 from elsa_core.backends.window_call import WindowCall
+from elsa_core.bench.tune.attention import graph_ms
 from elsa_core.bench.tune.window_cases import (
     DEVICE,
     F16,
@@ -48,7 +49,6 @@ from elsa_core.bench.tune.window_cases import (
     limit,
     make,
 )
-from elsa_core.graphs.capture import captured
 
 COPY_BYTES_PER_MS = 4.29e9
 L2_BYTES = 256e6
@@ -170,14 +170,6 @@ def compile_one(shape: str, mode: str, row: tuple[int, ...]) -> dict[str, Any]:
     except Exception as error:
         result |= {"ok": False, "error": repr(error)[:300]}
     return result
-
-
-def graph_ms(call: Any) -> float:
-    import triton
-
-    call()
-    replay = captured(call)
-    return triton.testing.do_bench(replay, warmup=8, rep=25, return_mode="median")
 
 
 def rows_for(shape: str, mode: str) -> list[tuple[int, ...]]:

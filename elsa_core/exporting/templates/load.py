@@ -159,8 +159,8 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
 @contextlib.contextmanager
 def _schemas_that_are_there(torch: Any, name: str) -> Iterator[None]:
     """Where the package is imported it has defined the operators; twice would end the process."""
-    namespace, _, short = name.partition("::")
-    if not hasattr(getattr(torch.ops, namespace), short):
+    namespace, _, plain = name.partition("::")
+    if not hasattr(getattr(torch.ops, namespace), plain):
         yield
         return
     os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"] = "1"

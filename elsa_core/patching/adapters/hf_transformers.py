@@ -6,12 +6,14 @@
     model = AutoModel.from_pretrained(name, attn_implementation="elsa")
 
 Read against transformers 5.23. `patch` is not involved: transformers itself calls what is
-registered, and makes the masks that its "sdpa" takes.
+registered, and makes the masks that its "sdpa" takes. On a CPU keys that such a mask hides of all
+queries of a sequence (padding of an encoder) are left out.
 """
 
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,10 +21,13 @@ from torch import Tensor, nn
 
 from elsa_core.attention import attention
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.asked import check_names
 
 # Arguments that change the scores in ways that the operator does not know.
 _UNKNOWN_TERMS = ("softcap", "s_aux", "head_mask", "cache")
+# Implementations that compute attention as the operator does, of masks that it takes.
+NAMES = {"sdpa"}
 
 
 def register(name: str = "elsa", *, precision: str = "strict", backend: str = "auto") -> None:
@@ -45,6 +50,7 @@ def register(name: str = "elsa", *, precision: str = "strict", backend: str = "a
     forward = functools.partial(attention_forward, precision=precision, backend=backend)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    NAMES.add(name)
 
 
 def attention_forward(
@@ -91,6 +97,11 @@ def attention_forward(
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
         attention_mask, causal = _with_bias(position_bias, attention_mask, causal), False
+    if not dropout:
+        site = SimpleNamespace(elsa_precision=precision, elsa_backend=backend)
+        rest = padding.without_hidden_keys(site, query, key, value, attention_mask, scaling)
+        if rest is not None:
+            return rest.transpose(1, 2), None
     out: Any = attention(
         query,
         key,

@@ -1,9 +1,10 @@
 """Padded tokens that attention leaves out instead of masking them.
 
-A mask that a patched model made itself carries what it was made from, as an attribute: which tokens
-are there. Nothing is concluded from a mask's contents, and nothing outlives the mask. A mask that
-came from the caller is a mask like any other. So is one that was written to since: it is compared
-with a copy, because PyTorch counts no writes in inference mode, nor those through `.data` or numpy.
+An additive mask that a patched model made itself carries what it was made from, as an attribute:
+which tokens are there. Nothing is concluded from its contents, and nothing outlives the mask. One
+that came from the caller is a mask like any other. So is one that was written to since: it is
+compared with a copy, because PyTorch counts no writes in inference mode, nor those through `.data`
+or numpy. A boolean mask says what is there by its contents, whoever made it: `hidden_keys`.
 
 On CUDA devices masks stay masks, until the kernels of packed sequences are measured there.
 """
@@ -51,13 +52,47 @@ def note(mask: Tensor, valid: Tensor, of_queries: bool) -> None:
     """
     if calls.watched() or mask.device.type != "cpu" or mask.dtype not in _DTYPES:
         return
+    if pays(valid):
+        rows = valid.flatten().nonzero().squeeze(1)
+        found = Padding(bounds(valid.sum(1)), rows, of_queries, mask.clone())
+        mask.elsa_padding = found  # type: ignore[attr-defined]
+
+
+def pays(valid: Tensor) -> bool:
+    """Whether so many of the tokens valid [B, N] are padding that leaving it out is the faster way;
+    never where a sequence is empty."""
     counts = valid.sum(1)
     if not valid.numel() or int(counts.amin()) == 0:
-        return
-    if int(counts.sum()) > (1 - _LEAST_PADDING) * valid.numel():
-        return
+        return False
+    return int(counts.sum()) <= (1 - _LEAST_PADDING) * valid.numel()
+
+
+def hidden_keys(mask: Any) -> Tensor | None:
+    """The keys that a boolean mask [B, 1, N, N] lets all queries of a sequence see, [B, N] bool.
+
+    None in a call that is not eager and on a CPU, for a mask that hides keys of some queries alone,
+    and where leaving keys out does not pay.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
+        return None
+    if calls.watched() or mask.device.type != "cpu" or mask.shape[1] != 1 or not mask.numel():
+        return None
+    row = mask[:, :, :1]
+    valid = row[:, 0, 0]
+    return valid if pays(valid) and torch.equal(mask, row.expand_as(mask)) else None
+
+
+def without_hidden_keys(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None
+) -> Tensor | None:
+    """Attention [B, H, N, D] -> [B, H, N, Dv] of all queries to the keys that the mask shows; None
+    where `attention` is to read the mask."""
+    valid = hidden_keys(mask)
+    if valid is None or (q.dtype != torch.float32 and calls.differentiates(q, k, v)):
+        return None  # the packed backward of other dtypes is plain PyTorch
     rows = valid.flatten().nonzero().squeeze(1)
-    mask.elsa_padding = Padding(bounds(counts), rows, of_queries, mask.clone())  # type: ignore[attr-defined]
+    padding = Padding(bounds(valid.sum(1)), rows, False, mask)
+    return without_padding(module, q, k, v, padding, scale)
 
 
 def packed_mask(padding: Padding) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from elsa_core.errors import ArgumentError
+from elsa_core.patching.adapters import transformers_rows
 
 GLOBAL, WINDOW, CROSS, POOLING, CLASS = "global", "window", "cross", "pooling", "class"
 # A block whose adapter computes the attention within it: the kind is that attention's own.
@@ -284,6 +285,7 @@ LIBRARIES = (
     Library("torchvision", _TORCHVISION),
     Library(
         "transformers",
+        tuple(Row(*row) for row in transformers_rows.ROWS),
         interface="ALL_ATTENTION_FUNCTIONS",
         reason="looks its attention up by name: call elsa_core.patching.adapters.hf_transformers."
         "register() and load the model with attn_implementation='elsa'",
@@ -309,6 +311,7 @@ _REGISTERED: dict[type, tuple[Row, type[nn.Module]]] = {}
 def register_adapter(adapter: _Adapter, *, kind: str = GLOBAL) -> _Adapter:
     """Let `inspect`, `patch` and `check` take an attention class of your own.
 
+        @elsa.register_adapter
         class ElsaMyAttention(MyAttention):
             elsa_base = MyAttention
             def forward(self, x):
@@ -316,8 +319,6 @@ def register_adapter(adapter: _Adapter, *, kind: str = GLOBAL) -> _Adapter:
                 out = elsa.attention(q, k, v, precision=self.elsa_precision,
                                      backend=self.elsa_backend)
                 return self.proj(out.transpose(1, 2).flatten(2))
-
-        elsa.register_adapter(ElsaMyAttention)
 
     Register where the adapter is defined, so that every process that imports it does. A patched
     module has the strings `elsa_precision` and `elsa_backend`, to be handed to the operator. A

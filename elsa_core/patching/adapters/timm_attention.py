@@ -81,7 +81,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         return by_elsa()
 
     def _original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """The original forward, in calls that nobody compiles."""
+        """The original forward, in calls that are not compiled."""
         out = flat.served(self, flat.attention, x) if attn_mask is None and not is_causal else None
         return super().forward(x, attn_mask, **_causal(is_causal)) if out is None else out
 

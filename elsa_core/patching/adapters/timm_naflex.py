@@ -39,7 +39,7 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
 
     @staticmethod
     def elsa_why_not(module: Any) -> str:
-        """Why an instance keeps its class; it is no site, so nobody is told."""
+        """Why an instance keeps its class; it is no site, so no report names it."""
         known = hasattr(module, "_forward_embeds") and hasattr(module, "use_key_only_attn_mask")
         return "" if known else "this timm's NaFlexVit makes its mask elsewhere"
 
@@ -101,7 +101,7 @@ def _through_blocks(blocks: Any, tokens: Tensor, found: Padding, rows: Tensor) -
 def _packs(
     model: Any, patch_coord: Tensor | None, patch_valid: Tensor | None, attn_mask: Tensor | None
 ) -> bool:
-    """Whether the blocks can take a call's tokens packed, and nobody sees that they do."""
+    """Whether the blocks can take a call's tokens packed, where no hook or tracer would see it."""
     if patch_coord is None or patch_valid is None or attn_mask is not None:
         return False
     if calls.watched() or patch_valid.device.type != "cpu" or model.rope is not None:
@@ -116,7 +116,7 @@ def _packs(
 
 
 def _is_plain(block: Any) -> bool:
-    """Whether a block is timm's own, in eval mode, with a patched attention, and none watches."""
+    """Whether a block is timm's own, in eval mode, with a patched attention and without hooks."""
     if getattr(type(block), "elsa_base", type(block)) is not Block:
         return False
     if not isinstance(block.attn, ElsaAttention):

@@ -22,6 +22,7 @@ from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
     cosine_scale,
+    cosine_table,
     must_call,
     of_padding,
     read_bias,
@@ -87,19 +88,13 @@ class _Terms(NamedTuple):
 
 def _terms(attn: Any) -> _Terms:
     tokens = math.prod(attn.window_size)
-    bias = read_bias(_bias_table(attn), attn.relative_position_index, attn.num_heads, tokens)
+    bias = read_bias(cosine_table(attn), attn.relative_position_index, attn.num_heads, tokens)
     return _with_bias(attn, bias)
 
 
 def _terms_of_table(attn: Any) -> _Terms:
     tokens = math.prod(attn.window_size)
-    return _with_bias(attn, as_table(_bias_table(attn), attn.relative_position_index, tokens))
-
-
-def _bias_table(attn: Any) -> Tensor:
-    """[L, heads]"""
-    table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
-    return 16 * torch.sigmoid(table)
+    return _with_bias(attn, as_table(cosine_table(attn), attn.relative_position_index, tokens))
 
 
 def _with_bias(attn: Any, bias: Bias) -> _Terms:

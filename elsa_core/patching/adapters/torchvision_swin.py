@@ -22,6 +22,7 @@ from elsa_core.patching.adapters.windows import (
     as_table,
     attend_windows,
     cosine_scale,
+    cosine_table,
     is_small,
     read_bias,
     trains_original,
@@ -90,17 +91,11 @@ def _table(attn: Any) -> Bias:
 
 
 def _cosine_terms(attn: Any) -> _Terms:
-    return _with_bias(attn, _read(attn, _bias_table(attn)))
+    return _with_bias(attn, _read(attn, cosine_table(attn)))
 
 
 def _cosine_terms_of_table(attn: Any) -> _Terms:
-    return _with_bias(attn, _unread(attn, _bias_table(attn)))
-
-
-def _bias_table(attn: Any) -> Tensor:
-    """[L, heads]"""
-    table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
-    return 16 * torch.sigmoid(table)
+    return _with_bias(attn, _unread(attn, cosine_table(attn)))
 
 
 def _with_bias(attn: Any, read: Bias) -> _Terms:

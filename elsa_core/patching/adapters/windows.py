@@ -123,3 +123,9 @@ def cosine_scale(logit_scale: Tensor) -> Tensor:
     """[heads] factors of Swin-V2's cosine scores from their logarithms, float32 or wider."""
     wide = logit_scale.flatten().to(torch.promote_types(logit_scale.dtype, torch.float32))
     return wide.clamp(max=_MAX_LOGIT_SCALE).exp()
+
+
+def cosine_table(attn: Any) -> Tensor:
+    """The biases [L, num_heads] of Swin v2's position network."""
+    table = attn.cpb_mlp(attn.relative_coords_table).view(-1, attn.num_heads)
+    return 16 * torch.sigmoid(table)

@@ -62,10 +62,6 @@ class Options:
     dropout_p: float = 0.0
 
 
-def _padded(dim: int, least: int) -> int:
-    return max(least, 1 << (dim - 1).bit_length())
-
-
 def _scales(scale: float, split: bool) -> dict[str, float]:
     """Factors of scores (base 2) and sums. split: queries carry the significand, as forward's."""
     if not split:
@@ -103,8 +99,8 @@ def _tail(operands: dict[str, Tensor], mask: Tensor | None, options: Options) ->
     b, h, n = operands["l"].stride()
     tail |= {"l_b": b, "l_h": h, "l_n": n}
     least = 16 if options.mode == "half" else 32
-    tail |= {"D": q.shape[3], "D0": _padded(q.shape[3], least)}
-    tail |= {"DV": v.shape[3], "V0": _padded(v.shape[3], least)}
+    tail |= {"D": q.shape[3], "D0": layout.padded(q.shape[3], least)}
+    tail |= {"DV": v.shape[3], "V0": layout.padded(v.shape[3], least)}
     return tail
 
 

@@ -259,7 +259,8 @@ def _tail(
         "OF_HEADS": head_alpha is not None, "MASK": layout.mask_kind(mask),
         "CAUSAL": options.is_causal, "STEPS": STEPS, "STAGES": 2 if half else 1,
         "BM": TILE, "BN": TILE, "STEP": step, "UNIT_D": unit_d,
-        "D": q.shape[3], "D0": _padded(q.shape[3]), "DV": v.shape[3], "V0": _padded(v.shape[3]),
+        "D": q.shape[3], "D0": layout.padded(q.shape[3]),
+        "DV": v.shape[3], "V0": layout.padded(v.shape[3]),
     }  # fmt: skip
     for name, t in operands.items():
         tail |= layout.strides(name, t, step if name in "qkvg" else 1)
@@ -269,7 +270,3 @@ def _tail(
         )
         tail |= {name: wanted for name, wanted in wants.items() if name}
     return tail
-
-
-def _padded(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())

@@ -136,14 +136,11 @@ def plan_call(
         "SUMMARIES": bool(options.relief & SUMMARIES), "ORDER": bool(options.relief & ORDER),
         "FROZEN": frozen, "SHIFT": shift if query.dtype == torch.float16 else 0,
         "STAGES": 2 if half else 1, "BM": rows, "BN": KEYS, "STEP": step, "UNIT_D": unit_d,
-        "D": head_dim, "D0": _padded(head_dim), "DV": value_dim, "V0": _padded(value_dim),
+        "D": head_dim, "D0": layout.padded(head_dim),
+        "DV": value_dim, "V0": layout.padded(value_dim),
     }  # fmt: skip
     wide = max(tail["D0"], tail["V0"]) > 64
     grid = (batch * heads * -(-queries // rows),)
     settings = {"num_warps": 8 if wide and half else 4, "num_stages": 1}
     kernel = sparse_kernels.forward
     return Launch(kernel, grid, {n: tail[n] for n in kernel.arg_names if n in tail}, settings)
-
-
-def _padded(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())

@@ -8,7 +8,7 @@ is cut keeps a state for each of its programs, and whoever finishes last joins t
 State: outputs [rows, DV] and base 2 log-sum-exp [rows], float32, as `merge.merge_states` has them.
 A program cuts two query tiles at most, the one it ends and the one it begins: its states are 2 p
 and 2 p + 1. A ticket counts those who have finished; that of a query tile is that of its first
-program, which begins no other one that is cut. Programs wait for nobody, so a grid of more than
+program, which begins no other one that is cut. No program waits for another, so a grid of more than
 the GPU holds at once is right as well. States are joined in the order of their keys, whoever does
 it: equal calls give equal bits.
 
@@ -25,16 +25,10 @@ import triton
 import triton.language as tl
 
 from elsa_core.backends.triton.attention.varlen_forward import bounds_of
-from elsa_core.backends.triton.shared.helpers import LN2
+from elsa_core.backends.triton.shared.helpers import LN2, wide
 
 # sequences whose lengths a program reads at once
 SEQUENCES: tl.constexpr = tl.constexpr(128)
-
-
-@triton.jit
-def whole(n):
-    """A count as int64: units of one call may be more than int32 holds."""
-    return tl.full([], 0, tl.int64) + n
 
 
 @triton.jit
@@ -121,7 +115,7 @@ def all_units(
     QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Units of one head of all sequences."""
-    total = whole(0)
+    total = wide(0)
     for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
         i = s0 + tl.arange(0, SEQUENCES)
         total += tl.sum(units_of(StartsQ, StartsK, i, sequences, n_q, n_k, QT, BN, CAUSAL), 0)
@@ -134,8 +128,8 @@ def sequence_at(
     QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """(sequence, its first unit): the one that holds a unit of the call."""
-    before = whole(0)
-    base = whole(0)
+    before = wide(0)
+    base = wide(0)
     found = tl.full([], 0, tl.int32)
     for s0 in tl.range(0, sequences, SEQUENCES, num_stages=1):
         i = s0 + tl.arange(0, SEQUENCES)

@@ -22,10 +22,9 @@ from elsa_core.backends.triton.attention.stream import (
     sequence_at,
     shape_of,
     units_before,
-    whole,
 )
 from elsa_core.backends.triton.attention.varlen_forward import bounds_of
-from elsa_core.backends.triton.shared.helpers import LN2, exponent, power, times_power
+from elsa_core.backends.triton.shared.helpers import LN2, exponent, power, times_power, wide
 
 RUNTIME_INTEGERS = [
     "heads", "group", "n_q", "n_k", "sequences", "least", "shift", "scale_exp", "lse_h",
@@ -91,32 +90,32 @@ def stream_decode(
     if RAGGED:
         units = all_units(StartsQ, StartsK, sequences, n_q, n_k, 1, BN, CAUSAL) * heads
     else:
-        units = shape_of(whole(n_q), whole(n_k), 1, BN, CAUSAL)[2] * sequences * heads
-    programs = tl.maximum(tl.minimum(whole(tl.num_programs(0)), units // least), 1)
-    program = whole(tl.program_id(0))
+        units = shape_of(wide(n_q), wide(n_k), 1, BN, CAUSAL)[2] * sequences * heads
+    programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
+    program = wide(tl.program_id(0))
     unit = tl.minimum(first_unit(program, units, programs), units)
     end = tl.minimum(first_unit(program + 1, units, programs), units)
     o_v = tl.arange(0, VP)
     i_s = tl.full([], 0, tl.int32)
-    base = whole(0)
-    until = whole(0)
+    base = wide(0)
+    until = wide(0)
     while unit < end:
         if RAGGED:
             if unit >= until:
                 i_s, base = sequence_at(
                     StartsQ, StartsK, unit, sequences, heads, n_q, n_k, 1, BN, CAUSAL
                 )
-            i_b = whole(0)
+            i_b = wide(0)
             first_q, len_q = bounds_of(StartsQ, i_s, n_q)
             first_k, len_k = bounds_of(StartsK, i_s, n_k)
             tokens, tiles, of_head = shape_of(len_q, len_k, 1, BN, CAUSAL)
             until = base + of_head * heads
         else:
-            tokens, tiles, of_head = shape_of(whole(n_q), whole(n_k), 1, BN, CAUSAL)
+            tokens, tiles, of_head = shape_of(wide(n_q), wide(n_k), 1, BN, CAUSAL)
             i_b = unit // (of_head * heads)
             base = i_b * of_head * heads
             first_q = i_b * n_q
-            first_k = whole(0)
+            first_k = wide(0)
             len_k = n_k
         i_h = (unit - base) // of_head
         within = unit - base - i_h * of_head

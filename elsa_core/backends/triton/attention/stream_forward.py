@@ -26,7 +26,6 @@ from elsa_core.backends.triton.attention.stream import (
     sequence_at,
     shape_of,
     units_before,
-    whole,
 )
 from elsa_core.backends.triton.attention.varlen_forward import bounds_of
 from elsa_core.backends.triton.shared.helpers import (
@@ -39,6 +38,7 @@ from elsa_core.backends.triton.shared.helpers import (
     power,
     row_before,
     store_tile,
+    wide,
 )
 
 RUNTIME_INTEGERS = [
@@ -223,32 +223,32 @@ def stream_forward(
     if RAGGED:
         units = all_units(StartsQ, StartsK, sequences, n_q, n_k, QT, BN, CAUSAL) * lines
     else:
-        units = shape_of(whole(n_q), whole(n_k), QT, BN, CAUSAL)[2] * sequences * lines
-    programs = tl.maximum(tl.minimum(whole(tl.num_programs(0)), units // least), 1)
-    program = whole(tl.program_id(0))
+        units = shape_of(wide(n_q), wide(n_k), QT, BN, CAUSAL)[2] * sequences * lines
+    programs = tl.maximum(tl.minimum(wide(tl.num_programs(0)), units // least), 1)
+    program = wide(tl.program_id(0))
     unit = tl.minimum(first_unit(program, units, programs), units)
     end = tl.minimum(first_unit(program + 1, units, programs), units)
     o_m = tl.arange(0, BM)
     i_s = tl.full([], 0, tl.int32)
-    base = whole(0)
-    until = whole(0)
+    base = wide(0)
+    until = wide(0)
     while unit < end:
         if RAGGED:
             if unit >= until:
                 i_s, base = sequence_at(
                     StartsQ, StartsK, unit, sequences, lines, n_q, n_k, QT, BN, CAUSAL
                 )
-            i_b = whole(0)
+            i_b = wide(0)
             first_q, len_q = bounds_of(StartsQ, i_s, n_q)
             first_k, len_k = bounds_of(StartsK, i_s, n_k)
             q_tiles, all_tiles, of_head = shape_of(len_q, len_k, QT, BN, CAUSAL)
             until = base + of_head * lines
         else:
-            q_tiles, all_tiles, of_head = shape_of(whole(n_q), whole(n_k), QT, BN, CAUSAL)
+            q_tiles, all_tiles, of_head = shape_of(wide(n_q), wide(n_k), QT, BN, CAUSAL)
             i_b = unit // (of_head * lines)
             base = i_b * of_head * lines
             first_q = i_b * n_q
-            first_k = whole(0)
+            first_k = wide(0)
             len_q = n_q
             len_k = n_k
         i_line = (unit - base) // of_head
@@ -258,25 +258,25 @@ def stream_forward(
         tile = within - units_before(i_m, all_tiles, QT, BN, CAUSAL)
         stop = tl.minimum(count, tile + end - unit)
         i_q = (i_m * QT).to(tl.int32)
-        seen = whole(len_k).to(tl.int32)
+        seen = wide(len_k).to(tl.int32)
         if PACKED:
             i_h = i_line * group
             i_kv = i_line
             rows = group
             row0 = 0
             q_m = q_h * UNIT
-            out_step = whole(DV)
+            out_step = wide(DV)
             lse_step = lse_h
             if CAUSAL:
                 seen = tl.minimum(seen, i_q + 1)
         else:
             i_h = i_line
             i_kv = i_line // group
-            rows = whole(len_q).to(tl.int32) - i_q
+            rows = wide(len_q).to(tl.int32) - i_q
             row0 = i_q
             q_m = q_n * UNIT
-            out_step = whole(heads) * DV
-            lse_step = whole(1)
+            out_step = wide(heads) * DV
+            lse_step = wide(1)
         row = first_q + i_q
         if RAGGED:
             p_q = Q + (i_h * q_h + row * q_n) * UNIT
@@ -288,7 +288,7 @@ def stream_forward(
         m, z, acc0, acc1 = fold_share(
             p_q, K + (i_b * k_b + i_kv * k_h + first_k * k_n) * UNIT,
             V + (i_b * v_b + i_kv * v_h + first_k * v_n) * UNIT,
-            W, (i_b * kv_heads + i_kv) * tiles, whole(sequences) * kv_heads * tiles, tiles,
+            W, (i_b * kv_heads + i_kv) * tiles, wide(sequences) * kv_heads * tiles, tiles,
             (tile * BN).to(tl.int32), ((stop - tile) * BN).to(tl.int32), seen,
             q_m, q_d, k_n * UNIT, k_d, v_n * UNIT, v_d,
             row0, rows, shift, scale_exp, scale, flip, tl.minimum(heads, 1),

@@ -2,7 +2,7 @@
 
 Both operands come as float16 hi + lo, each row with a power of two of its own (`halves.py`), and a
 tile of the result is the sum of lo * hi, hi * lo and hi * hi. The products of BK channels have an
-accumulator of their own, which float32 additions gather: tensor cores truncate where they
+accumulator of their own, which float32 additions sum: tensor cores truncate where they
 accumulate, and what they cut leans towards zero.
 
 The guard: what the halves leave out of an operand lies below 2**-39 of its row's largest magnitude.

@@ -24,7 +24,7 @@ _LOG = logging.getLogger("elsa")
 
 
 def path(gpu: str) -> Path:
-    """Where the table of a GPU model lives; `gpu` is the name that its driver gives."""
+    """Where the table of a GPU model is kept; `gpu` is the name that its driver gives."""
     file = usertable.path(gpu)
     return file.with_name(f"{file.stem}.linear.json")
 

@@ -200,7 +200,7 @@ def _content(path: Path, trusted: bool) -> bytes:
 
 
 def _opened(path: Path, trusted: bool) -> int:
-    """A descriptor of a plain file that nobody else may have written.
+    """A descriptor of a plain file that no other user may have written.
 
     Raises:
         OSError: it cannot be opened.

@@ -45,7 +45,7 @@ def power(e):
 
 @triton.jit
 def wide(n):
-    """A row number as int64 (the interpreter hands plain integers to loops)."""
+    """A number of rows or units as int64 (the interpreter hands plain integers to loops)."""
     return tl.full([], 0, tl.int64) + n
 
 

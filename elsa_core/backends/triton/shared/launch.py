@@ -85,7 +85,7 @@ class Launch:
             self._bind(compiled, pointers)
 
     def hooked(self) -> bool:
-        """Whether Triton's launch hooks hear of this launch."""
+        """Whether Triton's launch hooks are called for this launch."""
         return self.runtime is not None and _hooked(self.runtime)
 
     def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
@@ -108,9 +108,9 @@ _made = Launch.__call__  # which `listen` does not hear
 
 
 def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:
-    """Tell `to` of every launch of this process from now on, after it was made.
+    """Call `to` after every launch of this process from now on.
 
-    Where nobody listens a launch asks for nobody.
+    Without a call of this function a launch checks nothing.
     """
     plain = Launch.__call__
 

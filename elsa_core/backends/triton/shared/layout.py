@@ -10,6 +10,11 @@ from torch import Tensor
 LOG2E = 1.4426950408889634
 
 
+def padded(size: int, least: int = 16) -> int:
+    """The power of two, at least `least`, that holds `size`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
 def row_unit(tensors: tuple[Tensor, ...]) -> tuple[int, bool]:
     """(UNIT, UNIT_D): 16 bytes in elements if all rows are 16-byte aligned, and whether rows are
     contiguous.

@@ -46,4 +46,4 @@ class PlanCache:
 
 
 PLANS: Final = PlanCache(4096)
-"""Attention, window attention and linear layers share it; keys begin with the operator's name."""
+"""Every operator shares it; keys begin with the operator's name."""

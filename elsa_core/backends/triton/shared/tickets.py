@@ -49,7 +49,7 @@ def _renew(count: int, device: torch.device) -> None:
 
 
 def _cut(count: int, device: torch.device, recording: bool) -> Tensor:
-    """Counters that nobody else has."""
+    """Counters that no other call has."""
     left = _slabs.get(device)
     if left is None or left.numel() < count:
         if recording:

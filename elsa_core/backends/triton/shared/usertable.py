@@ -98,7 +98,7 @@ def measured_for(tile: Tile, shape: Shape) -> UserTile:
 
 
 def path(gpu: str) -> Path:
-    """Where the table of a GPU model lives; `gpu` is the name that its driver gives."""
+    """Where the table of a GPU model is kept; `gpu` is the name that its driver gives."""
     chosen = os.environ.get("ELSA_CACHE_DIR")
     if chosen:
         root = Path(os.path.expanduser(chosen))  # noqa: PTH111 (never raises)

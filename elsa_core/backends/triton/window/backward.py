@@ -19,19 +19,23 @@ from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.window import planner, tiling
 from elsa_core.backends.triton.window.backward_plan import Call, Wants, plan_call
 from elsa_core.backends.window_call import WindowCall
+from elsa_core.routing.measured import LONG_WINDOWS, tried
 
 LARGEST_DIM = 64
 
 
 def support(request: Request) -> Support:
     """Whether the gradients of such calls were measured to be worth it, as far as lengths do not
-    decide."""
+    decide. Those of windows of more than 64 tokens were not: `auto` takes these kernels for them
+    only within `elsa_core.routing.unmeasured(elsa_core.routing.LONG_WINDOWS)`."""
     if request.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return Support(False, f"dtype {request.dtype} has no kernel of the gradients")
     if request.head_dim > LARGEST_DIM:
         return Support(False, f"its gradients take head dimensions up to {LARGEST_DIM}")
     if request.device_type != "cuda" or not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
+    if request.tokens > tiling.WHOLE and tried(LONG_WINDOWS):
+        return Support(True)
     most = measured_tokens(torch.cuda.current_device())
     if not most:
         return Support(False, "its gradients were not measured to be faster on this GPU")

@@ -1,4 +1,4 @@
-"""The gradients of longer windows: three kernels that take a window tile by tile.
+"""The gradients of long windows: three kernels that take a window tile by tile.
 
 `fold_rows` gives dQ, and of each row (m, 1 / z, delta) with P = 2**(score - m) / z and delta =
 sum(P * dP); `fold_columns` gives dK and dV from them, `fold_bias` the bias's gradient: a program
@@ -46,11 +46,11 @@ def load_side(
     depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
     QUERIES: tl.constexpr, PADDED: tl.constexpr, GRID: tl.constexpr, VOLUME: tl.constexpr,
     UNIT: tl.constexpr, WD: tl.constexpr, WH: tl.constexpr, WW: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Tokens `o` of a window: queries and grad_out if QUERIES, else keys and values; their pixels,
-    and whether they lie in the image. `part`: elements from queries to keys to values."""
-    BOUNDED: tl.constexpr = T % B != 0
+    and whether they lie in the image. `part`: elements from queries to keys to values. BOUNDED:
+    some of them may lie beyond T."""
     offset, pixel, inside = locate_tokens(
         o,
         w_z, w_y, w_x, n_d, n_h, n_w, depth, height, width, shift_d, shift_h, shift_w,
@@ -175,7 +175,7 @@ def fold_rows(
         q, g, pixel, inside = load_side(
             p_image, p_grad, Pad, start, part, o_m, i_h, heads, w_z, w_y, w_x, n_d, n_h, n_w,
             depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
-            True, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BM,
+            True, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BOUNDED,
         )  # fmt: skip
         qh, ql, e_q, i_q, bad = rows_operand(q, MODE, COSINE)
         gh, gl, e_g, bad_g = operand(g, MODE)
@@ -189,7 +189,7 @@ def fold_rows(
             k, v, _, _ = load_side(
                 p_image, p_grad, Pad, start, part, o_n, i_h, heads, w_z, w_y, w_x, n_d, n_h, n_w,
                 depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
-                False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BM,
+                False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BOUNDED,
             )  # fmt: skip
             kh, kl, e_k, i_k, bad_k = rows_operand(k, MODE, COSINE)
             vh, vl, e_v, bad_v = operand(v, MODE)
@@ -225,7 +225,7 @@ def fold_rows(
                 k, v, _, _ = load_side(
                     p_image, p_grad, Pad, start, part, o_n, i_h, heads, w_z, w_y, w_x,
                     n_d, n_h, n_w, depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
-                    False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BM,
+                    False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BOUNDED,
                 )  # fmt: skip
                 kh, kl, e_k, i_k, _ = rows_operand(k, MODE, COSINE)
                 vh, vl, e_v, _ = operand(v, MODE)
@@ -295,7 +295,7 @@ def fold_columns(
         k, v, pixel, inside = load_side(
             p_image, p_grad, Pad, start, part, o_n, i_h, heads, w_z, w_y, w_x, n_d, n_h, n_w,
             depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
-            False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BM,
+            False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BOUNDED,
         )  # fmt: skip
         kh, kl, e_k, i_k, _ = rows_operand(k, MODE, COSINE)
         vh, vl, e_v, _ = operand(v, MODE)
@@ -308,7 +308,7 @@ def fold_columns(
             q, g, _, _ = load_side(
                 p_image, p_grad, Pad, start, part, o_m, i_h, heads, w_z, w_y, w_x, n_d, n_h, n_w,
                 depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
-                True, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BM,
+                True, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BOUNDED,
             )  # fmt: skip
             p_rows = Rows + (i_window.to(tl.int64) * heads + i_h) * T + o_m
             m = tl.load(p_rows, mask=o_m < T, other=0.0)
@@ -406,12 +406,12 @@ def fold_bias(
             q, g, _, _ = load_side(
                 p_image, p_grad, Pad, start, part, o_m, i_h, heads, w_z, w_y, w_x, n_d, n_h, n_w,
                 depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
-                True, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BM,
+                True, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BOUNDED,
             )  # fmt: skip
             k, v, _, _ = load_side(
                 p_image, p_grad, Pad, start, part, o_n, i_h, heads, w_z, w_y, w_x, n_d, n_h, n_w,
                 depth, height, width, shift_d, shift_h, shift_w, q_d, q_h, q_w,
-                False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BM,
+                False, PADDED, GRID, VOLUME, UNIT, WD, WH, WW, T, D, DP, BOUNDED,
             )  # fmt: skip
             p_rows = Rows + (number.to(tl.int64) * heads + i_h) * T + o_m
             m = tl.load(p_rows, mask=o_m < T, other=0.0)

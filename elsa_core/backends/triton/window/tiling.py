@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from elsa_core.backends.triton.attention.tiling import TABLES, check_direction
+from elsa_core.backends.triton.shared.layout import padded
 
 # a window this long fits one tile with its bias in registers
 WHOLE = 64
@@ -35,7 +36,8 @@ class WindowTile:
     most a thread may use (0: the compiler decides). unroll: the tiles of keys follow one another
     without a loop. least_dim: head dimensions are padded to it. direction: forward or backward;
     the other direction's rows never serve a call. reload: each window reads the bias again, which
-    takes fewer registers than to keep it.
+    takes fewer registers than to keep it. chunked, of the backward: tiles of block_m tokens meet
+    all others of their window at once, in chunks of block_n.
     """
 
     mode: str
@@ -53,6 +55,7 @@ class WindowTile:
     least_dim: int = 16
     direction: str = "forward"
     reload: bool = False
+    chunked: bool = False
 
     def serves(self, mode: str, dim: int, tokens: int, direction: str = "forward") -> bool:
         """Whether calls of this mode, padded head dimension, length and direction are its own."""
@@ -88,10 +91,11 @@ class WindowPlan(NamedTuple):
 
 
 class BackwardPlan(NamedTuple):
-    """whole: a program holds whole windows of up to `block` tokens; else tiles of so many. groups:
-    of `count` windows each, a program for each group, head and (not whole) tile of the bias. exact:
-    the tile of the windows that the guard of split products turns away; None where there is no
-    guard."""
+    """whole: a program holds whole windows of up to `block` tokens; else tiles of so many. chunk:
+    tokens that such a tile meets at once (`backward_rows`), 0 where it takes one tile after the
+    other (`backward_fold`). groups: of `count` windows each, a program for each group, head and
+    (not whole) tile of the bias, which has all queries if there are chunks. exact: the tile of the
+    windows that the guard of split products turns away; None where there is no guard."""
 
     tile: WindowTile
     exact: WindowTile | None
@@ -100,6 +104,7 @@ class BackwardPlan(NamedTuple):
     count: int
     groups: int
     padded_dim: int
+    chunk: int = 0
 
 
 @lru_cache(maxsize=16)
@@ -121,11 +126,6 @@ def table_from(data: dict[str, Any]) -> WindowTable:
     for tile in tiles:
         check_direction(tile.direction)
     return WindowTable(data["gpu"], data["measured"], tiles, data.get("gradients", 0))
-
-
-def padded(size: int, least: int = 16) -> int:
-    """The power of two, at least `least`, that holds `size`."""
-    return max(least, 1 << (size - 1).bit_length())
 
 
 def windows_each(windows: int, heads: int, multiprocessors: int, tile: WindowTile) -> int:
@@ -167,10 +167,12 @@ def plan_backward(
     tile = of(mode)
     whole = shape.tokens <= WHOLE
     block = padded(shape.tokens) if whole else tile.block_m
-    tiles = 1 if whole else (-(-shape.tokens // block)) ** 2
+    chunk = tile.block_n if tile.chunked and not whole else 0
+    tiles = 1 if whole else (-(-shape.tokens // block)) ** (1 if chunk else 2)
     groups = tile.resident * multiprocessors // (shape.heads * tiles)
     count = -(-shape.windows // max(1, min(shape.windows, groups)))
     exact = of("exact") if mode in ("split", "single") else None
     return BackwardPlan(
-        tile, exact, whole, block, count, -(-shape.windows // count), max(dim, tile.least_dim)
-    )
+        tile, exact, whole, block, count, -(-shape.windows // count), max(dim, tile.least_dim),
+        chunk,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Portable GPU kernels: attention in float32 FMA, in CUDA C++ that NVRTC compiles at first need.
+
+They use no matrix instruction, so that they serve every CUDA device that the installed PyTorch and
+its NVRTC know, Turing (sm_75) too, which Triton does not serve. Float32 alone, forward; gradients
+are those of every other backend's forward.
+
+They were not run on a GPU yet: on GPUs from sm_80 on they are not chosen by auto until
+measured, and serve calls that ask for `backend="portable"`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.support import Request, Support
+from elsa_core.limits import LARGEST_HEAD_DIM
+from elsa_core.precision import dtype_name
+
+_LOG = logging.getLogger("elsa")
+TRITON_OLDEST = 80
+
+
+def support(request: Request) -> Support:
+    """Whether the kernels serve calls of this kind; `reason` says why not. Never raises.
+
+    Where auto takes them, the one without a mask is compiled to be sure.
+    """
+    if request.dtype != torch.float32:
+        return Support(False, f"takes float32, not {dtype_name(request.dtype)}")
+    widest = max(request.head_dim, request.value_dim)
+    if widest > LARGEST_HEAD_DIM:
+        return Support(False, f"takes head_dim up to {LARGEST_HEAD_DIM}, not {widest}")
+    if min(request.head_dim, request.value_dim) < 1:
+        return Support(False, "takes head_dim from 1, not 0")
+    if request.device_type != "cuda":
+        return Support(False, f"serves cuda tensors, these are on {request.device_type}")
+    return _ready(request.head_dim, request.value_dim)
+
+
+@functools.lru_cache(maxsize=256)
+def _ready(head_dim: int, value_dim: int) -> Support:
+    if torch.version.hip is not None:
+        return Support(False, "serves NVIDIA GPUs, this PyTorch is built for AMD's")
+    if not torch.cuda.is_available():
+        return Support(False, "no CUDA device: PyTorch finds no GPU")
+    try:
+        from elsa_core.backends.portable import attention
+
+        attention.prepare(head_dim, value_dim, compiles=not is_asked())
+    except Exception as error:  # whatever is wrong with this machine, another backend goes on
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        _LOG.warning("the portable kernels are off: %s", reason)
+        return Support(False, reason)
+    return Support(True)
+
+
+def is_asked() -> bool:
+    """Whether these kernels serve only calls that name them: on GPUs from sm_80 on."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor >= TRITON_OLDEST
+
+
+def schedule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    precision: str,
+) -> str:
+    """The tile that would serve the call, in words."""
+    from elsa_core.backends.portable import attention
+
+    found = attention.instance_of(query, key, value, attn_mask, is_causal)
+    return (
+        f"float32 FMA, no tensor core: tiles of {found.tile_rows} queries and {found.tile_keys} "
+        f"keys, {found.threads} threads, {found.shared_bytes >> 10} KiB of shared memory"
+    )
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention in float32 FMA on a CUDA device, the kernel of `elsa::attention_portable`.
+
+    Args:
+        query, key, value: [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], float32, any strides;
+            Hq is a multiple of Hkv; D and Dv up to 256.
+        attn_mask: 4-D, each dimension full or 1; boolean (True takes part) or float32. is_causal:
+            top-left.
+        scale: the factor of the scores. precision: any; every one is computed in float32 FMA.
+
+    Returns:
+        out [B, Hq, Nq, Dv] in the memory of [B, Nq, Hq, Dv]; lse [B, Hq, Nq], natural logarithm.
+        Rows that see no key: zeros and -inf.
+
+    Raises:
+        UnavailableError: the kernel cannot be compiled, loaded or launched, or the call is too
+            large for a grid.
+
+    Source: ELSA, Eq. 4 (the merge of partial states).
+    """
+    from elsa_core.backends.portable import attention
+
+    return attention.attention(query, key, value, attn_mask, is_causal, scale)

@@ -1,0 +1,180 @@
+"""Compiling the kernels with NVRTC, the compiler library that PyTorch's CUDA wheels bring.
+
+No GPU, driver, toolkit or header is needed. Compiled code is kept in the user's cache under the
+rules of `elsa_core.backends.cache`: the user's own folder, each file beside its SHA-256.
+
+Environment variables:
+    ELSA_CACHE_DIR: see `elsa_core.backends.cache`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from elsa_core.backends import cache
+from elsa_core.backends.compiler import source_directory
+from elsa_core.backends.portable.tiling import Instance
+from elsa_core.errors import UnavailableError
+from elsa_core.files import scratch
+
+SYMBOL = b"elsa_portable_attention"
+FLAGS = ("--std=c++17", "--fmad=true", "--ftz=false", "--prec-div=true")
+_NUMBER = re.compile(r"libnvrtc\.so\.(\d+)")
+
+
+class Nvrtc:
+    """The library.
+
+    Attributes:
+        version: (major, minor) of its CUDA.
+        archs: what it compiles for, 90 for sm_90, ascending.
+    """
+
+    def __init__(self, library: ctypes.CDLL):
+        self._calls = library
+        self._calls.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._ask("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = (major.value, minor.value)
+        self._ask("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        self._ask("nvrtcGetSupportedArchs", numbers)
+        self.archs = tuple(sorted(numbers))
+
+    def compile(self, source: bytes, macros: dict[str, int], arch: str) -> bytes:
+        """Machine code for arch "sm_90", or PTX for "compute_90".
+
+        Raises:
+            UnavailableError: what the compiler said first.
+        """
+        options = [f"--gpu-architecture={arch}", *FLAGS, *(f"-D{k}={v}" for k, v in macros.items())]
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        form = "CUBIN" if arch.startswith("sm_") else "PTX"
+        with self._program(source) as program:
+            if self._calls.nvrtcCompileProgram(program, len(options), given):
+                said = self._text(program, "ProgramLog").decode(errors="replace").split("\n")
+                line = next((text for text in said if "error" in text), said[0]).strip()
+                raise UnavailableError(f"NVRTC does not compile the portable kernels: {line}")
+            return self._text(program, form)
+
+    @contextmanager
+    def _program(self, source: bytes) -> Iterator[ctypes.c_void_p]:
+        program = ctypes.c_void_p()
+        self._ask(
+            "nvrtcCreateProgram", ctypes.byref(program), source, b"attention.cu", 0, None, None
+        )
+        try:
+            yield program
+        finally:
+            self._calls.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._ask(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        content = ctypes.create_string_buffer(size.value)
+        self._ask(f"nvrtcGet{what}", program, content)
+        return content.raw
+
+    def _ask(self, function: str, *arguments: object) -> None:
+        try:
+            result = getattr(self._calls, function)(*arguments)
+        except AttributeError:
+            raise UnavailableError(f"NVRTC has no {function}: it is older than CUDA 12") from None
+        if result:
+            text = self._calls.nvrtcGetErrorString(result)
+            raise UnavailableError(f"{function} failed: {text.decode()}")
+
+
+@functools.cache
+def library() -> Nvrtc:
+    """NVRTC of PyTorch's CUDA version, from NVIDIA's wheels or the system's loader.
+
+    Raises:
+        UnavailableError: there is none.
+    """
+    tried = "no libnvrtc.so beside PyTorch"
+    for path in _places():
+        try:
+            return Nvrtc(ctypes.CDLL(path))
+        except OSError as error:
+            tried = str(error)
+    raise UnavailableError(
+        f"NVRTC was not found ({tried}); install the nvidia-cuda-nvrtc wheel of PyTorch's CUDA"
+    )
+
+
+def _places() -> Iterator[str]:
+    """Where the library may be, those of PyTorch's CUDA version first; nothing is imported."""
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    found = sorted(
+        path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*")
+        if _NUMBER.fullmatch(path.name)
+    )  # fmt: skip
+    bundled = Path(torch.__file__).parent / "lib"
+    found += sorted(path for path in bundled.glob("libnvrtc*.so*") if "builtins" not in path.name)
+    yield from map(str, sorted(found, key=lambda path: not path.name.endswith(f".so.{wanted}")))
+    yield from (f"libnvrtc.so.{number}" for number in dict.fromkeys((wanted, "13", "12")) if number)
+
+
+def source() -> bytes:
+    """The kernel's source.
+
+    Raises:
+        UnavailableError: it is missing.
+    """
+    return (source_directory() / "cuda" / "portable" / "attention.cu").read_bytes()
+
+
+def target(device_arch: int) -> str:
+    """What to compile for: the device's own code, or PTX for one that is newer than NVRTC.
+
+    Raises:
+        UnavailableError: the device is older than what NVRTC compiles for.
+    """
+    archs = library().archs
+    if device_arch in archs:
+        return f"sm_{device_arch}"
+    older = [arch for arch in archs if arch <= device_arch]
+    if not older:
+        raise UnavailableError(
+            f"sm_{device_arch} is older than sm_{archs[0]}, the oldest GPU that this NVRTC knows"
+        )
+    return f"compute_{older[-1]}"
+
+
+def compiled(instance: Instance, device_arch: int) -> bytes:
+    """The code of an instance for a device, from the cache or compiled and put there.
+
+    Raises:
+        UnavailableError: it cannot be compiled, or the cache cannot be read or written.
+    """
+    compiler, text, arch = library(), source(), target(device_arch)
+    facts = repr((compiler.version, FLAGS, arch, sorted(instance.macros.items()))).encode()
+    key = hashlib.sha256(text + b"\0" + facts).hexdigest()[:24]
+    path = cache.directory() / f"portable-{arch}-{key}.{'cubin' if arch[0] == 's' else 'ptx'}"
+    found = cache.read(path)
+    if found is not None:
+        return found
+    code = compiler.compile(text, instance.macros, arch)
+    try:
+        cache.make(path.parent)
+        with scratch(".portable-", folder=path.parent) as folder:
+            (folder / path.name).write_bytes(code)
+            cache.put(folder / path.name, path)
+    except OSError as error:
+        raise UnavailableError(
+            f"compiled kernels cannot be written to {path.parent}: {error.strerror or error}; "
+            "set ELSA_CACHE_DIR to a directory that can be written"
+        ) from None
+    return code

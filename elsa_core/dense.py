@@ -1,0 +1,282 @@
+"""Attention of dense tensors on one device; all other calls of attention are made of these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import index
+from typing import SupportsFloat
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls, dropping, operators, routing
+from elsa_core import sparsity as sparse
+from elsa_core.backends.support import Request
+from elsa_core.errors import UnavailableError
+from elsa_core.operands import (
+    autocast,
+    checked_mask,
+    leading_dims,
+    operands,
+    require_dense,
+    require_tensor,
+)
+from elsa_core.routing import Route
+
+Answer = Tensor | tuple[Tensor, Tensor]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: str = "strict",
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Answer:
+    """`elsa_core.attention` of dense tensors on one device, with every key."""
+    answer = ordinary(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, precision, backend, return_lse
+    )
+    if answer is not None:
+        return answer
+    return checked(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, backend,
+        return_lse,
+    )  # fmt: skip
+
+
+def ordinary(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    precision: str,
+    backend: str,
+    return_lse: bool,
+) -> Answer | None:
+    """Serve an ordinary call with the least host time; None for any other.
+
+    Ordinary are plain tensors [B, H, N, D] of one dtype and device, whose heads are equal and that
+    pass every check of `operands` as they are, without dropout and autocast, where autograd has
+    nothing to record and no tracer, mode or transform is active.
+
+    Raises:
+        TypeError: query, key, value or attn_mask is no tensor, or scale no number.
+        ArgumentError, UnavailableError: as `elsa_core.attention`.
+    """
+    if calls.watched() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
+        return None
+    try:
+        shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
+        if not (
+            len(shape) == 4
+            and value.shape == others
+            and (others == shape or (others[:2] == shape[:2] and others[3:] == shape[3:]))
+            and key.dtype == dtype
+            and value.dtype == dtype
+            and dtype.is_floating_point
+            and key.device == device
+            and value.device == device
+            and type(query) is Tensor
+            and type(key) is Tensor
+            and type(value) is Tensor
+        ) or calls.differentiates(query, key, value, attn_mask):
+            return None
+        if attn_mask is not None:
+            attn_mask = checked_mask(attn_mask, query, key, is_causal)
+        head_dim = shape[3]
+        if scale is None:
+            scale = head_dim**-0.5 if head_dim else 1.0
+        choice = routing.chosen("attention", device, dtype, head_dim, head_dim, precision, backend)
+        arguments = (query, key, value, attn_mask, is_causal, scale, precision)
+        for row, serve in choice.rows:
+            if not return_lse and row.holds(shape, others):
+                out: Tensor | None = serve(*arguments)
+                if out is not None:
+                    return out
+        result: tuple[Tensor, Tensor]
+        if choice.direct is not None and not torch._C._autograd._profiler_enabled():
+            result = choice.direct(*arguments)
+        else:
+            result = calls.below_autograd(choice.run, *arguments)
+        return _with_lse(*result, backend) if return_lse else result[0]
+    except (AttributeError, RuntimeError):
+        _explain_types(query, key, value, attn_mask, scale)
+        raise
+
+
+def checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str,
+    backend: str,
+    return_lse: bool,
+) -> Answer:
+    """A call with every argument checked and brought to the operator's layout."""
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    out, lse = _served(
+        q, k, v, mask, is_causal, scale, precision, dropout_p=dropout_p, backend=backend,
+        return_lse=return_lse,
+    )  # fmt: skip
+    if not query.dim() == key.dim() == value.dim() == 4:
+        leading = leading_dims(query, key, value)
+        out = out.reshape(*leading, *out.shape[2:])
+        lse = None if lse is None else lse.reshape(*leading, *lse.shape[2:])
+    return _with_lse(out, lse, backend) if return_lse else out
+
+
+def _served(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+    *,
+    dropout_p: float,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """A call in the operator's layout, by who serves it; lse is None where it was not asked for."""
+    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    name = routing.name_of("attention", *kind, backend)
+    answer: tuple[Tensor, Tensor | None]
+    if calls.exporting_onnx():
+        exported = operators.ATTENTION.exported
+        answer = exported(q, k, v, mask, is_causal, scale, precision, with_lse=return_lse)
+    elif dropout_p != 0.0:
+        terms = (q, k, v, mask, is_causal, scale, precision)
+        answer = dropping.dropped(
+            *terms, dropout_p=dropout_p, backend=backend, return_lse=return_lse
+        )
+    elif routing.plain_alone(backend):
+        answer = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
+    else:
+        name = _trains_whole(q, k, v, mask, kind, backend, return_lse) or name
+        run = routing.RUNS["attention", name]
+        answer = run(q, k, v, mask, is_causal, scale, precision)
+    return answer
+
+
+def _explain_types(
+    query: object, key: object, value: object, attn_mask: object, scale: object
+) -> None:
+    """What is wrong with arguments that made a call fail; nothing is checked before one does."""
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        require_tensor(name, given)
+    if attn_mask is not None:
+        require_tensor("attn_mask", attn_mask)
+    if scale is not None and not isinstance(scale, SupportsFloat):
+        raise TypeError(f"scale must be a number, not {type(scale).__name__}")
+    require_dense(query=query, key=key, value=value, attn_mask=attn_mask)  # type: ignore[arg-type]
+
+
+def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    if lse is None:
+        raise UnavailableError(f"backend={backend!r} gives no lse: use backend='auto'")
+    return out, lse
+
+
+def _trains_whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kind: tuple[str, torch.dtype, int, int, str],
+    backend: str,
+    return_lse: bool,
+) -> str:
+    """The backend that takes this call and its gradients as a whole; empty where there is none."""
+    if backend != "auto" or return_lse:
+        return ""
+    gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
+    if not gradient:
+        return ""
+    # also under capture, so that a graph holds kernels that its warm-up has loaded
+    work = None if calls.watched() else query.numel() * key.shape[2]
+    name = routing.training_name("attention", *kind, gradient, work)
+    if not name:
+        return ""
+    takes = routing.implementation("attention", name).takes
+    return name if takes is None or takes(query, key, attn_mask) else ""
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: str = "strict",
+    backend: str = "auto",
+    sparsity: str | float | None = None,
+) -> Route:
+    """Say which backend, schedule and arithmetic would serve `attention` with these arguments.
+
+    Takes the arguments of `attention` (tensors' shapes, strides, dtypes and devices matter, their
+    values do not) and raises what it would raise. Where the published results show a loss near this
+    call, a reason says so.
+    """
+    from elsa_core.measuring.losses import losing_case
+
+    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+    if sparsity is not None:
+        route = sparse.route(q, k, v, mask, is_causal, precision, backend, sparsity)
+        if route is not None:
+            return route
+    dense = all(t.stride(-1) == 1 for t in (q, k, v))
+    gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
+    request = Request(
+        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "attention",
+        routing.mask_kind(mask, is_causal), "dense" if dense else "strided", gradient,
+    )  # fmt: skip
+    arguments = (q, k, v, mask, is_causal, precision)
+    if dropout_p != 0.0:
+        name = dropping.backend_of(q, k, v, mask, precision, dropout_p, backend, return_lse=False)
+        request = request._replace(operator="attention_dropout")
+        return routing.route(request, name, schedule=arguments)
+    alone = routing.plain_alone(backend)
+    if alone:
+        return routing.route(request, routing.PLAIN, schedule=arguments, because=f"has no {alone}")
+    kind = (q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)
+    whole = _trains_whole(q, k, v, mask, kind, backend, return_lse=False)
+    if whole:
+        faster = "trains slower: the shipped table of measurements"
+        return routing.route(request, whole, schedule=arguments, because=faster)
+    found = routing.route(request, backend, schedule=arguments)
+    if not gradient and mask is None and not is_causal:
+        for row, _ in routing.chosen("attention", q.device, *kind[1:], backend).rows:
+            if row.holds(q.shape, k.shape):
+                slower = f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table"
+                return routing.route(request, row.backend, schedule=arguments, because=slower)
+    if found.backend != routing.PLAIN:
+        masked = mask is not None or is_causal
+        shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[3])
+        lost = losing_case(q.device.type, shape, k.shape[2], q.dtype, masked, precision)
+        found = replace(found, reasons=(*found.reasons, lost)) if lost else found
+    return found

@@ -1,0 +1,405 @@
+"""The portable kernels without a GPU: their source run on the CPU thread by thread against float64,
+their code compiled for GPUs, and the way to both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from pathlib import Path
+
+import portable_code
+import portable_cpu
+import pytest
+import torch
+from native_kernels import ULPS, make, relative
+from portable_cpu import AT_START, AT_WAIT, PLAIN
+from test_native import peer
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core import operators, reference, routing
+from elsa_core.backends import portable, triton
+from elsa_core.backends.portable import attention, driver, nvrtc, tiling
+from elsa_core.backends.support import Request, Support
+from elsa_core.errors import UnavailableError
+from elsa_core.precision import theorem1_bound
+
+EPS = torch.finfo(torch.float32).eps
+TURING, AMPERE, HOPPER = (portable_code.LIMITS[arch] for arch in (75, 80, 90))
+# What an instance is compiled for, and how that device copies.
+DEVICES = ((TURING, PLAIN), (AMPERE, AT_START), (HOPPER, AT_WAIT))
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    limit: int = HOPPER,
+    copies: int = AT_WAIT,
+) -> Tensor:
+    """Against float64 by twice PyTorch's error; the same bits whatever order threads run in."""
+    out, lse = portable_cpu.attention(q, k, v, mask, causal, scale, limit=limit, copies=copies)
+    other = portable_cpu.attention(
+        q, k, v, mask, causal, scale, limit=limit, copies=copies, backwards=True
+    )
+    assert torch.equal(out, other[0]) and torch.equal(lse, other[1])
+    exact, exact_lse = reference.attention(q, k, v, mask, causal, scale)
+    theirs = relative(peer(q, k, v, mask, causal, scale), exact)
+    assert relative(out, exact) <= 2 * theirs + ULPS * EPS
+    empty = exact_lse.isneginf()
+    assert torch.equal(lse.isneginf(), empty) and not out[empty].any()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    spread = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * abs(scale)
+    worst = (lse.double() - exact_lse)[~empty].abs()
+    assert not worst.numel() or worst.max() <= EPS * (ULPS + 4 * spread)
+    return out
+
+
+def operands(queries: int, keys: int, dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Two batches, four heads of queries on two of keys."""
+    return (
+        make(2, 4, queries, dim), make(2, 2, keys, dim, seed=1), make(2, 2, keys, value_dim, seed=2)
+    )  # fmt: skip
+
+
+# The kernel, thread by thread
+
+
+@pytest.mark.parametrize(("limit", "copies"), DEVICES)
+def test_tiles_of_devices(limit: int, copies: int) -> None:
+    """A whole tile, a tail of few keys, one of many, and rows beyond the last query."""
+    for queries, keys in ((131, 145), (5, 63), (1, 1)):
+        check(*operands(queries, keys, 64, 64), limit=limit, copies=copies)
+
+
+@pytest.mark.parametrize("queries_and_keys", [(140, 140), (150, 30), (7, 200)])
+def test_causality(queries_and_keys: tuple[int, int]) -> None:
+    check(*operands(*queries_and_keys, 64, 64), None, True)
+
+
+@pytest.mark.parametrize(("dims", "limit"), [((80, 72), HOPPER), ((128, 112), HOPPER),
+                                             ((256, 256), TURING)])  # fmt: skip
+def test_dims(dims: tuple[int, int], limit: int) -> None:
+    check(*operands(37, 75, *dims), limit=limit, copies=PLAIN if limit == TURING else AT_WAIT)
+
+
+def test_odd_dims_and_a_bool_mask() -> None:
+    q, k, v = operands(131, 150, 63, 21)
+    seen = make(2, 1, 131, 150, seed=3) < 0
+    seen[0, 0, 5], seen[1, 0, 130], seen[0, 0, 7, 64:] = False, False, False
+    check(q, k, v, seen)
+    check(q, k, v, seen[:, :, :1])
+    check(q, k, v, seen.transpose(2, 3)[..., :131, :1])
+
+
+def test_an_additive_mask() -> None:
+    q, k, v = operands(40, 150, 64, 64)
+    added = make(1, 4, 40, 150, seed=3)
+    added[0, 1, 7], added[0, :, :, :70] = -math.inf, -math.inf
+    check(q, k, v, added)
+    check(q, k, v, added.transpose(0, 1)[:1].transpose(2, 3).contiguous().transpose(2, 3))
+    check(q, k, v, added[:, :1], scale=-0.3)
+
+
+def test_strides() -> None:
+    packed = make(2, 67, 3, 4, 64).permute(2, 0, 3, 1, 4)
+    q, k, v = packed
+    check(q, k, v)
+    check(q, k[:, :1].expand(-1, 4, -1, -1), v)
+    columns = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
+    assert attention.load_of(*columns) == 1
+    check(*columns)
+    assert attention.load_of(q[..., 1:], k, v) == 1
+    assert attention.load_of(q[..., 2:], k[..., 2:], v) == 2
+
+
+@pytest.mark.parametrize("scale", [30.0, -0.125, 0.0, 1e-40])
+def test_scales(scale: float) -> None:
+    check(*operands(9, 100, 64, 64), scale=scale)
+
+
+def test_extreme_scores() -> None:
+    q, k, v = operands(9, 100, 64, 64)
+    check(1e3 * q, k, v)
+    out = check(q + 100, k + 100, v)
+    assert out.isfinite().all()
+
+
+def test_merges_stay_within_theorem_1() -> None:
+    """Scores of zero are exact, so that the error is that of the sums alone: with one chain of
+    additions over all keys it would be above the bound.
+    """
+    keys = 1 << 16
+    v = torch.rand(1, 1, keys, 32, generator=torch.Generator().manual_seed(0))
+    k = torch.zeros(1, 1, keys, 32)
+    exact = v.double().mean(2)
+    bound = theorem1_bound(keys, 64)
+    chain = torch.zeros(32)
+    for row in v[0, 0]:
+        chain += row
+    assert relative(chain / keys, exact[0, 0]) > bound
+    out, lse = portable_cpu.attention(k[:, :, :1], k, v, limit=HOPPER)
+    assert relative(out[:, :, 0], exact) <= bound
+    assert lse.item() == pytest.approx(math.log(keys), rel=EPS)
+
+
+def test_asynchronous_copies_change_nothing() -> None:
+    q, k, v = operands(131, 145, 64, 64)
+    found = [portable_cpu.attention(q, k, v, limit=HOPPER, copies=c)[0]
+             for c in (PLAIN, AT_START, AT_WAIT)]  # fmt: skip
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+# Tiles
+
+
+@pytest.mark.parametrize("arch", portable_code.LIMITS)
+def test_every_head_dim_has_a_tile(arch: int) -> None:
+    limit = portable_code.LIMITS[arch]
+    for dim in range(1, 257):
+        for value_dim in (1, dim, 256):
+            found = tiling.instance(dim, value_dim, 1, "additive", True, limit)
+            assert found.shared_bytes <= limit and found.threads <= 1024
+            assert dim <= found.head < dim + 4 and value_dim <= found.value < value_dim + 64
+            # the state of a thread, and the sums of a tile beside it
+            assert 2 * found.rows * found.value // found.lanes <= 160
+    with pytest.raises(UnavailableError, match="shared memory"):
+        tiling.instance(256, 256, 4, "none", False, 1 << 14)
+
+
+def test_what_an_fma_costs() -> None:
+    """At head_dim 64 on sm_90: one 16-byte read of shared memory for 16 FMA."""
+    tile = tiling.instance(64, 64, 4, "none", False, HOPPER)
+    columns = tile.value // tile.lanes
+    reads = (tile.rows + tile.keys) / 4 + (tile.rows + columns) / 4
+    fma = tile.rows * (tile.keys + columns)
+    assert fma / reads == 16
+
+
+# Compiled code
+
+
+def _nvrtc_missing() -> str:
+    try:
+        nvrtc.library()
+    except UnavailableError as error:
+        return str(error)
+    return ""
+
+
+with_nvrtc = pytest.mark.skipif(bool(_nvrtc_missing()), reason=_nvrtc_missing() or "it is here")
+
+
+@pytest.fixture(scope="module")
+def codes() -> dict[str, bytes]:
+    """Instances of every tile class on four architectures, with all masks and loads."""
+    asked = ((75, (64, 64), 4, "none", True), (90, (64, 64), 4, "none", False),
+             (80, (128, 128), 2, "bool", False), (120, (63, 20), 1, "additive", False),
+             (75, (256, 256), 4, "bool", False))  # fmt: skip
+    found = {}
+    for arch, dims, load, mask, causal in asked:
+        instance = tiling.instance(*dims, load, mask, causal, portable_code.LIMITS[arch])
+        found[f"sm_{arch} {dims}"] = portable_code.compiled(instance, f"sm_{arch}")
+    return found
+
+
+@with_nvrtc
+def test_machine_code_has_no_matrix_instruction(codes: dict[str, bytes]) -> None:
+    tool = portable_code.disassembler()
+    if tool is None:
+        pytest.skip("the disassembler is in Triton's wheel, which is not here")
+    for name, code in codes.items():
+        found = portable_code.opcodes(code, tool)
+        assert found.count("FFMA") > 500, name
+        assert not portable_code.matrix_instructions(found), name
+    # and the search finds one where there is one
+    fragment = b"""extern "C" __global__ void product(unsigned* p) {
+      asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},"
+                   "{%0,%1,%2,%3}, {%0,%1}, {%0,%1,%2,%3};"
+                   : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]));
+    }"""
+    product = nvrtc.library().compile(fragment, {}, "sm_90")
+    assert portable_code.matrix_instructions(portable_code.opcodes(product, tool))
+    text = nvrtc.library().compile(fragment, {}, "compute_90")
+    assert portable_code.matrix_lines(text)
+
+
+@with_nvrtc
+def test_ptx_has_no_matrix_instruction() -> None:
+    """What a GPU newer than NVRTC gets, looked at without a disassembler."""
+    instance = tiling.instance(64, 64, 4, "none", False, HOPPER)
+    text = portable_code.compiled(instance, "compute_90")
+    assert text.count(b"fma.rn.f32") > 500
+    assert not portable_code.matrix_lines(text)
+
+
+@with_nvrtc
+def test_targets() -> None:
+    archs = nvrtc.library().archs
+    assert nvrtc.target(archs[0]) == f"sm_{archs[0]}"
+    assert nvrtc.target(999) == f"compute_{archs[-1]}"
+    with pytest.raises(UnavailableError, match="older than"):
+        nvrtc.target(20)
+    with pytest.raises(UnavailableError, match="NVRTC does not compile"):
+        nvrtc.library().compile(b"nonsense", {}, "sm_90")
+
+
+@with_nvrtc
+def test_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files of this user alone, under digests; one that was changed is compiled again."""
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+
+    def compiled(_: nvrtc.Nvrtc, source: bytes, macros: dict[str, int], arch: str) -> bytes:
+        said.append(arch)
+        return b"code of " + arch.encode()
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", compiled)
+    instance = tiling.instance(64, 64, 4, "none", False, HOPPER)
+    for _ in range(2):
+        assert nvrtc.compiled(instance, 90) == b"code of sm_90"
+    assert said == ["sm_90"]
+    (path,) = tmp_path.rglob("*.cubin")
+    path.write_bytes(b"another code")
+    assert nvrtc.compiled(instance, 90) == b"code of sm_90"
+    path.chmod(0o666)
+    assert nvrtc.compiled(instance, 90) == b"code of sm_90"
+    assert said == ["sm_90"] * 3
+    assert nvrtc.compiled(instance._replace(mask=1), 90) and len(said) == 4
+
+
+# Launches
+
+
+class Fake:
+    """A driver that notes its calls; `failing` gives an error."""
+
+    def __init__(self, failing: str = ""):
+        self.said: list[tuple[str, tuple[object, ...]]] = []
+        self.failing = failing
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> int:
+            self.said.append((name, arguments))
+            return 700 if name == self.failing else 0
+
+        return call
+
+
+def test_a_launch() -> None:
+    fake = Fake()
+    cuda = driver.Driver(fake)  # type: ignore[arg-type]
+    cuda.function(0, b"code", nvrtc.SYMBOL, 100 << 10)
+    given = attention.Arguments(queries=7)
+    cuda.launch(0, 5, 11, 128, 100 << 10, 3, given)
+    names = [name for name, _ in fake.said]
+    assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2") == 2
+    assert ("cuFuncSetAttribute", 100 << 10) in [(n, a[-1]) for n, a in fake.said]
+    launched = dict(fake.said)["cuLaunchKernel"]
+    assert launched[1:8] == (11, 1, 1, 128, 1, 1, 100 << 10)
+    params = launched[9]
+    assert isinstance(params, ctypes.Array)
+    assert attention.Arguments.from_address(params[0]).queries == 7
+
+
+@pytest.mark.parametrize("failing", ["cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"])
+def test_errors_of_the_driver_are_one_line(failing: str) -> None:
+    fake = Fake(failing)
+    cuda = driver.Driver(fake)  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError, match=f"^{failing} failed: unknown$"):
+        cuda.launch(0, cuda.function(0, b"", b"", 0), 1, 32, 0, 0, attention.Arguments())
+    names = [name for name, _ in fake.said]
+    assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2")
+    assert ("cuModuleUnload" in names) is (failing == "cuModuleGetFunction")
+
+
+def test_sizes_that_no_launch_has() -> None:
+    q = torch.empty(1, 1, 1, 4)
+    many = q.expand(1, 1, (1 << 31) - 1, 4)
+    with pytest.raises(UnavailableError, match="fewer than"):
+        attention.arguments_of(many, q, q, None, 1.0, q, q)
+    instance = tiling.instance(4, 4, 4, "none", False, HOPPER)
+    with pytest.raises(UnavailableError, match="grid"):
+        attention.blocks_of(instance, attention.Arguments(queries=1 << 30, batch_heads=1 << 10))
+
+
+# Routes
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch):
+    """A GPU that is not here, with NVRTC and a driver that say yes."""
+
+    def pretend(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.setattr(attention, "prepare", lambda *_, **__: None)
+        for cached in (portable._ready, triton._environment, routing.chosen):
+            cached.cache_clear()
+
+    yield pretend
+    monkeypatch.undo()
+    for cached in (portable._ready, triton._environment, routing.chosen):
+        cached.cache_clear()
+
+
+def asked(precision: str = "ieee", dtype: torch.dtype = torch.float32) -> Request:
+    return Request("cuda", dtype, 64, 64, precision)
+
+
+def test_auto_takes_them_where_triton_does_not_serve(capability) -> None:
+    capability(7, 5)
+    for precision in ("ieee", "strict"):
+        name, reasons = routing.select(asked(precision))
+        assert name == "portable" and "triton: the GPU is older than sm_80 (Ampere)" in reasons
+    route = routing.route(asked(), "auto")
+    assert route.arithmetic == "float32 FMA"
+    assert routing.select(asked("strict", torch.float16))[0] == "eager"
+    trained = routing.route(asked()._replace(gradient=("query",)))
+    assert any(line.startswith("gradients: ") for line in trained.reasons)
+
+
+def test_auto_never_takes_them_where_they_were_not_measured(
+    capability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability(9, 0)
+    assert routing.select(asked("ieee"))[0] == "triton"
+    assert routing.select(asked("ieee"), "portable")[0] == "portable"
+    monkeypatch.setattr(triton, "_environment", lambda: Support(False, "is not here"))
+    name, reasons = routing.select(asked("ieee"))
+    assert name == "eager" and any("ask for it by name" in line for line in reasons)
+
+
+def test_where_something_is_missing(capability, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = make(1, 2, 5, 8)
+    with pytest.raises(UnavailableError, match="serves cuda tensors"):
+        elsa.attention(q, q, q, backend="portable")
+    assert not portable.support(asked("strict", torch.float16)).ok
+    assert "up to 256" in portable.support(asked()._replace(head_dim=257)).reason
+    capability(7, 5)
+    monkeypatch.setattr(attention, "prepare", _no_nvrtc)
+    assert portable.support(asked()) == Support(False, "no NVRTC")
+    assert routing.select(asked())[0] == "eager"
+
+
+def _no_nvrtc(*_: object, **__: object) -> None:
+    raise UnavailableError("no NVRTC")
+
+
+def test_gradients_are_those_of_the_operator() -> None:
+    """`elsa::attention_portable` with the reference as its kernel on the CPU."""
+    library = torch.library.Library("elsa", "IMPL")
+    library.impl("attention_portable", operators.ATTENTION.reference, "CPU")
+    terms = [make(1, 2, 9, 8, seed=seed).requires_grad_() for seed in range(3)]
+    grads = []
+    for operator in (torch.ops.elsa.attention_portable, torch.ops.elsa.attention_eager):
+        out, lse = operator(*terms, None, True, 0.3, "ieee")
+        grads.append(torch.autograd.grad((out, lse), terms, (out.detach(), lse.detach())))
+    for ours, eager in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, eager)
+    library._destroy()

@@ -1,0 +1,185 @@
+"""The portable kernels on a real GPU, by twice the error of PyTorch's own operator."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import elsa_core as elsa
+from elsa_core import reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+BAND = 2.5e-7
+INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def nan_filled() -> Iterator[None]:
+    """Fill what the allocator hands out with NaN: an element that is never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def make(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def portable(*arguments: object, **named: object) -> tuple[Tensor, Tensor]:
+    found = elsa.attention(*arguments, backend="portable", return_lse=True, **named)  # type: ignore[arg-type]
+    assert isinstance(found, tuple)
+    return found
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False,
+    scale: float | None = None,
+) -> None:  # fmt: skip
+    out, lse = portable(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
+    again = portable(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    exact, exact_lse = reference.attention(q, k, v, mask, causal, scale)
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1).contiguous() for t in (k, v))
+    full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2]).contiguous()
+    peer = F.scaled_dot_product_attention(q.contiguous(), k, v, full, is_causal=causal, scale=scale)
+    empty = exact_lse.isneginf()
+    theirs = relative(peer.masked_fill(empty[..., None], 0.0), exact)
+    assert relative(out, exact) <= 2 * theirs + BAND
+    assert not out[empty].any() and torch.equal(lse.isneginf(), empty)
+    assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
+    factor = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    spread = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * factor
+    worst = (lse.double() - exact_lse)[~empty].abs().max()
+    assert worst <= torch.finfo(torch.float32).eps * (4 + 4 * spread)
+
+
+@pytest.mark.parametrize("dim", [64, 63, 72, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 17, 197, 1025])
+def test_lengths_and_dims(tokens: int, dim: int) -> None:
+    check(make(2, 3, tokens, dim), make(2, 3, tokens, dim, seed=1), make(2, 3, tokens, dim, seed=2))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 333), (197, 1), (300, 65), (65, 2050)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_causality_and_other_lengths(queries: int, keys: int, causal: bool) -> None:
+    q, k, v = make(2, 6, queries, 64), make(2, 2, keys, 64, seed=1), make(2, 2, keys, 20, seed=2)
+    check(q, k, v, None, causal)
+
+
+def test_masks() -> None:
+    q, k, v = (make(2, 3, 197, 64, seed=seed) for seed in range(3))
+    seen = torch.rand(2, 1, 197, 197, generator=torch.Generator().manual_seed(3)).cuda() < 0.5
+    seen[0, 0, 5], seen[1, 0, 130] = False, False
+    check(q, k, v, seen)
+    check(q, k, v, seen[:1, :, :1])
+    added = make(1, 3, 197, 197, seed=4).masked_fill(~seen[:1], -INF)
+    check(q, k, v, added)
+    check(q, k, v, added.transpose(2, 3))
+    check(q, k, v, added[..., :1])
+
+
+def test_strides_and_extreme_scores() -> None:
+    qkv = make(2, 131, 3, 4, 64)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    check(q, k, v)
+    check(q.transpose(2, 3).contiguous().transpose(2, 3), k, v)
+    check(q, k[:, :1].expand(-1, 4, -1, -1), v[..., 1:])
+    for scale in (30.0, -0.5, 0.0, 1e-30):
+        check(q, k, v, scale=scale)
+    check(1e3 * q, k, v)
+
+
+def test_without_keys_and_without_queries() -> None:
+    q, none = make(2, 3, 17, 64), make(2, 3, 0, 64)
+    out, lse = portable(q, none, none)
+    assert not out.any() and lse.isneginf().all()
+    assert portable(none, q, q)[0].shape == (2, 3, 0, 64)
+
+
+def test_gradients_and_operator() -> None:
+    q, k, v = (make(2, 3, 65, 40, seed=seed).requires_grad_() for seed in range(3))
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    slope = make(2, 3, 65, 40, seed=5)
+    out = elsa.attention(q, k, v, is_causal=True, backend="portable")
+    assert isinstance(out, Tensor)
+    grads = torch.autograd.grad(out, (q, k, v), slope)
+    peer = torch.autograd.grad(
+        F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), slope
+    )
+    wanted = torch.autograd.grad(
+        F.scaled_dot_product_attention(*exact, is_causal=True), exact, slope.double()
+    )
+    for grad, theirs, true in zip(grads, peer, wanted, strict=True):
+        assert relative(grad, true) <= 2 * relative(theirs, true) + 4 * BAND
+    torch.library.opcheck(
+        torch.ops.elsa.attention_portable.default, (q, k, v, None, True, 0.2, "ieee"),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+def test_streams_graphs_threads_and_devices() -> None:
+    q = make(2, 3, 197, 64)
+    expected = portable(q, q, q)[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = portable(q, q, q)[0]
+    torch.cuda.synchronize()
+    assert torch.equal(on_stream, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = portable(q, q, q)[0]
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(portable(q, q, q)[0]))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], expected)
+    for device in range(1, torch.cuda.device_count()):
+        there = q.to(f"cuda:{device}")
+        assert torch.equal(portable(there, there, there)[0].to(q.device), expected)
+
+
+def test_auto_and_explain() -> None:
+    q = make(1, 2, 65, 64)
+    route = elsa.explain(q, q, q, precision="ieee", backend="portable")
+    assert route.backend == "portable" and "no tensor core" in route.schedule
+    modern = torch.cuda.get_device_capability() >= (8, 0)
+    taken = elsa.explain(q, q, q, precision="ieee").backend
+    assert (taken == "portable") is not modern
+
+
+def test_measures() -> None:
+    """Prints what `python -m elsa_core.bench.portable` says of the first shapes."""
+    paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
+    done = subprocess.run(
+        [sys.executable, "-m", "elsa_core.bench.portable", "--seconds", "5"],
+        capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["results"][0]["error"]["portable"] < 1e-6
+    print(document["cublas_tflops"], [row.get("share_of_cublas") for row in document["results"]])

@@ -1,0 +1,248 @@
+"""Batches of images of different size in transformers' SigLIP 2: padding is left out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import elsa_core as elsa
+from elsa_core.patching.adapters import padding
+from elsa_core.patching.adapters.hf_transformers import register
+
+transformers = pytest.importorskip("transformers")
+siglip2 = pytest.importorskip("elsa_core.patching.adapters.transformers_siglip2")
+
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+}  # fmt: skip
+SIZES = ((4, 5), (2, 3), (3, 4))
+
+
+def model(kind: str = "sdpa", cls: str = "Siglip2VisionModel", **options: Any) -> Any:
+    torch.manual_seed(0)
+    register()
+    config = transformers.Siglip2VisionConfig(**SMALL, num_patches=16, patch_size=4, **options)
+    if cls != "Siglip2VisionModel":
+        text = {**SMALL, "vocab_size": 100, "projection_size": 32}
+        config = transformers.Siglip2Config(
+            vision_config=config.to_dict(), text_config=text, num_labels=5
+        )
+    made = getattr(transformers, cls)._from_config(config, attn_implementation=kind)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.15)
+    return made.eval()
+
+
+def batch(sizes: tuple[tuple[int, int], ...] = SIZES, tokens: int = 20) -> dict[str, Tensor]:
+    counts = torch.tensor([h * w for h, w in sizes])
+    there = torch.arange(tokens)[None] < counts[:, None]
+    pixels = torch.randn(len(sizes), tokens, 48, generator=torch.Generator().manual_seed(1))
+    return {
+        "pixel_values": pixels * there[..., None],  # as transformers' own processor pads
+        "pixel_attention_mask": there.int(),
+        "spatial_shapes": torch.tensor(sizes),
+    }
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many queries and keys each call of packed attention had."""
+    seen: list[tuple[int, int]] = []
+
+    def attention(query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append((query.shape[0], key.shape[0]))
+        return elsa.varlen_attention(query, key, *rest, **options)
+
+    monkeypatch.setattr(padding, "varlen_attention", attention)
+    monkeypatch.setattr(siglip2, "varlen_attention", attention)
+    return seen
+
+
+def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+
+
+def error(out: Tensor, exact: Tensor) -> float:
+    return ((out.double() - exact).norm() / exact.norm()).item()
+
+
+def assert_agree(out: Any, peer: Any, exact: Any, band: float = 1e-6) -> None:
+    for name in exact:
+        if isinstance(exact[name], Tensor):
+            limit = 2 * error(peer[name], exact[name]) + band
+            assert error(out[name], exact[name]) <= limit, name
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    original = model(**options)
+    patched = copy.deepcopy(original)
+    report = elsa.patch(patched, scope="attention")
+    assert "ElsaSiglip2Attention" in {site.adapter for site in report.patched}
+    original.set_attn_implementation("sdpa")
+    return original, patched
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["sdpa", "elsa"])
+@pytest.mark.parametrize("sizes", [SIZES, ((2, 3),), ((1, 1), (4, 5))], ids=["mixed", "1", "2"])
+def test_agrees_with_the_original_at_padded_places_too(
+    sizes: Any, kind: str, packed: list[Any]
+) -> None:
+    original, patched = pair(kind=kind)
+    given = batch(sizes)
+    exact = copy.deepcopy(original).double()(**wide(given))
+    assert_agree(patched(**given), original(**given), exact)
+    tokens = sum(h * w for h, w in sizes)
+    assert packed[:2] == [(tokens + sum(h * w < 20 for h, w in sizes), tokens)] * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cls", ["Siglip2ForImageClassification", "Siglip2Model"])
+def test_whole_models(cls: str, packed: list[Any]) -> None:
+    original, patched = pair(cls=cls)
+    given = batch()
+    if cls == "Siglip2Model":
+        words = torch.randint(0, 100, (3, 7), generator=torch.Generator().manual_seed(2))
+        given |= {"input_ids": words, "attention_mask": (words > 30).int()}
+        assert (given["attention_mask"].sum(1) > 0).all()
+    exact = copy.deepcopy(original).double()(**wide(given))
+    assert_agree(patched(**given), original(**given), exact)
+    assert (40, 38) in packed
+    if cls == "Siglip2Model":  # padded words differ by their places: no one stands for another
+        assert (21, int(given["attention_mask"].sum())) in packed
+
+
+@torch.no_grad()
+def test_padded_tokens_that_differ_are_each_answered(packed: list[Any]) -> None:
+    original, patched = pair()
+    given = batch()
+    given["pixel_values"] = torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(3))
+    exact = copy.deepcopy(original).double()(**wide(given))
+    assert_agree(patched(**given), original(**given), exact)
+    assert packed == [(60, 38)] * 2
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("of_pixels", [False, True])
+def test_gradients_are_the_originals(training: bool, of_pixels: bool, packed: list[Any]) -> None:
+    """Of each padded token's pixels too, which one token for all of them would not give.
+
+    A key's bias has no gradient but rounding.
+    """
+    original, patched = pair()
+
+    def grads(m: Any, given: dict[str, Tensor]) -> Tensor:
+        m.train(training).zero_grad()
+        pixels = given["pixel_values"].clone().requires_grad_(of_pixels)
+        out = m(**{**given, "pixel_values": pixels})
+        (out.pooler_output.square().sum() + out.last_hidden_state.square().sum()).backward()
+        found = [p.grad for n, p in m.named_parameters() if "k_proj.bias" not in n]
+        if of_pixels:
+            assert pixels.grad is not None
+            return pixels.grad
+        return torch.cat([g.flatten() for g in found if g is not None])
+
+    exact = grads(copy.deepcopy(original).double(), wide(batch()))
+    peer, found = grads(original, batch()), grads(patched, batch())
+    assert error(found, exact) <= 2 * error(peer, exact) + 1e-6
+    assert packed == [(60, 38)] * 2
+
+
+@torch.no_grad()
+def test_no_or_little_padding_is_not_packed(packed: list[Any]) -> None:
+    original, patched = pair()
+    for sizes in (((4, 5), (4, 5)), ((4, 5), (4, 5), (3, 6))):
+        given = batch(sizes)
+        exact = copy.deepcopy(original).double()(**wide(given))
+        assert_agree(patched(**given), original(**given), exact)
+    assert not packed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype, packed: list[Any]) -> None:
+    original = model().to(dtype)
+    patched = copy.deepcopy(original)
+    elsa.patch(patched, scope="attention")
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch().items()}
+    exact = copy.deepcopy(original).double()(**wide(given))
+    band = 8 * torch.finfo(dtype).eps
+    assert_agree(patched(**given), original(**given), exact, band)
+    assert packed
+
+
+@torch.no_grad()
+def test_hidden_states_hooks_and_weights_are_the_originals(packed: list[Any]) -> None:
+    """Whoever looks between the layers sees padded batches; "eager" returns its weights."""
+    original, patched = pair()
+    found, peer = (m(**batch(), output_hidden_states=True) for m in (patched, original))
+    for one, other in zip(found.hidden_states, peer.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    patched.encoder.layers[1].mlp.register_forward_hook(lambda m, i, out: shapes.append(out.shape))
+    shapes: list[Any] = []
+    patched(**batch())
+    assert shapes == [(3, 20, 32)]
+    patched.set_attn_implementation("eager")
+    weights = patched(**batch(), output_attentions=True).attentions
+    assert weights[0].shape == (3, 2, 20, 20)
+
+
+@torch.no_grad()
+def test_a_mask_that_hides_keys_of_some_queries_is_read(packed: list[Any]) -> None:
+    original, patched = pair()
+    x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(4))
+    mask = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    exact = copy.deepcopy(original).double().encoder(x.double(), mask).last_hidden_state
+    found, peer = (m.encoder(x, mask).last_hidden_state for m in (patched, original))
+    assert error(found, exact) <= 2 * error(peer, exact) + 1e-6
+    assert not packed
+
+
+class _Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_is_recorded_keeps_the_mask(packed: list[Any]) -> None:
+    original, patched = pair()
+    with _Sees():
+        found = patched(**batch()).pooler_output
+    torch.testing.assert_close(found, original(**batch()).pooler_output, atol=1e-5, rtol=1e-5)
+    assert not packed
+
+
+@torch.no_grad()
+def test_copies_pickles_and_goes_back() -> None:
+    original, patched = pair()
+    out = patched(**batch()).pooler_output
+    assert torch.equal(copy.deepcopy(patched)(**batch()).pooler_output, out)
+    assert torch.equal(pickle.loads(pickle.dumps(patched))(**batch()).pooler_output, out)
+    assert elsa.unpatch(patched) >= 3
+    assert torch.equal(patched(**batch()).pooler_output, original(**batch()).pooler_output)
+
+
+@torch.no_grad()
+def test_the_interface_alone_leaves_keys_out(packed: list[Any]) -> None:
+    """`attn_implementation="elsa"`, nothing patched."""
+    ours, given = model("elsa"), batch()
+    exact = copy.deepcopy(ours).double()
+    exact.set_attn_implementation("sdpa")
+    found = ours(**given)
+    assert packed == [(60, 38)] * 2
+    ours.set_attn_implementation("sdpa")
+    assert_agree(found, ours(**given), exact(**wide(given)))
+
+
+def test_inspect_and_check() -> None:
+    original, patched = pair(use_head=False)
+    sites = elsa.inspect(original, scope="attention").sites
+    assert [site.path for site in sites if site.patchable and "self_attn" in site.path]
+    report = elsa.check(patched, tuple(batch().values()), grad=True)
+    assert report.ok, report
