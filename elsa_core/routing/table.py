@@ -336,7 +336,7 @@ _PORTABLE = {
         arithmetic=_fma,
         # by `elsa::attention_backward`, as those of every forward
         gradient=_late("eager", "support"),
-        asked_here=portable.is_asked,
+        asked=True,
     ),
 }
 _ONEDNN = {
