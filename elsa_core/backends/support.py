@@ -94,13 +94,13 @@ class Implementation:
 class Backend:
     """A name, the type of the devices it serves (None: every one) and its operators.
 
-    `built_on_demand`: asking it whether it serves a call may compile it.
+    `is_built`, of a backend that compiles itself when it is asked: whether asking compiles nothing.
     """
 
     name: str
     device: str | None
     operators: Mapping[str, Implementation]
-    built_on_demand: bool = False
+    is_built: Callable[[], bool] | None = None
 
 
 def loses_digits(lse: Tensor) -> bool:
