@@ -251,7 +251,7 @@ def compiled(rank: int) -> dict[str, bool]:
 
 
 def compiled_models() -> dict[str, bool]:
-    """The same of sharded models, each compiled without a break."""
+    """The same of sharded models and their gradients, each compiled without a break."""
     found = {}
     for name, model, images in (
         ("vit", models.vit("registers"), models.images("registers")),
@@ -259,9 +259,13 @@ def compiled_models() -> dict[str, bool]:
     ):
         elsa.distributed.shard(model)
         torch._dynamo.reset()
-        with torch.no_grad():
-            whole = torch.compile(model, fullgraph=True, backend="aot_eager")
-            found[name] = torch.equal(whole(images), model(images))
+        steps = []
+        for forward in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+            model.zero_grad()
+            out = forward(images)
+            out.sin().sum().backward()
+            steps.append([out, *(parameter.grad for parameter in model.parameters())])
+        found[name] = all(torch.equal(one, two) for one, two in zip(*steps, strict=True))
     return found
 
 
