@@ -74,7 +74,6 @@ class Implementation:
         whole: serves calls of a shipped table only, and those that ask for it by name; its `run`
             is differentiated by autograd and has no lse.
         asked: serves calls that ask for it by name alone, as kernels do that were not measured.
-        asked_here: whether that holds on the current device; None where it depends on no device.
     """
 
     support: Callable[[Request], Support]
@@ -87,7 +86,6 @@ class Implementation:
     takes: Callable[..., bool] | None = None
     whole: bool = False
     asked: bool = False
-    asked_here: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,14 @@ _NATIVE["sparse_attention"] = Implementation(
     schedule=_late("native", "schedule"),
     arithmetic=_fma,
 )
+_NATIVE["entmax_attention"] = Implementation(
+    support=_late("native", "support"),
+    run=operators.ENTMAX_ATTENTION.overload,
+    schedule=_late("native_entmax", "schedule"),
+    arithmetic=_fma,
+    gradient=_late("native", "support"),
+    backward=_late("native_entmax", "entmax_attention_backward"),
+)
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
@@ -328,7 +336,7 @@ _PORTABLE = {
         arithmetic=_fma,
         # by `elsa::attention_backward`, as those of every forward
         gradient=_late("eager", "support"),
-        asked_here=portable.is_asked,
+        asked=True,
     ),
 }
 _ONEDNN = {
