@@ -70,6 +70,14 @@ def varlen_schedule(*arguments: Any) -> str:
     )
 
 
+def entmax_schedule(*arguments: Any) -> str:
+    """As `schedule`, of alpha-entmax, and which keys are left out."""
+    return (
+        f"{isa()} kernels over {torch.get_num_threads()} threads; thresholds and values of "
+        "listed keys alone"
+    )
+
+
 class Cut(NamedTuple):
     """How the kernels cut a call; see `elsa::Cut` in csrc/elsa/attention.h.
 

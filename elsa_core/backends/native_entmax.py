@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +27,6 @@ _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 def define() -> None:
     """Define the operator that the native library has a kernel of, as `native_backward.define`."""
     _LIBRARY.define(f"entmax_attention_backward_native{_SCHEMA}")
-
-
-def schedule(*arguments: Any) -> str:
-    """Name the kernels and what they leave out."""
-    from elsa_core.backends import native
-
-    return (
-        f"{native.isa()} kernels over {torch.get_num_threads()} threads; thresholds and values of "
-        "listed keys alone"
-    )
 
 
 def entmax_attention_backward(
