@@ -53,9 +53,10 @@ def entmax_attention(
         scale: factor on the scores; default 1 / sqrt(D).
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
         precision: "strict", "ieee" or "lean", see `elsa_core.precision`.
-        backend: "auto" or one of `elsa_core.routing.names("entmax_attention")`. "auto" is plain
-            PyTorch, some rows at a time, on every device; the Triton kernels serve
-            `backend="triton"` alone: they were not measured on a GPU yet.
+        backend: "auto" or one of `elsa_core.routing.names("entmax_attention")`. "auto" is the C++
+            kernels on a CPU (float32, float16, bfloat16) and plain PyTorch, some rows at a time,
+            elsewhere; the Triton kernels serve `backend="triton"` alone: they were not measured on
+            a GPU yet.
 
     Returns:
         out [..., Hq, Nq, Dv] in the query's dtype. A row that sees no key gives zeros.

@@ -62,7 +62,7 @@ class Recipe:
         folder: the binding's folder under `csrc`.
         units: the binding's translation units: a name, a file of `folder`, flags of its own.
         link_flags: what the link adds to `-shared`.
-        kernels: those of `csrc/elsa`: "attention", "window", "gradient", or none of them.
+        kernels: those of `csrc/elsa`: "attention", "window", "gradient", "entmax", or none.
         facts: what the key holds besides sources, compiler, flags and machine.
     """
 
@@ -326,7 +326,10 @@ def _units(recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
     common = [*compiler(), *FLAGS, "-c"]
     for name, file, flags in recipe.units:
         yield name, [*common, *flags, str(root / recipe.folder / file)]
-    tables = {"attention": "kKernel", "window": "kWindowKernel", "gradient": "kGradientKernel"}
+    tables = {
+        "attention": "kKernel", "window": "kWindowKernel", "gradient": "kGradientKernel",
+        "entmax": "kEntmaxKernel",
+    }  # fmt: skip
     for operator in recipe.kernels:
         table = tables[operator]
         yield f"{operator}-driver", [*common, str(root / "elsa" / f"{operator}.cpp")]

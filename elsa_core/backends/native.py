@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elsa_core.backends import compiler, native_backward
+from elsa_core.backends import compiler, native_backward, native_entmax
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
@@ -120,6 +120,7 @@ def load() -> Support:
         return Support(False, "switched off by ELSA_NATIVE=0")
     try:
         native_backward.define()
+        native_entmax.define()
         library = _opened(build())
         _isa_of(library)
         _LIBRARY.append(library)
@@ -177,10 +178,16 @@ def status() -> dict[str, Any]:
     return compiler.status(_recipe())
 
 
+def is_built() -> bool:
+    """Whether asking for the library compiles nothing: it is there, or it cannot be built."""
+    found = status()
+    return bool(found["built"]) or "reason" in found
+
+
 def _recipe() -> compiler.Recipe:
     recipe = compiler.torch_recipe(
-        "libelsa", "native library", "torch", ("attention", "window", "varlen"),
-        kernels=("attention", "window", "gradient"),
+        "libelsa", "native library", "torch", ("attention", "window", "varlen", "entmax"),
+        kernels=("attention", "window", "gradient", "entmax"),
     )  # fmt: skip
     return replace(recipe, units=(*recipe.units, ("varlen-driver", "../elsa/varlen.cpp", ())))
 

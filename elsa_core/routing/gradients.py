@@ -168,6 +168,20 @@ def _wanted(
     return first, second, third
 
 
+def entmax_backward_cpu(*arguments: Any) -> Any:
+    """`elsa::entmax_attention_backward` on the CPU: as `attention_backward`."""
+    query, value, precision, needs = arguments[1], arguments[3], arguments[11], arguments[12]
+    record = operators.ENTMAX_ATTENTION
+    wanted = zip(record.terms, needs, strict=True)
+    request = Request(
+        query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
+        mask_kind(arguments[4], arguments[9]), "dense",
+        tuple(name for name, needed in wanted if needed),
+    )  # fmt: skip
+    grads = _by_the_table(request, arguments)
+    return record.recomputed(*arguments) if grads is None else grads
+
+
 def entmax_backward_cuda(*arguments: Any) -> Any:
     """`elsa::entmax_attention_backward` on CUDA: Triton's kernels; of a mask plain PyTorch."""
     from elsa_core.backends.triton.attention.entmax import entmax_backward
@@ -206,6 +220,7 @@ implement("attention_backward", attention_backward, "CompositeExplicitAutograd")
 implement("varlen_attention_backward", varlen_attention_backward, "CompositeExplicitAutograd")
 implement("attention_dropout_backward", attention_dropout_backward, "CompositeExplicitAutograd")
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
+implement("entmax_attention_backward", entmax_backward_cpu, "CPU")
 implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")
 # The plans of these are dropped where backends come or go (`choose.register`).
 cuda.activate(

@@ -222,6 +222,14 @@ _NATIVE["sparse_attention"] = Implementation(
     schedule=_late("native", "schedule"),
     arithmetic=_fma,
 )
+_NATIVE["entmax_attention"] = Implementation(
+    support=_late("native", "support"),
+    run=operators.ENTMAX_ATTENTION.overload,
+    schedule=_late("native_entmax", "schedule"),
+    arithmetic=_fma,
+    gradient=_late("native", "support"),
+    backward=_late("native_entmax", "entmax_attention_backward"),
+)
 # What computes an operator on CUDA devices: modules that are imported at the first call.
 KERNELS_ON_CUDA = {
     "attention": _late("triton", "attention_forward"),
@@ -328,7 +336,7 @@ _PORTABLE = {
         arithmetic=_fma,
         # by `elsa::attention_backward`, as those of every forward
         gradient=_late("eager", "support"),
-        asked_here=portable.is_asked,
+        asked=True,
     ),
 }
 _ONEDNN = {
@@ -364,7 +372,7 @@ _SDPA = {
 _EAGER = {record.name: reference(record) for record in operators.records()}
 
 BACKENDS: list[Backend] = [
-    Backend("native", "cpu", _NATIVE, built_on_demand=True),
+    Backend("native", "cpu", _NATIVE, is_built=_late("native", "is_built")),
     Backend("triton", "cuda", _TRITON),
     Backend("portable", "cuda", _PORTABLE),
     Backend("onednn", "cpu", _ONEDNN),

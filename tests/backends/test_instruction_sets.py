@@ -10,8 +10,8 @@ from native_kernels import once, run
 from elsa_core.backends import compiler, native
 
 FILES = (
-    "test_native.py", "test_native_dropout.py", "test_native_gradient.py", "test_native_varlen.py",
-    "test_native_sparse.py", "test_native_window.py",
+    "test_native.py", "test_native_dropout.py", "test_native_entmax.py", "test_native_gradient.py",
+    "test_native_varlen.py", "test_native_sparse.py", "test_native_window.py",
 )  # fmt: skip
 SETS = [name.lower() for name in compiler.kernels()]  # a CPU that has one has those before it
 

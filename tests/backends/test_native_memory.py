@@ -50,6 +50,10 @@ calls = {
         torch.randn(1, 1, 14, 14, 32), image, None, None, *window, [True] + [False] * 3),
     "packed": lambda: elsa.varlen_attention(
         *[torch.randn(50, 2, 16)] * 3, starts, starts, 30, 30, backend="native"),
+    "entmax": lambda: elsa.entmax_attention(q, q, q, backend="native"),
+    "gradient of entmax": lambda: ops.entmax_attention_backward(
+        q, q, q, q, None, None, torch.zeros(3, 1, 2, 50), torch.ones(1, 2, 1, 1, dtype=torch.uint8),
+        1.5, False, 0.25, "strict", [True] * 3 + [False] * 2),
 }
 torch.set_num_threads(1)
 refuse = ctypes.CDLL(os.environ["LD_PRELOAD"]).refuse
@@ -92,7 +96,7 @@ def test_memory_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split("|") for line in done.stdout.splitlines()]
     calls = dict.fromkeys(row[0] for row in rows)
-    assert len(calls) == 8, done.stdout
+    assert len(calls) == 10, done.stdout
     for call in calls:
         *refused, last = (row[2:] for row in rows if row[0] == call)
         assert refused and all("out of memory" in " ".join(row) for row in refused), done.stdout

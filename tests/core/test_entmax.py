@@ -332,14 +332,14 @@ def test_wrong_types_and_unavailable_calls() -> None:
         elsa.entmax_attention(q, q, q, alpha="1.5")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"key must be a torch\.Tensor"):
         elsa.entmax_attention(q, [1], q)  # type: ignore[arg-type]
-    with pytest.raises(UnavailableError, match="backend='native' has no entmax_attention"):
-        elsa.entmax_attention(q, q, q, backend="native")
+    with pytest.raises(UnavailableError, match="backend='sdpa' has no entmax_attention"):
+        elsa.entmax_attention(q, q, q, backend="sdpa")
     with pytest.raises(UnavailableError, match="no turbo precision"):
-        elsa.entmax_attention(q, q, q, precision="turbo")
+        elsa.entmax_attention(q, q, q, precision="turbo", backend="eager")
 
 
 def test_explain() -> None:
-    q = make(1, 2, 5, 4).requires_grad_()
+    q = make(1, 2, 5, 4, dtype=F64).requires_grad_()
     route = elsa.explain_entmax_attention(q, q, q)
     assert route.backend == "eager" and "gradients" in route.reasons[-1]
 

@@ -18,6 +18,7 @@ SPARSE = "tests/backends/test_native_sparse.py"
 MEMORY = "tests/backends/test_native_memory.py"
 TRACE = "tests/bench/test_bench_trace.py"
 VARLEN = "tests/backends/test_native_varlen.py"
+ENTMAX = "tests/backends/test_native_entmax.py"
 MATH = "tests/backends/test_native_math.py"
 BUILD = "tests/backends/test_native_build.py::test_a_process_without_elsa_is_told_of_a_wrong_set"
 RUNTIME = ("tests/backends/test_ort_library.py",)
@@ -115,6 +116,7 @@ _DECLARATIONS = frozenset(
 # The first that fits a file is its own.
 SUITES = (
     Suite("csrc/*/varlen.cpp", (VARLEN, "tests/core/test_varlen.py")),
+    Suite("csrc/*/entmax*", (ENTMAX, MEMORY)),
     Suite("csrc/elsa/gradient*", (GRADIENT, DROPOUT, MEMORY)),
     Suite("csrc/elsa/philox.h", (DROPOUT,)),
     Suite("csrc/elsa/window*", (WINDOW, MEMORY)),

@@ -1,0 +1,237 @@
+// The scores of a block of query rows against a block of keys, and sums over listed keys.
+#pragma once
+
+#include "entmax_rows.h"
+#include "pack.h"
+
+namespace elsa {
+namespace {
+
+// Register tiles whose scores exist together: at most these, and no more than kCachedScores unless
+// that were fewer than two.
+constexpr int64_t kBlockTiles = 48 / kTileRows;
+constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
+constexpr int64_t kCachedScores = 6144;
+
+// Takes parts of a workspace one after another, in floats.
+class Carve {
+ public:
+  int64_t take(int64_t floats) {
+    const int64_t start = top_;
+    top_ += round_up(floats, 16);
+    return start;
+  }
+  int64_t total() const { return top_; }
+
+ private:
+  int64_t top_ = 0;
+};
+
+struct ScoreLayout {
+  int64_t keys, query, scores, bias, rows, row_max;
+
+  ScoreLayout(Carve& carve, const Attention& a, const Plan& plan) {
+    const int64_t blocks = plan.keep_packed ? plan.key_blocks : 1;
+    keys = carve.take(blocks * (plan.key_block + kPanel) * a.head_dim);
+    query = carve.take(kBlockRows * row_stride(a.head_dim));
+    scores = carve.take(kBlockRows * row_stride(plan.key_block + kLanes));
+    bias = carve.take(a.mask.data ? kBlockRows * row_stride(plan.key_block) + kPanel : 0);
+    rows = carve.take(kLanes * round_up(a.head_dim, kLanes));
+    row_max = carve.take(round_up(kBlockRows, kLanes) * kLanes);
+  }
+};
+
+class Scores {
+ public:
+  Scores(const Attention& a, const Plan& plan, const ScoreLayout& at, float* memory, int64_t batch)
+      : a_(a),
+        plan_(plan),
+        at_(at),
+        memory_(memory),
+        batch_(batch),
+        query_stride_(row_stride(a.head_dim)),
+        score_stride_(row_stride(plan.key_block + kLanes)),
+        few_(a.queries <= kFewQueries || wide_keys(a.keys) <= kLanes) {}
+
+  int64_t first_key() const { return first_key_; }
+  int64_t key_count() const { return keys_; }
+  void of_head(int64_t head) { head_ = head; }
+
+  // Goes to a block of keys; packs them unless they are there from before.
+  void go_to(int64_t block, const Matrix& key, bool packed) {
+    first_key_ = block * plan_.key_block;
+    keys_ = smaller(plan_.key_block, a_.keys - first_key_);
+    const int64_t stride = (plan_.key_block + kPanel) * a_.head_dim;
+    panels_ = memory_ + at_.keys + (plan_.keep_packed ? block * stride : 0);
+    if (packed) return;
+    pack_keys(MatrixRows{key}, first_key_, keys_, a_.head_dim, memory_ + at_.rows, panels_);
+  }
+
+  // Calls visit(row, rows) for the blocks of rows [first, first + rows), of nearly equal height.
+  template <class Visit>
+  void each_block(int64_t first, int64_t rows, Visit visit) {
+    const int64_t keys = smaller(plan_.key_block, a_.keys);
+    const int64_t cached = kCachedScores / (kTileRows * round_up(keys, kLanes));
+    const int64_t together = cached < 2 ? 2 : smaller(cached, kBlockTiles);
+    const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    for (int64_t tile = 0; tile < tiles; tile += together) {
+      tile_count_ = smaller(together, tiles - tile);
+      row_ = first + tile * rows / tiles;
+      for (int64_t i = 0; i < tile_count_; ++i) {
+        tiles_[i].local = first + (tile + i) * rows / tiles - row_;
+        tiles_[i].rows = first + (tile + i + 1) * rows / tiles - row_ - tiles_[i].local;
+      }
+      rows_ = tiles_[tile_count_ - 1].local + tiles_[tile_count_ - 1].rows;
+      visit(row_, rows_);
+    }
+  }
+
+  // Keys of the block that a row sees; may be negative.
+  int64_t seen_by(int64_t row) const {
+    return a_.causal ? smaller(keys_, row + 1 - first_key_) : keys_;
+  }
+
+  // The scores of the block's rows with the panels for whose first key `wanted(key)` holds, and
+  // their lane-wise maxima.
+  template <class Wanted>
+  ELSA_NOINLINE void compute(Wanted wanted) {
+    const Matrix query = matrix(a_.query, batch_, head_);
+    float* const queries = memory_ + at_.query;
+    for (int64_t i = 0; i < rows_; ++i) {
+      float* const row = queries + i * query_stride_;
+      copy_row(query, row_ + i, 0, a_.head_dim, row);
+      for (int64_t d = a_.head_dim; d < round_up(a_.head_dim, 4); ++d) row[d] = 0.0f;
+    }
+    float* const row_max = memory_ + at_.row_max;
+    for (int64_t i = 0; i < round_up(rows_, kLanes); ++i) store(row_max + i * kLanes, splat(-kInf));
+    ScoreTile t = {};
+    t.depth = a_.head_dim;
+    t.query_stride = query_stride_;
+    t.score_stride = score_stride_;
+    t.few = few_;
+    t.scaled = true;
+    t.scale = a_.scale;
+    if (a_.mask.data) copy_mask(t);
+    const float* const bias = t.bias;
+    const int64_t wide = wide_keys(keys_), most = seen_by(row_ + rows_ - 1);
+    for (int64_t panel = 0; panel < most;) {
+      const bool narrow = panel == wide;
+      t.panel = panels_ + round_up(panel, kPanel) * a_.head_dim;
+      for (int64_t i = 0; i < tile_count_ && wanted(first_key_ + panel); ++i) {
+        const Tile& tile = tiles_[i];
+        const int64_t seen = seen_by(row_ + tile.local + tile.rows - 1);
+        t.valid = (narrow ? seen : smaller(seen, wide)) - panel;
+        if (t.valid <= 0) continue;
+        t.visible = a_.causal ? row_ + tile.local + 1 - first_key_ - panel : kPanel;
+        t.query = queries + tile.local * query_stride_;
+        t.scores = memory_ + at_.scores + tile.local * score_stride_ + panel;
+        t.row_max = row_max + tile.local * kLanes;
+        if (bias) t.bias = bias + tile.local * t.bias_stride + panel;
+        if (narrow) {
+          Tiles::narrow[tile.rows - 1](t);
+        } else {
+          Tiles::score[t.valid > kLanes][tile.rows - 1](t);
+        }
+      }
+      panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
+    }
+  }
+
+  const float* scores(int64_t local) const { return memory_ + at_.scores + local * score_stride_; }
+  const float* row_max(int64_t local) const { return memory_ + at_.row_max + local * kLanes; }
+
+ private:
+  struct Tile {
+    int64_t local, rows;
+  };
+
+  // A copy of the block's part of the mask, as floats.
+  void copy_mask(ScoreTile& t) {
+    const Matrix mask = matrix(a_.mask, batch_, head_);
+    const int64_t stride = row_stride(plan_.key_block);
+    float* const copy = memory_ + at_.bias;
+    t.hides = mask.dtype == DType::kBool;
+    t.bias_stride = mask.row_stride == 0 ? 0 : stride;
+    for (int64_t i = 0; i < (mask.row_stride == 0 ? 1 : rows_); ++i) {
+      copy_row(mask, row_ + i, first_key_, keys_, copy + i * stride);
+    }
+    t.bias = copy;
+    t.bias_end = copy + kBlockRows * stride;
+  }
+
+  const Attention& a_;
+  const Plan& plan_;
+  const ScoreLayout& at_;
+  float* const memory_;
+  const int64_t batch_, query_stride_, score_stride_;
+  const bool few_;
+  int64_t head_ = 0;
+  int64_t first_key_ = 0, keys_ = 0;  // of the block of keys
+  float* panels_ = nullptr;
+  int64_t row_ = 0, rows_ = 0, tile_count_ = 0;  // of the block of rows
+  Tile tiles_[kBlockTiles];
+};
+
+// Rows of float32, dense and padded to whole registers.
+struct Dense {
+  const float* data;
+  int64_t stride;
+};
+
+bool is_padded(const View& view, int64_t columns) {
+  return view.dtype == DType::kFloat32 && view.stride[3] == 1 && columns % kLanes == 0;
+}
+
+void copy_padded(const Matrix& m, int64_t row, int64_t columns, int64_t width, float* out) {
+  copy_row(m, row, 0, columns, out);
+  for (int64_t d = columns; d < width; ++d) out[d] = 0.0f;
+}
+
+// V registers of out += sum over entries of weights[e] * rows[keys[e] - first].
+template <int V>
+ELSA_INLINE void gather_columns(const float* weights, const int32_t* keys, int64_t count,
+                                int64_t first, const float* rows, int64_t stride, float* out) {
+  while (count > 0) {
+    const int64_t chain = smaller(count, kSumChunk);
+    Floats even[V], odd[V];
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) even[v] = odd[v] = Floats{};
+    int64_t e = 0;
+    for (; e + 2 <= chain; e += 2) {
+      const float* const one = rows + (keys[e] - first) * stride;
+      const float* const two = rows + (keys[e + 1] - first) * stride;
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) {
+        even[v] = even[v] + splat(weights[e]) * load(one + v * kLanes);
+        odd[v] = odd[v] + splat(weights[e + 1]) * load(two + v * kLanes);
+      }
+    }
+    if (e < chain) {
+      const float* const one = rows + (keys[e] - first) * stride;
+      ELSA_UNROLL
+      for (int v = 0; v < V; ++v) even[v] = even[v] + splat(weights[e]) * load(one + v * kLanes);
+    }
+    ELSA_UNROLL
+    for (int v = 0; v < V; ++v) {
+      store(out + v * kLanes, load(out + v * kLanes) + (even[v] + odd[v]));
+    }
+    weights += chain;
+    keys += chain;
+    count -= chain;
+  }
+}
+
+// out [width] += sum over entries of weights[e] * rows[keys[e] - first].
+ELSA_NOINLINE void gather(const float* weights, const int32_t* keys, int64_t count, int64_t first,
+                          Dense rows, int64_t width, float* out) {
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= width; c += 4 * kLanes) {
+    gather_columns<4>(weights, keys, count, first, rows.data + c, rows.stride, out + c);
+  }
+  for (; c < width; c += kLanes) {
+    gather_columns<1>(weights, keys, count, first, rows.data + c, rows.stride, out + c);
+  }
+}
+
+}  // namespace
+}  // namespace elsa

@@ -1,0 +1,164 @@
+// elsa::entmax_attention on the CPU, through PyTorch's stable ABI: no Python, ATen or c10 symbol.
+#include "../elsa/entmax.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <array>
+#include <cmath>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "problem.h"
+
+namespace {
+
+using elsa_torch::gradient_of;
+using elsa_torch::Operand;
+using elsa_torch::operand;
+using elsa_torch::problem;
+using elsa_torch::ScalarType;
+using elsa_torch::Tensor;
+
+constexpr const char* kName = "elsa::entmax_attention";
+constexpr const char* kBackwardName = "elsa::entmax_attention_backward";
+// As `_LEAST` in elsa_core/backends/eager_entmax.py.
+constexpr double kLeast = 0x1p-60;
+
+// alpha - 1, or NaN outside [1, 4].
+double exponent(double alpha) {
+  if (!(alpha >= 1.0 && alpha <= 4.0)) return std::nan("");
+  return alpha - 1.0 > kLeast ? alpha - 1.0 : kLeast;
+}
+
+// As float32, which the plain PyTorch of this operator takes it to.
+template <class Number>
+double float_at(const Tensor& t, int64_t offset) {
+  return static_cast<double>(
+      static_cast<float>(static_cast<const Number*>(t.const_data_ptr())[offset]));
+}
+
+double read(const Tensor& t, int64_t offset) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return float_at<float>(t, offset);
+    case ScalarType::Double:
+      return float_at<double>(t, offset);
+    case ScalarType::Half:
+      return float_at<torch::headeronly::Half>(t, offset);
+    case ScalarType::BFloat16:
+      return float_at<torch::headeronly::BFloat16>(t, offset);
+    default:
+      STD_TORCH_CHECK(false, kName, ": head_alpha must be floating");
+  }
+}
+
+// alpha - 1 of each [batch, head], from the number or from head_alpha [batch or 1, heads or 1, 1,
+// 1].
+std::vector<double> exponents(const std::optional<Tensor>& head_alpha, double alpha,
+                              const elsa::Attention& a) {
+  std::vector<double> found(a.batch * a.heads, exponent(alpha));
+  if (!head_alpha.has_value()) return found;
+  const Tensor& t = *head_alpha;
+  const bool fits = t.dim() == 4 && (t.size(0) == 1 || t.size(0) == a.batch) &&
+                    (t.size(1) == 1 || t.size(1) == a.heads) && t.size(2) == 1 && t.size(3) == 1;
+  STD_TORCH_CHECK(fits, kName, ": head_alpha must be [batch or 1, heads or 1, 1, 1]");
+  const int64_t batch_stride = t.size(0) == 1 ? 0 : t.stride(0);
+  const int64_t head_stride = t.size(1) == 1 ? 0 : t.stride(1);
+  for (int64_t b = 0; b < a.batch; ++b) {
+    for (int64_t h = 0; h < a.heads; ++h) {
+      found[b * a.heads + h] = exponent(read(t, b * batch_stride + h * head_stride));
+    }
+  }
+  return found;
+}
+
+int64_t tiles_of(int64_t count) { return (count + elsa::kEntmaxTile - 1) / elsa::kEntmaxTile; }
+
+std::tuple<Tensor, Tensor, Tensor> entmax_attention(const Tensor& query, const Tensor& key,
+                                                    const Tensor& value,
+                                                    const std::optional<Tensor>& attn_mask,
+                                                    const std::optional<Tensor>& head_alpha,
+                                                    double alpha, bool is_causal, double scale,
+                                                    std::string precision) {
+  elsa::Entmax p;
+  p.attention = problem(query, key, value, attn_mask, is_causal, scale);
+  elsa::Attention& a = p.attention;
+  const std::vector<double> given = exponents(head_alpha, alpha, a);
+  p.a = given.data();
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(query.get(), &dtype));
+  Tensor out = elsa_torch::empty<4>(
+      {a.batch, a.heads, a.queries, a.value_dim},
+      {a.queries * a.heads * a.value_dim, a.value_dim, a.heads * a.value_dim, 1}, dtype);
+  const int64_t each = a.heads * a.queries;
+  Tensor rows =
+      elsa_torch::empty<4>({3, a.batch, a.heads, a.queries}, {a.batch * each, each, a.queries, 1},
+                           aoti_torch_dtype_float32());
+  const int64_t down = tiles_of(a.queries), across = tiles_of(a.keys);
+  Tensor tiles = elsa_torch::empty<4>({a.batch, a.heads, down, across},
+                                      {a.heads * down * across, down * across, across, 1},
+                                      aoti_torch_dtype_uint8());
+  a.out = out.mutable_data_ptr();
+  p.rows = static_cast<float*>(rows.mutable_data_ptr());
+  p.tiles = static_cast<uint8_t*>(tiles.mutable_data_ptr());
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  elsa_torch::check_status(elsa::entmax_attention(p, threads, elsa_torch::parallel_for), kName);
+  return {out, rows, tiles};
+}
+
+Tensor dense(const Tensor& t, int64_t count, ScalarType type, const char* name) {
+  STD_TORCH_CHECK(t.numel() == count && t.scalar_type() == type, kBackwardName, ": ", name,
+                  " must be what the forward gave");
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+// As elsa::entmax_attention_backward of operands in float32, without a gradient of the mask; that
+// of alpha is [batch, heads, 1, 1].
+std::tuple<Tensor, Tensor, Tensor, Tensor> entmax_attention_backward(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& head_alpha,
+    const Tensor& rows, const Tensor& tiles, double alpha, bool is_causal, double scale,
+    bool needs_query, bool needs_key, bool needs_value, bool needs_alpha) {
+  elsa::EntmaxGradient g;
+  g.forward.attention = problem(query, key, value, attn_mask, is_causal, scale);
+  const elsa::Attention& a = g.forward.attention;
+  STD_TORCH_CHECK(a.query.dtype == elsa::DType::kFloat32, kBackwardName,
+                  ": the CPU kernel takes float32");
+  const std::vector<double> given = exponents(head_alpha, alpha, a);
+  g.forward.a = given.data();
+  const Operand grad = operand(grad_out, "grad_out");
+  const std::array<int64_t, 4> size = {a.batch, a.heads, a.queries, a.value_dim};
+  STD_TORCH_CHECK(grad.size == size && grad.view.dtype == elsa::DType::kFloat32, kBackwardName,
+                  ": grad_out must be float32 and of the output's shape");
+  g.grad_out = grad.view;
+  const int64_t all = a.batch * a.heads;
+  const Tensor kept_rows = dense(rows, 3 * all * a.queries, ScalarType::Float, "rows");
+  const Tensor kept_tiles =
+      dense(tiles, all * tiles_of(a.queries) * tiles_of(a.keys), ScalarType::Byte, "tiles");
+  // read, not written
+  g.forward.rows = const_cast<float*>(static_cast<const float*>(kept_rows.const_data_ptr()));
+  g.forward.tiles = const_cast<uint8_t*>(static_cast<const uint8_t*>(kept_tiles.const_data_ptr()));
+  Tensor grad_query = gradient_of(query, needs_query, g.query);
+  Tensor grad_key = gradient_of(key, needs_key, g.key);
+  Tensor grad_value = gradient_of(value, needs_value, g.value);
+  Tensor grad_alpha = elsa_torch::nothing();
+  if (needs_alpha) {
+    grad_alpha = elsa_torch::empty<4>({a.batch, a.heads, 1, 1}, {a.heads, 1, 1, 1},
+                                      aoti_torch_dtype_float32());
+    g.alpha = static_cast<float*>(grad_alpha.mutable_data_ptr());
+  }
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  elsa_torch::check_status(elsa::entmax_gradient(g, threads, elsa_torch::parallel_for),
+                           kBackwardName);
+  return {grad_query, grad_key, grad_value, grad_alpha};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(elsa, CPU, m) {
+  m.impl("entmax_attention", TORCH_BOX(&entmax_attention));
+  m.impl("entmax_attention_backward_native", TORCH_BOX(&entmax_attention_backward));
+}

@@ -1,0 +1,104 @@
+// What the operators on query, key and value [batch, heads, tokens, dim] share: operands, checked.
+#pragma once
+
+#include <array>
+#include <optional>
+
+#include "../elsa/attention.h"
+#include "../elsa/gradient.h"
+#include "common.h"
+
+namespace elsa_torch {
+namespace {
+
+struct Operand {
+  elsa::View view;
+  std::array<int64_t, 4> size;
+};
+
+Operand operand(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 4, "elsa::attention: ", name, " must have 4 dimensions, has ",
+                  tensor.dim());
+  Operand o;
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  for (int i = 0; i < 4; ++i) {
+    o.size[i] = sizes[i];
+    o.view.stride[i] = sizes[i] == 1 ? 0 : strides[i];
+  }
+  o.view.data = tensor.const_data_ptr();
+  o.view.dtype = elsa_torch::dtype_of(tensor.scalar_type(), "elsa::attention");
+  return o;
+}
+
+void check_shapes(const Operand& q, const Operand& k, const Operand& v) {
+  STD_TORCH_CHECK(k.size[0] == q.size[0] && v.size[0] == q.size[0],
+                  "elsa::attention: batch sizes differ: query ", q.size[0], ", key ", k.size[0],
+                  ", value ", v.size[0]);
+  STD_TORCH_CHECK(k.size[1] == v.size[1], "elsa::attention: key has ", k.size[1],
+                  " heads and value ", v.size[1]);
+  STD_TORCH_CHECK(k.size[1] > 0 ? q.size[1] % k.size[1] == 0 : q.size[1] == 0,
+                  "elsa::attention: ", q.size[1], " query heads are no multiple of ", k.size[1],
+                  " key heads");
+  STD_TORCH_CHECK(k.size[2] == v.size[2], "elsa::attention: ", k.size[2], " keys and ", v.size[2],
+                  " values");
+  STD_TORCH_CHECK(k.size[3] == q.size[3], "elsa::attention: head_dim of query is ", q.size[3],
+                  " and of key ", k.size[3]);
+  STD_TORCH_CHECK(q.size[3] >= 1 && q.size[3] <= elsa::kLargestHeadDim && v.size[3] >= 1 &&
+                      v.size[3] <= elsa::kLargestHeadDim,
+                  "elsa::attention: head_dim must be 1 to ", elsa::kLargestHeadDim, ", got ",
+                  q.size[3], " (query) and ", v.size[3], " (value)");
+  STD_TORCH_CHECK(q.view.dtype == k.view.dtype && q.view.dtype == v.view.dtype,
+                  "elsa::attention: query, key and value must have one dtype");
+  STD_TORCH_CHECK(q.view.dtype != elsa::DType::kBool,
+                  "elsa::attention: query must be float32, float16 or bfloat16");
+}
+
+elsa::View mask_view(const Tensor& tensor, const elsa::Attention& a) {
+  const Operand m = operand(tensor, "attn_mask");
+  const std::array<int64_t, 4> full = {a.batch, a.heads, a.queries, a.keys};
+  for (int i = 0; i < 4; ++i) {
+    STD_TORCH_CHECK(m.size[i] == full[i] || m.size[i] == 1, "elsa::attention: attn_mask has size ",
+                    m.size[i], " in dimension ", i, ", must be 1 or ", full[i]);
+  }
+  STD_TORCH_CHECK(m.view.dtype == elsa::DType::kBool || m.view.dtype == elsa::DType::kFloat32 ||
+                      m.view.dtype == a.query.dtype,
+                  "elsa::attention: attn_mask must be bool, float32 or the query's dtype");
+  return m.view;
+}
+
+elsa::Attention problem(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const std::optional<Tensor>& attn_mask, bool is_causal, double scale) {
+  const Operand q = operand(query, "query");
+  const Operand k = operand(key, "key");
+  const Operand v = operand(value, "value");
+  check_shapes(q, k, v);
+
+  elsa::Attention a;
+  a.query = q.view;
+  a.key = k.view;
+  a.value = v.view;
+  a.batch = q.size[0];
+  a.heads = q.size[1];
+  a.kv_heads = k.size[1];
+  a.queries = q.size[2];
+  a.keys = k.size[2];
+  a.head_dim = q.size[3];
+  a.value_dim = v.size[3];
+  a.scale = static_cast<float>(scale);
+  a.causal = is_causal;
+  if (attn_mask.has_value()) a.mask = mask_view(*attn_mask, a);
+  return a;
+}
+
+// A gradient laid out as its operand, or nothing.
+Tensor gradient_of(const Tensor& operand, bool needed, elsa::Target& target) {
+  if (!needed) return nothing();
+  Tensor gradient = torch::stable::empty_like(operand);
+  target.data = static_cast<float*>(gradient.mutable_data_ptr());
+  for (int i = 0; i < 4; ++i) target.stride[i] = gradient.strides()[i];
+  return gradient;
+}
+
+}  // namespace
+}  // namespace elsa_torch
