@@ -241,7 +241,7 @@ def _backends() -> Iterator[Probe]:
             continue
         try:
             # Asking it would compile it; its state is known from its own section.
-            if backend.built_on_demand and not _native_built():
+            if backend.is_built is not None and not backend.is_built():
                 yield Probe("backends", name, False, "", "not built yet (see native library)")
                 continue
             answer = routing.support(Request(device, torch.float32, 64, 64, "strict"), name)
@@ -260,14 +260,6 @@ def _cuda_library() -> Probe:
     if answer.ok or answer.reason.startswith("off"):
         return Probe("gpu", "CUDA library", answer.ok or None, answer.reason)
     return Probe("gpu", "CUDA library", False, "", answer.reason)
-
-
-def _native_built() -> bool:
-    from elsa_core.backends import native
-
-    # What can be neither found nor built: asking then says so, and builds nothing.
-    status = native.status()
-    return bool(status["built"]) or "reason" in status
 
 
 def _caches() -> Iterator[Probe]:

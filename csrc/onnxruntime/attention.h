@@ -46,9 +46,11 @@ View token_major(const void* data, DType dtype, int64_t tokens, int64_t heads, i
 }
 
 void check_dims(const Context& c, int64_t head_dim, int64_t value_dim) {
-  if (head_dim < 1 || head_dim > 256 || value_dim < 1 || value_dim > 256) {
-    fail(c.api, "%s: head_dim must be 1 to 256, got %lld (query) and %lld (value)", c.name,
-         static_cast<long long>(head_dim), static_cast<long long>(value_dim));
+  constexpr int64_t most = kLargestHeadDim;
+  if (head_dim < 1 || head_dim > most || value_dim < 1 || value_dim > most) {
+    fail(c.api, "%s: head_dim must be 1 to %lld, got %lld (query) and %lld (value)", c.name,
+         static_cast<long long>(most), static_cast<long long>(head_dim),
+         static_cast<long long>(value_dim));
   }
 }
 

@@ -45,9 +45,10 @@ class WindowAttentionKernel {
     WindowAttention a = a_;
     const int64_t channels = qkv.size[4] / 3;
     if (qkv.size[4] % 3 != 0 || channels % a.heads != 0 || channels < a.heads ||
-        channels / a.heads > 256 || qkv.type == kBool) {
-      fail(c.api, "%s: %lld channels are not 3 * %lld heads * head_dim (1 to 256, floating)",
-           c.name, static_cast<long long>(qkv.size[4]), static_cast<long long>(a.heads));
+        channels / a.heads > kLargestHeadDim || qkv.type == kBool) {
+      fail(c.api, "%s: %lld channels are not 3 * %lld heads * head_dim (1 to %lld, floating)",
+           c.name, static_cast<long long>(qkv.size[4]), static_cast<long long>(a.heads),
+           static_cast<long long>(kLargestHeadDim));
     }
     a.head_dim = channels / a.heads;
     a.dtype = c.dtype(qkv, "qkv");

@@ -44,9 +44,10 @@ void check_shapes(const Operand& q, const Operand& k, const Operand& v) {
                   " values");
   STD_TORCH_CHECK(k.size[3] == q.size[3], "elsa::attention: head_dim of query is ", q.size[3],
                   " and of key ", k.size[3]);
-  STD_TORCH_CHECK(q.size[3] >= 1 && q.size[3] <= 256 && v.size[3] >= 1 && v.size[3] <= 256,
-                  "elsa::attention: head_dim must be 1 to 256, got ", q.size[3], " (query) and ",
-                  v.size[3], " (value)");
+  STD_TORCH_CHECK(q.size[3] >= 1 && q.size[3] <= elsa::kLargestHeadDim && v.size[3] >= 1 &&
+                      v.size[3] <= elsa::kLargestHeadDim,
+                  "elsa::attention: head_dim must be 1 to ", elsa::kLargestHeadDim, ", got ",
+                  q.size[3], " (query) and ", v.size[3], " (value)");
   STD_TORCH_CHECK(q.view.dtype == k.view.dtype && q.view.dtype == v.view.dtype,
                   "elsa::attention: query, key and value must have one dtype");
   STD_TORCH_CHECK(q.view.dtype != elsa::DType::kBool,

@@ -81,9 +81,10 @@ Packed packed(const Tensor& query, const Tensor& key, const Tensor& value,
   a.value = operand(value, "value", a.keys, a.kv_heads, a.value_dim);
   STD_TORCH_CHECK(a.kv_heads > 0 ? a.heads % a.kv_heads == 0 : a.heads == 0, kName, ": ", a.heads,
                   " query heads are no multiple of ", a.kv_heads, " key heads");
-  STD_TORCH_CHECK(a.head_dim >= 1 && a.head_dim <= 256 && a.value_dim >= 1 && a.value_dim <= 256,
-                  kName, ": head_dim must be 1 to 256, got ", a.head_dim, " (query) and ",
-                  a.value_dim, " (value)");
+  STD_TORCH_CHECK(a.head_dim >= 1 && a.head_dim <= elsa::kLargestHeadDim && a.value_dim >= 1 &&
+                      a.value_dim <= elsa::kLargestHeadDim,
+                  kName, ": head_dim must be 1 to ", elsa::kLargestHeadDim, ", got ", a.head_dim,
+                  " (query) and ", a.value_dim, " (value)");
   STD_TORCH_CHECK(a.query.dtype == a.key.dtype && a.query.dtype == a.value.dtype &&
                       a.query.dtype != elsa::DType::kBool,
                   kName, ": query, key and value must have one floating dtype");

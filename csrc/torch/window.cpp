@@ -45,7 +45,8 @@ elsa::WindowAttention problem(const Tensor& qkv, int64_t heads, const std::vecto
   a.heads = heads;
   a.head_dim = sizes[4] / (3 * heads);
   a.grid = grid;
-  STD_TORCH_CHECK(a.head_dim <= 256, kName, ": head_dim must be 1 to 256, got ", a.head_dim);
+  STD_TORCH_CHECK(a.head_dim <= elsa::kLargestHeadDim, kName, ": head_dim must be 1 to ",
+                  elsa::kLargestHeadDim, ", got ", a.head_dim);
   for (int i = 0; i < 4; ++i) a.stride[i] = sizes[i] == 1 ? 0 : strides[i];
   for (int i = 0; i < 3; ++i) {
     a.window[i] = window[i];

@@ -178,6 +178,12 @@ def status() -> dict[str, Any]:
     return compiler.status(_recipe())
 
 
+def is_built() -> bool:
+    """Whether asking for the library compiles nothing: it is there, or it cannot be built."""
+    found = status()
+    return bool(found["built"]) or "reason" in found
+
+
 def _recipe() -> compiler.Recipe:
     recipe = compiler.torch_recipe(
         "libelsa", "native library", "torch", ("attention", "window", "varlen", "entmax"),

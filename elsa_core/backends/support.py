@@ -74,7 +74,6 @@ class Implementation:
         whole: serves calls of a shipped table only, and those that ask for it by name; its `run`
             is differentiated by autograd and has no lse.
         asked: serves calls that ask for it by name alone, as kernels do that were not measured.
-        asked_here: whether that holds on the current device; None where it depends on no device.
     """
 
     support: Callable[[Request], Support]
@@ -87,20 +86,19 @@ class Implementation:
     takes: Callable[..., bool] | None = None
     whole: bool = False
     asked: bool = False
-    asked_here: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Backend:
     """A name, the type of the devices it serves (None: every one) and its operators.
 
-    `built_on_demand`: asking it whether it serves a call may compile it.
+    `is_built`, of a backend that compiles itself when it is asked: whether asking compiles nothing.
     """
 
     name: str
     device: str | None
     operators: Mapping[str, Implementation]
-    built_on_demand: bool = False
+    is_built: Callable[[], bool] | None = None
 
 
 def loses_digits(lse: Tensor) -> bool:

@@ -7,7 +7,8 @@ compares them in the same order. So all ranks go on, or all of them raise the sa
 A rank cannot know that the lengths of another one have changed, so that a call without `lengths`
 asks each time. With `lengths`, those of all ranks, the answer is kept for calls of that kind, and
 later ones compare nothing: each rank checks its own tensors against the answer, and a rank that
-makes another call, or whose arguments are wrong, leaves the others to the group's timeout.
+makes another call, or whose arguments are wrong, leaves the others to the group's timeout. Sharded
+models, which pass `lengths`, compare each forward as a whole by `compare`.
 """
 
 from __future__ import annotations

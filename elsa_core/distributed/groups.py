@@ -60,6 +60,15 @@ def by_name(name: str) -> dist.ProcessGroup:
         raise UnavailableError(f"the process group {name!r} is gone: {_ASK}") from None
 
 
+def place(name: str) -> tuple[int, int]:
+    """This rank in the process group of a name, and how many ranks there are."""
+    group = by_name(name)
+    return group.rank(), group.size()
+
+
+place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above
+
+
 @contextmanager
 def watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
     """Turn what a collective raises into one line.

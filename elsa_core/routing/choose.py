@@ -114,7 +114,7 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
         offered = each.operators.get(request.operator)
         if each.device not in (None, request.device_type) or offered is None or offered.whole:
             continue
-        if offered.asked or (offered.asked_here is not None and offered.asked_here()):
+        if offered.asked:
             reasons.append(f"{each.name}: was not measured for such calls; ask for it by name")
             continue
         answer = offered.support(request)

@@ -336,7 +336,7 @@ _PORTABLE = {
         arithmetic=_fma,
         # by `elsa::attention_backward`, as those of every forward
         gradient=_late("eager", "support"),
-        asked_here=portable.is_asked,
+        asked=True,
     ),
 }
 _ONEDNN = {
@@ -372,7 +372,7 @@ _SDPA = {
 _EAGER = {record.name: reference(record) for record in operators.records()}
 
 BACKENDS: list[Backend] = [
-    Backend("native", "cpu", _NATIVE, built_on_demand=True),
+    Backend("native", "cpu", _NATIVE, is_built=_late("native", "is_built")),
     Backend("triton", "cuda", _TRITON),
     Backend("portable", "cuda", _PORTABLE),
     Backend("onednn", "cpu", _ONEDNN),

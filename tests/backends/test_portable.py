@@ -352,26 +352,19 @@ def asked(precision: str = "ieee", dtype: torch.dtype = torch.float32) -> Reques
     return Request("cuda", dtype, 64, 64, precision)
 
 
-def test_auto_takes_them_where_triton_does_not_serve(capability) -> None:
-    capability(7, 5)
+@pytest.mark.parametrize("arch", [(7, 5), (9, 0)])
+def test_calls_that_name_them_alone(capability, arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were not measured: auto passes them by, also where Triton serves nothing."""
+    capability(*arch)
     for precision in ("ieee", "strict"):
-        name, reasons = routing.select(asked(precision))
-        assert name == "portable" and "triton: the GPU is older than sm_80 (Ampere)" in reasons
-    route = routing.route(asked(), "auto")
-    assert route.arithmetic == "float32 FMA"
-    assert routing.select(asked("strict", torch.float16))[0] == "eager"
-    trained = routing.route(asked()._replace(gradient=("query",)))
+        assert routing.select(asked(precision), "portable")[0] == "portable"
+    assert routing.route(asked(), "portable").arithmetic == "float32 FMA"
+    trained = routing.route(asked()._replace(gradient=("query",)), "portable")
     assert any(line.startswith("gradients: ") for line in trained.reasons)
-
-
-def test_auto_never_takes_them_where_they_were_not_measured(
-    capability, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capability(9, 0)
-    assert routing.select(asked("ieee"))[0] == "triton"
-    assert routing.select(asked("ieee"), "portable")[0] == "portable"
-    monkeypatch.setattr(triton, "_environment", lambda: Support(False, "is not here"))
-    name, reasons = routing.select(asked("ieee"))
+    if arch >= (8, 0):
+        assert routing.select(asked())[0] == "triton"
+        monkeypatch.setattr(triton, "_environment", lambda: Support(False, "is not here"))
+    name, reasons = routing.select(asked())
     assert name == "eager" and any("ask for it by name" in line for line in reasons)
 
 
@@ -384,7 +377,8 @@ def test_where_something_is_missing(capability, monkeypatch: pytest.MonkeyPatch)
     capability(7, 5)
     monkeypatch.setattr(attention, "prepare", _no_nvrtc)
     assert portable.support(asked()) == Support(False, "no NVRTC")
-    assert routing.select(asked())[0] == "eager"
+    with pytest.raises(UnavailableError, match="no NVRTC"):
+        routing.select(asked(), "portable")
 
 
 def _no_nvrtc(*_: object, **__: object) -> None:

@@ -166,9 +166,7 @@ def test_auto_and_explain() -> None:
     q = make(1, 2, 65, 64)
     route = elsa.explain(q, q, q, precision="ieee", backend="portable")
     assert route.backend == "portable" and "no tensor core" in route.schedule
-    modern = torch.cuda.get_device_capability() >= (8, 0)
-    taken = elsa.explain(q, q, q, precision="ieee").backend
-    assert (taken == "portable") is not modern
+    assert elsa.explain(q, q, q, precision="ieee").backend != "portable"
 
 
 def test_measures() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from elsa_core.backends.triton.window import backward, tiling
 from elsa_core.backends.triton.window.backward_plan import Wants, plan_call, tile_plan
 from elsa_core.backends.triton.window.tiling import WindowShape
 from elsa_core.backends.window_call import WindowCall
+from elsa_core.routing.measured import LONG_WINDOWS, unmeasured
 
 FLOATS = ("Partial", "DBias", "DLogit", "Dense", "Rows", "LogitSums", "PadSums")
 KINDS = {"Flags": "i32", **dict.fromkeys(FLOATS, "fp32")}
@@ -96,16 +99,44 @@ def test_compiles_without_atomics(monkeypatch, dtype, arch):
         assert not re.search(r"(?<![\w.])(atom|red)\.", asm["ptx"])
 
 
-@pytest.mark.parametrize(("dtype", "arch"), [(torch.bfloat16, 80), (torch.float32, 90)])
-def test_longer_windows_compile_without_atomics(monkeypatch, dtype, arch):
-    call = planned(dtype, cosine=dtype == torch.bfloat16, pad=True, win=12)
+# bytes of shared memory that a program may use
+SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch", "win", "kinds"),
+    [
+        (torch.float32, 90, 12, 2), (torch.bfloat16, 80, 12, 2), (torch.float16, 120, 16, 2),
+        (torch.bfloat16, 80, 24, 3),
+    ],
+)  # fmt: skip
+def test_longer_windows_compile_without_atomics(monkeypatch, dtype, arch, win, kinds):
+    """Rows and columns by chunks, or rows, columns and bias tile by tile; sums of three kinds, the
+    table. What a thread spills is next to nothing."""
+    call = planned(dtype, cosine=dtype == torch.bfloat16, pad=True, win=win)
     found = launches(call)
     passes = 2 if dtype == torch.float32 else 1
-    assert len(found) == 3 * passes + 2 + 2  # rows, columns, bias; sums of three kinds, the table
-    for launch in found[:3]:
-        asm = compiled(monkeypatch, launch, dtype, arch)
-        assert "cubin" in asm
-        assert not re.search(r"(?<![\w.])(atom|red)\.", asm["ptx"])
+    assert len(found) == kinds * passes + 3 + 1
+    first = [x for x in found[: kinds * passes] if not x.tail["AGAIN"]]
+    assert len(first) == kinds
+    for launch in first:
+        monkeypatch.setattr(triton_compile, "POINTERS", {**triton_compile.POINTERS, **KINDS})
+        made = triton_compile.compile_launch(launch, dtype, "cuda", arch)
+        assert not re.search(r"(?<![\w.])(atom|red)\.", made.asm["ptx"])
+        assert made.metadata.shared <= SHARED[arch]
+        assert stack_bytes(made.asm["cubin"]) <= 64
+
+
+def stack_bytes(cubin):
+    """What a thread keeps in local memory, by the compiler's own tool."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", text))
 
 
 def test_products_are_what_the_precision_says(monkeypatch):
@@ -130,6 +161,7 @@ def test_tables_serve_every_call(name):
                     assert plan.whole is (tokens <= 64) and plan.padded_dim >= dim
                     assert plan.block >= tokens or not plan.whole
                     assert (plan.groups - 1) * plan.count < windows <= plan.groups * plan.count
+                    assert (plan.chunk > 0) is (64 < tokens <= 256 and mode != "exact")
                     assert (plan.exact is None) is (mode in ("half", "exact"))
 
 
@@ -143,7 +175,7 @@ def test_workspace_does_not_grow_with_the_images(win):
         plan = tile_plan(own)
         size, _ = call.workspace["partial"]
         assert size <= plan.tile.resident * 132 * (64 * 64 + 1)
-        assert call.workspace["flags"][0] == 1
+        assert all(n == 1 for name, (n, _) in call.workspace.items() if name.endswith("flags"))
         if win > 8:
             assert call.workspace["rows"][0] == 3 * 3 * batch * 49 * tokens
 
@@ -160,6 +192,9 @@ def test_who_is_served(monkeypatch):
     assert "not measured" in asked().reason
     monkeypatch.setattr(backward, "measured_tokens", lambda index: 64)
     assert asked(tokens=64).ok and not asked(tokens=65).ok
+    with unmeasured(LONG_WINDOWS):
+        assert asked(tokens=65).ok and not asked(tokens=65, head_dim=80).ok
+    assert not asked(tokens=65).ok
     assert tiling.load_table("h200").gradients == 64
     assert tiling.load_table("default").gradients == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def test_export_and_verify_a_weights_file(elsa: Elsa, tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert "✓ model.ts" in answer.out and "1 of 1 artefacts reproduce" in answer.out
     assert answer.err.count("TorchScript is deprecated") == 1
+    assert re.search(r"^Took \d+ s(: \w.* \d+ s)?$", answer.out, re.MULTILINE)
     manifest = json.loads((tmp_path / "test_vit-elsa" / "manifest.json").read_text())
     assert manifest["outputs"][0]["shape"] == ["batch", 11]
     assert manifest["inputs"][0]["shape"] == ["batch", 3, 32, 32]

@@ -56,8 +56,9 @@ def test_doctor_survives_every_probe_that_breaks(
     def broken(*arguments: object, **named: object) -> None:
         raise OSError("no such luck")
 
-    for name in ("cpu_model", "size_of", "_isa", "cache_folders", "_native_built"):
+    for name in ("cpu_model", "size_of", "_isa", "cache_folders"):
         monkeypatch.setattr(probes, name, broken)
+    monkeypatch.setattr(native, "is_built", broken)
     answer = elsa("doctor")
     assert answer.code == 0
     assert answer.out.count("OSError: no such luck") >= 3

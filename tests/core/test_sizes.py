@@ -1,11 +1,13 @@
-"""Functions on the host stay under 60 lines of code, files under 400."""
+"""Functions on the host stay under 60 lines of code, files under 400; limits are said once."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import elsa_core
+from elsa_core.limits import LARGEST_HEAD_DIM
 
 ROOT = Path(elsa_core.__file__).parent.parent
 FILES = [path for name in ("elsa_core", "elsa_cli") for path in (ROOT / name).rglob("*.py")]
@@ -43,3 +45,14 @@ def test_files_are_short() -> None:
         and len(path.read_text(encoding="utf-8").splitlines()) > FILE_LINES
     ]
     assert not long
+
+
+def test_the_largest_head_dimension_is_said_once_in_each_language() -> None:
+    sources = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sources}
+    said = [
+        int(n) for text in texts.values() for n in re.findall(r"kLargestHeadDim = (\d+);", text)
+    ]
+    assert said == [LARGEST_HEAD_DIM]
+    bare = rf"(?:dim|heads|size\[3\]) [<>]=? {LARGEST_HEAD_DIM}\b|1 to {LARGEST_HEAD_DIM}\b"
+    assert not [name for name, text in texts.items() if re.search(bare, text)]

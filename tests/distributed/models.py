@@ -74,15 +74,15 @@ def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dic
     return {"output": out.detach(), **grads}
 
 
-def sharded(name: str) -> dict[str, Tensor]:
+def sharded(name: str, group: Any = None) -> dict[str, Tensor]:
     """A rank's outputs, and gradients after their mean over ranks."""
-    model = vit(name)
+    model, group = vit(name), group or torch.distributed.group.WORLD
     if name == "registers":
-        elsa.patch(model, mesh=torch.distributed.group.WORLD, scope="model")
+        elsa.patch(model, mesh=group, scope="model")
     else:
-        elsa.distributed.shard(model)
+        elsa.distributed.shard(model, group)
     step(model, name)
-    elsa.distributed.reduce_gradients(model)
+    elsa.distributed.reduce_gradients(model, group)
     grads = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         return {"output": model(images(name), **terms(name)), **grads}

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import elsa_core as elsa
-from elsa_core.distributed import agreement
+from elsa_core.distributed import agreement, ways
 
 from . import models, swins
 from .cases import CASES, Case
@@ -51,12 +51,13 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
         found["swin undone"] = swins.undone("even")
         found["models differ"] = models_differ(rank)
         found |= {"agreement": disagreements(rank), "one rank": alone(rank), "plans": plans(rank)}
-        found["compiled"] = compiled(rank)
+        found["compiled"] = compiled(rank) | compiled_models()
         found["ddp"] = models.by_ddp("registers")
         found["undone"] = models.undone("class token")
         found["refused"] = models.refused()
         found["again"] = lengths_are_kept(rank)
     else:
+        found["order"] = order_of_a_ring(rank)
         found["faults"] = faults(rank)
     torch.save(found, Path(folder) / f"{world}-{rank}.pt")
     os._exit(0)  # after a fault there is nobody to say goodbye to
@@ -192,7 +193,33 @@ def alone(rank: int) -> dict[str, Any]:
         for method in case.methods:
             one = call(whole, 0, method, group=groups[rank])
             found[f"{name} {method}"] = one["out"]
-    return found
+    return {
+        "calls": found,
+        "vit": models.sharded("registers", groups[rank]),
+        "swin": swins.sharded("uneven", group=groups[rank]),
+    }
+
+
+def order_of_a_ring(rank: int) -> list[str]:
+    """When this rank posts the messages of a ring, and when it folds."""
+    events: list[str] = []
+    before = ways.groups.pass_on, ways.shards.state
+
+    def posted(*given: Any) -> Any:
+        events.append("post")
+        return before[0](*given)
+
+    def folded(*given: Any) -> Any:
+        events.append("fold")
+        return before[1](*given)
+
+    x = torch.randn(1, 1, 4, 8)
+    ways.groups.pass_on, ways.shards.state = posted, folded
+    try:
+        elsa.distributed.attention(x, x, x, method="ring")
+    finally:
+        ways.groups.pass_on, ways.shards.state = before
+    return events
 
 
 def plans(rank: int) -> dict[str, Any]:
@@ -221,6 +248,25 @@ def compiled(rank: int) -> dict[str, bool]:
         method: equal(call(case, rank, method, whole), call(case, rank, method, caller))
         for method in ("ring", "gather", "heads", "auto")
     }
+
+
+def compiled_models() -> dict[str, bool]:
+    """The same of sharded models and their gradients, each compiled without a break."""
+    found = {}
+    for name, model, images in (
+        ("vit", models.vit("registers"), models.images("registers")),
+        ("swin", swins.swin("even"), swins.batches("even")[0]),
+    ):
+        elsa.distributed.shard(model)
+        torch._dynamo.reset()
+        steps = []
+        for forward in (torch.compile(model, fullgraph=True, backend="aot_eager"), model):
+            model.zero_grad()
+            out = forward(images)
+            out.sin().sum().backward()
+            steps.append([out, *(parameter.grad for parameter in model.parameters())])
+        found[name] = all(torch.equal(one, two) for one, two in zip(*steps, strict=True))
+    return found
 
 
 def lengths_are_kept(rank: int) -> dict[str, Any]:

@@ -103,21 +103,21 @@ def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dic
     return found | {path: grad for path, grad in grads.items() if grad is not None}
 
 
-def sharded(name: str, device: str = "cpu") -> dict[str, Tensor]:
+def sharded(name: str, device: str = "cpu", group: Any = None) -> dict[str, Tensor]:
     """A rank's outputs, and the gradients after their mean over ranks."""
-    model = swin(name).to(device)
+    model, group = swin(name).to(device), group or dist.group.WORLD
     if SWINS[name].patched:
-        elsa.patch(model, mesh=dist.group.WORLD, scope=SWINS[name].patched)
+        elsa.patch(model, mesh=group, scope=SWINS[name].patched)
     else:
-        elsa.distributed.shard(model)
+        elsa.distributed.shard(model, group)
     found = step(model, name)
-    elsa.distributed.reduce_gradients(model)
+    elsa.distributed.reduce_gradients(model, group)
     for path, parameter in model.named_parameters():
         if parameter.grad is not None:
             found[path] = parameter.grad
     for path in [path for path in found if path.startswith("images")]:
-        dist.all_reduce(found[path])
-        found[path] /= dist.get_world_size()
+        dist.all_reduce(found[path], group=group)
+        found[path] /= group.size()
     return found
 
 

@@ -101,7 +101,7 @@ def test_as_exact_as_one_process(world: int, name: str, method: str, results: Re
 def test_one_rank(results: Results) -> None:
     """A group of one rank gives the bits of a single process."""
     for rank in range(2):
-        for name, out in results[2][rank]["one rank"].items():
+        for name, out in results[2][rank]["one rank"]["calls"].items():
             case = CASES[2][name.split()[0]]
             with torch.no_grad():
                 query, key, value, mask, _ = case.whole()
@@ -109,8 +109,13 @@ def test_one_rank(results: Results) -> None:
             assert torch.equal(out, alone), name
 
 
+def test_the_next_run_is_under_way_while_one_is_folded(results: Results) -> None:
+    for rank in range(3):
+        assert results[3][rank]["order"] == ["post", "fold", "post", "fold", "fold"]
+
+
 def test_compiled_callers(results: Results) -> None:
     for rank in range(2):
         assert results[2][rank]["compiled"] == dict.fromkeys(
-            ("ring", "gather", "heads", "auto"), True
+            ("ring", "gather", "heads", "auto", "vit", "swin"), True
         )

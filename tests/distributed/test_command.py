@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -32,9 +33,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_two_ranks_print_one_document() -> None:
+def profiled(*flags: str) -> dict[str, Any]:
+    """What two ranks find, from the one document that they print."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, "-m", "elsa_cli", *_SMALL, "--rounds", "3", "--json"]
+    command = [sys.executable, *torchrun, "-m", "elsa_cli", *flags, "--rounds", "3", "--json"]
     done = subprocess.run(  # noqa: PLW1510
         command, capture_output=True, text=True, timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -42,13 +44,30 @@ def test_two_ranks_print_one_document() -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
-    found = document["results"]["scaling"]
-    assert found["ranks"] == 2 and found["tokens"] == [5, 5]
+    found: dict[str, Any] = document["results"]["scaling"]
     assert found["difference"] < 1e-5
     assert found["speedup"] == pytest.approx(found["seconds_one"] / found["seconds"])
     assert found["efficiency"] == pytest.approx(found["speedup"] / 2)
+    return found
+
+
+def test_two_ranks_print_one_document() -> None:
+    found = profiled(*_SMALL)
+    assert found["ranks"] == 2 and found["tokens"] == [5, 5]
     # 12 blocks: keys and values of 5 tokens, 192 channels in float32
     assert found["bytes_sent"] == 12 * 2 * 5 * 192 * 4
+
+
+def test_a_swin() -> None:
+    """Rows of windows of 7 in the stages of Swin-T: 4, 2, 1 and 1."""
+    found = profiled(
+        "profile", "swin_tiny", "--img", "112", "--sequence-parallel", "--device", "cpu"
+    )
+    assert found["method"] == "rows" and found["tokens"] == [14 * 28, 14 * 28]
+    # In float32: 3 rows before the shifted block of stage 1, and back before patches are merged;
+    # 3 rows in stage 2; then all 7 rows of rank 1, because stage 3 has one row of windows.
+    first, second = 28 * 96 * 4, 14 * 192 * 4
+    assert found["bytes_sent"] == 2 * 3 * first + (3 + 7) * second
 
 
 @pytest.mark.parametrize(

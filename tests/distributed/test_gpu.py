@@ -73,6 +73,7 @@ def test_a_model(found: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", gpu_ranks.SWINS)
-def test_a_swin(name: str, found: list[Any]) -> None:
+def test_a_swin(name: str, found: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     for rank in range(2):
-        test_swins.assert_as_exact(found[rank][name], name)
+        test_swins.assert_as_exact(found[rank][name], name, "cuda")

@@ -40,6 +40,11 @@ def test_as_exact_as_one_process(name: str, world: int, results: Results) -> Non
     assert_as_exact(parts[0], name)
 
 
+def test_one_rank(results: Results) -> None:
+    for rank in range(2):
+        assert_as_exact(results[2][rank]["one rank"]["vit"], "registers")
+
+
 def test_distributed_data_parallel(results: Results) -> None:
     for rank in range(2):
         assert_as_exact(results[2][rank]["ddp"], "registers")

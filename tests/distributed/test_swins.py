@@ -30,10 +30,10 @@ ON_A_GPU = [
 ]
 
 
-def assert_as_exact(found: dict[str, Tensor], name: str) -> None:
+def assert_as_exact(found: dict[str, Tensor], name: str, device: str = "cpu") -> None:
     plain = swins.swin(name)
     exact = swins.step(copy.deepcopy(plain).double(), name, torch.float64)
-    one = swins.step(plain, name)
+    one = {path: t.cpu() for path, t in swins.step(plain.to(device), name).items()}
     names = {path for path in exact if path in found or "images" not in path}
     assert set(found) == names
     for outputs in (True, False):
@@ -55,6 +55,11 @@ def test_as_exact_as_one_process(name: str, world: int, results: Results) -> Non
         for path, first in parts[0]["terms"].items():
             assert torch.equal(part["terms"][path], first), path
     assert_as_exact(parts[0]["terms"], name)
+
+
+def test_one_rank(results: Results) -> None:
+    for rank in range(2):
+        assert_as_exact(results[2][rank]["one rank"]["swin"], "uneven")
 
 
 def test_distributed_data_parallel(results: Results) -> None:

@@ -255,3 +255,23 @@ def test_elsa_imports_no_exporter() -> None:
     code = "import sys, elsa_core; print([m for m in sys.modules if m in ('torch.onnx', 'onnx')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_trace_shows_no_warning_of_elsas_own_code() -> None:
+    """Checks of arguments looked to users like faults of their models."""
+    code = """
+import sys, warnings, timm, torch, elsa_core as elsa
+if sys.argv[1:]: warnings.resetwarnings()
+model = timm.create_model("test_vit", img_size=32).eval()
+elsa.patch(model, backend="eager")
+torch.jit.trace(model, torch.ones(2, 3, 32, 32), check_trace=False)
+"""
+
+    def warned(*arguments: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+        )
+        lines = [line for line in done.stderr.splitlines() if "elsa_core" in line]
+        return sum("TracerWarning" in line for line in lines)
+
+    assert warned() == 0 < warned("all")

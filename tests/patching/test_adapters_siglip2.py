@@ -246,3 +246,14 @@ def test_inspect_and_check() -> None:
     assert [site.path for site in sites if site.patchable and "self_attn" in site.path]
     report = elsa.check(patched, tuple(batch().values()), grad=True)
     assert report.ok, report
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@torch.no_grad()
+def test_on_a_gpu_the_mask_is_read(packed: list[Any]) -> None:
+    original, patched = (m.cuda() for m in pair())
+    given = {name: tensor.cuda() for name, tensor in batch().items()}
+    exact = copy.deepcopy(original).double()(**wide(given))
+    assert_agree(patched(**given), original(**given), exact)
+    assert not packed

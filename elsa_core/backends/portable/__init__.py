@@ -4,8 +4,8 @@ They use no matrix instruction, so that they serve every CUDA device that the in
 its NVRTC know, Turing (sm_75) too, which Triton does not serve. Float32 alone, forward; gradients
 are those of every other backend's forward.
 
-They were not run on a GPU yet: on GPUs from sm_80 on they are not chosen by auto until
-measured, and serve calls that ask for `backend="portable"`.
+They were not run on a GPU yet: they are not chosen by auto until measured, and serve calls that ask
+for `backend="portable"`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
 _LOG = logging.getLogger("elsa")
-TRITON_OLDEST = 80
 
 
 def support(request: Request) -> Support:
-    """Whether the kernels serve calls of this kind; `reason` says why not. Never raises.
-
-    Where auto takes them, the one without a mask is compiled to be sure.
-    """
+    """Whether the kernels serve calls of this kind; `reason` says why not. Never raises."""
     if request.dtype != torch.float32:
         return Support(False, f"takes float32, not {dtype_name(request.dtype)}")
     widest = max(request.head_dim, request.value_dim)
@@ -50,20 +46,12 @@ def _ready(head_dim: int, value_dim: int) -> Support:
     try:
         from elsa_core.backends.portable import attention
 
-        attention.prepare(head_dim, value_dim, compiles=not is_asked())
+        attention.prepare(head_dim, value_dim)
     except Exception as error:  # whatever is wrong with this machine, another backend goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _LOG.warning("the portable kernels are off: %s", reason)
         return Support(False, reason)
     return Support(True)
-
-
-def is_asked() -> bool:
-    """Whether these kernels serve only calls that name them: on GPUs from sm_80 on."""
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return True
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor >= TRITON_OLDEST
 
 
 def schedule(

@@ -61,21 +61,17 @@ def attention(
     return out, lse
 
 
-def prepare(head_dim: int, value_dim: int, *, compiles: bool) -> None:
-    """Find what plain calls on the current device need, and compile and load their kernel.
-
-    compiles: whether to do that; else only what it needs is looked for.
+def prepare(head_dim: int, value_dim: int) -> None:
+    """Look for what plain calls on the current device need; nothing is compiled.
 
     Raises:
-        UnavailableError: something is missing, or the kernel cannot be compiled or loaded.
+        UnavailableError: something is missing.
     """
     device = torch.cuda.current_device()
     load = next(n for n in tiling.LOADS if head_dim % n == 0 and value_dim % n == 0)
     limit = driver().shared_limit(device)
-    found = tiling.instance(head_dim, value_dim, load, "none", False, limit)
+    tiling.instance(head_dim, value_dim, load, "none", False, limit)
     nvrtc.target(driver().arch(device))
-    if compiles:
-        function_of(found, device)
 
 
 def empty(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

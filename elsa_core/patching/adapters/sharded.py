@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elsa_core import calls
 from elsa_core.distributed import agreement
-from elsa_core.distributed.groups import by_name
+from elsa_core.distributed.groups import by_name, place
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.monoid import state_dtype
 from elsa_core.precision import dtype_name
@@ -33,10 +33,10 @@ def compare_calls(model: Any, images: Tensor, check: Callable[[], None], **terms
             names this one; or the ranks differ.
         UnavailableError: a rank does not answer.
     """
-    group = by_name(model.elsa_group)
-    if group.size() == 1 or calls.watched() or _is_captured(images):
+    if calls.watched() or _is_captured(images) or place(model.elsa_group)[1] == 1:
         check()
         return
+    group = by_name(model.elsa_group)
     try:
         check()
     except (ArgumentError, ModelError) as error:
@@ -115,7 +115,7 @@ def pooled(own: Tensor, count: int, pool_type: str, group: str) -> Tensor:
         own: [B, n, C], the tokens of this rank that take part; n may be 0.
         count: of all ranks'.
     """
-    one_each = [1] * by_name(group).size()
+    one_each = [1] * place(group)[1]
     results = []
     if pool_type in ("max", "avgmax"):
         # a rank without tokens to pool stays in the graph, for the gradients' sake

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from elsa_core.distributed.attention import attention, explain
-from elsa_core.distributed.groups import by_name
+from elsa_core.distributed.groups import place
 from elsa_core.distributed.plan import Plan, shard_lengths
 from elsa_core.errors import ModelError
 from elsa_core.patching.adapters.common import join_heads, project, split_packed
@@ -97,8 +97,9 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
         grid = grid_of(self.patch_embed, x)
         lengths = _lengths(self, grid)
         self.elsa_lengths = lengths
-        start = sum(lengths[: by_name(self.elsa_group).rank()])
-        stop = start + lengths[by_name(self.elsa_group).rank()]
+        rank, _ = place(self.elsa_group)
+        start = sum(lengths[:rank])
+        stop = start + lengths[rank]
         x = self.norm_pre(_embedded(self, x, grid, start, stop))
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             attn_mask = attn_mask[..., start:stop, :]
@@ -116,7 +117,7 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         pool_type = self.global_pool if pool_type is None else pool_type
         lengths, group = self.elsa_lengths, self.elsa_group
-        rank = by_name(group).rank()
+        rank, _ = place(group)
         if self.attn_pool is not None or not pool_type:
             whole = gathered(x, lengths, group)
             return super().pool(whole, pool_type)  # type: ignore[no-any-return]
@@ -137,7 +138,7 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
         """How the attention of a batch [B, C, H, W] is served, and what all blocks of it send."""
         lengths = _lengths(self, grid_of(self.patch_embed, images))
         attention = self.blocks[0].attn
-        own = lengths[by_name(self.elsa_group).rank()]
+        own = lengths[place(self.elsa_group)[0]]
         shape = (images.shape[0], attention.num_heads, own, attention.head_dim)
         x = images.detach().flatten()[:1].view(1, 1, 1, 1).expand(shape)  # without memory
         found = explain(x, x, x, group=self.elsa_group, lengths=lengths)
@@ -160,7 +161,7 @@ def _check(model: Any, images: Tensor) -> None:
 def _lengths(model: Any, grid: tuple[int, int]) -> tuple[int, ...]:
     """Each rank's tokens of an image of rows and columns of patches."""
     tokens = model.num_prefix_tokens + grid[0] * grid[1]
-    return shard_lengths(tokens, by_name(model.elsa_group).size())
+    return shard_lengths(tokens, place(model.elsa_group)[1])
 
 
 def _called(block: Any, lengths: tuple[int, ...], x: Tensor, **terms: Any) -> Tensor:

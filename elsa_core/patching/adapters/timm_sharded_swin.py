@@ -19,7 +19,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elsa_core.distributed.groups import by_name
+from elsa_core.distributed.groups import place
 from elsa_core.distributed.plan import Plan
 from elsa_core.distributed.rows import Cut, cut_at_windows, cut_for_pairs, move, rows_sent
 from elsa_core.errors import ModelError
@@ -72,15 +72,16 @@ class _ShardedSwin(_Module):  # type: ignore[misc]
         """[B, 3, H, W], the same on every rank -> [B, n, W', C] of this rank."""
         compare_calls(self, x, lambda: _check(self, x))
         stages = _stages(self, grid_of(self.patch_embed, x))
+        rank, _ = place(self.elsa_group)
         held = stages[0].before
-        x = _embedded(self.patch_embed, x, held, by_name(self.elsa_group).rank())
+        x = _embedded(self.patch_embed, x, held, rank)
         for stage, cuts in zip(self.layers, stages, strict=True):
             x = _on_rows(stage.downsample, move(x, held, cuts.before, self.elsa_group))
             held = cuts.plain
             for block in stage.blocks:
                 needed = cuts.of(block)
                 x, held = move(x, held, needed, self.elsa_group), needed
-                is_last = needed.last() == by_name(self.elsa_group).rank()
+                is_last = needed.last() == rank
                 if stage.grad_checkpointing and torch.is_grad_enabled():
                     x = torch.utils.checkpoint.checkpoint(
                         _called, block, x, is_last, use_reentrant=False
@@ -113,7 +114,7 @@ class _ShardedSwin(_Module):  # type: ignore[misc]
     def elsa_plan(self, images: Tensor) -> Plan:
         """What a forward of a batch [B, C, H, W] sends, pooling left out."""
         grid = grid_of(self.patch_embed, images)
-        stages, rank = _stages(self, grid), by_name(self.elsa_group).rank()
+        stages, rank = _stages(self, grid), place(self.elsa_group)[0]
         held, sent = stages[0].before, 0
         for i, (stage, cuts) in enumerate(zip(self.layers, stages, strict=True)):
             # rows before merging are those of the stage before, with its columns and channels
@@ -150,7 +151,7 @@ def _check(model: Any, images: Tensor) -> None:
 
 def _stages(model: Any, grid: tuple[int, int]) -> list[_Stage]:
     """The cuts of each stage for an image of rows and columns of patches."""
-    world = by_name(model.elsa_group).size()
+    _, world = place(model.elsa_group)
     (rows, columns), found = grid, []
     for i, stage in enumerate(model.layers):
         above = rows
