@@ -98,8 +98,14 @@ def test_lengths(queries: int, keys: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 def test_key_blocks_and_grouped_heads(alpha: float, causal: bool) -> None:
-    tensors = operands(4, 2, 577, 1300, 24, 40, batch=1)
+    tensors = operands(4, 2, 90, 1300, 24, 40, batch=1)
+    if causal:
+        tensors = operands(2, 1, 700, 700, 24, 40, batch=1)
     check(tensors, None, None, alpha, causal, 0.4)
+
+
+def test_sums_over_many_queries() -> None:
+    check(operands(2, 1, 1100, 70, 16, 16, batch=1), None, None, 1.2, False, 0.3)
 
 
 @pytest.mark.parametrize("dims", [(1, 1), (64, 64), (72, 130), (256, 8)])
