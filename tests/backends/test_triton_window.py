@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from elsa_core.backends import eager_window
 from elsa_core.backends.triton.attention.tiling import TABLES as SHIPPED
 from elsa_core.backends.triton.shared.device import MODES
-from elsa_core.backends.triton.window import planner, tiling
+from elsa_core.backends.triton.window import backward, planner, tiling
 from elsa_core.backends.triton.window.tiling import WindowShape
 from elsa_core.backends.window_call import WindowCall
 
@@ -31,6 +32,23 @@ def interpreted() -> Iterator[Rows]:
     """Every case of window_interpreted.py, in a process of its own."""
     with rows_of("window_interpreted.py") as rows:
         yield rows
+
+
+def test_an_axis_rolled_by_more_than_its_size_is_left_to_plain_pytorch() -> None:
+    """The kernels take a size off a coordinate once: they would read beyond the image."""
+    call = WindowCall(
+        torch.randn(2, 1, 2, 5, 48), None, None, torch.randn(48), None, 1, (1, 7, 4), (0, 5, 3),
+        0.25, -100.0, "qkv", False,
+    )  # fmt: skip
+    rolled = call.qkv.roll((-5, -3), (2, 3))
+    expected = eager_window.attention(*call._replace(qkv=rolled, shift_size=(0, 0, 0)))
+    # a mask of zeros: where regions lie does not matter
+    unmasked = call._replace(mask_value=0.0)
+    out = planner.window_attention(*unmasked)
+    torch.testing.assert_close(out, expected.roll((5, 3), (2, 3)))
+    assert torch.equal(planner.window_attention(*call), eager_window.attention(*call))
+    needs = (True, False, True, False)
+    assert backward.window_attention_backward(torch.ones_like(out), *call, needs) is None
 
 
 @pytest.mark.parametrize("name", list(CASES))

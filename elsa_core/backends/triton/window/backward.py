@@ -73,6 +73,8 @@ def window_attention_backward(
     qkv, terms = given.qkv, given.differentiable
     if qkv.shape[-1] // (3 * given.num_heads) > LARGEST_DIM or qkv.stride(-1) != 1:
         return None
+    if planner.rolls_over(given):
+        return None
     grads = [
         t.new_empty(t.shape) if t is not None and needed else qkv.new_empty(0)
         for t, needed in zip(terms, needs, strict=True)

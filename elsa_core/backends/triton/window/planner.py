@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core.backends import eager_window
 from elsa_core.backends.triton.shared import device
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.layout import LOG2E
@@ -41,6 +42,8 @@ def window_attention(*arguments: Any) -> Tensor:
     Source: W-ELSA (arXiv 2604.23798).
     """
     given = WindowCall(*arguments)
+    if rolls_over(given):
+        return eager_window.attention(*given)
     qkv, pad = given.qkv, given.pad_qkv
     if pad is not None and (pad.dtype != qkv.dtype or pad.stride(0) != 1):
         given = given._replace(pad_qkv=pad.to(qkv.dtype).contiguous())
@@ -53,6 +56,11 @@ def window_attention(*arguments: Any) -> Tensor:
     else:
         run(given, out)
     return out
+
+
+def rolls_over(given: WindowCall) -> bool:
+    """Whether an axis is rolled by more than its size: kernels take the size off once."""
+    return any(s > n for s, n in zip(given.shift_size, given.qkv.shape[1:4], strict=True))
 
 
 def run(given: WindowCall, out: Tensor) -> None:
