@@ -26,6 +26,7 @@ FAMILIES = "tests/patching/test_adapters_"
 SCOPE = "tests/patching/test_scope.py"
 FOLDS = "tests/patching/test_folds.py"
 WAITS = "tests/patching/test_host_bound.py"
+FLAT = "tests/patching/test_flat.py"
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ SUITES = (
     Suite("csrc/torch/window.cpp", (WINDOW, GRADIENT)),
     Suite("csrc/torch/*", (ATTENTION, GRADIENT, DROPOUT, SPARSE, TRACE)),
     Suite("csrc/onnxruntime/*", RUNTIME, 50),
-    _adapter("timm_swin*", "swin", "tests/patching/test_stale.py"),
+    _adapter("timm_sharded_swin", "tests/distributed/test_swins.py"),
+    _adapter("timm_swin*", "swin", "tests/patching/test_stale.py", FOLDS, FLAT),
     _adapter("timm_windows", "windows"),
     _adapter("windows", "windows", "swin", "maxvit"),
     _adapter("torchvision_mlp", SCOPE),
@@ -146,15 +148,19 @@ SUITES = (
     _adapter("hf_transformers", "transformers"),
     _adapter("redirect", "redirect", "timm", "watched"),
     _adapter("timm_mvitv2", "eager", "timm"),
-    _adapter("timm_folded", "tests/patching/test_folds.py"),
     _adapter("timm_naflex", "naflex"),
-    _adapter("timm_mlp", SCOPE, WAITS),
-    _adapter("timm_blocks", SCOPE, WAITS),
+    _adapter("flat", FLAT, WAITS),
+    _adapter("timm_mlp", SCOPE, WAITS, FLAT),
+    _adapter("timm_blocks", SCOPE, WAITS, FLAT),
+    _adapter("timm_attention", "timm", "watched", SCOPE, WAITS, FLAT),
     _adapter("timm_sharded", "tests/distributed/test_models.py"),
+    _adapter("transformers_siglip2", "siglip2"),
+    _adapter("transformers_packed", "packed"),
+    _adapter("padding", "siglip2", "naflex"),
     _adapter("torch_layers", SCOPE, WAITS),
     _adapter("halves", SCOPE),
     _adapter("timm_*", "timm", "eager", "redirect", "watched", SCOPE),
-    _adapter("common", "transformers", "timm", "eager", "watched", SCOPE, FOLDS, WAITS),
+    _adapter("common", "transformers", "timm", "eager", "watched", SCOPE, FOLDS, WAITS, FLAT),
     _adapter("decomposed", "eager", "timm"),
     _adapter("open_clip_towers", "eager", "multihead", FOLDS),
     _adapter("asked", "timm", "multihead", "watched"),

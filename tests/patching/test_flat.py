@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
 
@@ -15,7 +17,7 @@ from timm.models.vision_transformer import Block  # noqa: E402
 
 import elsa_core as elsa  # noqa: E402
 from elsa_core import calls  # noqa: E402
-from elsa_core.patching.adapters import flat, redirect  # noqa: E402
+from elsa_core.patching.adapters import common, flat, redirect  # noqa: E402
 
 VARIANTS = {
     "plain": {},
@@ -216,3 +218,28 @@ def test_swin_blocks(shift, on_gpu):
         site.attn.softmax.register_forward_hook(lambda *_: seen.append(1))
         torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-5)
         assert seen
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_small_attention_is_pytorchs_own(on_gpu, monkeypatch, is_causal):
+    """Grouped heads, the scale and the causal limit included."""
+    site = SimpleNamespace(elsa_precision="strict", elsa_backend="auto")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    wide = [q.double(), *(t.double().repeat_interleave(2, 1) for t in (k, v))]
+    expected = F.scaled_dot_product_attention(*wide, is_causal=is_causal, scale=0.3)
+    common.attend(site, q, k, v, scale=0.3, is_causal=is_causal)  # loads what a graph will need
+    monkeypatch.setattr(common, "attention", None)
+    found = common.attend(site, q, k, v, scale=0.3, is_causal=is_causal)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_is_not_left_out(on_gpu):
+    """A masked attention that would wait for the host is the original's, with its mask."""
+    module, x = block().attn, tokens()
+    mask = torch.randn(2, 1, 7, 7, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        expected = module(x, mask)
+        elsa.patch(module)
+        for _ in range(3):
+            assert torch.equal(module(x, mask), expected)
