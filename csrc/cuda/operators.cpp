@@ -258,8 +258,8 @@ std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda
 
 // Keeps what `elsa::<name>_plan` said of a layout: nothing; "N", that such calls are not for this
 // library; "P" and a plan. "E" and a text is an error that ends the call. `portable`: the layout
-// without its device.
-void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& portable,
+// without its device, described if the call is `noted` for a file.
+void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& portable, bool noted,
           uint64_t generation, const Arguments& arguments, AtenTensorHandle said) {
   int64_t size = 0;
   ask(aoti_torch_get_numel(said, &size), "a plan's size");
@@ -279,7 +279,7 @@ void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& p
     }
     steps = plan.steps;
   }
-  if (elsa_cuda::Record::active()) {
+  if (noted) {
     const uint64_t kept = bytes[0] == 'P' && portable.fits() ? rest : 0;
     elsa_cuda::Record::note(op.name, portable.words(), bytes + 1, kept, steps);
   }
@@ -316,7 +316,8 @@ void serve(const Operator& op, StableIValue* stack) {
     if (planned && run(*found.entry->bound, arguments, stack)) return;
   }
   if (op.by_file) return serve_by_file(op, arguments, key, generation, stack);
-  if (elsa_cuda::Record::active()) arguments.describe(portable, false);
+  const bool noted = elsa_cuda::Record::active();
+  if (noted) arguments.describe(portable, false);
   StableIValue values[kMostValues] = {};
   arguments.give(values);
   ask(torch_call_dispatcher(op.plan.c_str(), "", values, TORCH_ABI_VERSION), op.plan.c_str());
@@ -324,7 +325,7 @@ void serve(const Operator& op, StableIValue* stack) {
   for (uint32_t i = 0; i <= op.results; ++i) {
     results[i] = Handle(to<AtenTensorHandle>(values[i]));
   }
-  keep(op, key, portable, generation, arguments, results[op.results].get());
+  keep(op, key, portable, noted, generation, arguments, results[op.results].get());
   for (uint32_t i = 0; i < op.results; ++i)
     stack[i] = torch::stable::detail::from(results[i].give());
 }
@@ -434,8 +435,8 @@ ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {
 
 // Notes every layout that is planned from here on; what was planned before is forgotten.
 ELSA_EXPORT void elsa_cuda_record() {
+  elsa_cuda::Record::start();  // first: a layout that another thread plans now is noted
   cache.clear();
-  elsa_cuda::Record::start();
 }
 
 // Ends `elsa_cuda_record`: what was noted, valid until the next call of this function.

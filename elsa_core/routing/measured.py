@@ -127,19 +127,24 @@ def linear_form(form: str, device: torch.device) -> bool:
     """Whether a form of linear layers is used on a device: where the shipped table says
     that it was measured to be faster, and within `unmeasured`.
     """
-    return form in _TRIED or _form_measured(form, device)
+    return form in linear_forms(device)
+
+
+def linear_forms(device: torch.device) -> frozenset[str]:
+    """The forms for which `linear_form` holds. Eager calls ask it each time."""
+    found = _forms_measured(device)
+    return found | _TRIED if _TRIED else found
 
 
 linear_form._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compilers open no file
 
 
 @functools.lru_cache(maxsize=64)
-def _form_measured(form: str, device: torch.device) -> bool:
-    rows = [row for row in _table()["linear_forms"] if row["form"] == form]
-    return any(
-        row["device"] == device.type and _capability(device) == tuple(row["capability"])
-        for row in rows
-    )
+def _forms_measured(device: torch.device) -> frozenset[str]:
+    return frozenset(
+        row["form"] for row in _table()["linear_forms"]
+        if row["device"] == device.type and _capability(device) == tuple(row["capability"])
+    )  # fmt: skip
 
 
 def tried(form: str) -> bool:

@@ -338,6 +338,7 @@ def capability(monkeypatch: pytest.MonkeyPatch):
     def pretend(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(attention, "prepare", lambda *_, **__: None)
         for cached in (portable._ready, triton._environment, routing.chosen):
             cached.cache_clear()
@@ -397,3 +398,17 @@ def test_gradients_are_those_of_the_operator() -> None:
     for ours, eager in zip(*grads, strict=True):
         torch.testing.assert_close(ours, eager)
     library._destroy()
+
+
+def test_wide_loads_need_aligned_rows_of_one_token_too() -> None:
+    """A tile's other rows are not read, but their addresses are formed."""
+    wide = torch.randn(2, 3, 4, 64)
+    assert attention.load_of(wide) == max(tiling.LOADS)
+    assert attention.load_of(torch.randn(2, 3, 4, 65)[:, :, :1, :64]) == 1
+    assert attention.load_of(wide[:1].as_strided((1, 3, 4, 64), (7, 256, 64, 1))) > 1
+
+
+def test_a_source_that_is_missing_is_one_line(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(nvrtc, "source_directory", lambda: tmp_path)
+    with pytest.raises(UnavailableError, match=r"attention\.cu cannot be read"):
+        nvrtc.source()

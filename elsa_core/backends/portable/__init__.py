@@ -34,11 +34,12 @@ def support(request: Request) -> Support:
         return Support(False, "takes head_dim from 1, not 0")
     if request.device_type != "cuda":
         return Support(False, f"serves cuda tensors, these are on {request.device_type}")
-    return _ready(request.head_dim, request.value_dim)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    return _ready(request.head_dim, request.value_dim, device)
 
 
 @functools.lru_cache(maxsize=256)
-def _ready(head_dim: int, value_dim: int) -> Support:
+def _ready(head_dim: int, value_dim: int, device: int) -> Support:
     if torch.version.hip is not None:
         return Support(False, "serves NVIDIA GPUs, this PyTorch is built for AMD's")
     if not torch.cuda.is_available():

@@ -105,7 +105,7 @@ def library() -> Nvrtc:
     for path in _places():
         try:
             return Nvrtc(ctypes.CDLL(path))
-        except OSError as error:
+        except (OSError, UnavailableError) as error:  # the next one may be newer
             tried = str(error)
     raise UnavailableError(
         f"NVRTC was not found ({tried}); install the nvidia-cuda-nvrtc wheel of PyTorch's CUDA"
@@ -133,7 +133,11 @@ def source() -> bytes:
     Raises:
         UnavailableError: it is missing.
     """
-    return (source_directory() / "cuda" / "portable" / "attention.cu").read_bytes()
+    path = source_directory() / "cuda" / "portable" / "attention.cu"
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def target(device_arch: int) -> str:

@@ -3,14 +3,14 @@
 A unit is one tile of keys for one tile of queries. Units lie in one line: sequence (or batch),
 head, query tile, key tile. With n units and P programs, program p folds the units from p * n // P
 to (p + 1) * n // P. A query tile whose keys one program folds alone is written at once. One that
-is cut keeps a state for each of its programs, and whoever finishes last joins them.
+is cut keeps a state for each of its programs, and the last program to arrive joins them.
 
 State: outputs [rows, DV] and base 2 log-sum-exp [rows], float32, as `merge.merge_states` has them.
 A program cuts two query tiles at most, the one it ends and the one it begins: its states are 2 p
 and 2 p + 1. A ticket counts those who have finished; that of a query tile is that of its first
 program, which begins no other one that is cut. No program waits for another, so a grid of more than
-the GPU holds at once is right as well. States are joined in the order of their keys, whoever does
-it: equal calls give equal bits.
+the GPU holds at once is right as well. States are joined in the order of their keys, whichever
+program does it: equal calls give equal bits.
 
 Memory order: each thread stores its part of a state. The barrier, and an addition to the ticket
 that releases and acquires at the scope of the GPU, put these stores before whatever the last
@@ -89,7 +89,7 @@ def query_tile_of(
 @triton.jit
 def shape_of(len_q, len_k, QT: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """(query tiles, key tiles, units) of one head of a sequence, int64. No key: one tile of none,
-    so that somebody writes the zeros.
+    so that a program writes the zeros.
     """
     count = (len_q.to(tl.int64) + QT - 1) // QT
     tiles = tl.maximum((len_k.to(tl.int64) + BN - 1) // BN, 1)
@@ -144,7 +144,7 @@ def sequence_at(
 @triton.jit
 def arrive(Tickets, i_ticket):
     """How many have arrived before at this ticket. What all threads stored before it is seen by
-    whoever arrives later.
+    programs that arrive later.
     """
     tl.debug_barrier()
     before = tl.atomic_add(Tickets + i_ticket, 1, sem="acq_rel", scope="gpu")

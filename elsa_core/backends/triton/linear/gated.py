@@ -262,7 +262,7 @@ def gated_linear(
     kept = (halves, powers, value_halves, value_powers)
     key = (
         "gated_linear", *map(planner.layout, given), activation, eps, precision,
-        *(() if t is None else t.stride() for t in kept), planner.forms_of(input, weight),
+        *(() if t is None else t.stride() for t in kept), linear_forms(input.device),
     )  # fmt: skip
     call = PLANS.get(key, _plan, given, activation, eps, precision, kept)
     if call is None:

@@ -24,7 +24,7 @@ from elsa_core.backends.triton.linear.launches import (
 )
 from elsa_core.backends.triton.linear.rounded import Rounded
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.routing.measured import CENTRED, PADDED, ROUNDED, linear_form
+from elsa_core.routing.measured import CENTRED, PADDED, ROUNDED, linear_form, linear_forms
 
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
@@ -119,7 +119,7 @@ def normed_linear(
     given = (input, weight, bias, norm_weight, norm_bias, residual, scale)
     key = (
         "layer_norm_linear", *map(layout, given), eps, activation, precision, halves is not None,
-        forms_of(input, weight),
+        linear_forms(input.device),
     )  # fmt: skip
     call = PLANS.get(key, _plan_normed, given, eps, activation, precision, halves is not None)
     if call is None:
@@ -180,22 +180,11 @@ def planned(
     """The launches of a call, cached by layout; None where these kernels do not serve it."""
     key = (
         "linear", layout(input), layout(weight), layout(bias), activation, layout(residual),
-        layout(scale), precision, frozen, forms_of(input, weight),
+        layout(scale), precision, frozen, linear_forms(input.device),
     )  # fmt: skip
     return PLANS.get(
         key, _plan, input, weight, bias, activation, residual, scale, precision, frozen
     )  # fmt: skip
-
-
-def forms_of(input: Tensor, weight: Tensor) -> tuple[bool, ...]:
-    """What a plan depends on beside layouts: the forms in use."""
-    padded = weight.shape[-1] % 8 != 0
-    device = input.device
-    return (
-        padded and linear_form(PADDED, device),
-        linear_form(CENTRED, device),
-        linear_form(ROUNDED, device),
-    )
 
 
 def layout(t: Tensor | None) -> tuple[Any, ...]:

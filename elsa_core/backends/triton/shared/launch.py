@@ -104,7 +104,7 @@ class Launch:
         self.compiled = compiled
 
 
-_made = Launch.__call__  # which `listen` does not hear
+_made = Launch.__call__  # before `listen` replaces it
 
 
 def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:

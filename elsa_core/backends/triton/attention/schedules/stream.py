@@ -68,11 +68,13 @@ def stream_k(
     programs, least, tile: see `Knobs`.
     """
     PLANS.clear()
-    _asked.append(Knobs(programs, least, tile))
+    knobs = Knobs(programs, least, tile)
+    _asked.append(knobs)
     try:
         yield
     finally:
-        _asked.pop()
+        # another thread's may have come behind it
+        del _asked[next(i for i, one in enumerate(_asked) if one is knobs)]
         PLANS.clear()
 
 
