@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
@@ -243,3 +245,84 @@ def test_a_mask_is_not_left_out(on_gpu):
         elsa.patch(module)
         for _ in range(3):
             assert torch.equal(module(x, mask), expected)
+
+
+@pytest.mark.parametrize("kind", ["attention", "block", "swin"])
+def test_a_reading_keeps_no_module(on_gpu, kind):
+    """What was read goes with the module."""
+    if kind == "swin":
+        module = SwinTransformerBlock(32, (7, 7), num_heads=1, window_size=7).eval()
+        elsa.patch(module, scope="model")
+        x = torch.randn(1, 7, 7, 32)
+    else:
+        module, x = block(), tokens()
+        module = module.attn if kind == "attention" else module
+        elsa.patch(module, scope="model")
+    with torch.inference_mode():
+        for _ in range(3):
+            module(x)
+    assert any(reading.owner() is module for reading in flat._READINGS.values())
+    seen = weakref.ref(module)
+    del module
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_site_with_names_of_its_own_is_called(on_gpu, monkeypatch):
+    """Of a block whose parts were patched apart, and after a part was patched again."""
+    module, x = block(), tokens()
+    elsa.patch(module, scope="model")
+    with torch.inference_mode():
+        assert flat.served(module, flat.block, x) is not None
+        for changed in ({"elsa_backend": "eager"}, {"elsa_precision": "ieee"},
+                        {"elsa_sparsity": "exact"}):  # fmt: skip
+            for part in (module.attn, module.mlp):
+                for name, value in changed.items():
+                    monkeypatch.setattr(part, name, value, raising=False)
+                assert flat.served(module, flat.block, x) is None
+                monkeypatch.undo()
+        assert flat.served(module, flat.block, x) is not None
+
+
+def test_another_adapter_is_called(on_gpu):
+    """A class that stands for timm's Attention may compute something else, as sharded ones do."""
+
+    class Other(type(block().attn)):
+        elsa_base = type(block().attn)
+
+    module, x = block(), tokens()
+    module.attn.__class__ = Other
+    assert flat.served(module, flat.block, x) is None
+
+
+def test_a_weight_that_is_no_parameter_any_more():
+    module, x = block(), tokens()
+    assert flat.served(module, flat.block, x) is not None
+    weight = module.mlp.fc1.weight.detach()
+    del module.mlp.fc1.weight
+    module.mlp.fc1.weight = weight
+    assert flat.served(module, flat.block, x) is None
+
+
+@pytest.mark.parametrize("scope", ["model", "attention"])
+def test_a_compiler_reads_no_table_and_no_length(scope):
+    """On a GPU, which fake tensors stand for: one graph, and any batch in an exported program."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, num_classes=3)
+    elsa.patch(model.eval(), scope=scope)
+    with mode:
+        model, x = model.to_empty(device="cuda"), torch.empty(2, 3, 64, 64, device="cuda")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad(), mode:
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert len(graphs) == 1
+    batch = ({0: torch.export.Dim("batch")},)
+    with torch.no_grad():
+        torch.export.export(model, (x,), dynamic_shapes=batch, strict=False)

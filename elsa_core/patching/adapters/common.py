@@ -203,6 +203,15 @@ def is_original(backend: str, precision: str) -> bool:
     return backend == "auto" and precision == "strict"
 
 
+def is_unasked(space: dict[str, Any]) -> bool:
+    """Whether a patched module, given by its __dict__, was patched without names and sparsity."""
+    return (
+        space.get("elsa_backend", "auto") == "auto"
+        and space.get("elsa_precision", "strict") == "strict"
+        and space.get("elsa_sparsity") is None
+    )
+
+
 def is_host_bound(
     site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object], form: Any = None
 ) -> bool:
@@ -216,11 +225,11 @@ def is_host_bound(
             a CUDA graph, and its result is not used.
         form: what else tells the kernels of such calls apart.
     """
-    if not x.is_cuda or work >= routing.eager_least(operator, x.dtype):
+    if not x.is_cuda or calls.watched():  # first: no compiler may read a length or the table
         return False
-    if site.elsa_backend != "auto" or site.elsa_precision != "strict":
+    if work >= routing.eager_least(operator, x.dtype) or not is_unasked(vars(site)):
         return False
-    if calls.watched() or torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         return False
     if site.training:  # a warm-up would draw from the generator of its dropout
         return torch.is_grad_enabled()
@@ -240,12 +249,11 @@ def by_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: str, precision: 
 
     The first call of its kind loads the operator's kernels, for a CUDA graph of the same call.
     """
-    work = query.numel() * key.shape[-2]
-    if not query.is_cuda or work >= routing.eager_least("attention", query.dtype):
+    if not query.is_cuda or calls.watched():  # first, as in `is_host_bound`
         return False
-    if backend != "auto" or precision != "strict":
+    if query.numel() * key.shape[-2] >= routing.eager_least("attention", query.dtype):
         return False
-    if calls.watched() or torch.cuda.is_current_stream_capturing():
+    if backend != "auto" or precision != "strict" or torch.cuda.is_current_stream_capturing():
         return False
     shapes = query.shape, key.shape, value.shape
     kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)
@@ -285,6 +293,8 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
         site: a patched module that attends within x [B, N, C]. projection: its first one.
     """
     if not (torch.is_grad_enabled() or site.training):
+        return False
+    if getattr(site, "elsa_sparsity", None) is not None:
         return False
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
     if not fused or calls.watched() or not wants_training(site, x, projection):

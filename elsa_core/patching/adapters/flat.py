@@ -23,11 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from elsa_core.patching.adapters.common import is_unasked
+
 Space = dict[str, Any]  # what a module holds: its __dict__
 
 _ATTENTION, _MLP = "timm.layers.attention.Attention", "timm.layers.mlp.Mlp"
 _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
 _SCALE, _DROP_PATH = "timm.layers.layer_scale.LayerScale", "timm.layers.drop.DropPath"
+# Adapters in whose place the original may run: no others, which may compute something else.
+_ADAPTERS: Final = {
+    f"elsa_core.patching.adapters.{name}"
+    for name in ("timm_attention.ElsaAttention", "timm_mlp.ElsaMlp", "torch_layers.ElsaLinear")
+}
 # Activations: modules whose forward reads nothing but its input.
 _ACTIVATIONS: Final = (
     "torch.nn.modules.activation.GELU",
@@ -46,6 +53,7 @@ class Reading:
     Attributes:
         owner: the module. modules: all within it, with their `types` and `spaces`.
         children: for each module with children its space and them.
+        sites: the spaces of those that are patched.
         drops: what may drop something: the space with `training`, that with the rate, its name.
         run: computes the owner's forward; None where it is no module of the known kind.
     """
@@ -55,6 +63,7 @@ class Reading:
     types: tuple[type, ...]
     spaces: tuple[Space, ...]
     children: tuple[tuple[Space, tuple[nn.Module | None, ...]], ...]
+    sites: tuple[Space, ...]
     drops: tuple[tuple[Space, Space, str], ...]
     run: Run | None
 
@@ -65,7 +74,9 @@ class Reading:
         return all(tuple(space["_modules"].values()) == found for space, found in self.children)
 
     def is_free(self) -> bool:
-        """Whether no hook sees what passes through the modules and nothing is dropped."""
+        """Whether no hook sees what passes through the modules, nothing is dropped, and no site
+        was patched with a name or sparsity of its own.
+        """
         for space in self.spaces:
             if (
                 space["_forward_hooks"]
@@ -76,6 +87,8 @@ class Reading:
             ):
                 return False
         if torch.nn.modules.module._has_any_global_hook():
+            return False
+        if not all(map(is_unasked, self.sites)):
             return False
         return not any(trains["training"] and rate[name] for trains, rate, name in self.drops)
 
@@ -92,7 +105,12 @@ def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
     reading = _READINGS.get(key)
     if reading is None or reading.owner() is not module or not reading.holds():
         reading = _READINGS[key] = _read(module, read)
-    return None if reading.run is None or not reading.is_free() else reading.run(x)
+    if reading.run is None or not reading.is_free():
+        return None
+    try:
+        return reading.run(x)
+    except KeyError:  # a weight is a parameter no longer
+        return None
 
 
 def _read(module: nn.Module, read: Reader) -> Reading:
@@ -106,6 +124,7 @@ def _read(module: nn.Module, read: Reader) -> Reading:
         tuple(map(type, within)),
         tuple(vars(m) for m in within),
         tuple((vars(m), tuple(m._modules.values())) for m in parents),
+        tuple(vars(m) for m in within if hasattr(type(m), "elsa_base")),
         tuple(drops),
         run,
     )
@@ -145,10 +164,11 @@ def attention(module: Any, drops: Drops) -> Run | None:
         return None
     drops.append((space, vars(module.attn_drop), "p"))
     own = type(module).__dict__.get("elsa_base", type(module)).forward
+    owner = weakref.ref(module)  # what holds the module itself would keep it for ever
 
     def run(x: Tensor) -> Tensor:
         if not space["fused_attn"]:
-            return own(module, x)  # type: ignore[no-any-return]
+            return own(owner(), x)  # type: ignore[no-any-return]
         batch, tokens, _ = x.shape
         packed = qkv(x).reshape(batch, tokens, 3, space["num_heads"], space["head_dim"])  # type: ignore[misc]
         q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
@@ -235,7 +255,9 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _name(module: Any) -> str:
-    """The name of the class that a module had before it was patched."""
+    """The name of a module's class, of `_ADAPTERS` that of the class which they stand for."""
     cls: Any = type(module)
-    cls = cls.__dict__.get("elsa_base", cls)
-    return f"{cls.__module__}.{cls.__qualname__}"
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _ADAPTERS:
+        name = f"{cls.elsa_base.__module__}.{cls.elsa_base.__qualname__}"
+    return name

@@ -8,6 +8,7 @@ Read against timm 1.0.20 to 1.0.31. Window, shift and table are read at each cal
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -123,9 +124,11 @@ def _row(module: Any, drops: flat.Drops) -> flat.Run | None:
     if first is None or second is None or qkv is None or proj is None or change is None:
         return None
     terms = {"precision": module.elsa_precision, "backend": module.elsa_backend}
+    owner = weakref.ref(module)  # what holds the module itself would keep it for ever
 
     def run(x: Tensor) -> Tensor:
-        bias: Bias = derived(module.elsa_derivation()) if DERIVED.keeps(module) else _table(attn)
+        block: Any = owner()
+        bias: Bias = derived(block.elsa_derivation()) if DERIVED.keeps(block) else _table(attn)
         windows = window_attention(
             qkv(first(x)), bias.bias, num_heads=attn.num_heads, window_size=settings["window_size"],
             shift_size=settings["shift_size"], scale=scale_of(attn), bias_index=bias.bias_index,

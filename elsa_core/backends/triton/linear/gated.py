@@ -32,7 +32,7 @@ from elsa_core.backends.triton.linear.product import (
 )
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.routing.measured import CENTRED, linear_form
+from elsa_core.routing.measured import CENTRED, linear_form, linear_forms
 
 
 @triton.jit
