@@ -68,7 +68,7 @@ def attention(
             tiles on the CPU; elsewhere it leaves out nothing, until kernels that do were measured.
             Excludes dropout_p, and a number gradients.
         offload: "host" where key and value, or query too, stay in host memory and stream through
-            the device in blocks, see `elsa_core.offload.attention`.
+            the device in blocks, see `elsa_core.offload.attention`, which says what it refuses.
         offload_block: keys of such a block; default: by the free memory.
 
     Returns:

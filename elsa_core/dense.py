@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import index
-from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from elsa_core.operands import (
     leading_dims,
     operands,
     require_dense,
+    require_number,
     require_tensor,
 )
 from elsa_core.routing import Route
@@ -187,8 +187,8 @@ def _explain_types(
         require_tensor(name, given)
     if attn_mask is not None:
         require_tensor("attn_mask", attn_mask)
-    if scale is not None and not isinstance(scale, SupportsFloat):
-        raise TypeError(f"scale must be a number, not {type(scale).__name__}")
+    if scale is not None:
+        require_number("scale", scale)
     require_dense(query=query, key=key, value=value, attn_mask=attn_mask)  # type: ignore[arg-type]
 
 
@@ -239,11 +239,14 @@ def explain(
     """Say which backend, schedule and arithmetic would serve `attention` with these arguments.
 
     Takes the arguments of `attention` (tensors' shapes, strides, dtypes and devices matter, their
-    values do not) and raises what it would raise. Where the published results show a loss near this
-    call, a reason says so.
+    values do not) and refuses as it does: dense tensors that do not fit, dropout_p, precision,
+    backend and sparsity. `scale` is not looked at, and nested tensors are refused. Where the
+    published results show a loss near this call, a reason says so.
     """
     from elsa_core.measuring.losses import losing_case
 
+    if sparsity is not None:
+        sparse.asked(query, key, value, attn_mask, dropout_p, sparsity)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
     if sparsity is not None:
         route = sparse.route(q, k, v, mask, is_causal, precision, backend, sparsity)

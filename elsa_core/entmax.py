@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from operator import index
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def entmax_attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     number, head_alpha = _alpha(alpha, q)
-    kind = (q.device.type, q.dtype, int(q.shape[-1]), int(v.shape[-1]), precision)
+    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
     name = routing.name_of("entmax_attention", *kind, backend)
     run = routing.RUNS["entmax_attention", name]
     if calls.exporting_onnx() or routing.plain_alone(backend):

@@ -193,10 +193,11 @@ def explain_linear(
     precision: str = "strict",
     backend: str = "auto",
 ) -> Route:
-    """Say who computes products of this kind faster than PyTorch, if anybody does, and why not.
+    """Say who computes products of this kind faster than PyTorch, if a backend does, and why not.
 
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
-    out in another way is PyTorch's all the same.
+    out in another way is PyTorch's all the same. `norm` and `value` are checked and change nothing:
+    the answer is that of the product with `weight` alone.
     """
     _check(input, weight, bias, residual, scale, norm, value)
     _check_names(activation, precision, backend, input.dtype)
@@ -256,6 +257,8 @@ def _check(
         if vector is not None and vector.shape != (depth,):
             raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
     if value is not None:
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
         if value[0].shape != weight.shape:
             raise ArgumentError(
                 f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"

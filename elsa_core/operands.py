@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -142,6 +143,17 @@ def require_tensor(name: str, given: object) -> None:
     """
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(given).__name__}")
+
+
+def require_number(name: str, given: object) -> None:
+    """Refuse what is no number.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    # a compiler knows the first test, and not the protocol
+    if not isinstance(given, (int, float)) and not isinstance(given, SupportsFloat):
+        raise TypeError(f"{name} must be a number, not {type(given).__name__}")
 
 
 def require_inside(bias_index: Tensor | None, rows: int) -> None:

@@ -15,7 +15,13 @@ from elsa_core import calls, routing
 from elsa_core.backends.eager_sparse import exact_threshold
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import autocast, leading_dims, operands, require_tensor
+from elsa_core.operands import (
+    autocast,
+    leading_dims,
+    operands,
+    require_number,
+    require_tensor,
+)
 from elsa_core.operators.sparse import FROZEN, ORDER, SUMMARIES
 from elsa_core.routing import Route
 
@@ -37,6 +43,34 @@ def checked(sparsity: object) -> str | float | None:
     if isinstance(sparsity, Real) and 0.0 < float(sparsity) < 1.0:
         return float(sparsity)
     raise ArgumentError(f'sparsity={sparsity!r} must be None, "exact" or a number in (0, 1)')
+
+
+def asked(
+    query: object,
+    key: object,
+    value: object,
+    attn_mask: object,
+    dropout_p: float,
+    sparsity: object,
+) -> str | float | None:
+    """`checked`, for a call with these arguments.
+
+    Raises:
+        TypeError: query, key, value or attn_mask is no tensor.
+        ArgumentError: sparsity is unknown, with dropout, or a number where gradients are wanted.
+    """
+    found = checked(sparsity)
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        require_tensor(name, given)
+    if attn_mask is not None:
+        require_tensor("attn_mask", attn_mask)
+    if dropout_p != 0.0:
+        raise ArgumentError("sparsity and dropout_p exclude each other")
+    if isinstance(found, float) and _gradients(query, key, value, attn_mask):
+        raise ArgumentError(
+            f"sparsity={sparsity} has no gradients: use 'exact' or None in training, or no_grad"
+        )
+    return found
 
 
 def threshold(sparsity: str | float | None) -> float:
@@ -81,17 +115,12 @@ def serve(
         out, lse and counts as the operator `elsa::sparse_attention` gives them.
 
     Raises:
-        ArgumentError: sparsity is unknown, with dropout, or a number where gradients are wanted.
+        TypeError, ArgumentError: as `asked`, and scale is no number.
         UnavailableError: the backend asked for by name cannot serve the call.
     """
-    sparsity_asked = checked(sparsity)
-    require_tensor("query", query)
-    if dropout_p != 0.0:
-        raise ArgumentError("sparsity and dropout_p exclude each other")
-    if isinstance(sparsity_asked, float) and _gradients(query, key, value, attn_mask):
-        raise ArgumentError(
-            f"sparsity={sparsity} has no gradients: use 'exact' or None in training, or no_grad"
-        )
+    sparsity_asked = asked(query, key, value, attn_mask, dropout_p, sparsity)
+    if scale is not None:
+        require_number("scale", scale)
     if query.is_nested or _is_exported() or routing.plain_alone(backend):
         return None
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
@@ -125,8 +154,10 @@ def _is_exported() -> bool:
     return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
-def _gradients(*operands: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+def _gradients(*operands: object) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in operands
+    )
 
 
 def route(
@@ -144,7 +175,7 @@ def route(
     Raises:
         ArgumentError, UnavailableError: as `serve`.
     """
-    asked = checked(sparsity)
+    found_sparsity = checked(sparsity)
     if routing.plain_alone(backend):
         return None
     dense = all(t.stride(-1) == 1 for t in (query, key, value))
@@ -158,6 +189,6 @@ def route(
         return None
     terms = (query, key, value, attn_mask, is_causal, precision)
     found = routing.route(request, backend, schedule=terms)
-    limit = threshold(asked) or exact_threshold(query.dtype, key.shape[2])
+    limit = threshold(found_sparsity) or exact_threshold(query.dtype, key.shape[2])
     words = f"{found.schedule}; tiles of keys whose weights are all below 2**{limit:.1f} left out"
     return replace(found, schedule=words)

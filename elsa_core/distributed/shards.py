@@ -4,7 +4,9 @@ A rank's rows [q0, q1) and a run of columns [k0, k1) of the whole score matrix m
 kernel takes: all of one, or a causal one whose diagonal starts in its corner.
 
 Forward, a block's (out, lse) is the state (m, S, W) = (lse, 1, out), and states are merged in the
-order of the columns: ELSA (arXiv 2604.23798), Eq. 4. Backward, the weights of a block are
+order of the columns: ELSA (arXiv 2604.23798), Eq. 4. lse = m + ln S is rounded: where an additive
+mask gives all keys of a row a large finite number, ln S is lost, and every block weighs the same
+whatever its number of keys. Backward, the weights of a block are
 P = exp(score - lse) with the lse of the whole row, and delta = rowsum(grad_out * out) with the out
 of the whole row: what a block adds to the gradients needs nothing of other blocks
 (FlashAttention, arXiv 2205.14135, Algorithm 4).

@@ -6,6 +6,7 @@ A compiler meets one opaque call, `elsa::offloaded_attention`: streams and event
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def attention(
     (`Tensor.pin_memory`) are copied as they are; others are first moved into pinned memory by the
     host, block by block. Blocks that `is_causal` hides are not copied. Differentiable once in
     query, key and value; gradients of keys and values are written to the host block by block.
+    Forward-mode AD, derivatives of `torch.func` and exported programs are refused. Under autocast
+    the host casts all of key and value: a second copy of them, which is not pinned.
     `elsa_core.offload.report()` says afterwards what was copied and how much of it was hidden.
 
     Args:
@@ -67,7 +70,9 @@ def attention(
         key, value, scale, enable_gqa, precision, backend, return_lse: as in `elsa_core.attention`;
             key and value on the host.
         attn_mask: as in `elsa_core.attention`, on the host (it is copied block by block) or on the
-            device. It must not want a gradient.
+            device. It must not want a gradient. Rows are hidden by False or -inf: an additive mask
+            that gives all keys of a row a large number (|lse| above 2**19 in float32, 2**48 in
+            float64) is refused, because merged blocks would lose how many keys they have.
         is_causal: query i sees keys 0..i; excludes `attn_mask`.
         device: where to compute; default: the query's, or, for a query on the host, the current
             CUDA device if there is one.
@@ -85,6 +90,7 @@ def attention(
     Reference:
         ELSA (arXiv 2604.23798), Eq. 4.
     """
+    _require_supported(query, key, value, scale)
     operands.require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
     place = _device(query, key, value, attn_mask, device)
     if torch.is_autocast_enabled(place.type):
@@ -94,20 +100,18 @@ def attention(
         raise ArgumentError(
             "attn_mask requires a gradient, which streamed calls do not compute: detach it"
         )
-    for name, given in (("offload_block", block), ("query_block", query_block)):
-        if given is not None and given < 1:
-            raise ArgumentError(f"{name}={given} must be 1 or more")
+    blocks = _tokens("block", block), _tokens("query_block", query_block)
     q, k, v, mask = operands.operands(
         query, key, value, attn_mask, is_causal, enable_gqa, one_device=False
     )
     precisions.validate(precision, q.dtype)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    routing.name_of("attention", place.type, q.dtype, q.shape[-1], v.shape[-1], precision, backend)
+    kind = (place.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    routing.name_of("attention", *kind, backend)
     out, lse = torch.ops.elsa.offloaded_attention(
-        q, k, v, mask, is_causal, float(scale), precision, backend, str(place), block or 0,
-        query_block or 0,
-    )  # fmt: skip
+        q, k, v, mask, is_causal, float(scale), precision, backend, str(place), *blocks
+    )
     if not query.dim() == key.dim() == value.dim() == 4:
         leading = leading_dims(query, key, value)
         out = out.reshape(*leading, *out.shape[2:])
@@ -133,6 +137,7 @@ def requested(
     """`elsa_core.attention` with `offload` or `offload_block`, which is `block` here.
 
     Raises:
+        TypeError: offload_block is no whole number; and as `attention`.
         ArgumentError: offload is not "host", or dropout is asked for; and as `attention`.
     """
     if offload != "host":
@@ -140,10 +145,48 @@ def requested(
         raise ArgumentError(f"{given}: offload must be 'host'")
     if dropout_p != 0.0:
         raise ArgumentError("offload='host' takes no dropout_p")
+    block = _tokens("offload_block", block) or None
     return attention(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         precision=precision, backend=backend, return_lse=return_lse, block=block,
     )  # fmt: skip
+
+
+def _require_supported(query: object, key: object, value: object, scale: object) -> None:
+    """Refuse what is no tensor or number, and calls that are not for this operator.
+
+    Raises:
+        TypeError, ArgumentError: the message names the argument, or what is not supported.
+    """
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        operands.require_tensor(name, given)
+    if isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
+    if scale is not None:
+        operands.require_number("scale", scale)
+    if calls.differentiates_otherwise():
+        raise ArgumentError(
+            "offload='host' has no forward-mode AD and no derivatives of torch.func: use backward()"
+        )
+    if torch.compiler.is_exporting():
+        raise ArgumentError("offload='host' cannot be exported: leave offload out of the program")
+
+
+def _tokens(name: str, given: object) -> int:
+    """The tokens of a block; 0 where none were given.
+
+    Raises:
+        TypeError, ArgumentError: the message names the argument.
+    """
+    if given is None:
+        return 0
+    try:
+        count = index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {given!r}") from None
+    if count < 1:
+        raise ArgumentError(f"{name}={count} must be 1 or more")
+    return count
 
 
 def _device(

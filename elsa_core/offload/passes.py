@@ -18,6 +18,7 @@ from torch import Tensor
 
 from elsa_core.distributed import shards
 from elsa_core.distributed.shards import Rows, Run, Saved, Sums, Wanted
+from elsa_core.errors import ArgumentError
 from elsa_core.monoid import state_dtype
 from elsa_core.offload import streaming
 
@@ -27,6 +28,7 @@ _COPY, _MEMORY, _LEAST = 25e9, 2e12, 1e-4
 _ALIGNED, _SMALLEST = 128, 4096  # keys
 _CPU_BLOCK = 65536
 _SHARE = 0.8  # of the free memory that a call may take
+_LOST = 2**-4  # the spacing of lse from which ln S counts as lost
 _STAGED = 1 << 28  # bytes of a block that the host moves into pinned memory
 
 
@@ -59,7 +61,12 @@ class _Keys(NamedTuple):
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Nq, Dv] and lse [B, Hq, Nq], where the query is."""
+    """out [B, Hq, Nq, Dv] and lse [B, Hq, Nq], where the query is.
+
+    Raises:
+        ArgumentError: an additive mask gives all keys of a row so large a number that lse holds
+            nothing of their count.
+    """
     batch, heads, length, _ = call.query.shape
     width = call.value.shape[3]
     with _on(call.device):
@@ -76,6 +83,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             for block in pass_.keys(query, bounds):
                 total = shards.state(block.rows, [block.run], total)
             found = shards.finished(total, pass_.rows(query, bounds), width)
+            _require_count(found[1], call.attn_mask)
             if here and len(pass_.query_bounds) == 1:
                 return found
             rows = slice(*bounds)
@@ -117,6 +125,23 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
         return tuple(
             total.to(t.dtype) if needed else None
             for total, t, needed in zip(totals, call[:3], wanted[:3], strict=True)
+        )
+
+
+def _require_count(lse: Tensor, attn_mask: Tensor | None) -> None:
+    """Refuse rows whose lse = m + ln S has lost ln S to rounding.
+
+    A block's state is (lse, 1, out), and a gradient reads exp(score - lse): without ln S every
+    block weighs the same, whatever its number of keys. Scores of that size without a mask have lost
+    their own digits, so that only masked calls wait here for the device.
+    """
+    if attn_mask is None or not attn_mask.is_floating_point():
+        return
+    limit = _LOST / torch.finfo(lse.dtype).eps
+    if bool(((lse.abs() > limit) & lse.isfinite()).any()):
+        raise ArgumentError(
+            f"attn_mask gives all keys of a row numbers beyond {limit:.0f}, in which streamed "
+            "blocks lose their count of keys: hide rows with -inf or a bool mask"
         )
 
 

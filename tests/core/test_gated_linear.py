@@ -110,12 +110,18 @@ def test_compiled_and_exported():
 
 @pytest.mark.parametrize(
     "value",
-    [(torch.ones(12, 9), None), (torch.ones(8, 8), None), (torch.ones(12, 8), torch.ones(8))],
+    [
+        (torch.ones(12, 9), None),
+        (torch.ones(8, 8), None),
+        (torch.ones(12, 8), torch.ones(8)),
+        (torch.ones(12, 8),),
+        torch.ones(12, 8),
+    ],
 )
 @pytest.mark.parametrize("call", [elsa.linear, elsa.explain_linear])
 def test_a_value_that_does_not_fit_is_named(call, value):
     given = operands(torch.float32)
-    with pytest.raises(ArgumentError, match="value"):
+    with pytest.raises(ArgumentError, match=r"^value"):
         call(given["input"], given["weight"], value=value)
 
 

@@ -182,3 +182,12 @@ def test_derivatives_of_functions_take_the_ordinary_call() -> None:
     found = torch.func.grad(lambda x: elsa.attention(x, k, v, sparsity="exact").sum())(q)
     expected = torch.func.grad(lambda x: elsa.attention(x, k, v).sum())(q)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("call", [elsa.attention, elsa.explain])
+def test_explain_refuses_what_the_call_refuses(call) -> None:
+    q, k, v = runs(64)
+    with pytest.raises(ArgumentError, match="sparsity and dropout_p exclude each other"):
+        call(q, k, v, dropout_p=0.1, sparsity="exact")
+    with pytest.raises(ArgumentError, match=r"sparsity=0\.01 has no gradients"):
+        call(q.requires_grad_(), k, v, sparsity=0.01)

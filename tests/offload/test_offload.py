@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -160,6 +162,89 @@ def test_refused(line: str) -> None:
     x = torch.randn(1, 2, 9, 8)
     with pytest.raises(ArgumentError, match=re.escape(line)):
         elsa.attention(x, x, x, **{"offload": "host"} | REFUSED[line])
+
+
+def test_a_block_is_named_as_it_was_given() -> None:
+    x = torch.randn(1, 2, 9, 8)
+    for given in (2.5, "a"):
+        with pytest.raises(TypeError, match=f"offload_block must be a whole number, not {given!r}"):
+            elsa.attention(x, x, x, offload="host", offload_block=given)  # type: ignore[arg-type]
+    for name in ("block", "query_block"):
+        with pytest.raises(ArgumentError, match=f"^{name}=0 must be 1 or more"):
+            elsa.offload.attention(x, x, x, device="cpu", **{name: 0})  # type: ignore[arg-type]
+
+
+def test_a_tensor_as_scale_is_refused() -> None:
+    """Its gradient was dropped without a word."""
+    x = torch.randn(1, 2, 9, 8)
+    with pytest.raises(ArgumentError, match="scale must be a number, not a tensor"):
+        elsa.offload.attention(x, x, x, device="cpu", scale=torch.ones((), requires_grad=True))  # type: ignore[arg-type]
+
+
+def test_other_derivatives_are_refused() -> None:
+    """Tangents were zero without a word, and torch.func.grad failed in PyTorch's own words."""
+    x = torch.randn(1, 2, 9, 8)
+
+    def call(query: Tensor) -> Tensor:
+        return elsa.attention(query, x, x, offload="host").sum()  # type: ignore[union-attr]
+
+    line = "offload='host' has no forward-mode AD"
+    with pytest.raises(ArgumentError, match=line):
+        torch.func.jvp(call, (x,), (x,))
+    with pytest.raises(ArgumentError, match=line):
+        torch.func.grad(call)(x)
+    with forward_ad.dual_level(), pytest.raises(ArgumentError, match=line):
+        call(forward_ad.make_dual(x, x))
+
+
+def test_an_exported_program_is_refused() -> None:
+    """It held an operator that `import elsa_core` does not define, and did not load."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return elsa.attention(x, x, x, offload="host")
+
+    with pytest.raises(ArgumentError, match="offload='host' cannot be exported"):
+        torch.export.export(Layer(), (torch.randn(1, 2, 9, 8),))
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min])
+def test_rows_hidden_by_a_large_number_are_refused(lowest: float) -> None:
+    """Blocks of 16 and 4 keys weighed the same, because lse had lost their count."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 20, 8, generator=generator).unbind()
+    mask = torch.zeros(1, 1, 20, 20)
+    mask[:, :, 3] = lowest
+    for query_block in (20, 7):
+        call = functools.partial(
+            elsa.offload.attention, query, key, value, device="cpu", block=16,
+            query_block=query_block,
+        )  # fmt: skip
+        with pytest.raises(ArgumentError, match="hide rows with -inf or a bool mask"):
+            call(mask)
+        for other in (mask.clamp(min=-1e4), mask == 0, mask.masked_fill(mask < 0, -torch.inf)):
+            whole = elsa.attention(query, key, value, other)
+            assert torch.allclose(call(other), whole, atol=2e-3)  # type: ignore[arg-type]
+    hidden = torch.zeros(1, 1, 20, 20)
+    hidden[..., 5:] = lowest  # keys, not rows
+    found = elsa.offload.attention(query, key, value, hidden, device="cpu", block=16)
+    assert torch.allclose(found, elsa.attention(query, key, value, hidden), atol=1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("serve", ["offload", "entmax"])
+def test_compiles_whole_for_several_head_dims(serve: str) -> None:
+    """The second head dim is symbolic, and the table of backends wants numbers."""
+
+    def call(x: Tensor) -> Any:
+        if serve == "offload":
+            return elsa.attention(x, x, x, offload="host")
+        return elsa.entmax_attention(x, x, x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for head_dim in (8, 16, 24):
+        x = torch.randn(1, 2, 9, head_dim)
+        assert torch.allclose(compiled(x), call(x), atol=1e-6)
 
 
 def test_refused_devices() -> None:
