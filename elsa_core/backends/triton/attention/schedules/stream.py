@@ -32,6 +32,7 @@ from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.shared.tickets import tickets
+from elsa_core.routing.measured import SWITCHES
 
 # queries up to which a tile has so many rows, the fewest of a tensor-core product
 FEW = 16
@@ -69,10 +70,12 @@ def stream_k(
     """
     PLANS.clear()
     _asked.append(Knobs(programs, least, tile))
+    SWITCHES["stream_k"] = tuple(_asked)
     try:
         yield
     finally:
         _asked.pop()
+        SWITCHES["stream_k"] = tuple(_asked)
         PLANS.clear()
 
 
