@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -12,12 +13,12 @@ from elsa_core import routing
 
 def _precisions() -> Iterator[Callable[[], Hashable]]:
     for place in ("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"):
-        yield lambda place=place: torch._C._get_fp32_precision_getter(*place)
+        yield partial(torch._C._get_fp32_precision_getter, *place)
     try:
         torch._C._get_fp32_precision_getter("cuda", "rnn")
     except RuntimeError:  # an older PyTorch knows no precision of recurrent layers
         return
-    yield lambda: torch._C._get_fp32_precision_getter("cuda", "rnn")
+    yield partial(torch._C._get_fp32_precision_getter, "cuda", "rnn")
 
 
 def _attention_backends() -> Iterator[Callable[[], Hashable]]:

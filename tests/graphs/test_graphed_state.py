@@ -238,12 +238,14 @@ def test_what_this_package_switches(tape: Tape, name: str) -> None:
     held = elsa.graphed(model)
     x = inputs()
     agree(held, model, x)
+    before = routing.switched()
     with SWITCHES[name]():
         agree(held, model, x)
         assert tape.captures == 2
         with stream_k(least=3):
             agree(held, model, x)
         assert tape.captures == 3
+    assert (routing.switched() == before) == (name != "registered")
     agree(held, model, x)
     again = 4 if name == "registered" else 3  # a registration is never taken for an older one
     assert tape.captures == again
