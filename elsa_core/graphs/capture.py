@@ -86,7 +86,7 @@ class Cuda:
         self._last: dict[torch.device, torch.cuda.Stream] = {}
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured by somebody."""
+        """Whether a CUDA graph is being captured on the current stream."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def order(self, device: torch.device) -> None:

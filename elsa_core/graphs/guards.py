@@ -3,17 +3,17 @@
 A replay reads the memory that the capture read and runs none of the model's Python. It follows
 writes to that memory; anything else that has changed must be noticed here: a tensor elsewhere, of
 another dtype, size or stride; another attribute, module, class or hook; training mode; what
-`elsa_core.freeze` keeps. Not noticed is what no module holds as an attribute, in a dict or in a
-list: fields of other objects, class attributes and globals that are no tensors.
+`elsa_core.freeze` keeps. Not noticed is what no module holds as an attribute, in a dict, list or
+deque: fields of other objects, class attributes and globals that are no tensors.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,18 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # What every module has and a forward does not read.
 _BASE = frozenset(nn.Module().__dict__) - {"training"}
-_NESTED = (dict, OrderedDict, defaultdict, list, tuple)
-_MOST_NESTED = 16384
+_NESTED = (dict, OrderedDict, defaultdict, list, tuple, deque)
+MOST_NESTED: Final = 16384
 
 
 class Guards:
     """A model as it is now, to be compared with what it is later.
 
     `alive` is asked before a replay, which reads the memory; `hold` may be asked while it runs.
+
+    Attributes:
+        complete: whether all dicts and lists are compared: there are at most `MOST_NESTED`.
+        tensors: that are compared.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,8 +46,9 @@ class Guards:
         self._types = [type(module) for module in self._modules]
         own = [vars(module) for module in self._modules]
         self._dicts = own + [each[name] for each in own for name in _TABLES]
-        self._rows: list[Sequence[Any]] = []  # lists and tuples
+        self._rows: list[Sequence[Any]] = []  # lists, tuples and deques
         seen = {id(each) for each in self._dicts}
+        self.complete, self._most = True, len(seen) + MOST_NESTED
         for each in own:
             self._add((value for name, value in each.items() if name not in _BASE), seen)
         self._counts = [*map(len, self._dicts), *map(len, self._rows)]
@@ -62,10 +67,13 @@ class Guards:
         self.frozen = FrozenState(self._modules)
 
     def _add(self, values: Iterable[Any], seen: set[int]) -> None:
-        """Also the dicts, lists and tuples within attributes, where models keep caches."""
+        """Also the dicts, lists, tuples and deques within attributes, where models keep caches."""
         for value in values:
-            if type(value) not in _NESTED or id(value) in seen or len(seen) > _MOST_NESTED:
+            if type(value) not in _NESTED or id(value) in seen:
                 continue
+            if len(seen) >= self._most:
+                self.complete = False
+                return
             seen.add(id(value))
             if isinstance(value, dict):
                 self._dicts.append(value)
@@ -101,7 +109,7 @@ class Guards:
                 and self._layout() == self._layouts
                 and self.frozen.holds()
             )
-        except KeyError:
+        except (KeyError, RuntimeError):  # another thread changes a deque just now
             return False
 
     def all_hold(self) -> bool:
@@ -131,8 +139,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 def why_not(model: nn.Module, device: torch.device) -> str:
     """Why a graph of the model on a device could be wrong, as far as its modules say; or empty."""
-    if torch.nn.modules.module._has_any_global_hook():
-        return "hooks of all modules are set, and a replay calls none"
     for path, module in model.named_modules():
         if any(getattr(module, name) for name in _HOOKS):
             return f"{path or 'the model'} has hooks, and a replay calls none"

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from elsa_core import calls
 from elsa_core.errors import ArgumentError
 from elsa_core.graphs.capture import Cuda
-from elsa_core.graphs.guards import Guards, why_not
-from elsa_core.graphs.reads import Reads, is_plain
+from elsa_core.graphs.guards import MOST_NESTED, Guards, why_not
+from elsa_core.graphs.reads import Reads, is_plain, storage_of
+from elsa_core.graphs.settings import SETTINGS
 from elsa_core.messages import first_line
 
 _LOG = logging.getLogger("elsa")
@@ -30,39 +31,29 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, to
 _LOCK = threading.RLock()
 BACKEND: Any = Cuda()
 
-# What beside its arguments decides which kernels a call runs.
-_SETTINGS: Final[tuple[Callable[[], Hashable], ...]] = (
-    torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.get_default_dtype,
-    *(lambda of=of: torch._C._get_fp32_precision_getter(*of)
-      for of in (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"))),
-    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-    torch._C._get_cublas_allow_fp16_accumulation, torch._C._get_deterministic_algorithms,
-    torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic,
-    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled,
-    torch.backends.mha.get_fastpath_enabled,
-)  # fmt: skip
-
 
 def graphed(model: nn.Module, *, shapes: int = 8, copy_outputs: bool = True) -> GraphedModel:
     """The model with its eager inference as CUDA graphs, for small batches on a GPU.
 
     The first call with arguments of some shapes captures a graph, later ones copy their arguments
-    into its memory and replay it. A replay reads the parameters where they lie, so it follows
-    writes to them. Every call looks for what it would not follow (tensors, attributes, modules or
-    hooks replaced, a patch, `train()` and `eval()`, what `elsa_core.freeze` keeps) and captures
-    anew. Autocast, grad mode and PyTorch's settings of precision and determinism have graphs of
-    their own.
+    into its memory and replay it. That first call runs the forward five times (two warm-ups, one
+    run that is watched, one before the capture and the capture itself); one that is refused runs it
+    up to five times before the model's own call. A state that the forward keeps sees all of them.
+
+    A replay reads the parameters where they lie, so it follows writes to them. Every call looks for
+    what it would not follow (tensors, attributes, modules or hooks replaced, a patch, `train()` and
+    `eval()`, what `elsa_core.freeze` keeps) and captures anew. Autocast, grad mode, PyTorch's
+    settings of precision and determinism, and registered backends have graphs of their own.
 
     A call is the model's own, and one warning says why, where a graph could be wrong or cannot be:
     a model on another device; gradients wanted (use `torch.inference_mode`); hooks; random
-    numbers; a buffer or argument written to; a tensor read that no module holds; values awaited
-    by the host; arguments that are neither tensors nor numbers nor texts. In training mode, within
-    another capture and under a compiler, tracer, transform or dispatch mode it is so without a
-    warning.
+    numbers; a buffer or argument written to; attributes, lists or dicts of the model that its
+    forward changes; an argument that the model keeps; a tensor read that no module holds; values
+    awaited by the host; more than 16384 dicts and lists in a model; arguments that are neither
+    tensors nor numbers nor texts. In training mode, within another capture and under a compiler,
+    tracer, transform or dispatch mode it is so without a warning.
 
-    A forward runs no Python when it is replayed: its prints, counters and globals stand still.
+    A forward runs no Python when it is replayed: its prints and changes of globals are left out.
     Graphed calls on one device run one behind the other, whatever their streams and threads.
 
     Args:
@@ -191,7 +182,7 @@ class Given(NamedTuple):
             tuple(map(_kind, self.leaves)),
             tuple(map(same.index, same)) if len(set(same)) < len(same) else None,
             autocast,
-            tuple(ask() for ask in _SETTINGS),
+            tuple(ask() for ask in SETTINGS),
         )
 
 
@@ -222,12 +213,14 @@ class _Entry:
         with _without_cache(device):
             for _ in range(_WARM_UPS):
                 run()
+            self.guards = Guards(model)  # before other runs: they show what a forward changes
             reads = _watched_run(run, device)
+            self._check_state()
             try:
                 self._replay = BACKEND.captured(run, pool, device)
             except RuntimeError as error:
                 raise _RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
-        self.guards = Guards(model)
+        self._check_state()  # also what only the capture changes: its memory is the graph's
         outer = (*self._targets, *self.guards.tensors, *self.guards.frozen.tensors)
         if reads.outside(outer):
             raise _RefusedError("it reads a tensor that is no attribute of its modules")
@@ -237,6 +230,18 @@ class _Entry:
                 raise _RefusedError(f"it returns a {type(leaf).__qualname__}")
             if isinstance(leaf, Tensor) and (not is_plain(leaf) or leaf.device != device):
                 raise _RefusedError("it returns a tensor on another device or of its own kind")
+
+    def _check_state(self) -> None:
+        """Raises _RefusedError: what the model holds is not the same before every call."""
+        if not self.guards.complete:
+            raise _RefusedError(f"its modules hold more than {MOST_NESTED} dicts and lists")
+        if not self.guards.all_hold():
+            raise _RefusedError(
+                "its forward changes what the model holds (an attribute, a list or a dict)"
+            )
+        own = {storage_of(target) for target in self._targets}
+        if any(storage_of(tensor) in own for tensor in self.guards.tensors):
+            raise _RefusedError("the model keeps an argument, which a replay would overwrite")
 
     def run(self, given: Given, copy_outputs: bool) -> Any:
         """The results for other arguments of the same kind."""
@@ -317,6 +322,8 @@ class Graphs:
         device = given.device()
         if torch._C._len_torch_function_stack():
             raise _RefusedError("a TorchFunctionMode is active (a default device is one)")
+        if torch.nn.modules.module._has_any_global_hook():
+            raise _RefusedError("hooks of all modules are set, and a replay calls none")
         if torch.is_grad_enabled() and calls.differentiates(*given.tensors(), *model.parameters()):
             raise _RefusedError("gradients are wanted: call it under torch.inference_mode()")
         key = given.key(device)

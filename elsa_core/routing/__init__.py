@@ -44,6 +44,7 @@ from elsa_core.routing.measured import (
     eager_least,
     linear_form,
     scope,
+    switched,
     unmeasured,
 )
 from elsa_core.routing.route import Route
@@ -81,6 +82,7 @@ __all__ = [
     "select",
     "shard_backward",
     "support",
+    "switched",
     "training_name",
     "trains_original",
     "unmeasured",

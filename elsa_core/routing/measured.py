@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -121,6 +121,16 @@ FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
 # Gradients of windows of more than 64 tokens by a GPU's own kernels.
 LONG_WINDOWS = "long_windows"
 _TRIED: set[str] = set()
+# What decides who serves a call and may change while the process runs. `registered` is a number
+# that no two sets of backends share; the others are what the contexts of these names ask for.
+SWITCHES: Final[dict[str, Hashable]] = {
+    "registered": 0, "unmeasured": frozenset(), "stream_k": (), "describing": (),
+}  # fmt: skip
+
+
+def switched() -> Hashable:
+    """All of `SWITCHES` now: a CUDA graph serves the calls for which this is what it was."""
+    return tuple(SWITCHES.values())
 
 
 def linear_form(form: str, device: torch.device) -> bool:
@@ -159,11 +169,13 @@ def unmeasured(*forms: str) -> Iterator[None]:
     """
     before = set(_TRIED)
     _TRIED.update(forms)
+    SWITCHES["unmeasured"] = frozenset(_TRIED)
     try:
         yield
     finally:
         _TRIED.clear()
         _TRIED.update(before)
+        SWITCHES["unmeasured"] = frozenset(before)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
-from elsa_core.graphs import model as graphs
 
 from .tape import Tape
 
@@ -38,14 +37,6 @@ class Net(nn.Module):
         hidden = self.norm(self.first(x).relu() * self.scale) + self.cache["table"] + self.steps[0]
         out = self.second(hidden) * gain + self.shift
         return out if other is None else {"sum": out + other, "product": (out * other, gain)}
-
-
-@pytest.fixture
-def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
-    tape = Tape()
-    monkeypatch.setattr(graphs, "BACKEND", tape)
-    with torch.inference_mode():
-        yield tape
 
 
 @pytest.fixture

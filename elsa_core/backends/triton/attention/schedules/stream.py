@@ -32,6 +32,7 @@ from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.backends.triton.shared.tickets import tickets
+from elsa_core.routing.measured import SWITCHES
 
 # queries up to which a tile has so many rows, the fewest of a tensor-core product
 FEW = 16
@@ -70,11 +71,13 @@ def stream_k(
     PLANS.clear()
     knobs = Knobs(programs, least, tile)
     _asked.append(knobs)
+    SWITCHES["stream_k"] = tuple(_asked)
     try:
         yield
     finally:
         # another thread's may have come behind it
         del _asked[next(i for i, one in enumerate(_asked) if one is knobs)]
+        SWITCHES["stream_k"] = tuple(_asked)
         PLANS.clear()
 
 

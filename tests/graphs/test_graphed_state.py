@@ -1,0 +1,287 @@
+"""`graphed` over a tape: forwards with a state, and settings that decide which kernels run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elsa_core as elsa
+from elsa_core import routing
+from elsa_core.backends.support import Backend
+from elsa_core.backends.triton.attention.schedules.stream import stream_k
+from elsa_core.backends.triton.shared.device import Described, describing
+from elsa_core.graphs import guards
+
+from .tape import Tape
+from .test_graphed import agree, inputs, said
+
+
+class Difference(nn.Module):
+    """Of its input and the one of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prev = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - self.prev
+        self.prev = x
+        return y
+
+
+class Featured(nn.Module):
+    """Gives what the call before kept of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feat = torch.zeros(1, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.feat
+        self.feat = x[:1]
+        return y
+
+
+class Intermediate(Featured):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.feat
+        self.feat = y * 0.5
+        return y
+
+
+class Appending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: Any = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.past.append(x)
+        return x - self.past[-2] if len(self.past) > 1 else x
+
+
+class Bounded(Appending):
+    """Of a fixed length after the first calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = deque(maxlen=2)
+
+
+class Alternating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.even = not self.even
+        return x * 2 if self.even else x
+
+
+STATES = (Difference, Featured, Intermediate, Appending, Bounded, Alternating)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_state_that_a_forward_writes_for_its_next_call(
+    tape: Tape, kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen once by all warm-ups, it looked like a constant: `x - self.prev` was 0 for ever."""
+    model, twin = kind().eval(), kind().eval()
+    held = elsa.graphed(model)
+    held(torch.zeros(1, 8)), twin(torch.zeros(1, 8))
+    if isinstance(twin, Alternating):
+        twin.even = bool(model.even)  # the runs of the first call are calls too
+    for value in (1.0, 2.0, 4.0):
+        agree(held, twin, torch.full((1, 8), value))
+    assert tape.captures == tape.replays == held.captures == 0
+    (line,) = said(caplog)
+    keeps = kind in (Difference, Bounded)  # the same tensor in each run of the first call
+    assert ("keeps an argument" if keeps else "changes what the model holds") in line
+
+
+def test_state_that_only_the_capture_writes(tape: Tape) -> None:
+    """An attribute would lie in the graph's memory, which every replay overwrites."""
+    runs: list[int] = []
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.feat: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            runs.append(1)
+            if len(runs) == 5:
+                self.feat = y
+            return y
+
+    model = Late().eval()
+    held = elsa.graphed(model)
+    held(torch.ones(1, 8))
+    kept = model.feat
+    assert kept is not None and len(runs) == 6  # five runs and the model's own
+    held(torch.full((1, 8), 3.0))
+    assert held.captures == tape.replays == 0
+    assert torch.equal(kept, torch.full((1, 8), 2.0))
+
+
+def test_an_argument_that_the_model_keeps(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
+    """A replay writes its argument where the first one lies, which the model still reads."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.first is None:
+                self.first = x[:1]
+            return x - self.first
+
+    held, twin = elsa.graphed(First().eval()), First().eval()
+    for value in (1.0, 2.0, 3.0):
+        agree(held, twin, torch.full((2, 8), value))
+    assert held.captures == tape.replays == 0
+    (line,) = said(caplog)
+    assert "keeps an argument" in line
+
+
+def test_how_often_the_first_call_runs_the_forward(tape: Tape) -> None:
+    runs: list[int] = []
+
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(1)
+            return x * 2
+
+    held = elsa.graphed(Counted().eval())
+    held(inputs())
+    assert len(runs) == 5 and "forward five times" in str(elsa.graphed.__doc__)
+    held(inputs())
+    assert len(runs) == 5 and tape.captures == 1
+
+
+def test_hooks_of_all_modules_after_a_capture(tape: Tape, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.inference_mode(False):
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
+    held = elsa.graphed(model)
+    x = inputs()
+    agree(held, model, x)
+    seen: list[Tensor] = []
+    register: Callable[..., Any] = torch.nn.modules.module.register_module_forward_hook
+    with register(lambda module, _, out: out + 1 if isinstance(module, nn.GELU) else None):
+        agree(held, model, x)
+    before: Callable[..., Any] = torch.nn.modules.module.register_module_forward_pre_hook
+    with before(lambda _, given: seen.append(given[0])):
+        held(x)
+    assert len(seen) >= 3
+    agree(held, model, x)
+    assert tape.captures == held.captures == 1  # the graph is right again
+    (line,) = said(caplog)
+    assert "hooks of all modules" in line
+
+
+class Listed(nn.Module):
+    def __init__(self, lists: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Identity() for _ in range(8))
+        self.steps = [[float(i)] for i in range(lists)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.steps[-1][0]
+
+
+def test_more_lists_than_are_compared(
+    tape: Tape, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those beyond the bound were not compared, and a change of one was not seen."""
+    monkeypatch.setattr(guards, "MOST_NESTED", 4)
+    for lists in (3, 4):  # and the one that holds them; dicts of modules do not count
+        model = Listed(lists).eval()
+        held = elsa.graphed(model)
+        x = inputs()
+        agree(held, model, x)
+        model.steps[-1][0] = 7.0
+        agree(held, model, x)
+        assert (held.captures, len(said(caplog))) == ((1, 0) if lists == 3 else (0, 1))
+    assert "dicts and lists" in said(caplog)[0]
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    routing.register(Backend("of_a_test", "cpu", {}))
+    try:
+        yield
+    finally:
+        routing.unregister("of_a_test")
+
+
+SWITCHES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "unmeasured": lambda: routing.unmeasured(routing.NORM),
+    "stream_k": stream_k,
+    "another stream_k": lambda: stream_k(programs=2),
+    "describing": lambda: describing(Described("H200", (9, 0), 132)),
+    "registered": registered,
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_what_this_package_switches(tape: Tape, name: str) -> None:
+    """Within a switch a graph from outside it served, with the kernels that were chosen there."""
+    with torch.inference_mode(False):
+        model = nn.Linear(8, 8).eval()
+    held = elsa.graphed(model)
+    x = inputs()
+    agree(held, model, x)
+    before = routing.switched()
+    with SWITCHES[name]():
+        agree(held, model, x)
+        assert tape.captures == 2
+        with stream_k(least=3):
+            agree(held, model, x)
+        assert tape.captures == 3
+    assert (routing.switched() == before) == (name != "registered")
+    agree(held, model, x)
+    again = 4 if name == "registered" else 3  # a registration is never taken for an older one
+    assert tape.captures == again
+    if name != "registered":
+        with SWITCHES[name]():
+            agree(held, model, x)
+    assert tape.captures == again
+
+
+def test_precision_of_recurrent_layers(tape: Tape) -> None:
+    try:
+        before = torch._C._get_fp32_precision_getter("cuda", "rnn")
+    except RuntimeError:
+        pytest.skip("this PyTorch has no precision of recurrent layers")
+    held, x = elsa.graphed(nn.ReLU().eval()), inputs()
+    held(x)
+    try:
+        torch._C._set_fp32_precision_setter("cuda", "rnn", "ieee" if before != "ieee" else "tf32")
+        held(x)
+    finally:
+        torch._C._set_fp32_precision_setter("cuda", "rnn", before)
+    held(x)
+    assert tape.captures == 2
+
+
+def test_order_of_attention_backends(tape: Tape) -> None:
+    order: Callable[[], list[int]] | None = getattr(torch._C, "_get_sdp_priority_order", None)
+    if order is None:
+        pytest.skip("this PyTorch has no order of attention backends")
+    held, x = elsa.graphed(nn.ReLU().eval()), inputs()
+    before = order()
+    held(x)
+    try:
+        torch._C._set_sdp_priority_order(before[::-1])
+        held(x)
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    held(x)
+    assert tape.captures == 2
