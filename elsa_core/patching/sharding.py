@@ -134,6 +134,7 @@ def require_shardable(model: nn.Module) -> None:
         _require_swin(subject, swin_transformer if cls in vars(swin_transformer).values()
                       else swin_transformer_v2)  # fmt: skip
         check_hooks(timm_sharded_swin.passed_over(model))
+        timm_sharded_swin.check_head(model)
 
 
 def _require_swin(model: Any, module: Any) -> None:

@@ -14,7 +14,7 @@ from .models import said
 
 # ViTs by their pooling and class token, Swins by their pooling
 RIGHT: dict[str, dict[str, Any]] = {
-    "vit, mean": {"global_pool": "avg", "class_token": False},
+    "vit, mean": {"global_pool": "avg", "class_token": False, "fc_norm": False},
     "vit, token": {"global_pool": "token"},
     "swin, mean": {"global_pool": "avg"},
     "swin, both": {"global_pool": "avgmax"},
@@ -29,6 +29,7 @@ HOOKED = {
     "vit": ("patch_embed", "patch_drop", "blocks", "blocks.1.attn.attn_drop"),
     "swin": ("patch_embed", "layers", "layers.1", "layers.1.blocks"),
 }
+POOLS = ("head", "head.global_pool")
 
 
 def small(name: str) -> Any:
@@ -84,5 +85,10 @@ def of_later_hooks() -> dict[str, str]:
             hook = model.get_submodule(path).register_forward_hook(lambda *given: None)
             found[f"{name}: {path}"] = said(lambda m=model: m(batch))
             hook.remove()
+        if name == "swin":
+            for path in POOLS:
+                hook = model.get_submodule(path).register_forward_pre_hook(lambda *given: None)
+                found[path] = said(lambda m=model: m(batch))
+                hook.remove()
         found[f"{name}: "] = said(lambda m=model: m(batch))
     return found

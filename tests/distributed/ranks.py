@@ -230,8 +230,8 @@ def plans(rank: int) -> dict[str, Any]:
 
     mesh = init_device_mesh("cpu", (2,))
     found = {}
-    for name, tokens, heads in (("short", 8, 3), ("long", 20000, 3), ("heads", 64, 64)):
-        x = torch.empty(1, heads, tokens + rank, 64)
+    for name, tokens, count in (("short", 8, 3), ("long", 20000, 3), ("heads", 64, 64)):
+        x = torch.empty(1, count, tokens + rank, 64)
         found[name] = elsa.distributed.explain(x, x, x, group=mesh).to_dict()
     two = said(lambda: elsa.distributed.explain(x, x, x, group=init_device_mesh("cpu", (1, 2))))
     return {**found, "mesh of two dimensions": two}

@@ -43,3 +43,19 @@ def test_hooks_that_would_not_be_called(name: str, results: Results) -> None:
         with pytest.raises(ModelError, match=f"^{line}$"):
             elsa.distributed.require_shardable(model)
     assert all(results[2][rank]["later hooks"][f"{name}: "] == "" for rank in range(2))
+
+
+@pytest.mark.parametrize("path", heads.POOLS)
+def test_hooks_that_would_read_pooled_tokens(path: str, results: Results) -> None:
+    """A Swin's head is given one token of each image, which is what would be pooled."""
+    line = f"{path} cannot be sharded: its forward pre-hooks would read pooled tokens"
+    for rank in range(2):
+        assert results[2][rank]["later hooks"][path] == f"ModelError: {line}"
+    for name, refused in (("swin, mean", True), ("swin, tokens", False)):
+        model = heads.small(name)
+        model.get_submodule(path).register_forward_pre_hook(lambda *given: None)
+        if refused:
+            with pytest.raises(ModelError, match=f"^{line}$"):
+                elsa.distributed.require_shardable(model)
+        else:
+            elsa.distributed.require_shardable(model)

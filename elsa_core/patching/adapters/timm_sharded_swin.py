@@ -153,9 +153,26 @@ def passed_over(model: Any) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def check_head(model: Any) -> None:
+    """Refuse hooks that would read, in place of all tokens, what is pooled of them.
+
+    Raises:
+        ModelError: names the module.
+    """
+    if model.head.global_pool.is_identity():
+        return
+    for path in ("head", "head.global_pool"):
+        hooks = model.get_submodule(path)._forward_pre_hooks.values()
+        if any(not getattr(hook, "elsa_observer", False) for hook in hooks):
+            raise ModelError(
+                f"{path} cannot be sharded: its forward pre-hooks would read pooled tokens"
+            )
+
+
 def _check(model: Any, images: Tensor) -> None:
     """Hooks may have been registered since the model was sharded."""
     check_hooks(passed_over(model))
+    check_head(model)
     check_drops(model)
     grid_of(model.patch_embed, images)
 
