@@ -18,7 +18,8 @@ from elsa_core.distributed.groups import by_name, name_of
 from elsa_core.distributed.plan import shard_lengths
 from elsa_core.errors import ModelError
 from elsa_core.patching import adapters
-from elsa_core.patching.adapters.common import has_hooks
+from elsa_core.patching.adapters import timm_sharded, timm_sharded_swin
+from elsa_core.patching.adapters.sharded import check_hooks
 from elsa_core.patching.adapters.timm_sharded import ShardedAttention, ShardedVisionTransformer
 from elsa_core.patching.adapters.timm_sharded_swin import (
     ShardedSwinTransformer,
@@ -128,9 +129,12 @@ def require_shardable(model: nn.Module) -> None:
             raise ModelError("patch_drop cannot be sharded: ranks would drop different tokens")
         for i, block in enumerate(subject.blocks):
             _require_parts(block, f"blocks.{i}", _VIT_PARTS)
+        check_hooks(timm_sharded.passed_over(model))
     else:
         _require_swin(subject, swin_transformer if cls in vars(swin_transformer).values()
                       else swin_transformer_v2)  # fmt: skip
+        check_hooks(timm_sharded_swin.passed_over(model))
+        timm_sharded_swin.check_head(model)
 
 
 def _require_swin(model: Any, module: Any) -> None:
@@ -149,8 +153,6 @@ def _require_swin(model: Any, module: Any) -> None:
         path = f"layers.{i}"
         merging = (module.PatchMerging,) if i else (nn.Identity,)
         _require_parts(stage, path, {"": (stage_class,), "downsample": merging})
-        if has_hooks(stage) or has_hooks(stage.blocks) or has_hooks(model.layers):
-            raise ModelError(f"{path} cannot be sharded: its hooks would not be called")
         windows = {tuple(block.window_size) for block in stage.blocks}
         if len(windows) != 1:
             raise ModelError(f"{path} cannot be sharded: its blocks have windows of other sizes")

@@ -118,17 +118,17 @@ def refused() -> dict[str, str]:
         "size": lambda: model(batch[:, :, :16]),
         "intermediates": lambda: model.forward_intermediates(batch),
     }
-    found = {name: _said(call) for name, call in calls.items()}
+    found = {name: said(call) for name, call in calls.items()}
     model.blocks[1].attn.proj_drop.p = 0.5
-    found["dropout"] = _said(lambda: model.train()(batch))
+    found["dropout"] = said(lambda: model.train()(batch))
     model.eval().blocks[1].attn.proj_drop.p = 0.0
     elsa.patch(model)
-    found["patched since"] = _said(lambda: model(batch))
-    found["sharded again"] = _said(lambda: elsa.distributed.shard(model)(batch))
+    found["patched since"] = said(lambda: model(batch))
+    found["sharded again"] = said(lambda: elsa.distributed.shard(model)(batch))
     return found
 
 
-def _said(call: Callable[[], Any]) -> str:
+def said(call: Callable[[], Any]) -> str:
     try:
         call()
     except Exception as error:

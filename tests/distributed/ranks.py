@@ -19,7 +19,7 @@ from torch import Tensor
 import elsa_core as elsa
 from elsa_core.distributed import agreement, ways
 
-from . import models, swins
+from . import heads, models, swins
 from .cases import CASES, Case
 
 Result = dict[str, Tensor | None]
@@ -46,7 +46,9 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
     found["swins"] = {name: swins.twice(name) for name in swins.SWINS if name in swins.OF[world]}
     found["autocast"] = swins.under_autocast("one row of windows")
     found["rows"] = swins.own_rows("uneven")
+    found["heads"] = heads.of_earlier_features(world)
     if world == 2:
+        found["later hooks"] = heads.of_later_hooks()
         found["swin by ddp"] = swins.by_ddp("one row of windows")
         found["swin undone"] = swins.undone("even")
         found["models differ"] = models_differ(rank)
@@ -228,8 +230,8 @@ def plans(rank: int) -> dict[str, Any]:
 
     mesh = init_device_mesh("cpu", (2,))
     found = {}
-    for name, tokens, heads in (("short", 8, 3), ("long", 20000, 3), ("heads", 64, 64)):
-        x = torch.empty(1, heads, tokens + rank, 64)
+    for name, tokens, count in (("short", 8, 3), ("long", 20000, 3), ("heads", 64, 64)):
+        x = torch.empty(1, count, tokens + rank, 64)
         found[name] = elsa.distributed.explain(x, x, x, group=mesh).to_dict()
     two = said(lambda: elsa.distributed.explain(x, x, x, group=init_device_mesh("cpu", (1, 2))))
     return {**found, "mesh of two dimensions": two}

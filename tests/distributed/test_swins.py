@@ -211,10 +211,10 @@ def small(**options: Any) -> nn.Module:
     return SwinTransformer(patch_size=4, window_size=4, num_classes=3, **terms)
 
 
-def with_a_hook() -> nn.Module:
-    model: Any = small()
-    model.layers[1].register_forward_hook(lambda *given: None)
-    return model  # type: ignore[no-any-return]
+def with_a_hook(path: str) -> nn.Module:
+    model = small()
+    model.get_submodule(path).register_forward_hook(lambda *given: None)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,10 @@ def with_a_hook() -> nn.Module:
             "SwinTransformerV2Cr cannot be sharded: only timm's VisionTransformer, Swin",
         ),
         (partial(small, global_pool="catavgmax"), "head cannot be sharded: it pools by catavgmax"),
-        (with_a_hook, "layers.1 cannot be sharded: its hooks would not be called"),
+        *(
+            (partial(with_a_hook, path), f"{path} cannot be sharded: its hooks would not be called")
+            for path in ("patch_embed", "layers", "layers.1", "layers.1.blocks")
+        ),
     ],
 )
 def test_what_cannot_be_sharded(build: Any, line: str) -> None:

@@ -4,7 +4,7 @@ the images they take, and pooling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from elsa_core.distributed import agreement
 from elsa_core.distributed.groups import by_name, place
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.monoid import state_dtype
+from elsa_core.patching.adapters.common import has_hooks
 from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 
@@ -64,6 +65,19 @@ def _is_captured(images: Tensor) -> bool:
     return images.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def check_hooks(passed_over: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse hooks on modules, by path, that a sharded forward does not call as a whole.
+
+    Raises:
+        ModelError: names the module.
+    """
+    for path, module in passed_over:
+        if has_hooks(module):
+            raise ModelError(
+                f"{path} cannot be sharded: its hooks would not be called as in one process"
+            )
+
+
 def check_drops(model: nn.Module) -> None:
     """Refuse a model in training that draws at random what ranks would draw differently.
 
@@ -102,18 +116,36 @@ def grid_of(embed: Any, images: Tensor) -> tuple[int, int]:
     return -(-height // rows), -(-width // columns)
 
 
+def check_length(tokens: int, lengths: Sequence[int], group: str) -> None:
+    """Refuse features that are not of the last forward, whose `lengths` a model keeps.
+
+    Raises:
+        ArgumentError: this rank's part has other tokens.
+    """
+    rank, _ = place(group)
+    if tokens != lengths[rank]:
+        raise ArgumentError(
+            f"features of {tokens} tokens on rank {rank}, where the last forward_features gave "
+            f"{lengths[rank]}: call forward_head before a forward of images of another size"
+        )
+
+
 def gathered(tokens: Tensor, lengths: Sequence[int], group: str) -> Tensor:
-    """[B, n, C] of each rank -> [B, sum(lengths), C] on every rank. Differentiable."""
+    """[B, n, C] of each rank -> [B, sum(lengths), C] on every rank. Differentiable.
+
+    Raises:
+        ArgumentError: n is not this rank's length.
+    """
+    check_length(tokens.shape[1], lengths, group)
     whole: Tensor = torch.ops.elsa.gather_shards(tokens, list(lengths), group)
     return whole
 
 
-def pooled(own: Tensor, count: int, pool_type: str, group: str) -> Tensor:
+def pooled(own: Tensor, pool_type: str, group: str) -> Tensor:
     """[B, C]: mean ("avg"), maximum ("max") or half their sum ("avgmax") over all ranks' tokens.
 
     Args:
         own: [B, n, C], the tokens of this rank that take part; n may be 0.
-        count: of all ranks'.
     """
     one_each = [1] * place(group)[1]
     results = []
@@ -125,6 +157,8 @@ def pooled(own: Tensor, count: int, pool_type: str, group: str) -> Tensor:
     if pool_type in ("avg", "avgmax"):
         # in float32 as PyTorch's mean has it, rounded once
         total = own.sum(1, keepdim=True, dtype=state_dtype(own.dtype))
-        mean = gathered(total, one_each, group).sum(1) / count
-        results.append(mean.to(own.dtype))
+        # each sum comes with its count: a model knows those of its last forward alone
+        count = torch.full_like(total[..., :1], own.shape[1])
+        sums = gathered(torch.cat([total, count], 2), one_each, group).sum(1)
+        results.append((sums[:, :-1] / sums[:, -1:]).to(own.dtype))
     return results[0] if len(results) == 1 else 0.5 * (results[0] + results[1])

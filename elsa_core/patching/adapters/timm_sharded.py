@@ -26,6 +26,8 @@ from elsa_core.errors import ModelError
 from elsa_core.patching.adapters.common import join_heads, project, split_packed
 from elsa_core.patching.adapters.sharded import (
     check_drops,
+    check_hooks,
+    check_length,
     compare_calls,
     gathered,
     grid_of,
@@ -125,8 +127,10 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
             first = [int(not other) for other in range(len(lengths))]
             return gathered(x[:, : first[rank]], first, group)[:, 0]
         skipped = 0 if self.pool_include_prefix else self.num_prefix_tokens
+        if skipped:
+            check_length(x.shape[1], lengths, group)
         own = x[:, max(skipped - sum(lengths[:rank]), 0) :]
-        return pooled(own, sum(lengths) - skipped, pool_type, group)
+        return pooled(own, pool_type, group)
 
     def forward_intermediates(self, *arguments: Any, **options: Any) -> Any:
         raise ModelError(
@@ -147,13 +151,24 @@ class ShardedVisionTransformer(VisionTransformer):  # type: ignore[misc]  # timm
         return replace(found, bytes_sent=sent, bytes_sent_backward=back)
 
 
+def passed_over(model: Any) -> list[tuple[str, nn.Module]]:
+    """The modules that timm's forward calls and this one does not call as a whole, by path."""
+    found = [(name, getattr(model, name)) for name in ("patch_embed", "patch_drop", "blocks")]
+    for i, block in enumerate(model.blocks):
+        if not block.attn.fused_attn:  # attention weights pass through it
+            found.append((f"blocks.{i}.attn.attn_drop", block.attn.attn_drop))
+    return found
+
+
 def _check(model: Any, images: Tensor) -> None:
-    """A site that was patched or unpatched since attends within its rank's tokens alone."""
+    """A site that was patched or unpatched since attends within its rank's tokens alone, and hooks
+    may have been registered."""
     for i, block in enumerate(model.blocks):
         if not isinstance(block.attn, ShardedAttention):
             raise ModelError(
                 f"blocks.{i}.attn was patched after the model was sharded: shard again"
             )
+    check_hooks(passed_over(model))
     check_drops(model)
     grid_of(model.patch_embed, images)
 

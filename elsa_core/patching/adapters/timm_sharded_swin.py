@@ -25,6 +25,7 @@ from elsa_core.distributed.rows import Cut, cut_at_windows, cut_for_pairs, move,
 from elsa_core.errors import ModelError
 from elsa_core.patching.adapters.sharded import (
     check_drops,
+    check_hooks,
     compare_calls,
     gathered,
     grid_of,
@@ -96,11 +97,11 @@ class _ShardedSwin(_Module):  # type: ignore[misc]
         """[B, n, W', C] of each rank -> [B, classes], or with `pre_logits` [B, C], on every one."""
         kind = self.head.global_pool.pool_type.lower().removeprefix("fast") or "avg"
         columns, tokens = x.shape[2], x.flatten(1, 2)
-        lengths = [rows * columns for rows in self.elsa_lengths]
         if self.head.global_pool.is_identity():
+            lengths = [rows * columns for rows in self.elsa_lengths]
             whole = gathered(tokens, lengths, self.elsa_group).unflatten(1, (-1, columns))
         else:  # the head pools one token, which is that token
-            row = pooled(tokens, sum(lengths), kind, self.elsa_group)
+            row = pooled(tokens, kind, self.elsa_group)
             whole = row[:, None, None]
         return super().forward_head(whole, pre_logits)  # type: ignore[no-any-return]
 
@@ -144,7 +145,34 @@ class ShardedSwinTransformerV2(_ShardedSwin, SwinTransformerV2):  # type: ignore
     elsa_base = SwinTransformerV2
 
 
+def passed_over(model: Any) -> list[tuple[str, nn.Module]]:
+    """The modules that timm's forward calls and this one does not call as a whole, by path."""
+    found = [("patch_embed", model.patch_embed), ("layers", model.layers)]
+    for i, stage in enumerate(model.layers):
+        found += [(f"layers.{i}", stage), (f"layers.{i}.blocks", stage.blocks)]
+    return found
+
+
+def check_head(model: Any) -> None:
+    """Refuse hooks that would read, in place of all tokens, what is pooled of them.
+
+    Raises:
+        ModelError: names the module.
+    """
+    if model.head.global_pool.is_identity():
+        return
+    for path in ("head", "head.global_pool"):
+        hooks = model.get_submodule(path)._forward_pre_hooks.values()
+        if any(not getattr(hook, "elsa_observer", False) for hook in hooks):
+            raise ModelError(
+                f"{path} cannot be sharded: its forward pre-hooks would read pooled tokens"
+            )
+
+
 def _check(model: Any, images: Tensor) -> None:
+    """Hooks may have been registered since the model was sharded."""
+    check_hooks(passed_over(model))
+    check_head(model)
     check_drops(model)
     grid_of(model.patch_embed, images)
 
