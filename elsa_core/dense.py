@@ -215,7 +215,7 @@ def _trains_whole(
         return ""
     # also under capture, so that a graph holds kernels that its warm-up has loaded
     work = None if calls.watched() else query.numel() * key.shape[2]
-    name = routing.training_name("attention", *kind, gradient, work)
+    name = routing.training_name("attention", *kind, gradient, work, attn_mask is not None)
     if not name:
         return ""
     takes = routing.implementation("attention", name).takes

@@ -290,7 +290,7 @@ class Item {
   }
 
   ELSA_NOINLINE void scores() {
-    const bool asks = !is_frozen_ || skips_;  // whether anybody asks for the maxima
+    const bool asks = !is_frozen_ || skips_;  // whether maxima are needed
     const int64_t spans = a_.sparse ? spans_of(most_keys_) : 1;
     float* const row_max = memory_ + (a_.sparse ? at_.span_max : at_.row_max);
     for (int64_t span = 0; asks && span < spans; ++span) {
@@ -481,7 +481,8 @@ class Item {
       for (int64_t span = 0; span < seen; ++span) {
         bool kept = !skips_;
         for (int64_t i = tile.local; i < tile.local + tile.rows && !kept; ++i) {
-          kept = !(tops[span * kSpanRows + i] <= reference[i] + limit);
+          // the difference: of large scores reference + limit would be the reference itself
+          kept = !(tops[span * kSpanRows + i] - reference[i] <= limit);
         }
         kept_[t] |= static_cast<uint32_t>(kept) << span;
         count_[kLeftOut] += !kept;

@@ -205,8 +205,8 @@ ELSA_INLINE int64_t put(Floats x, Ints index, Ints keep, float* values, int32_t*
 #endif
 }
 
-// The keys of a row that may weigh something: values and key numbers, in the keys' order, with room
-// for a register behind the last.
+// The keys of a row that may weigh something: values and key numbers, in the keys' order, padded by
+// one register.
 struct List {
   float* values;
   int32_t* keys;

@@ -86,7 +86,9 @@ def _tiles_left_out(scores: Tensor, maximum: Tensor, limit: float) -> Tensor:
 
     scores [B, Hkv, G, Nq, n]; maximum [B, Hkv, G, Nq] of the keys before; limit: natural log.
     """
-    needs = ~(scores.amax(-1) <= maximum + limit)
+    top = scores.amax(-1)
+    # the difference: of large scores maximum + limit would be the maximum itself
+    needs = ~((top - maximum <= limit) | top.isneginf())
     missing = -needs.shape[-1] % TILE
     padded = torch.nn.functional.pad(needs, (0, missing))
     found: Tensor = ~padded.unflatten(-1, (-1, TILE)).any(-1)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.backends.support import Request, Support, loses_digits
 
 _WIDTH = 16  # bytes that the CUDA kernels load at once
@@ -70,8 +71,9 @@ def attention(
     """`elsa_core.attention` of 4-D operands by PyTorch's own operator; differentiable; no lse.
 
     A row that sees no key gives zeros and no gradient on every one of PyTorch's kernels: it is let
-    see all keys, and its output is taken out. A NaN in a key reaches the rows that see it: PyTorch
-    adds minus infinity where a boolean mask hides a key, and NaN stays NaN.
+    see all keys, and its output is taken out. A NaN in a key reaches only the rows that see it:
+    PyTorch adds minus infinity where a boolean mask hides a key, and NaN stays NaN. An infinity in
+    a hidden key may still give NaN.
     """
     dead: Tensor | None = None
     spoilt: Tensor | None = None
@@ -102,15 +104,23 @@ def attention(
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
-def _without_nan(query: Tensor, key: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
+def _without_nan(query: Tensor, key: Tensor, attn_mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Keys with zeros in the place of those that hold a NaN, and a factor [B, H, N, 1]: NaN for
-    queries that a boolean mask lets see one of these, 1 for the others.
+    queries that a boolean mask lets see one of these, 1 for the others. None: no key holds one,
+    which is looked at on the CPU alone: on a GPU the host would wait.
     """
-    bad = key.isnan().any(-1)
+    if _may_look(key) and not bool(key.detach().sum().isnan()):
+        return key, None
+    bad = key.detach().amax(-1).isnan()
     of_heads = bad.repeat_interleave(query.shape[1] // key.shape[1], 1).to(query.dtype)
     seen = torch.einsum("bhnm,bhm->bhn", attn_mask.to(query.dtype), of_heads) > 0
     factor = query.new_ones(()).masked_fill(seen[..., None], math.nan)
     return key.masked_fill(bad[..., None], 0.0), factor
+
+
+def _may_look(t: Tensor) -> bool:
+    """Whether Python may branch on what a tensor holds, without waiting for a device."""
+    return not calls.recorded() and t.is_cpu and type(t) in (Tensor, torch.nn.Parameter)
 
 
 def measured_attention(

@@ -181,11 +181,12 @@ def training_name(
     precision: str,
     gradient: tuple[str, ...],
     work: int | None = None,
+    masked: bool = False,
 ) -> str:
     """The backend that takes whole calls of which a gradient is wanted; empty where `chosen` does.
 
     `work`: multiply-adds of query key^T in an eager call, whose time may be the host's; None where
-    a compiler or a graph saves the host's time.
+    a compiler or a graph saves the host's time. `masked`: it has an `attn_mask`.
 
     A constant for the compiler, as `name_of`.
     """
@@ -197,7 +198,7 @@ def training_name(
     row = measured.training(operator, device_type, dtype)
     name = row.whole if row else ""
     if row and not name and work is not None and work < row.small_below:
-        name = row.small
+        name = row.small if row.small_masked or not masked else ""
     if row and not name and row.otherwise and gradient_name(request)[0] == PLAIN:
         name = row.otherwise
     if not name or not support(request, name).ok:

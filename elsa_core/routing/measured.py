@@ -50,6 +50,7 @@ class Training(NamedTuple):
         backward: who is asked for the gradients of this package's forward, in order.
         small, small_below: the backend that takes both in eager calls of fewer multiply-adds of
             query key^T than that: it takes the host less time, which such calls wait for.
+        small_masked: whether it takes those with a mask too.
     """
 
     whole: str
@@ -57,6 +58,7 @@ class Training(NamedTuple):
     backward: tuple[str, ...]
     small: str = ""
     small_below: int = 0
+    small_masked: bool = True
 
 
 def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
@@ -82,7 +84,7 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
         if alike and dtype_name(dtype) in row["dtypes"]:
             return Training(
                 row["whole"], row["otherwise"], tuple(row["backward"]), row.get("small", ""),
-                row.get("small_below", 0),
+                row.get("small_below", 0), row.get("small_masked", True),
             )  # fmt: skip
     return None
 

@@ -45,10 +45,14 @@ CASES = {
     "frozen, passed": ((1, 2, 2, 70, 400, 16, 16), F32, NONE, 4, {"late": 60.0}),
     "half, frozen, passed": ((1, 1, 1, 70, 400, 16, 16), F16, 0.0, 4, {"late": 20.0}),
     "large scores come last": ((1, 2, 2, 70, 400, 16, 16), F32, 0.0, 0, {"late": 60.0}),
-    "ties": ((1, 1, 1, 70, 300, 16, 16), F32, -1.0, 7, {"ties": True}),
+    "ties": ((1, 1, 1, 70, 300, 16, 16), F32, -1.0, 7, {"ties": 1.0}),
     "strides": ((2, 2, 2, 70, 70, 16, 16), F32, 0.0, 0, {"packed": True}),
     "negative scale": ((1, 1, 1, 70, 200, 16, 16), F32, 0.0, 7, {"scale": -0.7}),
     "scale of zero": ((1, 1, 1, 70, 200, 16, 16), F32, 0.0, 7, {"scale": 0.0}),
+    "rows at -1e9": ((1, 1, 1, 130, 256, 16, 16), F32, 0.0, 0, {"far": -1e9}),
+    "rows at -1e9, all relief": ((1, 1, 1, 130, 256, 16, 16), F32, 0.0, 7, {"far": -1e9}),
+    "ties at 2**33": ((1, 1, 1, 70, 256, 16, 16), F32, 0.0, 2, {"ties": 2.0**16, "scale": 0.125}),
+    "scores of 1e10": ((1, 1, 1, 70, 256, 16, 16), F32, 0.0, 0, {"times": 1e5}),
     "ieee": ((1, 1, 1, 40, 200, 16, 16), F32, 0.0, 7, {"precision": "ieee"}),
 }  # fmt: skip
 
@@ -66,8 +70,12 @@ def tensors(shape, dtype, options, g):
     if late := options.get("late"):
         k[:, :, -3:] *= late
         q = q * 3
-    if options.get("ties"):
-        q, k = torch.ones_like(q), torch.ones_like(k)
+    if ties := options.get("ties"):
+        q, k = torch.full_like(q, ties), torch.full_like(k, ties)
+    if times := options.get("times"):
+        q, k = q * times, k * times
+    if "far" in options:  # scores that are the mask alone
+        q[:, :, :70] = 0.0
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
@@ -87,6 +95,9 @@ def run(shape, dtype, threshold, relief, options):
     g = torch.Generator().manual_seed(shape[3] + shape[4])
     q, k, v = tensors(shape, dtype, options, g)
     mask = mask_of(options.get("mask"), shape, g)
+    if far := options.get("far"):
+        mask = torch.zeros(1, 1, shape[3], shape[4])
+        mask[:, :, :70] = far
     causal, scale = options.get("causal", False), options.get("scale", shape[5] ** -0.5)
     terms = (q, k, v, mask, causal, scale, options.get("precision", "strict"), threshold, relief)
     with fenced() as fence:

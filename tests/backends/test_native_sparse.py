@@ -187,6 +187,23 @@ def test_a_number_bounds_the_error() -> None:
     assert counts[LEFT_OUT] > 0
 
 
+@pytest.mark.parametrize("relief", range(8))
+@pytest.mark.parametrize("kind", ["finfo.min", "-1e9", "ties at 2**33", "about 9e9"])
+def test_scores_that_a_threshold_does_not_move(kind: str, relief: int) -> None:
+    """reference + limit is the reference there: the tile of the maximum was left out."""
+    q, k, v = make(1, 2, 150, 32), make(1, 2, 1400, 32, seed=1), make(1, 2, 1400, 40, seed=2)
+    mask = None
+    if kind == "ties at 2**33":
+        q, k = torch.full_like(q, 2.0**14), torch.full_like(k, 2.0**14)
+    elif kind == "about 9e9":
+        q, k = 4e4 * q, 4e4 * k
+    else:
+        q[:, :, :70] = 0.0  # scores that are the mask alone
+        mask = torch.zeros(1, 1, 150, 1400)
+        mask[:, :, :70] = torch.finfo(torch.float32).min if kind == "finfo.min" else -1e9
+    agrees(q, k, v, mask, scale=1.0, relief=relief)
+
+
 def test_what_each_part_of_relief_removes() -> None:
     q, k, v = (t[:1, :2] for t in heads(640, 2560))
     plain, frozen, whole = (sparse(q, k, v, threshold=NONE, relief=r)[2] for r in (0, FROZEN, 7))

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
-from elsa_core.backends import native
+from elsa_core.backends import native, sdpa
 from elsa_core.errors import ArgumentError
 
 BACKENDS = ["eager", "native"]
@@ -135,6 +136,35 @@ def test_a_hidden_key_may_hold_nan(keys: int, backend: str, trains: bool) -> Non
     reached[:, :2, 2] = True  # the heads of its group
     assert torch.equal(spoilt.isnan().all(-1), reached)
     assert torch.equal(spoilt[~reached], out[~reached]) and not spoilt[:, :, 3].any()
+
+
+def test_a_nan_is_provided_for_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU; a compiler and fake tensors cannot be asked what a key holds."""
+    sums = []
+    einsum = torch.einsum
+    monkeypatch.setattr(torch, "einsum", lambda *given: sums.append(1) or einsum(*given))
+    q, k = make(1, 2, 6, 8), make(1, 2, 9, 8, seed=1)
+    mask = torch.ones(6, 9, dtype=torch.bool)
+    mask[:, 4] = False
+
+    def call(key: Tensor) -> Tensor:
+        return elsa.attention(q, key, k, mask, backend="sdpa")
+
+    out = call(k)
+    assert not sums and torch.equal(out, F.scaled_dot_product_attention(q, k, k, mask))
+    wrong = k.clone()
+    wrong[:, :, 4] = math.nan
+    assert torch.equal(call(wrong), out) and sums
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    each = torch.vmap(call)(torch.stack((k, wrong)))
+    for key, found in zip((k, wrong), each, strict=True):
+        torch.testing.assert_close(compiled(key), out)
+        torch.testing.assert_close(found, out)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(k)
+        assert call(fake).shape == out.shape
+    key, _ = sdpa._without_nan(fake, fake, mask[None, None])  # outside of its mode
+    assert type(key) is type(fake)
 
 
 def test_gradients_of_a_hidden_nan_by_pytorchs_kernels() -> None:

@@ -141,6 +141,53 @@ def test_gradients_of_exact(causal: bool) -> None:
     assert elsa.sparsity_report(*given, is_causal=causal, scale=0.5).skipped > 0
 
 
+def far_scores(kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Scores of which a unit in the last place is more than any threshold. Masks: causal, and the
+    first 100 tokens are padding, so that rows of whole tiles see nothing else."""
+    q, k, v = (make(1, 2, 256, 32, seed=s) for s in range(3))
+    if kind == "ties at 2**33":
+        return torch.full_like(q, 2.0**14), torch.full_like(k, 2.0**14), v, None
+    if kind == "about 9e9":
+        return 4e4 * q, 4e4 * k, v, None
+    at = torch.arange(256)
+    seen = (at <= at[:, None]) & (at >= 100)
+    far = torch.finfo(torch.float32).min if kind == "finfo.min" else -1e9
+    return q, k, v, torch.zeros(1, 1, 256, 256).masked_fill(~seen, far)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+@pytest.mark.parametrize("sparsity", ["exact", 1e-3])
+@pytest.mark.parametrize("kind", ["finfo.min", "-1e9", "ties at 2**33", "about 9e9"])
+def test_scores_that_a_threshold_does_not_move(kind: str, sparsity, backend: str) -> None:
+    """Tiles that hold the maximum were left out: rows of zeros with lse -inf."""
+    q, k, v, mask = far_scores(kind)
+    terms = {"scale": 0.7, "return_lse": True, "backend": backend}
+    out, lse = elsa.attention(q, k, v, mask, sparsity=sparsity, **terms)
+    ordinary, their_lse = elsa.attention(q, k, v, mask, **terms)
+    # gone: keys whose weights are at most 1e-3
+    error = 2e-6 if sparsity == "exact" else 0.05
+    torch.testing.assert_close(out, ordinary, rtol=0, atol=error)
+    torch.testing.assert_close(lse, their_lse, rtol=1e-6, atol=error)
+    if mask is None:
+        exact, logs = reference.attention(q, k, v, scale=0.7)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), logs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["finfo.min", "-1e9", "ties at 2**33", "about 9e9"])
+def test_gradients_where_a_threshold_does_not_move_scores(kind: str) -> None:
+    *given, mask = far_scores(kind)
+    given = [t.requires_grad_() for t in given]
+    grad = make(1, 2, 256, 32, seed=8)
+
+    def gradients(sparsity: str | None) -> tuple[Tensor, ...]:
+        out, _ = elsa.attention(*given, mask, scale=0.7, sparsity=sparsity, return_lse=True)
+        return torch.autograd.grad(out, given, grad)
+
+    for own, peer in zip(gradients("exact"), gradients(None), strict=True):
+        torch.testing.assert_close(own, peer, rtol=0, atol=2e-6 * peer.abs().max().item() + 1e-30)
+
+
 def test_batch_dims_gqa_and_autocast() -> None:
     q, k, v = make(3, 4, 50, 16), make(3, 2, 60, 16), make(3, 2, 60, 8)
     ours = elsa.attention(q, k, v, enable_gqa=True, sparsity="exact")

@@ -109,7 +109,9 @@ def fold_tiles(
             if not FROZEN:
                 m_new = tl.maximum(m, top)
             if SKIP:
-                small = (top <= m_new + threshold) | (o_m >= rows)
+                # the difference: of large scores m_new + threshold would be m_new itself
+                passed = top - tl.where(m_new == -float("inf"), 0.0, m_new)
+                small = (passed <= threshold) | (o_m >= rows)
                 kept = 1 - tl.min(small.to(tl.int32), 0)
         if kept != 0:
             m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)
