@@ -279,9 +279,8 @@ def first_layer(part: nn.Module) -> nn.Module | None:
             return None
     if layer is None or not is_plain_linear(layer) or not _takes(layer):
         return None
-    if name in _FUNCTIONAL and calls.differentiates(layer.weight):  # as in training
-        return None
-    return layer
+    trains = name in _FUNCTIONAL and calls.differentiates(layer.weight)
+    return None if trains else layer
 
 
 @functools.lru_cache(maxsize=256)

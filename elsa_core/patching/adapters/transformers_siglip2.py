@@ -155,7 +155,7 @@ def _among_tokens(site: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) ->
 
 
 def _packs(encoder: Any, x: Tensor) -> bool:
-    """Whether the layers can take packed tokens x: all are plain, and no gradient of x is wanted."""
+    """Whether the layers can take packed tokens x: all plain, no gradient of x wanted."""
     if torch.is_grad_enabled() and x.requires_grad:  # a gradient of each padded token of its own
         return False
     return all(map(_is_plain, encoder.layers))
