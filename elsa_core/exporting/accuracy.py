@@ -74,6 +74,19 @@ class Exact:
             )
         return _cost(torch.from_numpy(np.asarray(output, dtype=np.float64)), self.output)
 
+    def why_useless(self, output: np.ndarray[Any, Any]) -> str:
+        """Why a rounded model with this first output is of no use; empty if it may be of some.
+
+        One constant, the mean of the exact outputs, errs by no more than their deviation.
+        """
+        mean, deviation = self.cost(output).mean, self._deviation()
+        if mean <= deviation:
+            return ""
+        return f"its mean error is {mean:.1e}, the outputs' standard deviation {deviation:.1e}"
+
+    def _deviation(self) -> float:
+        return float(self.output.std(unbiased=False))
+
     def write(self, path: Path) -> None:
         """The inputs as a file that `fresh.fresh_run` takes as `further`."""
         arrays = {f"input.{i}": t.cpu().numpy() for i, t in enumerate(self.inputs)}
@@ -86,7 +99,7 @@ class Exact:
             "against": "float64 of the float32 weights",
             "inputs": self.source,
             "rows": self.rows,
-            "output_std": float(self.output.std(unbiased=False)),
+            "output_std": self._deviation(),
             "costs": {
                 name: {
                     "mean_error": finite(cost.mean),

@@ -31,7 +31,8 @@ class ArtefactReport:
         status: "ok", "failed", or "skipped" where its runtime is not installed.
         reason: why not ok, one line; empty for ok.
         batches: the largest relative error and what is allowed, by batch size. What is allowed to
-            onnx-int8 is twice the error that was measured as it was exported.
+            onnx-int8 is twice the error that was measured as it was exported, without elsa's
+            library where it runs so.
         openvino: "ok" where OpenVINO reproduces the model too, else why not; empty where it is not
             installed, or the format is none of ONNX.
     """
@@ -109,6 +110,15 @@ def run_all(
         while waiting:
             collect()
     return answers
+
+
+def plain_run(answers: Sequence[Answer]) -> FreshRun | None:
+    """The run of ONNX Runtime that the others are judged by: without elsa's library, where it is
+    there. None where it gave nothing.
+    """
+    given = [each for each in answers if each.runtime == "onnxruntime"]
+    run = min(given, key=lambda each: each.library).run if given else None
+    return run if run is not None and run.outputs else None
 
 
 def judged(

@@ -66,11 +66,25 @@ def write_artefacts(
         UnavailableError: a package or a compiler is missing.
         OSError: the file cannot be written.
     """
+    if "onnx" in chosen.formats:
+        _require_onnx()  # before a compiler runs for minutes
     used, writer = {}, _Writer(exported, chosen, staging)
     for name in sorted(chosen.formats, key=_ORDER.index):
         say(f"exporting {FILES[name]}")
         used[name] = _written(name, writer)
     return {name: used[name] for name in chosen.formats}
+
+
+def _require_onnx() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401  # what is not run is not written
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UnavailableError(
+            f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime, "
+            "or name other --formats"
+        ) from None
 
 
 def _written(name: str, writer: _Writer) -> tuple[str, ...]:
@@ -123,15 +137,6 @@ class _Writer:
         return names
 
     def _write_onnx(self, path: Path) -> tuple[str, ...]:
-        try:
-            import onnx  # noqa: F401
-            import onnxruntime  # noqa: F401  # what is not run is not written
-            import onnxscript  # noqa: F401
-        except ImportError as error:
-            raise UnavailableError(
-                f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime, "
-                "or name other --formats"
-            ) from None
         mode, exported = self.chosen.onnx_mode, self.exported
         export_onnx(
             exported.model,

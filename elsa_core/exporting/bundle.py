@@ -17,7 +17,14 @@ from elsa_core import files
 from elsa_core.errors import ArgumentError, ExportError, ModelError, UnavailableError
 from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.archive import unpacked, write_zip
-from elsa_core.exporting.artefact_runs import INT8, ArtefactReport, judged, run_all
+from elsa_core.exporting.artefact_runs import (
+    INT8,
+    Answer,
+    ArtefactReport,
+    judged,
+    plain_run,
+    run_all,
+)
 from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefacts, write_libraries
 from elsa_core.exporting.description import describe
 from elsa_core.exporting.export_target import ExportTarget, export_target
@@ -307,9 +314,9 @@ def _proved(
             exact.write(further)
         answers = run_all(staging, artefacts, manifest["model"]["device"], say, further)
     for name, artefact in artefacts.items():
-        outputs = [each.run.outputs for each in answers[name] if each.run.outputs]
-        if name == INT8 and outputs:
-            artefact["norms"] = norms_of(reference, outputs)
+        run = plain_run(answers[name])
+        if name == INT8 and run is not None:
+            artefact["norms"] = norms_of(reference, run.outputs)
         report = judged(name, artefact, answers[name], reference)
         if report.status == "skipped":
             raise UnavailableError(
@@ -318,6 +325,8 @@ def _proved(
             )
         if report.status == "failed":
             raise ExportError(f"{FILES[name]} does not reproduce the model: {report.reason}")
+        if name == INT8 and exact is not None:
+            _refuse_useless(exact, answers[name])
         artefact["verification"] = report.to_dict()
         reports.append(report)
     if exact is not None:
@@ -325,6 +334,14 @@ def _proved(
         classes = manifest["outputs"][0]["name"] == "logits"
         manifest["accuracy"] = exact.to_dict(costs, classes)
     return reports
+
+
+def _refuse_useless(exact: Exact, answers: Sequence[Answer]) -> None:
+    """The limits of INT8 are its own errors: say what no measured error may be."""
+    for answer in answers:
+        why = exact.why_useless(answer.run.further[0]) if answer.runtime == "onnxruntime" else ""
+        if why:
+            raise ExportError(f"{FILES[INT8]} is no approximation of the model: {why}")
 
 
 def _sign(staging: Path, key: Ed25519PrivateKey) -> None:

@@ -197,23 +197,16 @@ def with_norms(reference: Reference, given: Any) -> Reference:
 
 
 def norms_of(
-    reference: Reference, runs: Sequence[Mapping[int, Sequence[np.ndarray[Any, Any]]]]
+    reference: Reference, run: Mapping[int, Sequence[np.ndarray[Any, Any]]]
 ) -> dict[str, list[list[float]]]:
-    """The largest errors of some runs, as `with_norms` takes them; of finite values alone."""
+    """The errors of a run, as `with_norms` takes them; of finite values alone."""
     found = {}
     for batch in reference.norms:
         errors = []
         for index, exact in enumerate(reference.oracle):
-            parts = [
-                _norms(
-                    (torch.from_numpy(values) - exact[:batch].cpu())[
-                        torch.from_numpy(values).isfinite()
-                    ]
-                )
-                for run in runs
-                for values in [np.asarray(run[batch][index], dtype=np.float64)]
-            ]
-            errors.append([max(n.l2 for n in parts), max(n.maximum for n in parts)])
+            values = torch.from_numpy(np.asarray(run[batch][index], dtype=np.float64))
+            norms = _norms((values - exact[:batch].cpu())[values.isfinite()])
+            errors.append([norms.l2, norms.maximum])
         found[str(batch)] = errors
     return found
 

@@ -72,8 +72,9 @@ def check(
             on CUDA "graph" too unless the original cannot be captured. Sites run eagerly.
         grad: Also gradients, of the first case: of every parameter that wants one and of each
             input, for each site (its hard cases too) and for the model, by the same rule.
-        sparsity_bound: The relative error that sites patched with a number as `sparsity`, and the
-            model with them, are granted beside that; at least 0.
+        sparsity_bound: The relative error that sites patched with a number as `sparsity` whose
+            calls reach a sparse operator, and the model with them, are granted beside that; at
+            least 0.
         progress: Called with (what, steps done, steps in all).
 
     Raises:

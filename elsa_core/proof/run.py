@@ -23,7 +23,7 @@ from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
 from elsa_core.proof.report import GradientCheck, GradientRecord, ModelCheck, model_check
 from elsa_core.proof.samples import jittered, nearby
 from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model, own
-from elsa_core.proof.site_run import Asked, Progress, SiteRun, is_inexact
+from elsa_core.proof.site_run import Asked, Progress, SiteRun
 
 TIMED_RUNS = 5
 TIMED_SECONDS = 3.0
@@ -156,6 +156,8 @@ class CheckRun:
                     f"inputs[{name!r}]: the original model does not run on them "
                     f"({first_line(error)})"
                 ) from error
+        for each in judged.values():  # the sites were judged as the original ran through them
+            each.grant(self.site_run.granted())
         alive = [path for path, each in judged.items() if not each.error]
         exact = self.sides.exact(batch) if alive else None
         for path in alive:
@@ -204,8 +206,7 @@ class CheckRun:
 
     def _judgement(self) -> Judgement:
         eps = TURBO_EPS if self.site_run.turbo else None
-        inexact = any(is_inexact(site) for site in self.sites.values())
-        return Judgement(self.asked.factor, eps, self.asked.bound if inexact else 0.0)
+        return Judgement(self.asked.factor, eps)
 
     def _gradients(self, name: str, batch: Given) -> None:
         judgement = self._judgement()

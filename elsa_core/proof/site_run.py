@@ -50,8 +50,8 @@ class Asked:
         grad: also gradients.
         paths: by which the whole model runs.
         by_name: the paths were asked for; one that the original cannot take is an error then.
-        bound: the relative error granted to sites that leave out weights by a number, and to a
-            model with such sites.
+        bound: the relative error granted to sites patched to leave out weights by a number whose
+            calls reach a sparse operator, and to a model with such sites.
     """
 
     factor: float
@@ -95,6 +95,11 @@ class SiteRun:
             for path, site in self.sites.items()
             if vars(site).get("elsa_precision") == "turbo" and self.dtype == torch.float32
         }
+
+    def granted(self) -> float:
+        """The error that the sparsity of the sites judged so far grants to the model."""
+        sparse = (self.sites[path] for path, record in self.records.items() if record.tiles)
+        return self.asked.bound if any(is_inexact(site) for site in sparse) else 0.0
 
     def checks(self) -> tuple[SiteCheck, ...]:
         """The verdict on each site."""
@@ -190,12 +195,16 @@ class SiteRun:
     def _judge(self, path: str, label: str, sides: Sides, given: Given, output: Any) -> Seen:
         """Judges one call of a site; returns what the operator saw of it."""
         record, judgement = self.records[path], self._judgement(path)
-        with OperatorCapture(self.asked.factor, judgement.bound) as capture:
+        bound = self.asked.bound if is_inexact(self.sites[path]) else 0.0
+        with OperatorCapture(self.asked.factor, bound) as capture:
             try:
                 judgement.add(sides.exact(given), output, sides.patched(given))
             except PatchedError as error:
                 record.errors.append(f"{label}: {error}")
                 return Seen()
+
+        if any(call.tiles for call in capture.calls):  # a layer was patched so too, and is exact
+            judgement.grant(bound)
 
         def again(seed: int) -> None:
             other = jittered(given, seed)
@@ -218,8 +227,7 @@ class SiteRun:
         self.gradients[path].add(label, judgement)
 
     def _judgement(self, path: str) -> Judgement:
-        bound = self.asked.bound if is_inexact(self.sites[path]) else 0.0
-        return Judgement(self.asked.factor, TURBO_EPS if path in self.turbo else None, bound)
+        return Judgement(self.asked.factor, TURBO_EPS if path in self.turbo else None)
 
     def _sides(self, path: str, module: nn.Module, oracle: nn.Module) -> Sides:
         entry, patched = self.entries[path], self.classes[path]

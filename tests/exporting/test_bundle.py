@@ -107,9 +107,14 @@ def test_what_cannot_be_run_is_not_written(
         monkeypatch.setitem(sys.modules, "onnxruntime", None)
     else:
         monkeypatch.setattr(fresh, "_BLOCKED", (*fresh._BLOCKED, "onnxruntime"))
+    said: list[str] = []
+    formats = ("torchscript", "onnx") if where == "here" else ("onnx",)
     with pytest.raises(UnavailableError, match=r"onnxruntime.* name other --formats"):
-        export(vit.model, tmp_path / "out", formats=("onnx",), loaded=vit, check=report)
+        export(vit.model, tmp_path / "out", formats=formats, loaded=vit, check=report,
+               progress=said.append)  # fmt: skip
     assert entries(tmp_path) == []
+    # a package that is missing is named before the first artefact is written
+    assert any(line.startswith("exporting") for line in said) == (where != "here")
 
 
 def test_the_bundle_loads_again_as_a_model(bundle: Bundle, vit: Loaded) -> None:

@@ -17,6 +17,7 @@ import torch
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ExportError, ModelError
 from elsa_core.exporting import artefact_runs
+from elsa_core.exporting import bundle as bundling
 from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.exporting.manifest import hashed
@@ -138,6 +139,41 @@ def test_an_int8_file_that_errs_more_than_it_did_fails(int8: Bundle, tmp_path: P
         rewrite(copy, lambda m, bad=bad: m["artefacts"]["onnx-int8"].update(norms=bad))
         with pytest.raises(ModelError, match=r"errors of model\.int8\.onnx"):
             verify(copy)
+
+
+@pytest.mark.parametrize("fault", ["zeros with the library", "noise in both"])
+def test_an_int8_file_that_computes_something_else_is_not_written(
+    vit: Loaded, report: CheckReport, exact: Exact, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, fault: str,
+) -> None:  # fmt: skip
+    """Its limits are those of the run without the library, and no error is above the outputs'."""
+    inner = artefact_runs.run_all
+
+    def changed(output: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if fault.startswith("zeros"):
+            return np.zeros_like(output)
+        return output + 1e4 * np.random.default_rng(0).normal(size=output.shape)
+
+    def faulty(*given: Any) -> Any:
+        answers = inner(*given)
+        for answer in answers["onnx-int8"]:
+            if answer.library or not fault.startswith("zeros"):
+                run = answer.run
+                for batch, outputs in run.outputs.items():
+                    run.outputs[batch] = [changed(each) for each in outputs]
+                if fault.startswith("noise"):
+                    further = tuple(changed(each) for each in run.further)
+                    object.__setattr__(run, "further", further)  # the dataclass is frozen
+        return answers
+
+    monkeypatch.setattr(bundling, "run_all", faulty)
+    match = "is no approximation.*standard deviation" if fault.startswith("noise") else "at batch 1"
+    with pytest.raises(ExportError, match=rf"model\.int8\.onnx .*{match}"):
+        export(
+            vit.model, tmp_path / "a", formats=("onnx",), quantize="int8", loaded=vit,
+            check=report, exact=exact,
+        )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_int8_needs_onnx_and_float32(vit: Loaded, tmp_path: Path) -> None:

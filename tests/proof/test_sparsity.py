@@ -72,6 +72,30 @@ def test_the_bound_is_for_what_leaves_out_by_a_number_alone(
     assert not found.ok and found.failures[0].startswith("blocks.1.attn: ")
 
 
+def test_a_layer_is_not_granted_what_attention_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every site was patched with the number; a layer among them computes all of its product."""
+    model = sharp()
+    elsa.patch(model, sparsity=0.02, scope="model")
+    path = "blocks.1.mlp"
+    assert vars(model.get_submodule(path))["elsa_sparsity"] == 0.02
+    sound = elsa.check(model, image(), stress=False, sparsity_bound=BOUND)
+    assert sound.ok, sound.failures
+    assert all((site.allowed > BOUND) == (site.skip_rate is not None) for site in sound.sites)
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", f"{path}:1e-3")
+    found = elsa.check(model, image(), stress=False, sparsity_bound=BOUND)
+    assert not found.ok and found.failures[0].startswith(f"{path}: ")
+
+
+def test_a_model_whose_calls_are_not_sparse_is_granted_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sharp()
+    elsa.patch(model, sparsity=0.02, scope="model", exclude=["*.attn"])
+    monkeypatch.setenv("ELSA_FAULT_INJECTION", "blocks.1.mlp:1e-3")
+    found = elsa.check(model, image(), stress=False, sparsity_bound=BOUND)
+    assert not found.cases[0].ok and found.cases[0].allowed < 1e-4
+
+
 def test_patching_again_and_back() -> None:
     model = sharp()
     elsa.patch(model, sparsity=0.02, scope="attention")

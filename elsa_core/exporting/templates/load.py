@@ -113,7 +113,7 @@ def _first(facts: dict[str, Any]) -> str:
 
 
 def runtime_of(facts: dict[str, Any], format: str) -> str:
-    """The package that runs a format. OpenVINO reads no functions: it wants mode "standard"."""
+    """The package that runs a format. OpenVINO reads no functions: it needs mode "standard"."""
     if not format.startswith("onnx"):
         return "torch"
     names = ("onnxruntime", "openvino")

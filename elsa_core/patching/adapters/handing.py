@@ -117,6 +117,18 @@ class Normalising:
             _WAITING.terms.taken = False  # the call was for nothing, and comes again
 
 
+@contextmanager
+def for_nothing() -> Iterator[None]:
+    """Calls whose results are not used: what they take is left for the call that counts."""
+    waiting = [each for each in (_WAITING.terms, _WAITING.norm) if each is not None]
+    before = [each.taken for each in waiting]
+    try:
+        yield
+    finally:
+        for each, was in zip(waiting, before, strict=True):
+            each.taken = was
+
+
 def taken_norm(layer: nn.Module, x: Tensor) -> Norm | None:
     """The norm handed to `layer` for x, once; whoever takes it must apply it."""
     if torch.compiler.is_compiling():

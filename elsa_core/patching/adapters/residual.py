@@ -19,9 +19,16 @@ from elsa_core.patching.adapters.common import (
     is_host_bound,
     is_plain_linear,
     is_shown,
+    is_within_original,
     norm_of,
 )
-from elsa_core.patching.adapters.handing import RESIDUAL, Handing, Normalising, leaves_out
+from elsa_core.patching.adapters.handing import (
+    RESIDUAL,
+    Handing,
+    Normalising,
+    for_nothing,
+    leaves_out,
+)
 
 # Parts whose forward ends with a linear layer and a dropout (if any), by the names of these two.
 _LAST = {
@@ -54,6 +61,8 @@ _FIRST = {
     "timm.models.xcit.XCA": "qkv",
     "torchvision.models.swin_transformer.ShiftedWindowAttention": "qkv",
 }
+# Parts of these whose original forward multiplies by the weight of that layer, which is not called.
+_FUNCTIONAL = ("torchvision.models.swin_transformer.ShiftedWindowAttention",)
 # Layers in a row, the last of which are a linear one and perhaps a dropout.
 _CHAINS = (
     "torch.nn.modules.container.Sequential",
@@ -147,9 +156,34 @@ def normalised(part: Any, norm: Any, x: Tensor, compute: Callable[[Tensor], Any]
     first = first_layer(part)
     if first is None:
         return compute(norm(x))
-    with Normalising(first, x, within) as handed:
-        out = compute(x)
-    return out if handed.taken else compute(norm(x))
+
+    def offered() -> tuple[Any, bool]:
+        with Normalising(first, x, within) as handed:
+            return compute(x), handed.taken
+
+    if _keeps_original(part, first, x, offered):
+        return compute(norm(x))
+    out, taken = offered()
+    return out if taken else compute(norm(x))
+
+
+def _keeps_original(part: Any, first: Any, x: Tensor, offered: Callable[[], object]) -> bool:
+    """Whether a part called with norm(x) keeps the original forward, or its first layer does: then
+    nothing takes the norm.
+
+    `offered` calls the part with the norm on its way to that layer; for a CUDA graph, see
+    `is_host_bound`.
+    """
+    if is_within_original(first):
+        return True
+    if not hasattr(type(part).forward, "__wrapped__"):  # not by `or_original`
+        return False
+
+    def warm_up() -> None:
+        with for_nothing():  # a residual on its way is for the call that counts
+            offered()
+
+    return is_host_bound(part, "attention", x, x.numel() * x.shape[-2], warm_up, "norm")
 
 
 def added_by(
@@ -222,13 +256,15 @@ def last_layer(part: nn.Module) -> nn.Module | None:
 
 
 def first_layer(part: nn.Module) -> nn.Module | None:
-    """The patched layer that alone reads what a part is called with; None where there is none, or
-    where hooks read it.
+    """The patched layer that alone reads what a part is called with; None where there is none,
+    where hooks read it, or where the part reads the layer's weight and takes no norm.
     """
     if is_shown(part):
         return None
     cls: Any = type(part).__dict__.get("elsa_base", type(part))
     name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _FUNCTIONAL and (type(part) is cls or part.training):  # may keep its original
+        return None
     if cls is nn.MultiheadAttention:
         packed = getattr(part, "batch_first", False) and part.in_proj_weight is not None
         return part if packed and type(part) is not cls else None
@@ -243,7 +279,8 @@ def first_layer(part: nn.Module) -> nn.Module | None:
             return None
     if layer is None or not is_plain_linear(layer) or not _takes(layer):
         return None
-    return layer
+    trains = name in _FUNCTIONAL and calls.differentiates(layer.weight)
+    return None if trains else layer
 
 
 @functools.lru_cache(maxsize=256)

@@ -101,7 +101,7 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
 
     @staticmethod
     def elsa_why_not(module: Any) -> str:
-        """Why an instance keeps its class; it is no site, so nobody is told."""
+        """Why an instance keeps its class; it is no site, so no report names it."""
         return _departs(Siglip2Encoder, ("self", "inputs_embeds", "attention_mask", "kwargs"))
 
     @staticmethod
@@ -155,15 +155,15 @@ def _among_tokens(site: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) ->
 
 
 def _packs(encoder: Any, x: Tensor) -> bool:
-    """Whether the layers can take packed tokens x, and nobody sees that they do."""
+    """Whether the layers can take packed tokens x: all plain, no gradient of x wanted."""
     if torch.is_grad_enabled() and x.requires_grad:  # a gradient of each padded token of its own
         return False
     return all(map(_is_plain, encoder.layers))
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer is transformers' own, in eval mode, with a patched attention, and none
-    watches."""
+    """Whether a layer is transformers' own, in eval mode, with a patched attention: no hook
+    is on it, and it is not compiled by itself."""
     if type(layer) is not Siglip2EncoderLayer or not isinstance(
         layer.self_attn, ElsaSiglip2Attention
     ):
