@@ -126,8 +126,10 @@ def test_a_part_within_an_original_forward_runs_once(monkeypatch):
         wanted = model(x)
         elsa.patch(model, scope="model")
         seen = Seen()
-        attention = type(model.stages[0].blocks[0].attn).elsa_base
-        seen.watch(attention, "forward", monkeypatch)
+        seen.watch(timm.models.mvitv2, "reshape_pre_pool", monkeypatch)
+        common.all_original(model, x)
+        once = len(seen)
+        seen.clear()
         with routing.unmeasured(routing.NORM):
             torch.testing.assert_close(common.all_original(model, x), wanted)
-    assert len(seen) == 10
+    assert len(seen) == once > 0
