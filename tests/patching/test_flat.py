@@ -18,7 +18,7 @@ from timm.models.swin_transformer import SwinTransformerBlock  # noqa: E402
 from timm.models.vision_transformer import Block  # noqa: E402
 
 import elsa_core as elsa  # noqa: E402
-from elsa_core import calls  # noqa: E402
+from elsa_core import calls, routing  # noqa: E402
 from elsa_core.patching.adapters import common, flat, redirect  # noqa: E402
 
 VARIANTS = {
@@ -326,3 +326,30 @@ def test_a_compiler_reads_no_table_and_no_length(scope):
     batch = ({0: torch.export.Dim("batch")},)
     with torch.no_grad():
         torch.export.export(model, (x,), dynamic_shapes=batch, strict=False)
+
+
+def test_a_small_linear_layer_is_pytorchs_own(on_gpu):
+    layer, x = nn.Linear(8, 6), torch.randn(3, 8)
+    with torch.inference_mode():
+        expected = layer(x)
+        elsa.patch(nn.Sequential(layer), scope="model")
+        for _ in range(2):
+            assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "mvitv2_tiny"])
+def test_a_first_call_loses_no_residual(on_gpu, monkeypatch, name):
+    """Attention that waits for the host within a block that does not."""
+    options = {"depth": 2, "embed_dim": 24, "num_heads": 2} if "beit" in name else {}
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, img_size=64, **options).eval()
+    x = torch.randn(1, 3, 64, 64)
+    own, none = routing.eager_least, {"linear": 0}
+    monkeypatch.setattr(
+        routing, "eager_least", lambda kind, dtype: none.get(kind, own("attention", dtype))
+    )
+    with torch.inference_mode():
+        expected = model(x)
+        elsa.patch(model, scope="model")
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,13 @@ from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
-from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out, taken, taken_norm
+from elsa_core.patching.adapters.handing import (
+    ACTIVATION,
+    for_nothing,
+    leaves_out,
+    taken,
+    taken_norm,
+)
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,7 +244,7 @@ def is_host_bound(
         if any(is_shown(module) for module in site.modules()):  # hooks would see the warm-up too
             return False
         calls.first_of_kind(kind)
-        with torch.no_grad():
+        with torch.no_grad(), for_nothing():
             by_elsa()
     return True
 
