@@ -215,7 +215,8 @@ def _trains_whole(
         return ""
     # also under capture, so that a graph holds kernels that its warm-up has loaded
     work = None if calls.watched() else query.numel() * key.shape[2]
-    name = routing.training_name("attention", *kind, gradient, work, attn_mask is not None)
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    name = routing.training_name("attention", *kind, gradient, work, boolean)
     if not name:
         return ""
     takes = routing.implementation("attention", name).takes

@@ -186,7 +186,7 @@ def training_name(
     """The backend that takes whole calls of which a gradient is wanted; empty where `chosen` does.
 
     `work`: multiply-adds of query key^T in an eager call, whose time may be the host's; None where
-    a compiler or a graph saves the host's time. `masked`: it has an `attn_mask`.
+    a compiler or a graph saves the host's time. `masked`: it has a boolean `attn_mask`.
 
     A constant for the compiler, as `name_of`.
     """

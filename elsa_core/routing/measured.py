@@ -50,7 +50,7 @@ class Training(NamedTuple):
         backward: who is asked for the gradients of this package's forward, in order.
         small, small_below: the backend that takes both in eager calls of fewer multiply-adds of
             query key^T than that: it takes the host less time, which such calls wait for.
-        small_masked: whether it takes those with a mask too.
+        small_masked: whether it takes those with a boolean mask too.
     """
 
     whole: str
