@@ -19,7 +19,8 @@ _EMPTY = """#include "{header}"
 namespace elsa {{ extern const {kind} {name}; const {kind} {name} = {{"none"}}; }}
 """
 _HEADERS = {"Kernel": "kernel.h", "WindowKernel": "window_kernel.h",
-            "GradientKernel": "gradient_kernel.h"}  # fmt: skip
+            "GradientKernel": "gradient_kernel.h",
+            "EntmaxKernel": "entmax_kernel.h"}  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     named = [word for word in words if word.startswith("-DELSA_KERNEL_NAME=")]
     if named and os.environ["ELSA_SET"] not in named[0]:
         table = next(w.partition("=")[2] for w in words if w.startswith("-DELSA_KERNEL="))
-        kind = next(k for k in ("WindowKernel", "GradientKernel", "Kernel") if f"k{k}" in table)
+        kind = next(kind for kind in _HEADERS if table.startswith(f"k{kind}"))
         source = next(Path(w) for w in words if w.endswith("_kernel.cpp"))
         empty = _EMPTY.format(header=_HEADERS[kind], kind=kind, name=table)
         words = [f"-I{source.parent}" if w == str(source) else w for w in words]
