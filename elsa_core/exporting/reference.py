@@ -119,7 +119,7 @@ def make_reference(model: nn.Module, inputs: tuple[Tensor, ...]) -> Reference:
             parts = [_norms(run[index][:batch].double() - exact[:batch]) for run in runs]
             errors.append((max(n.l2 for n in parts), max(n.maximum for n in parts)))
         norms[batch] = tuple(errors)
-    return Reference(inputs, oracle, norms, eps)
+    return Reference(inputs, tuple(t.cpu() for t in oracle), norms, eps)
 
 
 def write_reference(reference: Reference, path: Path) -> None:
@@ -205,7 +205,7 @@ def norms_of(
         errors = []
         for index, exact in enumerate(reference.oracle):
             values = torch.from_numpy(np.asarray(run[batch][index], dtype=np.float64))
-            norms = _norms((values - exact[:batch].cpu())[values.isfinite()])
+            norms = _norms((values - exact[:batch])[values.isfinite()])
             errors.append([norms.l2, norms.maximum])
         found[str(batch)] = errors
     return found
@@ -246,9 +246,9 @@ def _judged(
     agrees = torch.where(finite, values.isfinite(), values == exact)
     comparison.patched_bad = int((~agrees).sum())
     usable = finite & values.isfinite()
-    comparison.oracle = _norms(exact[usable].cpu())
+    comparison.oracle = _norms(exact[usable])
     comparison.original = Norms(norms[0] ** 2, norms[1])
-    comparison.patched = _norms((values - exact.cpu())[usable])
+    comparison.patched = _norms((values - exact)[usable])
     return Judgement(
         batch, index, comparison.patched_error, comparison.allowed, comparison.reason()
     )

@@ -1,5 +1,5 @@
 """The CUDA library on a real GPU against Triton's launcher, bit by bit; run by
-`test_cuda_library_gpu.py` in a process that asks for the library.
+`test_cuda_library_gpu.py` in a process that asks for the library. Alone: some checks by name.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -234,15 +236,23 @@ def main(*checks: Callable[[], None]) -> None:
     assert cuda.status().ok, cuda.status().reason
     failed = []
     for check in checks:
+        started = time.monotonic()
         try:
             check()
             torch.cuda.synchronize()
+            print(
+                f"{check.__name__} {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True
+            )
         except Exception:
             traceback.print_exc()
             failed.append(check.__name__)
     print("failed: " + ", ".join(failed) if failed else f"{len(checks)} done")
 
 
+CHECKS = (
+    attention, window, linear, streams, graphs, threads, devices, gradients, models, memory,
+)  # fmt: skip
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main(attention, window, linear, streams, graphs, threads, devices, gradients, models, memory)
+    main(*(check for check in CHECKS if check.__name__ in sys.argv[1:] or not sys.argv[1:]))

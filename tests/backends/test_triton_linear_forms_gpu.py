@@ -182,8 +182,9 @@ def test_centred_products_lean_less(shape):
     out = planner.linear(x, w, None)
     with routing.unmeasured(routing.CENTRED):
         centred = planner.linear(x, w, None)
-    assert abs(lean(centred, exact)) < abs(lean(out, exact))
-    assert distance(centred, exact) <= distance(out, exact)
+    assert abs(lean(centred, exact)) < 0.5 * abs(lean(out, exact))
+    # What is taken away is common to all elements; noise of a few hundredths stays.
+    assert distance(centred, exact) <= 1.03 * distance(out, exact)
 
 
 @pytest.fixture

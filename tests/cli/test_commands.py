@@ -77,7 +77,10 @@ def test_inspect_writes_a_page(elsa: Elsa) -> None:
     assert (answer.code, answer.err) == (0, "") and "html: sites.html" in answer.out
     assert answer.out.splitlines()[-1] == "Next: elsa patch vit_tiny_patch16_224 --img 64 --check"
     page = Path("sites.html").read_text(encoding="utf-8")
-    assert ">blocks.0-11.attn</span></td>" in page and "12 of 12 attention sites can be patched" in page
+    assert (
+        ">blocks.0-11.attn</span></td>" in page
+        and "12 of 12 attention sites can be patched" in page
+    )
     elsa("inspect", *TINY, "--html", "sites.html").fails(2, "sites.html exists", "--force")
     assert elsa("inspect", *TINY, "--html", "sites.html", "--force").code == 0
     elsa("inspect", "--all", "--html", "a.html").fails(2, "--html")

@@ -115,7 +115,10 @@ def test_halves_that_are_frozen() -> None:
     held = elsa.graphed(model)
     x = images()
     agree(held, model, x, tolerance=1e-3)
-    with torch.no_grad(), torch.inference_mode(False):
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # the latter last: the former asks for gradients
         for weight in model.parameters():
             if weight.dim() == 2:
                 weight.mul_(1.5)  # counted: ends what is frozen

@@ -56,7 +56,8 @@ def recorded(library: Library, run: Callable[[], object]) -> Recorded:
     lost = next((name for name, _, plan in layouts if not plan), None)
     if lost is not None:
         raise UnavailableError(
-            f"a call of {lost} is not by kernels of this package alone: PyTorch serves it"
+            f"a call of {lost} is not by kernels of this package alone: PyTorch serves it, as it "
+            "does where rows or channels are few"
         )
     return Recorded(layouts, {number: library.kernels[number] for number in numbers})
 

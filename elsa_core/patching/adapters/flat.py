@@ -17,6 +17,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
@@ -26,6 +28,10 @@ from torch.nn import functional
 from elsa_core.patching.adapters.common import is_unasked
 
 Space = dict[str, Any]  # what a module holds: its __dict__
+# Asked of each module in each call: without a loop in Python.
+_HOOKS = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 
 _ATTENTION, _MLP = "timm.layers.attention.Attention", "timm.layers.mlp.Mlp"
 _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
@@ -77,15 +83,10 @@ class Reading:
         """Whether no hook sees what passes through the modules, nothing is dropped, and no site
         was patched with a name or sparsity of its own.
         """
-        for space in self.spaces:
-            if (
-                space["_forward_hooks"]
-                or space["_forward_pre_hooks"]
-                or space["_backward_hooks"]
-                or space["_backward_pre_hooks"]
-                or "forward" in space
-            ):
-                return False
+        if any(chain.from_iterable(map(_HOOKS, self.spaces))):
+            return False
+        if any(map(dict.__contains__, self.spaces, repeat("forward"))):
+            return False
         if torch.nn.modules.module._has_any_global_hook():
             return False
         if not all(map(is_unasked, self.sites)):
