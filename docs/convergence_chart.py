@@ -1,18 +1,23 @@
 """Draws small models in training, patched and original: `python docs/convergence_chart.py`.
 
 Reads docs/convergence.json, which `python -m elsa_core.bench.convergence` wrote, and writes
-docs/convergence.svg. A panel is one model on one data set in one dtype: test accuracy by epoch, the
-mean over the seeds as a line and their range as a band.
+docs/convergence.svg and the table of docs/benchmarks.md. A panel is one model on one data set in
+one dtype: test accuracy by epoch, the mean over the seeds as a line and their range as a band.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from elsa_core.bench import convergence
+
 DOCS = Path(__file__).resolve().parent
 SOURCE, CHART = DOCS / "convergence.json", DOCS / "convergence.svg"
+PAGE = DOCS / "benchmarks.md"
+TABLE = re.compile(r"(?<=<!-- begin:convergence -->\n).*?(?=<!-- end:convergence -->)", re.DOTALL)
 
 WIDTH, HEIGHT, GAP, TOP, LEFT, COLUMNS = 180, 120, 34, 64, 40, 4
 WAYS = ("original", "patched")
@@ -31,8 +36,15 @@ polygon.original { fill: #9da7b1 } polygon.patched { fill: #3fb68b } }
 
 
 def main() -> None:
-    """Write the chart."""
-    CHART.write_text(drawn(json.loads(SOURCE.read_text(encoding="utf-8"))), encoding="utf-8")
+    """Write the chart and the table."""
+    document = json.loads(SOURCE.read_text(encoding="utf-8"))
+    CHART.write_text(drawn(document), encoding="utf-8")
+    PAGE.write_text(tabled(PAGE.read_text(encoding="utf-8"), document), encoding="utf-8")
+
+
+def tabled(page: str, document: dict[str, Any]) -> str:
+    """The page with the table of a document."""
+    return TABLE.sub(lambda _: convergence.table(document), page)
 
 
 def drawn(document: dict[str, Any]) -> str:

@@ -60,6 +60,17 @@ def test_the_chart_is_drawn_from_the_results() -> None:
     assert (DOCS / "speed.svg").read_text(encoding="utf-8") == drawn, "run: python docs/chart.py"
 
 
+def test_convergence_is_that_of_the_result() -> None:
+    chart = runpy.run_path(str(DOCS / "convergence_chart.py"))
+    document = json.loads((DOCS / "convergence.json").read_text(encoding="utf-8"))
+    assert document["settings"]["seeds"] >= 5
+    assert {run["data"] for run in document["runs"]} == {"digits", "mnist5k"}
+    hint = "run: python docs/convergence_chart.py"
+    assert (DOCS / "convergence.svg").read_text("utf-8") == chart["drawn"](document), hint
+    page = (DOCS / "benchmarks.md").read_text("utf-8")
+    assert chart["tabled"](page, document) == page, hint
+
+
 @pytest.mark.parametrize("name", ["training", "training_cpu", "gradients"])
 def test_the_tables_of_training_are_those_of_the_results(name: str) -> None:
     tuning = ROOT / "elsa_core" / "backends" / "triton" / "tuning"
