@@ -5,8 +5,7 @@ is on, the first call of a layout runs through them, and what it allocated and l
 data; later ones of that layout are allocated and launched by C++ through the CUDA driver. Calls
 that do anything else, and whatever the library cannot load, stay in Python.
 
-It was not run on a GPU yet: it is off unless asked for, and `auto` does not choose it until it is
-measured.
+It is off unless asked for until training steps are timed with it.
 
 Environment variables:
     ELSA_CUDA_LIBRARY: "1" switches it on, for this process.

@@ -4,8 +4,8 @@ They use no matrix instruction, so that they serve every CUDA device that the in
 its NVRTC know, Turing (sm_75) too, which Triton does not serve. Float32 alone, forward; gradients
 are those of every other backend's forward.
 
-They were not run on a GPU yet: they are not chosen by auto until measured, and serve calls that ask
-for `backend="portable"`.
+Not chosen by auto until they are timed beside the others: they serve calls that ask for
+`backend="portable"`.
 """
 
 from __future__ import annotations

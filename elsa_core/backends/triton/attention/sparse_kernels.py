@@ -2,7 +2,7 @@
 
 As `elsa_core.operators.sparse` says; scores are in base 2. MODE: 0 half, 1 three TF32 products for
 each float32 product, 2 float32 FMA. SKIP: tiles are left out. SUMMARIES, ORDER, FROZEN: how the
-maxima of rows are found. These kernels were not run on a GPU yet.
+maxima of rows are found.
 """
 
 from __future__ import annotations

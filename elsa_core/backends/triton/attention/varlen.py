@@ -1,7 +1,7 @@
 """Packed sequences on the GPU: tiles, launch and results of `elsa::varlen_attention`.
 
-These kernels were compiled and interpreted and never run on a GPU: `elsa.varlen_attention` calls
-them with backend="triton" alone, and "auto" does not choose them until they are measured.
+`elsa.varlen_attention` calls them with backend="triton" alone: "auto" does not choose them until
+they are timed.
 """
 
 from __future__ import annotations
