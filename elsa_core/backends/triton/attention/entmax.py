@@ -1,8 +1,8 @@
 """alpha-entmax attention on a GPU: one launch forward; lists of tiles and two launches backward.
 
 "auto" does not choose them until they are timed. The workspace is a number for each tile of 64
-queries and 64 keys. Nothing is added by atomics: equal arguments give equal bits. The gradient of an
-additive mask is not computed here.
+queries and 64 keys. Nothing is added by atomics: equal arguments give equal bits. The gradient of
+an additive mask is not computed here.
 
 Source: AdaSplash, arXiv 2502.12082 (passes over tiles, tiles that are skipped).
 """
