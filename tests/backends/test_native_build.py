@@ -79,8 +79,12 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "native"
 
 
-def test_two_processes_build_at_once(tmp_path: Path) -> None:
-    environment = {**os.environ, "ELSA_CACHE_DIR": str(tmp_path)}
+def test_two_processes_build_at_once(
+    tmp_path: Path, quick_compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", quick_compiler)
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    environment = dict(os.environ)
     both = [
         subprocess.Popen(
             [sys.executable, "-c", LOAD], env=environment, text=True,

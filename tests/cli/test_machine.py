@@ -150,10 +150,10 @@ def test_sizes_for_people() -> None:
     ]  # fmt: skip
 
 
-def test_build_twice_at_once_then_again(tmp_path: Path) -> None:
+def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: str) -> None:
     """One process compiles, the other waits and takes its library; a third finds it."""
     command = [sys.executable, "-m", "elsa_cli", "build", "--json"]
-    env = environment(ELSA_CACHE_DIR=str(tmp_path / "cache"))
+    env = environment(ELSA_CACHE_DIR=str(tmp_path / "cache"), CXX=quick_compiler)
     children = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
