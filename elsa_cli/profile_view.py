@@ -134,7 +134,7 @@ def _sites(session: Session, sites: list[Document]) -> None:
     from elsa_core.profiling import words
 
     rest, own = sites[-1], sites[:-1]
-    shares = _shares(sites)
+    shares = words.shares(sites)
     rows = []
     for site, share in zip(own[:_SLOWEST], shares, strict=False):
         error = "-" if site["error"] is None else f"{site['error']:.1e}"
@@ -154,12 +154,6 @@ def _sites(session: Session, sites: list[Document]) -> None:
     columns = ("site", ">tokens", ">heads", ">ms", ">after", ">times", ">share", ">error", "by")
     session.table(columns, rows)
     session.line()
-
-
-def _shares(sites: list[Document]) -> list[str]:
-    """The shares as texts that add up to 100.0%: the last row, the rest, takes the rounding."""
-    tenths = [round(1000 * site["share"]) for site in sites[:-1]]
-    return [f"{each / 10:.1f}%" for each in (*tenths, 1000 - sum(tenths))]
 
 
 def _sweep(session: Session, rows: list[Document]) -> None:

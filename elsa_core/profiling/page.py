@@ -19,6 +19,7 @@ from elsa_core.profiling.words import (
     megabytes,
     point_name,
     ratio_text,
+    shares,
     three,
     tokens_text,
     verdict_text,
@@ -120,11 +121,11 @@ def _sites(sites: Sequence[Document]) -> str:
         [
             site["path"] or "the model", site["kind"], tokens_text(site), heads_text(site),
             duration(site["seconds_before"]), duration(site["seconds_after"]),
-            f"{site['share']:.1%}", ratio_text(site["ratio"]),
+            share, ratio_text(site["ratio"]),
             "" if site["error"] is None else f"{site['error']:.1e}",
             ", ".join(filter(None, (site["backend"], site["schedule"], site["precision"]))),
         ]
-        for site in sites
+        for site, share in zip(sites, shares(sites), strict=True)
     ]  # fmt: skip
     return pages.table(columns, lines)
 

@@ -135,6 +135,14 @@ def heads_text(site: Document) -> str:
     return f"{site['num_heads']}{dim}"
 
 
+def shares(sites: Sequence[Document]) -> list[str]:
+    """The sites' shares of the model's time as texts that add up to 100.0%: the last row, the rest,
+    takes the rounding.
+    """
+    tenths = [round(1000 * site["share"]) for site in sites[:-1]]
+    return [f"{each / 10:.1f}%" for each in (*tenths, 1000 - sum(tenths))] if sites else []
+
+
 def profile_summary(found: Document) -> Summary:
     """A profile as a table: its runs, then its sites, slowest first.
 
@@ -150,8 +158,8 @@ def profile_summary(found: Document) -> Summary:
     ]  # fmt: skip
     sites = [
         (site["path"] or "the model", duration(site["seconds_before"]),
-         duration(site["seconds_after"]), f"{site['share']:.1%}", ratio_text(site["ratio"]))
-        for site in found["sites"]
+         duration(site["seconds_after"]), share, ratio_text(site["ratio"]))
+        for site, share in zip(found["sites"], shares(found["sites"]), strict=True)
     ]  # fmt: skip
     columns = ("site", ">before", ">after", ">share before", "times as fast")
     return Summary(

@@ -10,12 +10,13 @@ import pytest
 from elsa_cli import profile_view
 from elsa_cli.console import Session
 from elsa_core.measuring.intervals import Ratio
+from elsa_core.profiling import words
 
 
 def test_shares_add_up_to_100_percent() -> None:
     for count in (3, 7, 24):
         sites = [{"share": 0.9 / count} for _ in range(count)] + [{"share": 0.1}]
-        shares = [float(each.rstrip("%")) for each in profile_view._shares(sites)]
+        shares = [float(each.rstrip("%")) for each in words.shares(sites)]
         assert sum(shares) == pytest.approx(100.0, abs=1e-9)
 
 
