@@ -10,7 +10,6 @@ from elsa_cli.console import Session
 Document = dict[str, Any]
 
 _SLOWEST = 10
-_WIDEST = 22  # characters of a path that the table shows
 
 
 def show(session: Session, document: Document) -> None:
@@ -139,7 +138,7 @@ def _sites(session: Session, sites: list[Document]) -> None:
     for site, share in zip(own[:_SLOWEST], shares, strict=False):
         error = "-" if site["error"] is None else f"{site['error']:.1e}"
         rows.append([
-            _place(site["path"]), words.tokens_text(site), str(site["num_heads"] or ""),
+            site["path"] or "the model", words.tokens_text(site), str(site["num_heads"] or ""),
             _ms(site["seconds_before"]), _ms(site["seconds_after"]),
             words.ratio_short(site["ratio"]), share, error, site["backend"] or "-",
         ])  # fmt: skip
@@ -188,13 +187,6 @@ def _sweep(session: Session, rows: list[Document]) -> None:
     out = f"; {lost} not measured" if lost else ""
     session.line(f"patched against the best baseline: {said or 'nothing measured'}{out}",
                  "bold", even_quiet=True)  # fmt: skip
-
-
-def _place(path: str) -> str:
-    """A site's path, the end of a long one."""
-    if len(path) <= _WIDEST:
-        return path or "the model"
-    return "…" + path[1 - _WIDEST :]
 
 
 def _ms(seconds: float) -> str:

@@ -38,3 +38,17 @@ def test_sites_say_why_they_are_undecided(monkeypatch: pytest.MonkeyPatch) -> No
     text = out.getvalue()
     assert "same ±3%" in text and "4 rounds" in text and "?" not in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_long_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", "60")
+    site = {
+        "path": "visual.transformer.resblocks.11.attn", "query_tokens": 50, "key_tokens": 50,
+        "num_heads": 12, "seconds_before": 0.0124, "seconds_after": 0.01,
+        "ratio": Ratio(1.24, 1.2, 1.3, 9).to_dict(), "share": 0.2, "error": 3e-7,
+        "backend": "native",
+    }  # fmt: skip
+    profile_view._sites(Session(), [site, {**site, "path": "rest of the model", "share": 0.8}])
+    assert "visual.transformer.resblocks.11.attn" in out.getvalue()
