@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 _CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity")
 
 
+def import_torch(session: Session) -> None:
+    """Import torch where Ctrl-C ends the process at once: it takes seconds, on a cold disk tens."""
+    with session.stage("importing torch", imports=True):
+        import torch  # noqa: F401
+
+
 def open_model(session: Session, text: str, options: Options) -> Loaded:
     """Load the model that MODEL and the options name, in evaluation mode on its device.
 
     Raises: ModelError, UnavailableError, ArgumentError with one line each.
     """
     names.check(text)
-    with session.stage("importing torch", imports=True):
-        import torch  # noqa: F401
-
-        # The device is asked for first: a missing one is known before seconds go into loading.
-        device = resolve_device(options.device)
+    import_torch(session)
+    # The device is asked for first: a missing one is known before seconds go into loading.
+    device = resolve_device(options.device)
     with session.stage(f"looking up {text}", imports=True):
         import_timm()
         from elsa_core.loading import load_model, parse

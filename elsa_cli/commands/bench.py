@@ -14,6 +14,7 @@ from elsa_cli import (
     bench_trace,
     bench_tune,
     completion,
+    pipeline,
     targets,
 )
 from elsa_cli.console import Session
@@ -140,6 +141,7 @@ def command(session: Session, /, kind: str | None, **given: Any) -> None:
         given["patterns"] = bench_compare.names(published)
     if given["plot"] is not None:
         targets.check_plot(given["plot"])
+    pipeline.import_torch(session)
     if kind != "attention":
         bench_models.run(session, given, published, steps=kind == "training")
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import click
 
+from elsa_cli import pipeline
 from elsa_cli.console import Session
 from elsa_cli.options import Command, output_options, pass_session
 from elsa_cli.probes import Probe, environment, examine
@@ -19,6 +21,8 @@ def command(session: Session, /) -> None:
 
     Each thing that is off comes with its reason. Always ends with exit code 0.
     """
+    with contextlib.suppress(Exception):  # what is wrong with it is a line below
+        pipeline.import_torch(session)
     with session.stage("looking around") as update:
         probes = examine(lambda group: update(group, 0, 0))
     probes += _config()

@@ -67,6 +67,7 @@ def command(
     if everything:
         if alone := typed((*(field.name for field in fields(Options)), "html")):
             raise click.UsageError(f"{alone[0]} is not for --all: it takes models as they are")
+        pipeline.import_torch(session)
         coverage_view.run(session, model, checked, state, page, force)
         return
     if alone := typed(("checked", "state", "page")):
@@ -115,7 +116,10 @@ def _is_bundle(model: str) -> bool:
 
 def _show_bundle(session: Session, path: Path) -> None:
     """What a bundle says of itself; nothing of it is run."""
+    from elsa_cli import pipeline
     from elsa_cli.probes import environment
+
+    pipeline.import_torch(session)
     from elsa_core.exporting.archive import unpacked
     from elsa_core.exporting.manifest import read_manifest
 

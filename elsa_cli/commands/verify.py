@@ -34,8 +34,10 @@ def command(
     can do anything that you can: it needs --trust, a signature (--key), or a yes on a terminal. Use
     --files-only for a bundle that you do not trust.
     """
+    from elsa_cli import pipeline
     from elsa_cli.probes import environment
 
+    pipeline.import_torch(session)
     asks = not (files_only or trust or key)  # and a question is not drawn over
     with session.stage(f"verifying {bundle}", drawn=not asks) as update:
         from elsa_core.exporting.signature import read_public_key

@@ -98,9 +98,21 @@ def test_a_signal_ends_the_command_at_once(number: int, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ("words", "number", "code"),
+    [
+        ("inspect vit_tiny_patch16_224", signal.SIGHUP, 129),
+        ("inspect vit_tiny_patch16_224", signal.SIGINT, 130),
+        ("inspect vit_tiny_patch16_224", signal.SIGTERM, 143),
+        ("inspect --all", signal.SIGINT, 130),
+        ("bench attention --quick", signal.SIGINT, 130),
+        ("bench models", signal.SIGINT, 130),
+        ("doctor", signal.SIGINT, 130),
+        ("verify .", signal.SIGINT, 130),
+    ],
 )
-def test_a_long_import_is_no_reason_to_wait(tmp_path: Path, number: int, code: int) -> None:
+def test_a_long_import_is_no_reason_to_wait(
+    tmp_path: Path, words: str, number: int, code: int
+) -> None:
     """On a cold disk an import of torch takes tens of seconds; Ctrl-C waited for its end."""
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip(f"{signal.Signals(number).name} is ignored here, as `nohup` has it")
@@ -110,7 +122,7 @@ def test_a_long_import_is_no_reason_to_wait(tmp_path: Path, number: int, code: i
     )
     places = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     child = subprocess.Popen(
-        [sys.executable, "-m", "elsa_cli", "inspect", "vit_tiny_patch16_224"],
+        [sys.executable, "-m", "elsa_cli", *words.split()],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(PYTHONPATH=places),
     )  # fmt: skip
