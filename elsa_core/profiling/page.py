@@ -136,7 +136,7 @@ _WORDS: Final = {
     "arch": "architecture given", "architecture": "architecture", "weights": "weights",
     "weights_sha256": "SHA-256 of the weights", "baselines": "measured against",
     "backend": "kernels asked for", "include": "sites included", "exclude": "sites excluded",
-    "scope": "what may be patched",
+    "scope": "what may be patched", "train": "training steps", "sparsity": "tiles left out",
     "rounds": "rounds at least", "budget_seconds": "budget, seconds", "sites": "sites timed",
     "errors": "errors checked", "device": "device", "date": "measured on (UTC)",
     "python": "Python", "platform": "system", "machine": "architecture of the processor",
@@ -160,7 +160,9 @@ def _facts(part: Document) -> Iterable[tuple[str, str]]:
     """Keys in words and values as text; what is not known or not set is left out."""
     for key, value in part.items():
         if isinstance(value, dict):
-            yield from _facts(value)
+            # what is installed and a model's own arguments keep their names
+            named = key in ("packages", "model_kwargs")
+            yield from ((str(k), _value(v)) for k, v in value.items()) if named else _facts(value)
         elif value not in (None, "", [], ()):
             yield _WORDS.get(str(key), str(key).replace("_", " ")), _value(value)
 

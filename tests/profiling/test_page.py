@@ -254,3 +254,13 @@ def test_environment_in_words(document: dict[str, Any]) -> None:
     for word in ("logical processors", "budget, seconds", "sites timed", "PyTorch&#x27;s CPU"):
         assert word in text
     assert "cpu_count" not in text and "budget_seconds" not in text and ">yes<" in text
+
+
+def test_every_key_of_the_environment_has_words(document: dict[str, Any]) -> None:
+    """A setting that `elsa profile` gains needs a word here; packages keep their names."""
+    results = document["results"]
+    results["settings"] |= {"train": True, "sparsity": 0.5}
+    document["environment"] |= {"packages": {"open_clip_torch": "3.3.0"}}
+    keys = {*results["model"], *results["settings"], *document["environment"]}
+    assert keys - {"packages", "gpu_details", "model_kwargs"} <= set(page._WORDS)
+    assert "open_clip_torch" in page.page(document)
