@@ -156,24 +156,27 @@ def require_number(name: str, given: object) -> None:
         raise TypeError(f"{name} must be a number, not {type(given).__name__}")
 
 
-def require_inside(bias_index: Tensor | None, rows: int) -> None:
+def require_inside(bias_index: Tensor, rows: int) -> bool:
     """Refuse a bias_index that leaves its table of `rows` rows.
 
-    Only where a look costs no wait: on the CPU, outside tracing. A GPU kernel checks each entry
-    itself and gives NaN for the scores of one that is outside.
+    Only where a look costs no wait: on the CPU, outside tracing. Elsewhere whoever reads the table
+    checks each entry itself and gives NaN for the scores of one that is outside.
+
+    Returns:
+        Whether the entries were looked at, and are inside.
 
     Raises:
         ArgumentError: an entry is negative or too large.
     """
-    if bias_index is None or bias_index.device.type != "cpu" or not bias_index.numel():
-        return
-    if calls.watched():  # the values may not exist
-        return
-    low, high = (int(end) for end in bias_index.aminmax())
-    if low < 0 or high >= rows:
-        raise ArgumentError(
-            f"bias_index has entries from {low} to {high}, which must lie in [0, {rows})"
-        )
+    if bias_index.device.type != "cpu" or calls.watched():  # traced values may not exist
+        return False
+    if bias_index.numel():
+        low, high = (int(end) for end in bias_index.aminmax())
+        if low < 0 or high >= rows:
+            raise ArgumentError(
+                f"bias_index has entries from {low} to {high}, which must lie in [0, {rows})"
+            )
+    return True
 
 
 def leading_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:

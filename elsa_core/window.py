@@ -57,7 +57,8 @@ def window_attention(
         shift_size: as many numbers, each at least 0 and smaller than the window.
         scale: factor on the scores; default 1 / sqrt(head_dim). Unused with `logit_scale`.
         bias_index: [T, T] int64, entries of the table (Swin's relative_position_index). Entries
-            outside [0, L) are refused on the CPU; on a GPU they make their scores NaN.
+            outside [0, L) are refused on the CPU; on a GPU, and under a transform of `torch.func`,
+            they make their scores NaN.
         pad_qkv: [3 * C], what the projection makes of a padded token (its bias); default zeros.
             Padded tokens take part as keys, as they do in Swin.
         logit_scale: [num_heads], cosine attention (Swin-V2): queries and keys are L2-normalised

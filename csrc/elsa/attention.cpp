@@ -149,12 +149,7 @@ Status attention(const Attention& a, int threads, ParallelFor parallel_for) {
   const Plan plan = make_plan(a, kernel, threads);
   const int64_t workers = threads < plan.items ? threads : plan.items;
   Work work = {a, kernel, plan, kernel.workspace(a, plan), Queues(plan.items, workers)};
-  if (workers == 1) {
-    work_on_items(0, 1, &work);
-  } else {
-    parallel_for(workers, work_on_items, &work);
-  }
-  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
+  return work_on(work, work_on_items, workers, parallel_for);
 }
 
 }  // namespace elsa

@@ -53,34 +53,11 @@ void work_on_items(int64_t worker, int64_t, void* context) {
   }
 }
 
-Status work_on(Work& work, int64_t workers, ParallelFor parallel_for) {
-  if (workers <= 1) {
-    work_on_items(0, 1, &work);
-  } else {
-    parallel_for(workers, work_on_items, &work);
-  }
-  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
-}
-
 int worth_waking(const Attention& a, int threads) {
   const double multiply_adds = static_cast<double>(a.batch * a.heads * a.queries) *
                                static_cast<double>(a.keys) * static_cast<double>(a.head_dim) *
                                (a.causal ? 0.5 : 1.0);
   return multiply_adds < kSerialWork || threads < 1 ? 1 : threads;
-}
-
-void clear(const Target& target, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
-  if (target.data == nullptr) return;
-  const int64_t* s = target.stride;
-  for (int64_t b = 0; b < batch; ++b) {
-    for (int64_t h = 0; h < heads; ++h) {
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t d = 0; d < columns; ++d) {
-          target.data[b * s[0] + h * s[1] + i * s[2] + d * s[3]] = 0.0f;
-        }
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -113,7 +90,7 @@ Status entmax_attention(const Entmax& problem, int threads, ParallelFor parallel
                plan,
                kernel->workspace(problem, plan),
                Queues(plan.items, workers)};
-  return work_on(work, workers, parallel_for);
+  return work_on(work, work_on_items, workers, parallel_for);
 }
 
 Status entmax_gradient(const EntmaxGradient& g, int threads, ParallelFor parallel_for) {
@@ -122,9 +99,7 @@ Status entmax_gradient(const EntmaxGradient& g, int threads, ParallelFor paralle
   const Attention& a = g.forward.attention;
   const int64_t items = a.batch * a.kv_heads;
   if (items * a.queries * a.keys == 0) {
-    clear(g.query, a.batch, a.heads, a.queries, a.head_dim);
-    clear(g.key, a.batch, a.kv_heads, a.keys, a.head_dim);
-    clear(g.value, a.batch, a.kv_heads, a.keys, a.value_dim);
+    clear_gradients(a, g.query, g.key, g.value);
     if (g.alpha) memset(g.alpha, 0, static_cast<size_t>(a.batch * a.heads) * sizeof(float));
     return Status::kOk;
   }
@@ -136,7 +111,7 @@ Status entmax_gradient(const EntmaxGradient& g, int threads, ParallelFor paralle
   const int64_t workers = threads < items ? threads : items;
   Work work = {
       &g.forward, &g, *kernel, plan, kernel->gradient_workspace(g, plan), Queues(items, workers)};
-  return work_on(work, workers, parallel_for);
+  return work_on(work, work_on_items, workers, parallel_for);
 }
 
 }  // namespace elsa

@@ -34,15 +34,6 @@ void work_on_items(int64_t worker, int64_t, void* context) {
   }
 }
 
-Status work_on(Work& work, int64_t workers, ParallelFor parallel_for) {
-  if (workers <= 1) {
-    work_on_items(0, 1, &work);
-  } else {
-    parallel_for(workers, work_on_items, &work);
-  }
-  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
-}
-
 struct AttentionWork {
   const AttentionGradient& problem;
   const GradientKernel& kernel;
@@ -110,6 +101,13 @@ void clear(const Target& target, int64_t batch, int64_t heads, int64_t rows, int
 
 }  // namespace
 
+void clear_gradients(const Attention& a, const Target& query, const Target& key,
+                     const Target& value) {
+  clear(query, a.batch, a.heads, a.queries, a.head_dim);
+  clear(key, a.batch, a.kv_heads, a.keys, a.head_dim);
+  clear(value, a.batch, a.kv_heads, a.keys, a.value_dim);
+}
+
 const GradientKernel* gradient_kernel() {
 #if defined(__x86_64__) || defined(_M_X64)
   static const GradientKernel* const all[] = {&kGradientKernelAvx512, &kGradientKernelAvx2,
@@ -132,9 +130,7 @@ Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor p
   const Attention& a = g.forward;
   const int64_t items = a.batch * a.kv_heads;
   if (items * a.queries * a.keys == 0) {
-    clear(g.query, a.batch, a.heads, a.queries, a.head_dim);
-    clear(g.key, a.batch, a.kv_heads, a.keys, a.head_dim);
-    clear(g.value, a.batch, a.kv_heads, a.keys, a.value_dim);
+    clear_gradients(a, g.query, g.key, g.value);
     return Status::kOk;
   }
   const double work_size = static_cast<double>(a.batch * a.heads * a.queries) *
@@ -148,7 +144,7 @@ Status attention_gradient(const AttentionGradient& g, int threads, ParallelFor p
     work.kernel.attention(work.problem, item, workspace);
   };
   Work work = {kernel->attention_workspace(g), run, &context, Queues(items, workers)};
-  return work_on(work, workers, parallel_for);
+  return work_on(work, work_on_items, workers, parallel_for);
 }
 
 Status window_gradient(const WindowGradient& given, int threads, ParallelFor parallel_for) {
@@ -180,7 +176,7 @@ Status window_gradient(const WindowGradient& given, int threads, ParallelFor par
     work.kernel.window(work.problem, work.plan, item, workspace);
   };
   Work work = {kernel->window_workspace(g, plan), run, &context, Queues(items, workers)};
-  const Status status = work_on(work, workers, parallel_for);
+  const Status status = work_on(work, work_on_items, workers, parallel_for);
   if (status == Status::kOk) add_parts(g, plan);
   return status;
 }

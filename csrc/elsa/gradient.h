@@ -15,6 +15,10 @@ struct Target {
   int64_t stride[4] = {};
 };
 
+// Zeros for the gradients of an attention without scores; all of them are of the operands' shapes.
+void clear_gradients(const Attention& problem, const Target& query, const Target& key,
+                     const Target& value);
+
 struct AttentionGradient {
   Attention forward;                // its `out` is not used, its `lse` is read
   View out;                         // [batch, heads, queries, value_dim]

@@ -87,16 +87,6 @@ struct Work {
   }
 };
 
-template <class Part>
-Status work_on(Work<Part>& work, Body body, int64_t workers, ParallelFor parallel_for) {
-  if (workers <= 1) {
-    body(0, 1, &work);
-  } else {
-    parallel_for(workers, body, &work);
-  }
-  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
-}
-
 void attend(int64_t, int64_t, void* context) {
   Work<Forward>& work = *static_cast<Work<Forward>*>(context);
   const Kernel& kernel = *static_cast<const Kernel*>(work.kernel);
@@ -137,16 +127,6 @@ void fill_empty(const Attention& a) {
   memset(a.out, 0, static_cast<size_t>(a.queries * row));
   for (int64_t h = 0; h < a.heads; ++h) {
     for (int64_t i = 0; i < a.queries; ++i) a.lse[lse_offset(a, 0, h) + i] = -__builtin_inff();
-  }
-}
-
-void clear(const Target& target, int64_t heads, int64_t rows, int64_t columns) {
-  if (target.data == nullptr) return;
-  const int64_t* s = target.stride;
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t h = 0; h < heads; ++h) {
-      for (int64_t d = 0; d < columns; ++d) target.data[h * s[1] + i * s[2] + d * s[3]] = 0.0f;
-    }
   }
 }
 
@@ -213,9 +193,7 @@ Status varlen_gradient(const AttentionGradient& packed, const Sequences& at, int
     g.value = from_token(packed.value, at.key[s]);
     const Attention& a = g.forward;
     if (a.queries == 0 || a.keys == 0) {
-      clear(g.query, a.heads, a.queries, a.head_dim);
-      clear(g.key, a.kv_heads, a.keys, a.head_dim);
-      clear(g.value, a.kv_heads, a.keys, a.value_dim);
+      clear_gradients(a, g.query, g.key, g.value);
       continue;
     }
     parts.push_back({g, 0, scores_of(a)});

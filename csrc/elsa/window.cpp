@@ -130,12 +130,7 @@ Status window_attention(const WindowAttention& a, int threads, ParallelFor paral
   if (!prepare_window(a, plan)) return Status::kOutOfMemory;
   const int64_t workers = threads < plan.items ? threads : plan.items;
   Work work = {a, *kernel, plan, Queues(plan.items, workers)};
-  if (workers == 1) {
-    work_on_items(0, 1, &work);
-  } else {
-    parallel_for(workers, work_on_items, &work);
-  }
-  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
+  return work_on(work, work_on_items, workers, parallel_for);
 }
 
 bool gather_bias(const View& table, int64_t rows, int64_t heads, const int64_t* index,

@@ -7,6 +7,8 @@
 
 #include <atomic>
 
+#include "attention.h"
+
 namespace elsa {
 namespace {
 
@@ -93,6 +95,17 @@ class Queues {
   const int64_t count_;
   Queue queue_[kMost];
 };
+
+// Runs `body` once for each worker; a worker without memory has said so in `work.out_of_memory`.
+template <class Work>
+Status work_on(Work& work, Body body, int64_t workers, ParallelFor parallel_for) {
+  if (workers <= 1) {
+    body(0, 1, &work);
+  } else {
+    parallel_for(workers, body, &work);
+  }
+  return work.out_of_memory ? Status::kOutOfMemory : Status::kOk;
+}
 
 }  // namespace
 }  // namespace elsa

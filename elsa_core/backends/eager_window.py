@@ -231,11 +231,18 @@ class _Terms(NamedTuple):
 
 
 def dense_bias(bias: Tensor, bias_index: Tensor | None) -> Tensor:
-    """The bias as [heads, T, T]: itself, or a table [L, heads] read at `bias_index` [T, T]."""
+    """The bias as [heads, T, T]: itself, or a table [L, heads] read at `bias_index` [T, T].
+
+    An entry outside the table is refused, or NaN where a look at it would wait or trace.
+    """
     if bias_index is None:
         return bias
-    require_inside(bias_index, bias.shape[0])  # PyTorch takes a negative one from the end
-    return bias[bias_index].permute(2, 0, 1)
+    if require_inside(bias_index, bias.shape[0]):
+        return bias[bias_index].permute(2, 0, 1)
+    # PyTorch takes a negative one from the end, and stops a GPU's process at a large one.
+    inside = bias_index.clamp(0, bias.shape[0] - 1)
+    outside = (inside != bias_index).unsqueeze(-1)
+    return bias[inside].masked_fill(outside, math.nan).permute(2, 0, 1)
 
 
 def largest_score(call: WindowCall) -> float:

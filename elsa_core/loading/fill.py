@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError, ModelError
+from elsa_core.files import scratch
 from elsa_core.loading.accounted import changed
 from elsa_core.loading.alike import label
 from elsa_core.loading.fit import differences, matches
@@ -196,8 +196,8 @@ def _one_file(weights: Weights) -> Iterator[Path]:
     """One file of the tensors under their plain names, which vanishes afterwards."""
     from safetensors.torch import save_file
 
-    with tempfile.TemporaryDirectory(prefix="elsa-weights-") as scratch:
-        path = Path(scratch) / "model.safetensors"
+    with scratch("elsa-weights-") as folder:
+        path = folder / "model.safetensors"
         save_file(separate(weights.tensors), path)
         yield path
 

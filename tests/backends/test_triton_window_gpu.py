@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+import elsa_core as elsa
 from elsa_core.bench.tune.window_cases import (
     GEOMETRY,
     ROUNDING,
@@ -149,6 +150,21 @@ def test_nan_stays_in_its_window():
         assert bad[1, 0, 7:, :7, :32].all()
         bad[1, 0, 7:, :7, :32] = False
         assert not bad.any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("outside", [-1, 169])
+def test_an_entry_beyond_the_table_is_nan_in_its_row(backend, outside):
+    table = torch.randn(169, 3, device="cuda")
+    index = torch.randint(169, (49, 49), device="cuda")
+    index[3, 4] = outside
+    qkv = torch.randn(2, 14, 14, 3 * 96, device="cuda")
+    out = elsa.window_attention(
+        qkv, table, bias_index=index, num_heads=3, window_size=(7, 7), backend=backend
+    )
+    bad = torch.zeros(2, 14, 14, 96, dtype=torch.bool, device="cuda")
+    bad[:, 0::7, 3::7] = True  # token 3 of each window
+    assert torch.equal(out.isnan(), bad)
 
 
 def test_strides():

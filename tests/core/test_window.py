@@ -299,6 +299,36 @@ def test_a_bias_index_beyond_its_table_is_an_error_not_memory() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("outside", [-1, -7, 7])
+def test_an_unseen_entry_beyond_the_table_makes_its_scores_nan(outside: int) -> None:
+    """A negative one read the table from its end wherever the index is not looked at."""
+    generator = torch.Generator().manual_seed(0)
+    qkv, _, _ = inputs((1, 8, 4), (1, 4, 4))
+    table = torch.randn(7, HEADS, dtype=torch.float64, generator=generator)
+    index = torch.randint(1, 6, (16, 16), generator=generator)  # rows 0 and 6 are not read
+    index[5, 3] = outside
+
+    def run(table: Tensor) -> Tensor:
+        return elsa.window_attention(
+            qkv, table, bias_index=index, num_heads=HEADS, window_size=(1, 4, 4), backend="eager"
+        )
+
+    out, pull = torch.func.vjp(run, table)
+    bad = torch.zeros(out.shape, dtype=torch.bool)
+    bad[:, :, 1::4, 1] = True  # token 5 of each window
+    assert torch.equal(out.isnan(), bad)
+    (grad,) = pull(torch.where(bad, 0.0, torch.ones_like(out)))
+    assert torch.equal(grad[[0, 6]], torch.zeros(2, HEADS, dtype=torch.float64))
+
+
+def test_a_table_on_a_device_that_is_not_waited_for() -> None:
+    index = torch.full((16, 16), -1)
+    dense = eager_window.dense_bias(torch.zeros(7, HEADS).to("meta"), index.to("meta"))
+    assert dense.shape == (HEADS, 16, 16) and dense.is_meta
+    with pytest.raises(ArgumentError, match="bias_index"):
+        eager_window.dense_bias(torch.zeros(7, HEADS), index)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)])
 @pytest.mark.parametrize("with_terms", [False, True])
 def test_opcheck_of_the_backward_of_a_padded_image(order: Any, with_terms: bool) -> None:

@@ -20,13 +20,14 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import nn
 
 from elsa_cli.main import run
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.exporting import archive, signature
 from elsa_core.exporting import verify as verifying
-from elsa_core.exporting.bundle import Bundle, _check_target, _sign
+from elsa_core.exporting.bundle import Bundle, _check_target, _sign, _staged, export
 from elsa_core.exporting.manifest import files_in
 from elsa_core.exporting.verify import ArtefactReport, verify
 
@@ -333,6 +334,10 @@ def write_and_die(target: Path, how: str) -> None:
         with files.scratch("elsa-verify-", folder=target.parent) as folder:
             (folder / "half").write_text("x")
             die()
+    if how == "zip":
+        with _staged(target, True) as folder:
+            (folder / "half").write_text("x")
+            die()
     if how == "file":
         with files.staged_file(target) as staging:
             staging.write_text("half")
@@ -378,6 +383,30 @@ def test_a_killed_run_is_cleaned_up_by_the_next(
     files.recover(target)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in target.iterdir()] == [holds]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks say whose it is")
+@pytest.mark.parametrize("zip", [False, True])
+def test_an_export_puts_back_what_a_killed_one_moved_aside(tmp_path: Path, zip: bool) -> None:
+    """With --zip a directory may have been there: it is put back, and refused."""
+    target, aside = tmp_path / "out.zip", tmp_path / ".out.zip.abcdefgh.old"
+    aside.mkdir()
+    (aside / "old").write_text("old")
+    words = "is a directory: with --zip it names a file" if zip else "exists: use --force"
+    with pytest.raises(ArgumentError, match=words):
+        export(nn.Identity(), target, zip=zip)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.zip"]
+    assert (target / "old").read_text() == "old"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks say whose it is")
+def test_a_refused_export_removes_half_a_zip(tmp_path: Path) -> None:
+    (tmp_path / "out.zip").touch()
+    killed(tmp_path / "out.zip", "zip")
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ArgumentError, match="exists: use --force"):
+        export(nn.Identity(), tmp_path / "out.zip", zip=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.zip"]
 
 
 def test_other_leftovers_of_a_killed_run(tmp_path: Path) -> None:

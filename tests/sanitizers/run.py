@@ -15,8 +15,8 @@ _NEITHER = ("test_memory_is_linear_at_32768_tokens", "test_memory_is_linear_at_1
 EVERYTHING = (
     f"{BACKENDS}/test_native.py", f"{BACKENDS}/test_native_dropout.py",
     f"{BACKENDS}/test_native_entmax.py", f"{BACKENDS}/test_native_gradient.py",
-    f"{BACKENDS}/test_native_varlen.py", f"{BACKENDS}/test_native_window.py",
-    f"{BACKENDS}/test_ort_library.py",
+    f"{BACKENDS}/test_native_sparse.py", f"{BACKENDS}/test_native_varlen.py",
+    f"{BACKENDS}/test_native_window.py", f"{BACKENDS}/test_ort_library.py",
 )  # fmt: skip
 SHORT = (
     f"{BACKENDS}/test_native.py::test_masks",
