@@ -180,6 +180,9 @@ def passed(module: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+_capturing = torch.cuda.is_current_stream_capturing
+
+
 class _Original(threading.local):
     within = False
 
@@ -203,10 +206,16 @@ def is_within_original(site: Any) -> bool:
 
 def is_original(backend: str, precision: str) -> bool:
     """As `is_within_original`, of a call with these names."""
-    # a compiler reads no further than its own question
-    if torch.compiler.is_compiling() or not _ORIGINAL.within:
+    if not _within() or torch.compiler.is_compiling():  # a graph would keep the original for ever
         return False
     return backend == "auto" and precision == "strict"
+
+
+def _within() -> bool:
+    return _ORIGINAL.within
+
+
+_within._dynamo_marked_constant = True  # type: ignore[attr-defined]  # reads what is a thread's own
 
 
 def is_unasked(space: dict[str, Any]) -> bool:
@@ -235,11 +244,11 @@ def is_host_bound(
         return False
     if work >= routing.eager_least(operator, x.dtype) or not is_unasked(vars(site)):
         return False
-    if torch.cuda.is_current_stream_capturing():
+    if _capturing():
         return False
     if site.training:  # a warm-up would draw from the generator of its dropout
         return torch.is_grad_enabled()
-    kind = (type(site), operator, x.shape, x.dtype, x.device, work, form)
+    kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
         if any(is_shown(module) for module in site.modules()):  # hooks would see the warm-up too
             return False
@@ -259,7 +268,7 @@ def by_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: str, precision: 
         return False
     if query.numel() * key.shape[-2] >= routing.eager_least("attention", query.dtype):
         return False
-    if backend != "auto" or precision != "strict" or torch.cuda.is_current_stream_capturing():
+    if backend != "auto" or precision != "strict" or _capturing():
         return False
     shapes = query.shape, key.shape, value.shape
     kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)

@@ -1,19 +1,26 @@
 """Blocks whose residuals and LayerScale go into the last product of what they add.
 
-Such a block is no site. Its class is swapped beside a site within it, where the whole model is
-patched, so that its forward hands the terms on; a part that was not patched, drops something or has
-hooks is called as before. Read against timm 1.0.20 to 1.0.31.
+Such a block is no site. Its class is swapped beside a site within it: where the whole model is
+patched, so that its forward hands the terms on; where attention alone is, for the small calls whose
+functions it calls one after another. A part that was not patched, drops something or has hooks is
+called as before. Read against timm 1.0.20 to 1.0.31.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from elsa_core.patching.adapters import flat
-from elsa_core.patching.adapters.common import all_original, is_host_bound
+from elsa_core.patching.adapters.common import (
+    all_original,
+    is_host_bound,
+    is_unasked,
+    trains_by_pytorch,
+)
 from elsa_core.patching.adapters.residual import added
 
 
@@ -22,6 +29,7 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
 
     elsa_base = Block
     elsa_companion = True
+    elsa_any_scope = True
     elsa_precision: str
     elsa_backend: str
 
@@ -36,14 +44,30 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         terms: dict[str, Any] = {"attn_mask": attn_mask}
         if is_causal:  # older versions do not have it
             terms["is_causal"] = True
+        own = super().forward
+        layered = "elsa_precision" in vars(self.mlp)  # or attention alone is patched
+        if not (layered or x.is_cuda):
+            return own(x, **terms)  # type: ignore[no-any-return]
 
         def by_elsa() -> Tensor:
+            if not layered:
+                return own(x, **terms)  # type: ignore[no-any-return]
             y = added(x, self.norm1, self.attn, self.ls1, self.drop_path1, terms)
             return added(y, self.norm2, self.mlp, self.ls2, self.drop_path2)
 
         # its largest product has four times as many channels, as MLPs have by default
-        if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):
+        operator, work = "linear", 4 * x.numel() * x.shape[-1]
+        if not layered:
+            operator, work = "attention", x.numel() * x.shape[-2]
+        if is_host_bound(self, operator, x, work, by_elsa) or self._trains_by_pytorch(x):
             whole = attn_mask is None and not is_causal
             out = flat.served(self, flat.block, x) if whole else None
-            return all_original(super().forward, x, **terms) if out is None else out
+            return all_original(own, x, **terms) if out is None else out
         return by_elsa()
+
+    def _trains_by_pytorch(self, x: Tensor) -> bool:
+        """Whether autocast leaves the linear layers to PyTorch, and a step attention too."""
+        attn: Any = self.attn
+        if not torch.is_autocast_enabled("cuda") or "elsa_backend" not in vars(attn):
+            return False
+        return is_unasked(vars(self)) and trains_by_pytorch(attn, x, getattr(attn, "qkv", None))
