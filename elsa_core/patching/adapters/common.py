@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import is_current_stream_capturing as _capturing
 from torch.nn import functional
 
 from elsa_core import calls, routing
@@ -180,9 +181,6 @@ def passed(module: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-_capturing = torch.cuda.is_current_stream_capturing
-
-
 class _Original(threading.local):
     within = False
 
@@ -206,16 +204,10 @@ def is_within_original(site: Any) -> bool:
 
 def is_original(backend: str, precision: str) -> bool:
     """As `is_within_original`, of a call with these names."""
-    if not _within() or torch.compiler.is_compiling():  # a graph would keep the original for ever
+    # a compiler reads no further than its own question
+    if torch.compiler.is_compiling() or not _ORIGINAL.within:
         return False
     return backend == "auto" and precision == "strict"
-
-
-def _within() -> bool:
-    return _ORIGINAL.within
-
-
-_within._dynamo_marked_constant = True  # type: ignore[attr-defined]  # reads what is a thread's own
 
 
 def is_unasked(space: dict[str, Any]) -> bool:
@@ -250,7 +242,8 @@ def is_host_bound(
         return torch.is_grad_enabled()
     kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
-        if any(is_shown(module) for module in site.modules()):  # hooks would see the warm-up too
+        # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
+        if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
             return False
         calls.first_of_kind(kind)
         with torch.no_grad(), for_nothing():
