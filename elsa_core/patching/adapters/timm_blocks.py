@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
     elsa_base = Block
     elsa_companion = True
     elsa_any_scope = True
+    elsa_scope: str = "model"  # "attention" where no layer within is patched
     elsa_precision: str
     elsa_backend: str
 
@@ -42,11 +44,12 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         terms: dict[str, Any] = {"attn_mask": attn_mask}
-        if is_causal:  # older versions do not have it
-            terms["is_causal"] = True
+        if is_causal is not False:  # older versions do not have it
+            terms["is_causal"] = is_causal
         own = super().forward
-        layered = "elsa_precision" in vars(self.mlp)  # or attention alone is patched
-        if not (layered or x.is_cuda):
+        layered = self.elsa_scope == "model"
+        # torch.fx calls with what is no tensor
+        if not isinstance(x, Tensor) or not (layered or x.is_cuda):
             return own(x, **terms)  # type: ignore[no-any-return]
 
         def by_elsa() -> Tensor:
@@ -67,7 +70,10 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
 
     def _trains_by_pytorch(self, x: Tensor) -> bool:
         """Whether autocast leaves the linear layers to PyTorch, and a step attention too."""
-        attn: Any = self.attn
-        if not torch.is_autocast_enabled("cuda") or "elsa_backend" not in vars(attn):
+        if not torch.is_autocast_enabled("cuda"):
             return False
-        return is_unasked(vars(self)) and trains_by_pytorch(attn, x, getattr(attn, "qkv", None))
+        attn: Any = self.attn
+        if getattr(type(attn), "elsa_base", None) is not Attention:  # may have no head_dim
+            return False
+        projection: Any = getattr(attn, "qkv", None)  # another forward may have left it out
+        return is_unasked(self.__dict__) and trains_by_pytorch(attn, x, projection)
