@@ -116,7 +116,11 @@ def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
 
 def _read(module: nn.Module, read: Reader) -> Reading:
     drops: Drops = []
-    run, key = read(module, drops), (id(module), read)
+    key = (id(module), read)
+    try:
+        run = read(module, drops)
+    except AttributeError:  # another forward left something of the module out
+        run = None
     within = tuple(m for m in module.modules() if m is not module)
     parents = (module, *(m for m in within if m._modules))
     return Reading(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from elsa_core.operators.linear import epilogue
+from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
@@ -71,12 +72,19 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         if (
             is_within_original(self)
             or is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa)
-            or weights_are_hooked(self)
             or trains_by_pytorch(self, x, self.qkv)
         ):
-            shown: Tensor = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
-            return epilogue(shown, "none", residual, scale)
-        return by_elsa()
+            shown = self._original(_of(norm, x), attn_mask, is_causal)
+        elif weights_are_hooked(self):
+            shown = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
+        else:
+            return by_elsa()
+        return epilogue(shown, "none", residual, scale)
+
+    def _original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """The original forward, in calls that are not compiled."""
+        out = flat.served(self, flat.attention, x) if attn_mask is None and not is_causal else None
+        return super().forward(x, attn_mask, **_causal(is_causal)) if out is None else out
 
 
 class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
