@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
 
+from timm.layers import LayerNorm, Mlp  # noqa: E402
 from timm.models.swin_transformer import SwinTransformerBlock  # noqa: E402
 from timm.models.vision_transformer import Attention, Block  # noqa: E402
 
@@ -287,6 +288,25 @@ class NoTimm(nn.Module):
     def forward(self, x, attn_mask=None, is_causal=False):
         q, k, v = self.inner(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("cls", [Block, Attention, Mlp, LayerNorm, nn.Linear])
+def test_a_forward_put_in_a_class_later(cls, called, on_gpu, monkeypatch):
+    """As recipes do it, after the model was patched: before or after its first call."""
+    module, x = nn.Sequential(block()), tokens()
+    elsa.patch(module, scope="attention")
+    with torch.no_grad():
+        before = module(x) if called else None
+        own = cls.forward
+        monkeypatch.setattr(cls, "forward", lambda *g, **k: 2 * own(*g, **k))
+        assert flat.served(module[0], flat.block, x) is None
+        changed = module(x)
+        monkeypatch.setattr(cls, "forward", own)
+        after = module(x)
+        assert flat.served(module[0], flat.block, x) is not None
+    assert before is None or torch.equal(before, after)
+    assert not torch.equal(changed, after)
 
 
 @pytest.mark.parametrize("made", [NoTimm, Attention])
