@@ -17,8 +17,13 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to learn it"
+# Every small call asks these: by names of this module, since those of torch's are looked up in
+# tables that a small call finds in no cache.
+_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_transforms = torch._C._functorch.peek_interpreter_stack
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 # Checks of arguments hold for a trace too. PyTorch leaves out the warnings of its own modules so.
 warnings.filterwarnings(
@@ -46,10 +51,10 @@ def watched() -> bool:
     Then what is called must be what is written, and Python must not branch on lengths.
     """
     return bool(
-        torch.compiler.is_compiling()  # first: a constant for the compiler, which reads no further
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        is_compiling()  # first: a constant for the compiler, which reads no further
+        or _modes()
+        or _tracing() is not None
+        or _transforms() is not None
         or forward_ad._current_level >= 0
     )
 
@@ -58,10 +63,10 @@ def recorded() -> bool:
     """As `watched`, but for the modes that only observe."""
     # a constant for the compiler, which need not know of observers
     return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > _OBSERVERS.count
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        is_compiling()
+        or _modes() > _OBSERVERS.count
+        or _tracing() is not None
+        or _transforms() is not None
         or forward_ad._current_level >= 0
     )
 

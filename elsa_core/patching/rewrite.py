@@ -1,9 +1,9 @@
 """`patch` and `unpatch`: swap the class of each site's module for elsa's, in place.
 
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
-two strings (`elsa_precision`, `elsa_backend`) and, where it was asked for, `elsa_sparsity`; only
-its class differs. So state dicts, deepcopy, pickle, `torch.compile` and `torch.export` see the
-model that they saw before.
+two strings (`elsa_precision`, `elsa_backend`), of a ViT's blocks a third one (`elsa_scope`), and,
+where it was asked for, `elsa_sparsity`; only its class differs. So state dicts, deepcopy, pickle,
+`torch.compile` and `torch.export` see the model that they saw before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from elsa_core.precision import validate
 from elsa_core.sparsity import checked
 from elsa_core.summary import Summarised, Summary
 
-_ATTRIBUTES = ("elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_group", "elsa_lengths")
+_ATTRIBUTES = (
+    "elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_scope", "elsa_group", "elsa_lengths",
+)  # fmt: skip
 _MAX_NAMED = 3  # classes that an error line spells out
 
 
@@ -160,7 +162,7 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> int:
-    """Give every patched module its own class back; returns how many there were.
+    """Give every patched module its own class back; returns how many sites and layers there were.
 
     What was derived from the patched class since (parametrizations, `fully_shard`) stays on top.
 
@@ -176,12 +178,13 @@ def unpatch(model: nn.Module) -> int:
         if adapters.is_patched(module) or "elsa_precision" in module.__dict__
     ]
     own = [_own_class(module) for module in modules]
+    count = sum(not adapters.is_companion(module) for module in modules)
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
         DERIVED.drop(module)
         for name in _ATTRIBUTES:
             module.__dict__.pop(name, None)
-    return len(modules)
+    return count
 
 
 def patched_sites(model: nn.Module) -> dict[str, nn.Module]:
@@ -237,6 +240,9 @@ def _swap(
         module.__dict__.pop("elsa_sparsity", None)
         if sparsity is not None:
             module.__dict__["elsa_sparsity"] = sparsity
+    for module in modules:
+        if hasattr(module, "elsa_scope"):  # a block, which asks in each call
+            module.__dict__["elsa_scope"] = layers.patched_scope(module)
 
 
 def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:

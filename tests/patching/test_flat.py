@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
 
+from timm.layers import LayerNorm, Mlp  # noqa: E402
 from timm.models.swin_transformer import SwinTransformerBlock  # noqa: E402
-from timm.models.vision_transformer import Block  # noqa: E402
+from timm.models.vision_transformer import Attention, Block  # noqa: E402
 
 import elsa_core as elsa  # noqa: E402
 from elsa_core import calls, routing  # noqa: E402
-from elsa_core.patching.adapters import common, flat, redirect  # noqa: E402
+from elsa_core.patching.adapters import common, flat, redirect, timm_blocks  # noqa: E402
 
 VARIANTS = {
     "plain": {},
@@ -47,6 +48,7 @@ def tokens():
 def on_gpu(monkeypatch):
     """CPU tensors that say they are on a GPU; nothing there is computed by a GPU's kernels."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(common, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     calls.forget_kinds()
     yield
@@ -172,6 +174,158 @@ def test_a_vit_in_eager_calls_is_the_original(scope, on_gpu):
         masked = model.forward_features(x, attn_mask=mask)
         elsa.unpatch(model)
         torch.testing.assert_close(masked, model.forward_features(x, attn_mask=mask))
+
+
+@pytest.fixture
+def in_a_row(monkeypatch):
+    """The results of blocks whose functions were called one after another."""
+    found, served = [], flat.served
+
+    def noted(module, read, x):
+        out = served(module, read, x)
+        if read is flat.block and out is not None:
+            found.append(out)
+        return out
+
+    monkeypatch.setattr(flat, "served", noted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scope", ["attention", "model"])
+def test_small_blocks_in_half_precision(scope, dtype, on_gpu, in_a_row):
+    """Bit by bit the original, the first call included, and so after another scope."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=3).eval()
+    model, x = model.to(dtype), torch.randn(2, 3, 32, 32, dtype=dtype)
+    with torch.no_grad():
+        before = model(x)
+        elsa.patch(model, scope="model" if scope == "attention" else "attention")
+        elsa.unpatch(model)
+        elsa.patch(model, scope=scope)
+        for _ in range(2):
+            assert torch.equal(model(x), before)
+            assert len(in_a_row) == 3
+            in_a_row.clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_path_rate": 0.5, "proj_drop_rate": 0.2}], ids=str)
+def test_a_step_under_autocast_is_the_originals(options, on_gpu, in_a_row, monkeypatch):
+    """Whose attention PyTorch trains at any size: no call here counts as small."""
+    monkeypatch.setattr(routing, "eager_least", lambda *_: 0)
+    grads = []
+    for scope in ("", "attention", "model"):
+        torch.manual_seed(0)
+        model = timm.create_model(
+            "vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2, **options
+        ).train()
+        if scope:
+            elsa.patch(model, scope=scope)
+        x = torch.randn(2, 5, 24)
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model.blocks(x)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+        out.square().sum().backward()
+        grads.append([out.detach(), *(p.grad for p in model.blocks.parameters())])
+    assert all(map(torch.equal, grads[0], grads[1]))
+    assert all(map(torch.equal, grads[0], grads[2]))
+    assert len(in_a_row) == (0 if options else 4)
+
+
+def test_a_call_on_a_cpu_is_the_blocks_own(monkeypatch):
+    """With attention alone patched nothing is asked there, and what runs is timm's forward."""
+    module, x = nn.Sequential(block()), tokens()
+    elsa.patch(module, scope="attention")
+    assert type(module[0]) is timm_blocks.ElsaBlock
+    for name in ("is_host_bound", "trains_by_pytorch", "added", "all_original"):
+        monkeypatch.setattr(timm_blocks, name, None)
+    monkeypatch.setattr(flat, "served", None)
+    own, calls = Block.forward, []
+    monkeypatch.setattr(Block, "forward", lambda *g, **k: calls.append(1) or own(*g, **k))
+    with torch.no_grad():
+        found = module(x)
+        assert calls == [1]
+        module[0].__class__ = Block  # as where it is not swapped
+        assert torch.equal(found, module(x))
+
+
+def test_masks_pass_through_blocks(on_gpu):
+    module, x = block(), tokens()
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    expected = module(x, attn_mask=mask)
+    elsa.patch(module, scope="attention")
+    for _ in range(2):
+        assert torch.equal(module(x, attn_mask=mask), module(x, mask))
+        torch.testing.assert_close(module(x, mask), expected)
+        torch.testing.assert_close(module(x, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("scope", ["attention", "model"])
+def test_tracers_that_call_with_no_tensors(scope):
+    module, x = block(), tokens()
+    elsa.patch(module, scope=scope)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return hasattr(type(module), "elsa_base") or super().is_leaf_module(module, name)
+
+    graph = torch.fx.GraphModule(module, Tracer().trace(module))
+    torch.testing.assert_close(graph(x), module(x))
+
+
+class NoTimm(nn.Module):
+    """Attention that says it is fused, without timm's other attributes."""
+
+    fused_attn = True
+
+    def __init__(self, dim, num_heads, **_):
+        super().__init__()
+        self.num_heads, self.inner = num_heads, nn.Linear(dim, 3 * dim)
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        q, k, v = self.inner(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("cls", [Block, Attention, Mlp, LayerNorm, nn.Linear])
+def test_a_forward_put_in_a_class_later(cls, called, on_gpu, monkeypatch):
+    """As recipes do it, after the model was patched: before or after its first call."""
+    module, x = nn.Sequential(block()), tokens()
+    elsa.patch(module, scope="attention")
+    with torch.no_grad():
+        before = module(x) if called else None
+        own = cls.forward
+        monkeypatch.setattr(cls, "forward", lambda *g, **k: 2 * own(*g, **k))
+        assert flat.served(module[0], flat.block, x) is None
+        changed = module(x)
+        monkeypatch.setattr(cls, "forward", own)
+        after = module(x)
+        assert flat.served(module[0], flat.block, x) is not None
+    assert before is None or torch.equal(before, after)
+    assert not torch.equal(changed, after)
+
+
+@pytest.mark.parametrize("made", [NoTimm, Attention])
+@pytest.mark.parametrize("least", [0, 1 << 30])
+def test_other_attention_under_autocast(made, least, on_gpu, monkeypatch):
+    """A class that is redirected, and timm's with another forward and no qkv any more."""
+    monkeypatch.setattr(routing, "eager_least", lambda *_: least)
+    module = nn.Sequential(Block(24, 3, attn_layer=made)).train()
+    elsa.patch(module, scope="attention")
+    if made is Attention:
+        module[0].attn.forward = lambda x, **_: x
+        del module[0].attn.qkv
+    x = tokens().requires_grad_()
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        module(x).sum().backward()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "beit_base_patch16_224"])

@@ -26,12 +26,13 @@ def block():
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Tensors say that they lie on a GPU where the question is who waits."""
+    monkeypatch.setattr(common, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(calls, "_KINDS", set())
 
     def asked(site, operator, x, work, by_elsa, form=None):
         class Shown:
-            is_cuda, dtype, shape, device = True, x.dtype, x.shape, "cuda"
+            is_cuda, dtype, shape, get_device = True, x.dtype, x.shape, staticmethod(lambda: 0)
 
         return common.is_host_bound(site, operator, Shown, work, by_elsa)
 
@@ -85,6 +86,26 @@ def test_hooks_see_a_call_once(block, on_gpu):
         for _ in range(2):
             block(torch.randn(2, 17, 192))
     assert seen == ["norm1", "act"] * 2
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("why", ["ranks", "dropout", "nothing"])
+def test_what_a_warm_up_would_disturb(block, on_gpu, why):
+    """Ranks whose first calls differ would wait for each other; dropout would draw twice."""
+    block.mlp.drop1 = block.attn.q_norm = counted = Counted().eval()
+    if why == "ranks":
+        block.attn.elsa_group = block.mlp.elsa_group = "a group"
+    counted.training = why == "dropout"  # Monte Carlo dropout
+    with torch.inference_mode():
+        block(torch.randn(2, 17, 192))
+    assert (counted.calls == 2) == (why != "nothing")
 
 
 def test_dropout_draws_as_often_as_the_original(on_gpu):

@@ -141,6 +141,35 @@ def test_unpatch_copies_and_pickles():
     assert not any("elsa_precision" in vars(m) for m in model.modules())
 
 
+def test_blocks_know_the_scope():
+    """Of the layers within them, and not of the last call."""
+
+    def scopes() -> list[str]:
+        return [block.elsa_scope for block in model.blocks]
+
+    model = vit()
+    classes = [(type(m), dict(vars(m))) for m in model.modules()]
+    elsa.patch(model, scope="attention")
+    assert scopes() == ["attention"] * 2 and layers.patched_scope(model) == "attention"
+    elsa.patch(model, scope="model", include="blocks.0.*")
+    assert scopes() == ["model", "attention"]
+    elsa.patch(model, scope="attention")
+    assert scopes() == ["model", "attention"] and layers.patched_scope(model) == "model"
+    elsa.unpatch(model)
+    assert [(type(m), dict(vars(m))) for m in model.modules()] == classes
+    elsa.patch(model, scope="attention", include="blocks.1.attn")
+    assert [adapters.is_patched(block) for block in model.blocks] == [False, True]
+    assert elsa.unpatch(model) == 1
+
+
+def test_a_block_without_its_mlp_adds_in_the_product(monkeypatch):
+    model = vit()
+    elsa.patch(model, scope="model", exclude="*.mlp*")
+    seen = Calls(monkeypatch)
+    model(image())
+    assert [call[2] for call in seen if call[0] == VIT["embed_dim"]].count(True) == 2
+
+
 def test_parts_of_an_mlp_are_no_sites():
     model = vit()
     elsa.patch(model, scope="model")
@@ -423,6 +452,20 @@ def test_a_plan_of_no_scope(tmp_path):
     file.write_text(json.dumps(content | {"scope": ["model"]}))
     with pytest.raises(ModelError, match="scope"):
         read_plan(file)
+
+
+def test_a_plan_of_attention_alone(tmp_path):
+    """Blocks are no sites of it, and are swapped where it is applied."""
+    model = vit()
+    wanted = model(image())
+    report = elsa.patch(model, scope="attention")
+    plan, classes = plan_of(report), [type(m) for m in model.modules()]
+    assert plan.scope == "attention" and plan.sites == ("blocks.0.attn", "blocks.1.attn")
+    elsa.unpatch(model)
+    assert apply_plan(model, plan, tmp_path).patched == report.patched
+    assert [type(m) for m in model.modules()] == classes
+    assert [block.elsa_scope for block in model.blocks] == ["attention"] * 2
+    torch.testing.assert_close(model(image()), wanted)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import is_current_stream_capturing as _capturing
 from torch.nn import functional
 
 from elsa_core import calls, routing
@@ -235,13 +236,14 @@ def is_host_bound(
         return False
     if work >= routing.eager_least(operator, x.dtype) or not is_unasked(vars(site)):
         return False
-    if torch.cuda.is_current_stream_capturing():
+    if _capturing():
         return False
     if site.training:  # a warm-up would draw from the generator of its dropout
         return torch.is_grad_enabled()
-    kind = (type(site), operator, x.shape, x.dtype, x.device, work, form)
+    kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
-        if any(is_shown(module) for module in site.modules()):  # hooks would see the warm-up too
+        # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
+        if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
             return False
         calls.first_of_kind(kind)
         with torch.no_grad(), for_nothing():
@@ -259,7 +261,7 @@ def by_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: str, precision: 
         return False
     if query.numel() * key.shape[-2] >= routing.eager_least("attention", query.dtype):
         return False
-    if backend != "auto" or precision != "strict" or torch.cuda.is_current_stream_capturing():
+    if backend != "auto" or precision != "strict" or _capturing():
         return False
     shapes = query.shape, key.shape, value.shape
     kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)

@@ -7,9 +7,9 @@ order as in the original forward, so that results are equal bit by bit. Identiti
 drops nothing are not called.
 
 What a block consists of is read once and compared at each call: a module that was replaced or has
-another class is read anew; where a module within has hooks or drops something, nothing is served
-and the original forward runs. Weights and settings are looked up at each call. Read against timm
-1.0.20 to 1.0.31.
+another class is read anew; where a module within has hooks or drops something, or a class got
+another forward than its own, nothing is served and the original forward runs. Weights and settings
+are looked up at each call. Read against timm 1.0.20 to 1.0.31.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import torch
@@ -32,6 +32,8 @@ Space = dict[str, Any]  # what a module holds: its __dict__
 _HOOKS = itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
+
+_FORWARD = attrgetter("forward")
 
 _ATTENTION, _MLP = "timm.layers.attention.Attention", "timm.layers.mlp.Mlp"
 _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
@@ -58,6 +60,7 @@ class Reading:
 
     Attributes:
         owner: the module. modules: all within it, with their `types` and `spaces`.
+        classes: those of all these, and those that elsa's stand for, with their `forwards`.
         children: for each module with children its space and them.
         sites: the spaces of those that are patched.
         drops: what may drop something: the space with `training`, that with the rate, its name.
@@ -68,6 +71,8 @@ class Reading:
     modules: tuple[nn.Module, ...]
     types: tuple[type, ...]
     spaces: tuple[Space, ...]
+    classes: tuple[type, ...]
+    forwards: tuple[Any, ...]
     children: tuple[tuple[Space, tuple[nn.Module | None, ...]], ...]
     sites: tuple[Space, ...]
     drops: tuple[tuple[Space, Space, str], ...]
@@ -76,6 +81,8 @@ class Reading:
     def holds(self) -> bool:
         """Whether the modules are still those that were read."""
         if tuple(map(type, self.modules)) != self.types:
+            return False
+        if tuple(map(_FORWARD, self.classes)) != self.forwards:
             return False
         return all(tuple(space["_modules"].values()) == found for space, found in self.children)
 
@@ -116,19 +123,39 @@ def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
 
 def _read(module: nn.Module, read: Reader) -> Reading:
     drops: Drops = []
-    run, key = read(module, drops), (id(module), read)
+    key = (id(module), read)
+    try:
+        run = read(module, drops)
+    except AttributeError:  # another forward left something of the module out
+        run = None
     within = tuple(m for m in module.modules() if m is not module)
+    types = {type(m) for m in (module, *within)}
+    bases = (cls.__dict__.get("elsa_base") for cls in types)
+    classes = tuple(types.union(base for base in bases if base is not None))
+    if not all(map(_has_own_forward, classes)):
+        run = None
     parents = (module, *(m for m in within if m._modules))
     return Reading(
         weakref.ref(module, lambda _: _READINGS.pop(key, None)),
         within,
         tuple(map(type, within)),
         tuple(vars(m) for m in within),
+        classes,
+        tuple(map(_FORWARD, classes)),
         tuple((vars(m), tuple(m._modules.values())) for m in parents),
         tuple(vars(m) for m in within if hasattr(type(m), "elsa_base")),
         tuple(drops),
         run,
     )
+
+
+def _has_own_forward(cls: Any) -> bool:
+    """Whether the forward of a class is the one that it, or a class that it inherits, was written
+    with: recipes put in others.
+    """
+    owner = next(c for c in cls.__mro__ if "forward" in c.__dict__)
+    written = f"{owner.__module__}.{owner.__qualname__}.forward"
+    return f"{cls.forward.__module__}.{cls.forward.__qualname__}" == written
 
 
 # Readers: what computes a module's forward from what it holds now, or None. `drops` takes up what

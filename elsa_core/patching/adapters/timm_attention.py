@@ -62,12 +62,6 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         """residual + scale * forward(norm(x)); the first two are for calls without dropout."""
         if norm is not None and getattr(self, "gate", None) is not None:
             x, norm = norm(x), None  # the gate reads it too
-        if weights_are_hooked(self):
-            shown: Tensor = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
-            return epilogue(shown, "none", residual, scale)
-        if is_within_original(self) or trains_by_pytorch(self, x, self.qkv):
-            shown = self._original(_of(norm, x), attn_mask, is_causal)
-            return epilogue(shown, "none", residual, scale)
 
         def by_elsa() -> Tensor:
             gate = gate_of(self, x)
@@ -75,10 +69,17 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
             q, k = self.q_norm(q), self.k_norm(k)
             return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
 
-        if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
+        if (
+            is_within_original(self)
+            or is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa)
+            or trains_by_pytorch(self, x, self.qkv)
+        ):
             shown = self._original(_of(norm, x), attn_mask, is_causal)
-            return epilogue(shown, "none", residual, scale)
-        return by_elsa()
+        elif weights_are_hooked(self):
+            shown = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
+        else:
+            return by_elsa()
+        return epilogue(shown, "none", residual, scale)
 
     def _original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The original forward, in calls that are not compiled."""

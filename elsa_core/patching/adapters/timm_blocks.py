@@ -1,19 +1,27 @@
 """Blocks whose residuals and LayerScale go into the last product of what they add.
 
-Such a block is no site. Its class is swapped beside a site within it, where the whole model is
-patched, so that its forward hands the terms on; a part that was not patched, drops something or has
-hooks is called as before. Read against timm 1.0.20 to 1.0.31.
+Such a block is no site. Its class is swapped beside a site within it: where the whole model is
+patched, so that its forward hands the terms on; where attention alone is, for the small calls whose
+functions it calls one after another. A part that was not patched, drops something or has hooks is
+called as before. Read against timm 1.0.20 to 1.0.31.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from elsa_core.patching.adapters import flat
-from elsa_core.patching.adapters.common import all_original, is_host_bound
+from elsa_core.patching.adapters.common import (
+    all_original,
+    is_host_bound,
+    is_unasked,
+    trains_by_pytorch,
+)
 from elsa_core.patching.adapters.residual import added
 
 
@@ -22,6 +30,8 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
 
     elsa_base = Block
     elsa_companion = True
+    elsa_any_scope = True
+    elsa_scope: str = "model"  # "attention" where no layer within is patched
     elsa_precision: str
     elsa_backend: str
 
@@ -34,16 +44,36 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         terms: dict[str, Any] = {"attn_mask": attn_mask}
-        if is_causal:  # older versions do not have it
-            terms["is_causal"] = True
+        if is_causal is not False:  # older versions do not have it
+            terms["is_causal"] = is_causal
+        own = super().forward
+        layered = self.elsa_scope == "model"
+        # torch.fx calls with what is no tensor
+        if not isinstance(x, Tensor) or not (layered or x.is_cuda):
+            return own(x, **terms)  # type: ignore[no-any-return]
 
         def by_elsa() -> Tensor:
+            if not layered:
+                return own(x, **terms)  # type: ignore[no-any-return]
             y = added(x, self.norm1, self.attn, self.ls1, self.drop_path1, terms)
             return added(y, self.norm2, self.mlp, self.ls2, self.drop_path2)
 
         # its largest product has four times as many channels, as MLPs have by default
-        if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):
+        operator, work = "linear", 4 * x.numel() * x.shape[-1]
+        if not layered:
+            operator, work = "attention", x.numel() * x.shape[-2]
+        if is_host_bound(self, operator, x, work, by_elsa) or self._trains_by_pytorch(x):
             whole = attn_mask is None and not is_causal
             out = flat.served(self, flat.block, x) if whole else None
-            return all_original(super().forward, x, **terms) if out is None else out
+            return all_original(own, x, **terms) if out is None else out
         return by_elsa()
+
+    def _trains_by_pytorch(self, x: Tensor) -> bool:
+        """Whether autocast leaves the linear layers to PyTorch, and a step attention too."""
+        if not torch.is_autocast_enabled("cuda"):
+            return False
+        attn: Any = self.attn
+        if getattr(type(attn), "elsa_base", None) is not Attention:  # may have no head_dim
+            return False
+        projection: Any = getattr(attn, "qkv", None)  # another forward may have left it out
+        return is_unasked(self.__dict__) and trains_by_pytorch(attn, x, projection)
