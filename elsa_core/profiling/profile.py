@@ -101,7 +101,7 @@ def profile(
         The report.
 
     Raises:
-        TypeError: `model` is no `nn.Module`, or a number is none.
+        TypeError: `model` is no `nn.Module`, `inputs` is no tensor or tuple, or a number is none.
         ArgumentError: an argument is wrong, or the model cannot be copied.
         NothingPatchedError: no site of the model can be patched.
         UnavailableError: a baseline or backend that this machine lacks.
