@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -287,7 +289,45 @@ def _build_torchvision(recipe: Recipe) -> nn.Module:
         args = {**args, "num_classes": recipe.num_classes}
     if recipe.name not in torchvision.models.list_models(module=torchvision.models):
         raise ModelError(f"torchvision has no classification model {recipe.name!r}")
-    model: nn.Module = torchvision.models.get_model(recipe.name, weights=None, **args)
+    builder = torchvision.models.get_model_builder(recipe.name)
+    try:
+        model: nn.Module = builder(weights=None, **args)
+    except TypeError as error:
+        if "multiple values" not in str(error):
+            raise
+        model = _with_fixed(inspect.unwrap(builder), args)
+    return model
+
+
+def _with_fixed(builder: Callable[..., nn.Module], args: Mapping[str, Any]) -> nn.Module:
+    """Build with `args` in the place of those that the builder fixes itself.
+
+    `swin_t(**kwargs)` calls `_swin_transformer(window_size=[7, 7], ..., **kwargs)`, which refuses
+    a window_size of the caller as given twice. So the builder's code is run once with a recorder in
+    that function's place, in globals of its own, and the function is called with what both gave.
+
+    Raises:
+        ModelError: the builder fixes its arguments in another way.
+    """
+    known, fixed = builder.__globals__, {}
+    names = [n for n in builder.__code__.co_names if isinstance(known.get(n), FunctionType)]
+
+    def record(*positional: Any, **arguments: Any) -> None:
+        fixed.update({} if positional else arguments)
+
+    if len(names) == 1:
+        alone = FunctionType(builder.__code__, {**known, names[0]: record})
+        alone.__kwdefaults__ = builder.__kwdefaults__
+        alone()
+    if not fixed:
+        raise ModelError(f"torchvision's {builder.__name__} does not take {', '.join(args)}")
+    # torchvision's Swin reads two sides here: one number is meant for both, as timm takes it
+    sides = {
+        key: [args[key]] * 2
+        for key in ("patch_size", "window_size")
+        if type(args.get(key)) is int and isinstance(fixed.get(key), list)
+    }
+    model: nn.Module = known[names[0]](**{**fixed, **args, **sides})
     return model
 
 
