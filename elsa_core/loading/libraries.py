@@ -266,19 +266,28 @@ def _timm_tower_size(visual: Any) -> tuple[int, ...]:
 def _torchvision_recipe(spec: ModelSpec) -> Recipe:
     from torchvision.models import get_model_weights
 
-    weights = list(get_model_weights(spec.name))
-    transform = weights[0].transforms() if weights else None
-    crop = int(transform.crop_size[0]) if transform is not None else 224
-    # The constructors of the ViTs are for 224 pixels whatever size their weights were trained at.
-    side = 224 if spec.name.startswith(("vit_", "maxvit")) else crop
-    preprocess = Preprocess(
-        (3, side, side),
-        tuple(transform.mean) if transform else Preprocess().mean,
-        tuple(transform.std) if transform else Preprocess().std,
-        str(transform.interpolation.value) if transform else "bilinear",
-        crop / transform.resize_size[0] if transform else 0.875,
-    )
+    first = next(iter(get_model_weights(spec.name)), None)
+    if first is None:
+        preprocess = Preprocess(interpolation="bilinear")
+    else:
+        preprocess = torchvision_preprocess(first)
+        if spec.name.startswith(("vit_", "maxvit")):
+            # their constructors are for 224 pixels whatever size the weights were trained at
+            preprocess = dataclasses.replace(preprocess, input_size=(3, 224, 224))
     return Recipe("torchvision", spec.name, {}, None, preprocess)
+
+
+def torchvision_preprocess(weights: Any) -> Preprocess:
+    """Return what a member of torchvision's weights enums says of its images."""
+    transform = weights.transforms()
+    crop = int(transform.crop_size[0])
+    return Preprocess(
+        (3, crop, crop),
+        tuple(transform.mean),
+        tuple(transform.std),
+        str(transform.interpolation.value),
+        crop / transform.resize_size[0],
+    )
 
 
 def _build_torchvision(recipe: Recipe) -> nn.Module:
