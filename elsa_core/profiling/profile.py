@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -108,6 +108,8 @@ def profile(
     """
     if not isinstance(rounds, int) or not isinstance(budget_seconds, int | float):
         raise TypeError("profile: rounds must be a whole number and budget_seconds a number")
+    if not isinstance(seed, SupportsIndex):
+        raise TypeError(f"seed must be a whole number, not {type(seed).__name__}")
     if rounds < 1 or not budget_seconds > 0:
         raise ArgumentError("profile: rounds and budget_seconds must be positive")
     tell = progress or (lambda what, done, total: None)

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import SupportsIndex
 
 import torch
 from torch import nn
@@ -88,7 +89,7 @@ def check(
     """
     require_number("factor", factor)
     require_number("sparsity_bound", sparsity_bound)
-    if not isinstance(batch_size, int):
+    if not isinstance(batch_size, SupportsIndex):
         raise TypeError(f"batch_size must be a whole number, not {type(batch_size).__name__}")
     if not (math.isfinite(factor) and factor >= 1.0):
         raise ArgumentError(f"factor={factor}: expected a finite number of at least 1")
