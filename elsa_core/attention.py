@@ -12,7 +12,7 @@ from elsa_core import calls, dense, nested
 from elsa_core import sparsity as sparse
 from elsa_core.dense import explain
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import require_tensor
+from elsa_core.operands import explain_types, require_tensor
 
 __all__ = ["attention", "explain"]
 
@@ -78,7 +78,7 @@ def attention(
         zeros and lse -inf.
 
     Raises:
-        TypeError: query, key, value or attn_mask is no tensor, or scale no number.
+        TypeError: an argument of a wrong type; the message names it.
         ArgumentError: an argument does not fit; the message names it.
         UnavailableError: the backend asked for by name cannot serve the call.
 
@@ -87,28 +87,41 @@ def attention(
     """
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
-    if offload is not None or offload_block is not None:
-        if sparsity is not None:
-            raise ArgumentError("sparsity and offload exclude each other")
-        from elsa_core.offload import requested
+    try:
+        if offload is not None or offload_block is not None:
+            if sparsity is not None:
+                raise ArgumentError("sparsity and offload exclude each other")
+            from elsa_core.offload import requested
 
-        return requested(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
-            backend, return_lse, offload, offload_block,
+            return requested(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                precision, backend, return_lse, offload, offload_block,
+            )  # fmt: skip
+        if sparsity is not None:
+            given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            found = sparse.serve(*given, precision, backend, sparsity)
+            if found is not None:
+                return found[:2] if return_lse else found[0]
+        answer = dense.ordinary(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, precision, backend,
+            return_lse,
         )  # fmt: skip
-    if sparsity is not None:
-        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        found = sparse.serve(*given, precision, backend, sparsity)
-        if found is not None:
-            return found[:2] if return_lse else found[0]
-    answer = dense.ordinary(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, precision, backend, return_lse
-    )
-    if answer is not None:
-        return answer
-    require_tensor("query", query)
-    served = nested.attention if query.is_nested else dense.checked
-    return served(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, backend,
-        return_lse,
-    )  # fmt: skip
+        if answer is not None:
+            return answer
+        require_tensor("query", query)
+        served = nested.attention if query.is_nested else dense.checked
+        return served(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision,
+            backend, return_lse,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError, TypeError) as error:
+        explain_types(
+            error,
+            tensors={"query": query, "key": key, "value": value},
+            terms={"attn_mask": attn_mask},
+            scale=scale,
+            numbers={"dropout_p": dropout_p},
+            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
+            names={"precision": precision, "backend": backend},
+        )
+        raise

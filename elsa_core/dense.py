@@ -18,8 +18,6 @@ from elsa_core.operands import (
     leading_dims,
     operands,
     require_dense,
-    require_number,
-    require_tensor,
 )
 from elsa_core.routing import Route
 
@@ -71,7 +69,7 @@ def ordinary(
     nothing to record and no tracer, mode or transform is active.
 
     Raises:
-        TypeError: query, key, value or attn_mask is no tensor, or scale no number.
+        TypeError: query, key, value or attn_mask is no tensor.
         ArgumentError, UnavailableError: as `elsa_core.attention`.
     """
     if calls.watched() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
@@ -111,7 +109,7 @@ def ordinary(
             result = calls.below_autograd(choice.run, *arguments)
         return _with_lse(*result, backend) if return_lse else result[0]
     except (AttributeError, RuntimeError):
-        _explain_types(query, key, value, attn_mask, scale)
+        require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
 
 
@@ -177,19 +175,6 @@ def _served(
         run = routing.RUNS["attention", name]
         answer = run(q, k, v, mask, is_causal, scale, precision)
     return answer
-
-
-def _explain_types(
-    query: object, key: object, value: object, attn_mask: object, scale: object
-) -> None:
-    """What is wrong with arguments that made a call fail; nothing is checked before one does."""
-    for name, given in (("query", query), ("key", key), ("value", value)):
-        require_tensor(name, given)
-    if attn_mask is not None:
-        require_tensor("attn_mask", attn_mask)
-    if scale is not None:
-        require_number("scale", scale)
-    require_dense(query=query, key=key, value=value, attn_mask=attn_mask)  # type: ignore[arg-type]
 
 
 def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:

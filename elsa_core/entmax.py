@@ -12,7 +12,7 @@ from elsa_core import calls, operators, routing
 from elsa_core.attention import attention, explain
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import autocast, leading_dims, operands, require_tensor
+from elsa_core.operands import autocast, explain_types, leading_dims, operands, require_tensor
 from elsa_core.routing import Route
 
 LEAST_ALPHA, MOST_ALPHA = 1.0, 4.0
@@ -63,7 +63,7 @@ def entmax_attention(
         out [..., Hq, Nq, Dv] in the query's dtype. A row that sees no key gives zeros.
 
     Raises:
-        TypeError: query, key, value or attn_mask is no tensor, or alpha no number.
+        TypeError: an argument of a wrong type; the message names it.
         ArgumentError: an argument does not fit; the message names it.
         UnavailableError: the backend asked for by name cannot serve the call.
 
@@ -73,29 +73,40 @@ def entmax_attention(
     """
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
-    if not isinstance(alpha, Tensor) and _number(alpha) == LEAST_ALPHA:
-        softmax = attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
-            precision=precision, backend=backend,
-        )  # fmt: skip
-        assert isinstance(softmax, Tensor)  # no lse was asked for
-        return softmax
-    require_tensor("query", query)
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    number, head_alpha = _alpha(alpha, q)
-    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-    name = routing.name_of("entmax_attention", *kind, backend)
-    run = routing.RUNS["entmax_attention", name]
-    if calls.exporting_onnx() or routing.plain_alone(backend):
-        run = operators.ENTMAX_ATTENTION.exported
-    out: Tensor = run(q, k, v, mask, head_alpha, number, is_causal, scale, precision)[0]
-    if not query.dim() == key.dim() == value.dim() == 4:
-        out = out.reshape(*leading_dims(query, key, value), *out.shape[2:])
-    return out
+    try:
+        if not isinstance(alpha, Tensor) and _number(alpha) == LEAST_ALPHA:
+            softmax = attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
+                precision=precision, backend=backend,
+            )  # fmt: skip
+            assert isinstance(softmax, Tensor)  # no lse was asked for
+            return softmax
+        require_tensor("query", query)
+        if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+            query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+        q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
+        if scale is None:
+            scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+        number, head_alpha = _alpha(alpha, q)
+        kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+        name = routing.name_of("entmax_attention", *kind, backend)
+        run = routing.RUNS["entmax_attention", name]
+        if calls.exporting_onnx() or routing.plain_alone(backend):
+            run = operators.ENTMAX_ATTENTION.exported
+        out: Tensor = run(q, k, v, mask, head_alpha, number, is_causal, scale, precision)[0]
+        if not query.dim() == key.dim() == value.dim() == 4:
+            out = out.reshape(*leading_dims(query, key, value), *out.shape[2:])
+        return out
+    except (AttributeError, RuntimeError, TypeError) as error:
+        explain_types(
+            error,
+            tensors={"query": query, "key": key, "value": value},
+            terms={"attn_mask": attn_mask},
+            scale=scale,
+            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
+            names={"precision": precision, "backend": backend},
+        )
+        raise
 
 
 def explain_entmax_attention(

@@ -12,6 +12,7 @@ from torch.nn import functional
 from elsa_core import calls, routing
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
+from elsa_core.operands import explain_types, require_number
 from elsa_core.operators.linear import ACTIVATIONS, epilogue
 from elsa_core.precision import validate
 from elsa_core.routing import Route
@@ -73,13 +74,20 @@ def linear(
         [..., N] in input's dtype; differentiable.
 
     Raises:
+        TypeError: an argument of a wrong type; the message names it.
         ArgumentError: an argument does not fit; the message names it.
 
     Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
     Shazeer, arXiv 2002.05202.
     """
-    _check(input, weight, bias, residual, scale, norm, value)
-    _check_names(activation, precision, backend, input.dtype)
+    try:
+        _check(input, weight, bias, residual, scale, norm, value)
+        _check_names(activation, precision, backend, input.dtype)
+    except (AttributeError, TypeError) as error:
+        terms = {"bias": bias, "residual": residual, "scale": scale}
+        names = {"activation": activation, "precision": precision, "backend": backend}
+        _explain_types(error, input, weight, terms, norm, value, names)
+        raise
     if value is not None:
         given = (activation, norm, precision, backend)
         out = served_gated(input, (weight, bias), value, *given)
@@ -199,8 +207,14 @@ def explain_linear(
     out in another way is PyTorch's all the same. `norm` and `value` are checked and change nothing:
     the answer is that of the product with `weight` alone.
     """
-    _check(input, weight, bias, residual, scale, norm, value)
-    _check_names(activation, precision, backend, input.dtype)
+    try:
+        _check(input, weight, bias, residual, scale, norm, value)
+        _check_names(activation, precision, backend, input.dtype)
+    except (AttributeError, TypeError) as error:
+        terms = {"bias": bias, "residual": residual, "scale": scale}
+        names = {"activation": activation, "precision": precision, "backend": backend}
+        _explain_types(error, input, weight, terms, norm, value, names)
+        raise
     request = Request(
         input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
         gradient=calls.wanted(
@@ -227,6 +241,24 @@ def _composes(
     return calls.differentiates_otherwise()
 
 
+def _explain_types(
+    error: Exception,
+    input: object,
+    weight: object,
+    terms: dict[str, Tensor | None],
+    norm: object,
+    value: object,
+    names: dict[str, str],
+) -> None:
+    """`explain_types` of a call that failed."""
+    parts: dict[str, object] = {}
+    for name, pair in (("norm", norm), ("value", value)):
+        if isinstance(pair, (tuple, list)):
+            parts.update(zip((f"{name}'s weight", f"{name}'s bias"), pair, strict=False))
+    tensors = {"input": input, "weight": weight}
+    explain_types(error, tensors=tensors, terms=terms | parts, names=names)
+
+
 def _check(
     input: Tensor,
     weight: Tensor,
@@ -239,6 +271,7 @@ def _check(
     """Refuse shapes that do not fit; what PyTorch broadcasts beyond the contract is refused too.
 
     Raises:
+        TypeError: norm is no tuple, or its eps no number; value's weight is None.
         ArgumentError: the message names the argument.
     """
     if not input.is_floating_point():
@@ -253,22 +286,36 @@ def _check(
     for name, vector in (("bias", bias), ("scale", scale)):
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
             raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
-    for vector in () if norm is None else norm[:2]:
-        if vector is not None and vector.shape != (depth,):
-            raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
+    if norm is not None or value is not None:
+        _check_tuples(norm, value, columns, depth)
+    if residual is not None and residual.shape != (*input.shape[:-1], columns):
+        raise ArgumentError(
+            f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
+        )
+
+
+def _check_tuples(norm: Norm | None, value: Value | None, columns: int, depth: int) -> None:
+    """Refuse a norm or value that does not fit a weight [columns, depth]."""
+    if norm is not None:
+        if not isinstance(norm, (tuple, list)):
+            raise TypeError(f"norm must be (weight, bias, eps), not {type(norm).__name__}")
+        if len(norm) != 3:
+            raise ArgumentError(f"norm must be (weight, bias, eps), not {len(norm)} values")
+        require_number("norm's eps", norm[2])
+        for vector in norm[:2]:
+            if vector is not None and vector.shape != (depth,):
+                raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
     if value is not None:
         if not isinstance(value, (tuple, list)) or len(value) != 2:
             raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
-        if value[0].shape != weight.shape:
+        if value[0] is None:
+            raise TypeError("value's weight must be a torch.Tensor, not None")
+        if value[0].shape != (columns, depth):
             raise ArgumentError(
                 f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
             )
         if value[1] is not None and value[1].shape != (columns,):
             raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")
-    if residual is not None and residual.shape != (*input.shape[:-1], columns):
-        raise ArgumentError(
-            f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
-        )
 
 
 def _check_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:

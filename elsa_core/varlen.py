@@ -15,7 +15,7 @@ from elsa_core.backends.eager_varlen import checked_bounds
 from elsa_core.backends.support import Request
 from elsa_core.dense import attention, explain
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import autocast, require_dense
+from elsa_core.operands import autocast, explain_types, require_dense
 from elsa_core.routing import Route
 
 
@@ -77,7 +77,7 @@ def varlen_attention(
         for float64 inputs). A query of a sequence without keys gives zeros and lse -inf.
 
     Raises:
-        TypeError: an argument that must be a tensor is none.
+        TypeError: an argument of a wrong type; the message names it.
         ArgumentError: an argument does not fit; the message names it.
         UnavailableError: the backend asked for by name cannot serve the call.
 
@@ -86,33 +86,44 @@ def varlen_attention(
     """
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
-    given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-    longest = _longest(given, max_seqlen_q, max_seqlen_k)
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-        q, k, v, _ = autocast(*given[:3], None)
-        given = given._replace(query=q, key=k, value=v)
-    q = given.query
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(given.value.shape[-1]), precision)
-    out: Tensor
-    lse: Tensor
-    if routing.plain_alone(backend):
-        out, lse = operators.VARLEN_ATTENTION.reference(*given, is_causal, scale)
-    elif _pads(backend, q):
-        if longest is not None and q.shape[0] and given.key.shape[0]:
-            out, lse = _by_padding(given, longest, is_causal, scale, precision)
-        else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
-            out, lse = operators.VARLEN_ATTENTION.eager(*given, is_causal, scale, precision)
-    else:
-        name = routing.name_of("varlen_attention", *kind, backend)
-        run = routing.RUNS["varlen_attention", name]
-        arguments = (*given, is_causal, scale, precision)
-        if calls.watched() or calls.differentiates(*given[:3]):
-            out, lse = run(*arguments)
+    try:
+        given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+        longest = _longest(given, max_seqlen_q, max_seqlen_k)
+        if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+            q, k, v, _ = autocast(*given[:3], None)
+            given = given._replace(query=q, key=k, value=v)
+        q = given.query
+        if scale is None:
+            scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+        kind = (q.device.type, q.dtype, index(q.shape[-1]), index(given.value.shape[-1]), precision)
+        out: Tensor
+        lse: Tensor
+        if routing.plain_alone(backend):
+            out, lse = operators.VARLEN_ATTENTION.reference(*given, is_causal, scale)
+        elif _pads(backend, q):
+            if longest is not None and q.shape[0] and given.key.shape[0]:
+                out, lse = _by_padding(given, longest, is_causal, scale, precision)
+            else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
+                out, lse = operators.VARLEN_ATTENTION.eager(*given, is_causal, scale, precision)
         else:
-            out, lse = calls.below_autograd(run, *arguments)
-    return (out, lse) if return_lse else out
+            name = routing.name_of("varlen_attention", *kind, backend)
+            run = routing.RUNS["varlen_attention", name]
+            arguments = (*given, is_causal, scale, precision)
+            if calls.watched() or calls.differentiates(*given[:3]):
+                out, lse = run(*arguments)
+            else:
+                out, lse = calls.below_autograd(run, *arguments)
+        return (out, lse) if return_lse else out
+    except (AttributeError, RuntimeError, TypeError) as error:
+        explain_types(
+            error,
+            tensors={"query": query, "key": key, "value": value},
+            terms={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+            scale=scale,
+            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
+            names={"precision": precision, "backend": backend},
+        )
+        raise
 
 
 def explain_varlen_attention(

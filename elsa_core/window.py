@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from elsa_core import calls, operators, routing
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import require_inside, require_tensor
+from elsa_core.operands import explain_types, require_inside, require_tensor
 from elsa_core.routing import Route
 
 LAYOUTS = ("qkv", "head")
@@ -77,6 +77,7 @@ def window_attention(
         backend.
 
     Raises:
+        TypeError: an argument of a wrong type; the message names it.
         ArgumentError: an argument does not fit; the message names it.
         UnavailableError: the backend asked for by name cannot serve the call.
 
@@ -85,35 +86,40 @@ def window_attention(
     """
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
-    window, shift = _geometry(qkv, window_size, shift_size, grid)
-    head_dim = _head_dim(qkv, num_heads, layout)
-    _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
-    if not mask_value <= 0:  # NaN too
-        raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
-    kind = (qkv.device.type, qkv.dtype, head_dim, head_dim, precision)
-    name = routing.name_of("window_attention", *kind, backend)
-    run: Callable[..., Tensor] = operators.WINDOW_ATTENTION.reference
-    if calls.exporting_onnx():
-        run = operators.WINDOW_ATTENTION.exported
-    elif not routing.plain_alone(backend):
-        run = routing.RUNS["window_attention", name]
-    image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
-    if image.stride(-1) != 1:
-        image = image.contiguous()
-    arguments = (
-        image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
-        head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
-    )  # fmt: skip
-    if calls.watched():
-        out = run(*arguments)
-    elif calls.differentiates(qkv, bias, pad_qkv, logit_scale):
-        profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
-        if run is operators.WINDOW_ATTENTION.overload and not profiled:
-            run = routing.recorded("window_attention", name) or run
-        out = run(*arguments)
-    else:
-        out = calls.below_autograd(run, *arguments)
-    return out if qkv.dim() == 5 else out.squeeze(1)
+    try:
+        window, shift = _geometry(qkv, window_size, shift_size, grid)
+        head_dim = _head_dim(qkv, num_heads, layout)
+        terms = _Terms(bias, bias_index, pad_qkv, logit_scale)
+        _check_terms(qkv, terms, num_heads, math.prod(window))
+        if not mask_value <= 0:  # NaN too
+            raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
+        kind = (qkv.device.type, qkv.dtype, head_dim, head_dim, precision)
+        name = routing.name_of("window_attention", *kind, backend)
+        run: Callable[..., Tensor] = operators.WINDOW_ATTENTION.reference
+        if calls.exporting_onnx():
+            run = operators.WINDOW_ATTENTION.exported
+        elif not routing.plain_alone(backend):
+            run = routing.RUNS["window_attention", name]
+        image = qkv if qkv.dim() == 5 else qkv.unsqueeze(1)
+        if image.stride(-1) != 1:
+            image = image.contiguous()
+        arguments = (
+            image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
+            head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
+        )  # fmt: skip
+        if calls.watched():
+            out = run(*arguments)
+        elif calls.differentiates(qkv, bias, pad_qkv, logit_scale):
+            profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
+            if run is operators.WINDOW_ATTENTION.overload and not profiled:
+                run = routing.recorded("window_attention", name) or run
+            out = run(*arguments)
+        else:
+            out = calls.below_autograd(run, *arguments)
+        return out if qkv.dim() == 5 else out.squeeze(1)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        _explain_types(error, qkv, num_heads, scale, mask_value, grid, (layout, precision, backend))
+        raise
 
 
 def explain_window_attention(
@@ -136,7 +142,11 @@ def explain_window_attention(
     """Say which backend and arithmetic would serve `window_attention` with these arguments, and
     who its gradients; takes and raises what it does."""
     window, _ = _geometry(qkv, window_size, shift_size, grid)
-    head_dim = _head_dim(qkv, num_heads, layout)
+    try:
+        head_dim = _head_dim(qkv, num_heads, layout)
+    except TypeError:
+        _require_whole(num_heads)
+        raise
     _check_terms(qkv, _Terms(bias, bias_index, pad_qkv, logit_scale), num_heads, math.prod(window))
     request = Request(
         qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
@@ -148,6 +158,33 @@ def explain_window_attention(
     if alone:
         return routing.route(request, routing.PLAIN, schedule=(qkv,), because=f"has no {alone}")
     return routing.route(request, backend, schedule=(qkv,))
+
+
+def _explain_types(
+    error: Exception,
+    qkv: object,
+    num_heads: object,
+    scale: object,
+    mask_value: object,
+    grid: object,
+    names: tuple[object, object, object],
+) -> None:
+    """`explain_types` of a call that failed; `names` are layout, precision and backend."""
+    _require_whole(num_heads)
+    explain_types(
+        error,
+        tensors={"qkv": qkv},
+        terms={},
+        scale=scale,
+        numbers={"mask_value": mask_value},
+        flags={"grid": grid},
+        names=dict(zip(("layout", "precision", "backend"), names, strict=True)),
+    )
+
+
+def _require_whole(num_heads: object) -> None:
+    if not isinstance(num_heads, SupportsIndex):
+        raise TypeError(f"num_heads must be a whole number, not {type(num_heads).__name__}")
 
 
 class _Terms(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -130,7 +130,7 @@ def evaluate(
         progress: called with (what, images done, images in all).
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is no `nn.Module`, or `batches` gives no pairs of tensors.
         NothingPatchedError: no site of the model is patched.
         ArgumentError: there is no batch, or a label is none of the model's classes.
         ModelError: the model's output is no [B, classes].
@@ -143,7 +143,7 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        for number, (images, labels) in enumerate(batches):
+        for number, (images, labels) in enumerate(_pairs(batches)):
             logits, seconds = _both(model, images.to(home.device, home.dtype), number % 2 == 1)
             _count(counts, logits, labels.cpu())
             for name, each in seconds.items():
@@ -156,6 +156,18 @@ def evaluate(
     if not counts.images:
         raise ArgumentError("evaluate: batches holds no image")
     return _report(counts)
+
+
+def _pairs(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches, each refused that is no pair of tensors."""
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        kind = type(batches).__name__
+        raise TypeError(f"batches must be an iterable of (images, labels), not {kind}")
+    for batch in batches:
+        pair = isinstance(batch, tuple | list) and len(batch) == 2
+        if not pair or not all(isinstance(each, Tensor) for each in batch):
+            raise TypeError("batches must give pairs of torch.Tensor: (images, labels)")
+        yield batch[0], batch[1]
 
 
 def _both(

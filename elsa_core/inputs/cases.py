@@ -154,11 +154,20 @@ def _channels(model: nn.Module) -> int:
 
 
 def as_cases(inputs: ModelInput | Mapping[str, ModelInput]) -> dict[str, tuple[Any, ...]]:
-    """The caller's inputs as named tuples of model arguments."""
+    """The caller's inputs as named tuples of model arguments.
+
+    Raises:
+        TypeError: a case is no tensor and no tuple with a tensor.
+        ArgumentError: a tensor that is empty, without a batch dim or not finite; no case.
+    """
     named = inputs if isinstance(inputs, Mapping) else {"input": inputs}
-    cases = {
-        str(name): value if isinstance(value, tuple) else (value,) for name, value in named.items()
-    }
+    cases: dict[str, tuple[Any, ...]] = {}
+    for name, value in named.items():
+        if not isinstance(value, Tensor | tuple):
+            where = f"inputs[{name!r}]" if named is inputs else "inputs"
+            given = type(value).__name__
+            raise TypeError(f"{where} must be a torch.Tensor or a tuple with one, not {given}")
+        cases[str(name)] = value if isinstance(value, tuple) else (value,)
     for name, value in cases.items():
         tensors = [item for item in value if isinstance(item, Tensor)]
         if not tensors or min(item.numel() for item in tensors) == 0:

@@ -86,7 +86,10 @@ def _as_in(recipe: Recipe, shapes: Shapes | None) -> Recipe:
     if shapes is None or recipe.library == "open_clip":
         return recipe
     if recipe.library == "torchvision":
-        heads = ("heads.head.weight", "head.weight", "fc.weight", "classifier.weight")
+        heads = (
+            *("heads.head.weight", "head.weight", "fc.weight", "classifier.weight"),
+            "classifier.5.weight",  # of MaxViT
+        )
         head = next((shapes[name] for name in heads if name in shapes), None)
         return dataclasses.replace(recipe, num_classes=head[0] if head else None)
     from timm.models import get_pretrained_cfg

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -264,19 +266,28 @@ def _timm_tower_size(visual: Any) -> tuple[int, ...]:
 def _torchvision_recipe(spec: ModelSpec) -> Recipe:
     from torchvision.models import get_model_weights
 
-    weights = list(get_model_weights(spec.name))
-    transform = weights[0].transforms() if weights else None
-    crop = int(transform.crop_size[0]) if transform is not None else 224
-    # The constructors of the ViTs are for 224 pixels whatever size their weights were trained at.
-    side = 224 if spec.name.startswith(("vit_", "maxvit")) else crop
-    preprocess = Preprocess(
-        (3, side, side),
-        tuple(transform.mean) if transform else Preprocess().mean,
-        tuple(transform.std) if transform else Preprocess().std,
-        str(transform.interpolation.value) if transform else "bilinear",
-        crop / transform.resize_size[0] if transform else 0.875,
-    )
+    first = next(iter(get_model_weights(spec.name)), None)
+    if first is None:
+        preprocess = Preprocess(interpolation="bilinear")
+    else:
+        preprocess = torchvision_preprocess(first)
+        if spec.name.startswith(("vit_", "maxvit")):
+            # their constructors are for 224 pixels whatever size the weights were trained at
+            preprocess = dataclasses.replace(preprocess, input_size=(3, 224, 224))
     return Recipe("torchvision", spec.name, {}, None, preprocess)
+
+
+def torchvision_preprocess(weights: Any) -> Preprocess:
+    """Return what a member of torchvision's weights enums says of its images."""
+    transform = weights.transforms()
+    crop = int(transform.crop_size[0])
+    return Preprocess(
+        (3, crop, crop),
+        tuple(transform.mean),
+        tuple(transform.std),
+        str(transform.interpolation.value),
+        crop / transform.resize_size[0],
+    )
 
 
 def _build_torchvision(recipe: Recipe) -> nn.Module:
@@ -287,7 +298,45 @@ def _build_torchvision(recipe: Recipe) -> nn.Module:
         args = {**args, "num_classes": recipe.num_classes}
     if recipe.name not in torchvision.models.list_models(module=torchvision.models):
         raise ModelError(f"torchvision has no classification model {recipe.name!r}")
-    model: nn.Module = torchvision.models.get_model(recipe.name, weights=None, **args)
+    builder = torchvision.models.get_model_builder(recipe.name)
+    try:
+        model: nn.Module = builder(weights=None, **args)
+    except TypeError as error:
+        if "multiple values" not in str(error):
+            raise
+        model = _with_fixed(inspect.unwrap(builder), args)
+    return model
+
+
+def _with_fixed(builder: Callable[..., nn.Module], args: Mapping[str, Any]) -> nn.Module:
+    """Build with `args` in the place of those that the builder fixes itself.
+
+    `swin_t(**kwargs)` calls `_swin_transformer(window_size=[7, 7], ..., **kwargs)`, which refuses
+    a window_size of the caller as given twice. So the builder's code is run once with a recorder in
+    that function's place, in globals of its own, and the function is called with what both gave.
+
+    Raises:
+        ModelError: the builder fixes its arguments in another way.
+    """
+    known, fixed = builder.__globals__, {}
+    names = [n for n in builder.__code__.co_names if isinstance(known.get(n), FunctionType)]
+
+    def record(*positional: Any, **arguments: Any) -> None:
+        fixed.update({} if positional else arguments)
+
+    if len(names) == 1:
+        alone = FunctionType(builder.__code__, {**known, names[0]: record})
+        alone.__kwdefaults__ = builder.__kwdefaults__
+        alone()
+    if not fixed:
+        raise ModelError(f"torchvision's {builder.__name__} does not take {', '.join(args)}")
+    # torchvision's Swin reads two sides here: one number is meant for both, as timm takes it
+    sides = {
+        key: [args[key]] * 2
+        for key in ("patch_size", "window_size")
+        if type(args.get(key)) is int and isinstance(fixed.get(key), list)
+    }
+    model: nn.Module = known[names[0]](**{**fixed, **args, **sides})
     return model
 
 

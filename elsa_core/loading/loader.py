@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +163,7 @@ def load_model(
         preprocess: mean, std, crop_pct and interpolation where the model's own are not meant.
 
     Raises:
+        TypeError: spec, dtype, seed or preprocess of a wrong type.
         ModelError: unknown name, unreadable or unsupported file, tensors that do not fit or that
             the library would resample or drop.
         ArgumentError: an image size, device, dtype, arch, model_kwargs or preprocess that cannot
@@ -170,6 +171,14 @@ def load_model(
         UnavailableError: a library, the device or the network is missing.
     """
     parsed = spec if isinstance(spec, ModelSpec) else parse(spec)
+    asked = Given() if preprocess is None else preprocess
+    for name, value, kind, word in (
+        ("dtype", dtype, torch.dtype, "a torch.dtype"),
+        ("seed", seed, SupportsIndex, "a whole number"),
+        ("preprocess", asked, Given, "an elsa_core.loading.Given"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
     size = None if image_size is None else checked_size(image_size)
     target = _checked_device(device)
     if not dtype.is_floating_point:
@@ -177,7 +186,6 @@ def load_model(
     if arch is not None and parsed.path is None:
         raise ArgumentError(f"arch (--arch) is for weights files; {parsed.given!r} is a name")
     given = checked_args(model_kwargs or {}, "model_kwargs (--model-kwargs)", ArgumentError)
-    asked = preprocess or Given()
     with torch.random.fork_rng(devices=[]):
         # The generator itself: torch.manual_seed would seed the caller's GPUs as well.
         torch.default_generator.manual_seed(seed)

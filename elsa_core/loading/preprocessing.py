@@ -1,7 +1,8 @@
 """How images become inputs, where a weights file does not say it: assumed, said, or given.
 
 One architecture is published with several normalisations (ViT with 0.5 and with ImageNet's), and
-the tensors of a DeiT are those of a ViT, so that a file of tensors alone does not tell.
+the tensors of a DeiT are those of a ViT, so that a file of tensors alone does not tell. Nor does it
+for torchvision's ViTs, some of whose weights were trained on images resized in another way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elsa_core.errors import ArgumentError
+from elsa_core.loading.libraries import torchvision_preprocess
 from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, INTERPOLATIONS, Given, Preprocess, Recipe
 
 KEYS = ("mean", "std", "crop_pct", "interpolation")
@@ -81,10 +83,10 @@ def _line(where: str, recipe: Recipe, others: dict[str, Preprocess]) -> str:
     name = max(differ, key=lambda n: sum(_differ(differ[n], mine, k) for k in mine.assumed))
     keys = [key for key in mine.assumed if _differ(differ[name], mine, key)]
     more = f" and {len(differ) - 1} more have others" if len(differ) > 1 else " has others"
+    tag = "" if recipe.library == "torchvision" else ", or --arch with a tag"
     return (
         f"{where} does not say its preprocessing: {_text(mine, mine.assumed)} assumed, as published"
-        f" for {recipe.name}; {name}{more} ({_text(differ[name], keys)}): give {_FLAGS},"
-        " or --arch with a tag"
+        f" for {recipe.name}; {name}{more} ({_text(differ[name], keys)}): give {_FLAGS}{tag}"
     )
 
 
@@ -97,7 +99,9 @@ def _published(recipe: Recipe) -> dict[str, Preprocess]:
     if recipe.library == "open_clip":
         return _published_clips(recipe)
     if recipe.library == "torchvision":
-        return {}  # its weights of one name share their normalisation
+        from torchvision.models import get_model_weights
+
+        return {str(w): torchvision_preprocess(w) for w in get_model_weights(recipe.name)}
     from timm.models import get_arch_pretrained_cfgs
 
     found = {}

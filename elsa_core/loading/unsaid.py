@@ -43,7 +43,7 @@ def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Rec
         }
     elif recipe.library == "torchvision":
         heads = _heads_of_torch(model.modules())
-        found = {"heads": heads} if heads else {}
+        found = {"heads": heads} if heads and "num_heads" not in given else {}
     else:
         found = {
             _WORDS[key]: value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,6 +67,7 @@ def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
         device: where the model runs.
 
     Raises:
+        TypeError: no collection and no text.
         ArgumentError: an unknown name, or a device whose calls cannot be timed.
         UnavailableError: a CUDA graph without a GPU.
     """
@@ -75,6 +76,8 @@ def chosen(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
         raise ArgumentError(f"device: cpu and cuda can be profiled, not {device.type}")
     if names is None:
         names = DEFAULTS[device.type]
+    elif not isinstance(names, Collection):
+        raise TypeError(f"baselines must be names of baselines, not {type(names).__name__}")
     elif "all" in names:
         names = [name for name in BASELINES if cuda or not name.endswith(GRAPH)]
     for name in names:

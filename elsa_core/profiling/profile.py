@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -101,13 +101,15 @@ def profile(
         The report.
 
     Raises:
-        TypeError: `model` is no `nn.Module`, or a number is none.
+        TypeError: `model` is no `nn.Module`, `inputs` is no tensor or tuple, or a number is none.
         ArgumentError: an argument is wrong, or the model cannot be copied.
         NothingPatchedError: no site of the model can be patched.
         UnavailableError: a baseline or backend that this machine lacks.
     """
     if not isinstance(rounds, int) or not isinstance(budget_seconds, int | float):
         raise TypeError("profile: rounds must be a whole number and budget_seconds a number")
+    if not isinstance(seed, SupportsIndex):
+        raise TypeError(f"seed must be a whole number, not {type(seed).__name__}")
     if rounds < 1 or not budget_seconds > 0:
         raise ArgumentError("profile: rounds and budget_seconds must be positive")
     tell = progress or (lambda what, done, total: None)

@@ -9,12 +9,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import SupportsIndex
 
 import torch
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.inputs.cases import ModelInput, as_cases
+from elsa_core.operands import require_number
 from elsa_core.patching import is_layer, original, patched_sites
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
@@ -78,12 +80,17 @@ def check(
         progress: Called with (what, steps done, steps in all).
 
     Raises:
+        TypeError: An argument of a wrong type.
         NothingPatchedError: No site of the model is patched.
         ArgumentError: `factor`, `batch_size`, `paths`, an input or the fault switch is wrong.
         ModelError: The original model does not run on the inputs, not by a path that was asked
             for, or not in float64.
         UnavailableError: A path needs a GPU or a compiler that is not there.
     """
+    require_number("factor", factor)
+    require_number("sparsity_bound", sparsity_bound)
+    if not isinstance(batch_size, SupportsIndex):
+        raise TypeError(f"batch_size must be a whole number, not {type(batch_size).__name__}")
     if not (math.isfinite(factor) and factor >= 1.0):
         raise ArgumentError(f"factor={factor}: expected a finite number of at least 1")
     if not (math.isfinite(sparsity_bound) and sparsity_bound >= 0.0):

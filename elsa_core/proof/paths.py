@@ -6,7 +6,7 @@ inference mode, `torch.compile(dynamic=False)`, one graph for each shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
         device: where the model runs.
 
     Raises:
+        TypeError: no text and no collection.
         ArgumentError: no path, or one that does not exist.
         UnavailableError: a CUDA graph of a model that is not on a GPU.
     """
@@ -47,6 +48,8 @@ def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
         return _DEFAULTS.get(device.type, (EAGER,))
     if isinstance(paths, str):
         paths = (paths,)
+    if not isinstance(paths, Collection):
+        raise TypeError(f"paths must be names of paths, not {type(paths).__name__}")
     for name in paths:
         if name not in PATHS:
             raise ArgumentError(f"paths: {name!r} is unknown; choose from {', '.join(PATHS)}")

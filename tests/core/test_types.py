@@ -12,11 +12,20 @@ import torch
 import elsa_core as elsa
 
 T = torch.zeros(1, 1, 2, 8)
+G = torch.zeros(1, 1, 2, 8, requires_grad=True)
+P, CU = torch.zeros(2, 1, 8), torch.tensor([0, 2])
+X = torch.zeros(4, 4)
 Q = torch.zeros(1, 8, 8, 24)
 
 
 def _model() -> torch.nn.Module:
     model: torch.nn.Module = timm.create_model("test_vit", img_size=32).eval()
+    return model
+
+
+def _patched() -> torch.nn.Module:
+    model = _model()
+    elsa.patch(model)
     return model
 
 
@@ -46,15 +55,65 @@ def _model() -> torch.nn.Module:
             ),
             "bias_index",
         ),
+        (lambda: elsa.attention(T, T, T, is_causal="x"), "is_causal"),
+        (lambda: elsa.attention(T, T, T, is_causal="x", dropout_p=0.5), "is_causal"),
+        (lambda: elsa.attention(T, T, T, is_causal="x", sparsity="exact"), "is_causal"),
+        (lambda: elsa.attention(T, T, T, is_causal="x", offload="host"), "is_causal"),
+        (lambda: elsa.attention(G, T, T, is_causal="x"), "is_causal"),
+        (lambda: elsa.attention(G, T, T, scale="x"), "scale"),
+        (lambda: elsa.attention(T, T, T, dropout_p="x"), "dropout_p"),
+        (lambda: elsa.attention(T, T, T, precision=[]), "precision"),
+        (lambda: elsa.entmax_attention(T, T, T, is_causal="x"), "is_causal"),
+        (lambda: elsa.entmax_attention(T, T, T, scale="x"), "scale"),
+        (lambda: elsa.varlen_attention(P, P, P, CU, is_causal="x"), "is_causal"),
+        (lambda: elsa.varlen_attention(P, P, P, CU, scale="x"), "scale"),
+        (lambda: elsa.window_attention(Q, num_heads="1", window_size=(4, 4)), "num_heads"),
+        (lambda: elsa.window_attention(Q, num_heads=1.0, window_size=(4, 4)), "num_heads"),
+        (
+            lambda: elsa.explain_window_attention(Q, num_heads="1", window_size=(4, 4)),
+            "num_heads",
+        ),
+        (
+            lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), mask_value="x"),
+            "mask_value",
+        ),
+        (lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), scale="x"), "scale"),
+        (lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), grid="x"), "grid"),
+        (lambda: elsa.linear([1], [2]), "input"),
+        (lambda: elsa.explain_linear([1], [2]), "input"),
+        (lambda: elsa.linear(X, [2]), "weight"),
+        (lambda: elsa.linear(X, X, "x"), "bias"),
+        (lambda: elsa.linear(X, X, residual=[1]), "residual"),
+        (lambda: elsa.linear(X, X, scale=0.5), "scale"),
+        (lambda: elsa.linear(X, X, activation=[]), "activation"),
+        (lambda: elsa.linear(X, X, norm=3), "norm"),
+        (lambda: elsa.linear(X, X, norm=(3, None, 1e-5)), "norm"),
+        (lambda: elsa.linear(X, X, norm=(None, None, "x")), "norm's eps"),
+        (lambda: elsa.linear(X, X, value=(None, None)), "value"),
+        (lambda: elsa.linear(X, X, value=(X, 3)), "value's bias"),
         (lambda: elsa.merge(1, 2), "State"),
         (lambda: elsa.patch("vit"), "model"),
         (lambda: elsa.unpatch(3), "model"),
         (lambda: elsa.inspect("vit"), "model"),
         (lambda: elsa.check("vit", T), "model"),
+        (lambda: elsa.check(_patched(), "x"), "inputs"),
+        (lambda: elsa.check(_patched(), {"a": T, "b": [T]}), "b"),
+        (lambda: elsa.check(_patched(), T, factor="x"), "factor"),
+        (lambda: elsa.check(_patched(), T, batch_size="x"), "batch_size"),
+        (lambda: elsa.profile(_model(), "x"), "inputs"),
+        (lambda: elsa.evaluate(_patched(), 3), "batches"),
+        (lambda: elsa.evaluate(_patched(), [3]), "batches"),
+        (lambda: elsa.evaluate(_patched(), [(T, 4)]), "batches"),
         (lambda: elsa.profile("vit", T), "model"),
         (lambda: elsa.profile(_model(), T, rounds="x"), "rounds"),
         (lambda: elsa.patch(_model(), include=3), "include"),
         (lambda: elsa.patch(_model(), exclude=["a", 3]), "exclude"),
+        (lambda: elsa.check(_patched(), T, paths=3), "paths"),
+        (lambda: elsa.profile(_model(), T, seed="x"), "seed"),
+        (lambda: elsa.profile(_model(), torch.zeros(1, 3, 32, 32), baselines=3), "baselines"),
+        (lambda: elsa.load("test_vit", dtype="float32"), "dtype"),
+        (lambda: elsa.load("test_vit", seed="x"), "seed"),
+        (lambda: elsa.load("test_vit", preprocess=0.5), "preprocess"),
         (lambda: elsa.load(3), "spec"),
         (lambda: elsa.verify(3), "path"),
     ],
@@ -62,6 +121,16 @@ def _model() -> torch.nn.Module:
 def test_a_wrong_type_is_named(call: Callable[[], Any], name: str) -> None:
     with pytest.raises(TypeError, match=rf"\b{name}\b"):
         call()
+
+
+def test_a_norm_has_three_parts() -> None:
+    with pytest.raises(elsa.errors.ArgumentError, match="norm must be"):
+        elsa.linear(X, X, norm=(None, None))
+
+
+def test_a_failure_of_another_kind_is_left_as_it_is() -> None:
+    with pytest.raises(elsa.errors.UnavailableError, match="triton"):
+        elsa.attention(T, T, T, is_causal=1, backend="triton")
 
 
 def test_scale_may_be_any_number() -> None:

@@ -54,6 +54,38 @@ def test_a_tag_says_the_preprocessing(deit: Path) -> None:
     assert loaded.mean == IMAGENET.mean
 
 
+TINY = {"num_layers": 1, "hidden_dim": 24, "num_heads": 3, "mlp_dim": 32}
+
+
+def _torchvision_file(name: str, args: dict[str, Any], path: Path) -> Path:
+    pytest.importorskip("torchvision")
+    model = load_model(f"torchvision:{name}", model_kwargs=args).model
+    save_file({key: t.contiguous() for key, t in model.state_dict().items()}, path)
+    return path
+
+
+def test_torchvisions_weights_of_one_name_differ(tmp_path: Path) -> None:
+    """V1 of ViT-B/16 is resized bilinearly and cropped, SWAG's bicubically and not cropped."""
+    path = _torchvision_file("vit_b_16", TINY, tmp_path / "model.safetensors")
+    arch = "torchvision:vit_b_16"
+    loaded = load_model(path, arch=arch, model_kwargs=TINY)
+    assert loaded.recipe.preprocess.assumed == ("crop_pct", "interpolation")
+    assert (loaded.crop_pct, loaded.interpolation) == (0.875, "bilinear")
+    (line,) = loaded.warnings
+    assert "ViT_B_16_Weights.IMAGENET1K_SWAG_" in line and "interpolation bicubic" in line
+    assert "--crop-pct" in line and "with a tag" not in line
+    given = Given(crop_pct=1.0, interpolation="bicubic")
+    said = load_model(path, arch=arch, model_kwargs=TINY, preprocess=given)
+    assert said.warnings == () and said.recipe.preprocess.assumed == ()
+    assert said.crop_pct == 1.0
+
+
+def test_torchvisions_only_weights_say_the_preprocessing(tmp_path: Path) -> None:
+    path = _torchvision_file("vit_b_32", TINY, tmp_path / "model.safetensors")
+    loaded = load_model(path, arch="torchvision:vit_b_32", model_kwargs=TINY)
+    assert loaded.warnings == () and loaded.recipe.preprocess.assumed == ()
+
+
 def test_a_name_has_its_own(deit: Path) -> None:
     assert load_model("test_vit").recipe.preprocess.assumed == ()
     given = load_model("test_vit", preprocess=Given(crop_pct=1.0, interpolation="bilinear"))

@@ -162,6 +162,55 @@ def test_another_window_is_resampled_where_it_is_asked_for(tmp_path: Path) -> No
     assert "resampled as asked" in loaded.notes[-1] and "bias_table" in loaded.notes[-1]
 
 
+TORCHVISION = {
+    "vit_b_16": {
+        **{"patch_size": 8, "num_layers": 1, "hidden_dim": 24, "num_heads": 3, "mlp_dim": 32},
+        "img_size": 32,
+    },
+    "swin_t": {"window_size": 4, "depths": [2, 1], "num_heads": [1, 2], "embed_dim": 12},
+    "swin_v2_t": {"window_size": [4, 8], "depths": [1, 1], "num_heads": [2, 2], "patch_size": 8},
+    "maxvit_t": {
+        **{"partition_size": 4, "block_layers": [1], "block_channels": [32]},
+        "img_size": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_arguments_that_torchvisions_builders_fix(tmp_path: Path, name: str) -> None:
+    """swin_t(window_size=...) itself says: got multiple values for keyword argument."""
+    pytest.importorskip("torchvision")
+    arch, given = f"torchvision:{name}", TORCHVISION[name]
+    named = load_model(arch, model_kwargs={**given, "num_classes": 5})
+    assert named.model(*named.example_inputs(2)).shape == (2, 5)
+    again = build(from_config(json.loads(json.dumps(named.recipe.to_config())), "config"))
+    shapes = [{key: t.shape for key, t in m.state_dict().items()} for m in (named.model, again)]
+    assert shapes[0] == shapes[1]
+    with torch.no_grad():
+        for tensor in named.model.parameters():
+            tensor.add_(0.05 * torch.randn(tensor.shape))
+    path = write(named.model, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="does not fit"):
+        load_model(path, arch=arch)
+    loaded = load_model(path, arch=arch, model_kwargs=given)
+    assert agree(loaded, named.model) and loaded.recipe.unsaid == {}
+
+
+def test_torchvisions_windows_and_patches_are_what_was_typed() -> None:
+    pytest.importorskip("torchvision")
+    swin: Any = load_model("torchvision:swin_t", model_kwargs=TORCHVISION["swin_t"]).model
+    windows = [m.window_size for m in swin.modules() if hasattr(m, "window_size")]
+    assert windows == [[4, 4]] * 3
+    vit: Any = load_model("torchvision:vit_b_16", model_kwargs=TORCHVISION["vit_b_16"]).model
+    assert vit.conv_proj.kernel_size == (8, 8) and vit.patch_size == 8
+    wrong = {"patch_size": 8, "window_size": 4}
+    with pytest.raises(ModelError, match="keyword argument 'window_size'") as caught:
+        load_model("torchvision:vit_b_16", model_kwargs=wrong)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ModelError, match="resnet18 does not take layers"):
+        load_model("torchvision:resnet18", model_kwargs={"layers": [1, 1, 1, 1]})
+
+
 # --- every tensor, unchanged -------------------------------------------------------------------
 
 
