@@ -291,7 +291,10 @@ def _step(dtype: torch.dtype) -> int:
 def _starts_aligned(t: Tensor) -> bool:
     """Whether each row along the last dim starts at a multiple of 16 bytes."""
     step = _step(t.dtype)
-    return bool(t.storage_offset() % step == 0 and all(n % step == 0 for n in t.stride()[:-1]))
+    # A compiler cannot read where a tensor begins; what it makes of a packed projection begins at a
+    # multiple of its strides, and it copies inputs that begin elsewhere.
+    begins = torch.compiler.is_compiling() or t.storage_offset() % step == 0
+    return bool(begins and all(n % step == 0 for n in t.stride()[:-1]))
 
 
 def _aligned(t: Tensor) -> Tensor:

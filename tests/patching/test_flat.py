@@ -482,6 +482,21 @@ def test_a_compiler_reads_no_table_and_no_length(scope):
         torch.export.export(model, (x,), dynamic_shapes=batch, strict=False)
 
 
+def test_a_compiler_takes_a_training_step_in_half_precision():
+    """Where a tensor begins is nothing that it can read."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, num_classes=3)
+    elsa.patch(model.half().train())
+    with mode:
+        model = model.to_empty(device="cuda")
+        x = torch.empty(2, 3, 64, 64, device="cuda", dtype=torch.float16)
+    torch._dynamo.reset()
+    with mode:
+        out = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert out.shape == (2, 3) and out.requires_grad
+
+
 def test_a_small_linear_layer_is_pytorchs_own(on_gpu):
     layer, x = nn.Linear(8, 6), torch.randn(3, 8)
     with torch.inference_mode():
