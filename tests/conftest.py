@@ -26,11 +26,6 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # In a row: each waits for what the other process runs, which among all tests may take a minute.
-    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
