@@ -19,6 +19,7 @@ FILES = (
 SETS = [name.lower() for name in compiler.kernels()]  # a CPU that has one has those before it
 
 
+@pytest.mark.long
 @once
 @pytest.mark.parametrize("isa", SETS)
 def test_every_instruction_set(isa: str) -> None:

@@ -12,6 +12,7 @@ from elsa_core.loading.loader import load_model
 from elsa_core.patching.rewrite import patch
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_a_compiled_package_reproduces_the_model(tmp_path: Path) -> None:
     """Export itself runs the package in a fresh process at three batch sizes, or raises."""

@@ -114,6 +114,7 @@ print(verdict.word, verdict.by)
 """
 
 
+@pytest.mark.long
 def test_a_mutant_is_noticed(tmp_path: Path) -> None:
     """From the copy to the verdict: the cache of derived tensors, kept in training.
 

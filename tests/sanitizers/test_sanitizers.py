@@ -16,6 +16,7 @@ from .run import BACKENDS, EVERYTHING, ROOT, SHORT, build, missing, run
 REASON = missing()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_the_kernels_are_clean(tmp_path: Path) -> None:
     """No byte beyond an array, no overflow, no misaligned or invalid value."""
