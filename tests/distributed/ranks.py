@@ -27,8 +27,8 @@ Result = dict[str, Tensor | None]
 SHORT = 4.0  # seconds: the timeout of a group in which a rank hangs
 
 
-def start(worlds: tuple[int, ...], folder: Path) -> dict[int, list[Any]]:
-    """Run `everything` in as many processes, all worlds side by side; what each rank found.
+def start(worlds: tuple[int, ...], folder: Path) -> None:
+    """Run `everything` in as many processes, all worlds side by side.
 
     The processes are forked from one that has imported torch, which is most of what they do.
     """
@@ -45,6 +45,10 @@ def start(worlds: tuple[int, ...], folder: Path) -> dict[int, list[Any]]:
     for processes in begun:
         while not processes.join():
             pass
+
+
+def found(worlds: tuple[int, ...], folder: Path) -> dict[int, list[Any]]:
+    """What each rank of each world wrote."""
     return {w: [torch.load(folder / f"{w}-{rank}.pt") for rank in range(w)] for w in worlds}
 
 
