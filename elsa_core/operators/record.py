@@ -172,6 +172,29 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
     _LIBRARY.impl(name, kernel, key)
 
 
+# Kernels in Python for CUDA tensors which a compiled library may take the place of at the first
+# call: that library registers for the key "CUDA", where nothing may stand before.
+_ON_CUDA: dict[str, Callable[..., Any]] = {}
+
+
+def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
+    """Give `elsa::<name>` a kernel for CUDA tensors, where none is registered for them."""
+    _ON_CUDA[name] = kernel
+
+
+def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What serves `elsa::<name>` on devices without a kernel of their own."""
+
+    def kernel(first: Tensor, *rest: Any, **named: Any) -> Any:
+        on_cuda = _ON_CUDA.get(name) if first.is_cuda else None
+        serve = on_cuda or reference
+        if serve is None:
+            raise NotImplementedError(f"elsa::{name} has no kernel for {first.device.type} tensors")
+        return serve(first, *rest, **named)
+
+    return kernel
+
+
 def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -> Any:
     """Define `elsa::<name>`: a record's operator by another kernel of one dispatch key, with the
     gradients of `elsa::<record.name>`. The record has a fake and an operator of its gradients.
@@ -206,11 +229,22 @@ def _define(name: str, record: Operator) -> None:
         _LIBRARY.impl(name, record.reference, "CompositeImplicitAutograd")
         return
     torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    if name.endswith("_eager") or not record.twin:
-        _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
+    _implement_everywhere(name, record, record.reference)
     _translate(name, record)
     if record.gradients is not None:
         _differentiate(name, record)
+
+
+def _implement_everywhere(name: str, record: Operator, reference: Callable[..., Any]) -> None:
+    """Give an operator a kernel for devices without one of their own: the reference, or of an
+    operator with a twin nothing but what `implement_on_cuda` names.
+    """
+    if name.endswith("_eager"):
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        return
+    apart = record.twin and name == record.name
+    kernel = _by_device(name, None if apart else reference)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
 
 
 # What `torch.onnx.export` replaces in an exported program, beside PyTorch's own decompositions.
@@ -247,7 +281,7 @@ def _differentiate(name: str, record: Operator) -> None:
         if not hasattr(torch.ops.elsa, full):
             _LIBRARY.define(full + backward.schema)
         if name.endswith("_eager") or not record.twin:
-            _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
+            _implement_everywhere(full, record, backward.reference)
         torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
         torch.library.register_autograd(
             f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
