@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import threading
@@ -335,6 +336,22 @@ def test_recorded_programs_are_as_before():
         torch.testing.assert_close(traced(x), expected)
         batched = torch.func.vmap(model)(x[:, None])
         torch.testing.assert_close(batched[:, 0], expected)
+
+
+def test_methods_called_in_the_models_place(patched, on_gpu):
+    given = images()
+    with torch.no_grad():
+        for method in (patched.forward_features, patched.forward_intermediates):
+            expected = method(given)
+            assert on_gpu
+            on_gpu.clear()
+            found = method(given)
+            assert not on_gpu
+            if isinstance(found, tuple):
+                found, expected = found[0], expected[0]
+            assert torch.equal(found, expected)
+    assert "x" in inspect.signature(patched.forward_features).parameters
+    assert not hasattr(patched, "encode_image")
 
 
 def test_what_a_watched_call_finds_is_not_kept(on_gpu):

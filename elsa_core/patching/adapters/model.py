@@ -1,11 +1,11 @@
 """The module that was given to `patch`: it asks once for all sites within it, see `host.py`.
 
-Its class becomes one of the same name whose call remembers of which kinds every site that asked
-kept its original: the next call of such a kind runs the whole forward within `all_original`. That
-is right for any call, since the original forward is; only its speed may not be. So what is told
-apart are shapes, dtypes and modes, and nothing of the model. A call that is not eager and on a GPU
-is as it was, and so is one that a CUDA graph records: there sites are asked as in the first call,
-which loaded their kernels.
+Its class becomes one of the same name whose call, and whose methods that users call in its place,
+remember of which kinds every site that asked kept its original: the next call of such a kind runs
+whole within `all_original`. That is right for any call, since the original forward is; only its
+speed may not be. So what is told apart are shapes, dtypes and modes, and nothing of the model. A
+call that is not eager and on a GPU is as it was, and so is one that a CUDA graph records: there
+sites are asked as in the first call, which loaded their kernels.
 
 Libraries know models by name (transformers saves it, and looks it up), so name and module are those
 of the class that it stands for. Pickle and deepcopy build it from that class.
@@ -14,8 +14,11 @@ of the class that it stands for. Pickle and deepcopy build it from that class.
 from __future__ import annotations
 
 import copyreg
+import functools
 import threading
 import weakref
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +34,15 @@ _LOCK = threading.Lock()
 # Kinds of calls by model. Bound: models alive, times `_MOST`.
 _SETTLED: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 _MOST = 64
+# Methods of timm's and open_clip's models that are called in the place of the model.
+_ENTRIES = ("encode_image", "encode_text", "forward_features", "forward_intermediates")
+
+
+class _Current(threading.local):
+    model: nn.Module | None = None  # which asks for its sites now
+
+
+_CURRENT = _Current()
 
 
 def may_ask(module: nn.Module) -> bool:
@@ -52,30 +64,50 @@ def asking(base: type[nn.Module]) -> type[nn.Module]:
                 "__module__": base.__module__,
                 "__qualname__": base.__qualname__,
                 "__doc__": base.__doc__,
-                "__call__": _call,
                 "__reduce_ex__": _reduce,
                 "elsa_base": base,
                 "elsa_companion": True,
                 "elsa_any_scope": True,
                 "elsa_asks": True,
             }
+            for name in ("__call__", *_ENTRIES):
+                method = getattr(base, name, None)
+                if isinstance(method, FunctionType):
+                    namespace[name] = _entry(name, method)
             found = _CLASSES[base] = type(base.__name__, (base,), namespace)
         return found
 
 
-def _call(self: Any, *given: Any, **named: Any) -> Any:
-    call = self.elsa_base.__call__
-    kind = None if is_compiling() else _kind_of(self, given, named)
-    if kind is None:
-        return call(self, *given, **named)
-    settled = _SETTLED.get(self, ())
+def _entry(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a model's class that asks for the sites."""
+
+    @functools.wraps(method)
+    def entered(self: Any, *given: Any, **named: Any) -> Any:
+        if is_compiling() or _CURRENT.model is self:
+            return method(self, *given, **named)
+        kind = _kind_of(self, given, named)
+        if kind is None:
+            return method(self, *given, **named)
+        before, _CURRENT.model = _CURRENT.model, self
+        try:
+            return _asked(self, (name, kind), method, given, named)
+        finally:
+            _CURRENT.model = before
+
+    return entered
+
+
+def _asked(
+    model: nn.Module, kind: Any, method: Any, given: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    settled = _SETTLED.get(model, ())
     if kind in settled:
-        return all_original(call, self, *given, **named)
-    out, original = observed(call, self, *given, **named)
+        return all_original(method, model, *given, **named)
+    out, original = observed(method, model, *given, **named)
     if original:
         if len(settled) >= _MOST:
-            _SETTLED.pop(self)
-        _SETTLED.setdefault(self, set()).add(kind)
+            _SETTLED.pop(model)
+        _SETTLED.setdefault(model, set()).add(kind)
     return out
 
 
