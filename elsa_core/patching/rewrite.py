@@ -3,7 +3,8 @@
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
 two strings (`elsa_precision`, `elsa_backend`), of a ViT's blocks a third one (`elsa_scope`), and,
 where it was asked for, `elsa_sparsity`; only its class differs. So state dicts, deepcopy, pickle,
-`torch.compile` and `torch.export` see the model that they saw before.
+`torch.compile` and `torch.export` see the model that they saw before. The model itself gets
+a subclass of its class, of the same name (`elsa_core.patching.adapters.model`).
 """
 
 from __future__ import annotations
