@@ -106,7 +106,7 @@ def _asked(
     out, original = observed(method, model, *given, **named)
     if original:
         if len(settled) >= _MOST:
-            _SETTLED.pop(model)
+            _SETTLED.pop(model, None)  # another thread may have
         _SETTLED.setdefault(model, set()).add(kind)
     return out
 
