@@ -72,6 +72,7 @@ def recorded() -> bool:
 
 
 _KINDS: set[Any] = set()
+_FORGOTTEN = [0]
 _MOST_KINDS = 4096
 
 
@@ -93,6 +94,12 @@ def first_of_kind(kind: Any) -> bool:
 def forget_kinds() -> None:
     """Ask about every kind of call anew: what serves its like has changed."""
     _KINDS.clear()
+    _FORGOTTEN[0] += 1
+
+
+def forgotten() -> int:
+    """How often the kinds were forgotten: what was concluded from them holds while it is equal."""
+    return _FORGOTTEN[0]
 
 
 def was_seen(kind: Any) -> bool:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls
-from elsa_core.patching.adapters.common import has_hooks
+from elsa_core.patching.adapters.host import has_hooks
 
 
 class Derivation(NamedTuple):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls, routing
-from elsa_core.patching.adapters.common import drop_p, has_hooks, is_plain_linear, wants_training
+from elsa_core.patching.adapters.common import drop_p, is_plain_linear, wants_training
+from elsa_core.patching.adapters.host import has_hooks
 from elsa_core.window import window_attention
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
