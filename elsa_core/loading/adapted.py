@@ -113,11 +113,14 @@ def _watched(recipe: Recipe) -> tuple[nn.Module, _Args]:
     """Build a model on the meta device, and note what its constructor was called with.
 
     The constructor lies behind the library's builders, whose own arguments are others. It is the
-    first of a module to be called, so that watching this thread's calls ends there.
+    first of a module to be called, so that watching this thread's calls ends there. Under a
+    profiler written in C (cProfile before Python 3.12), which could not go on, nothing is noted.
     """
     first: nn.Module | None = None
     found: _Args = {}
     before = sys.getprofile()
+    if before is not None and not callable(before):
+        return build_meta(recipe), {}
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         nonlocal first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import inspect
 import sys
 from pathlib import Path
@@ -130,3 +131,10 @@ def test_a_profiler_of_the_caller_goes_on() -> None:
     finally:
         sys.setprofile(before)
     assert args["depth"] == [2, 3, 4] and args["key_dim"] == 16 and "num_classes" not in args
+
+
+def test_under_cprofile_nothing_breaks() -> None:
+    recipe = recipe_of(ModelSpec("timm", "levit_128s", "levit_128s"))
+    profiler = cProfile.Profile()
+    model, _ = profiler.runcall(adapted._watched, recipe)
+    assert next(model.parameters()).is_meta and profiler.getstats()
