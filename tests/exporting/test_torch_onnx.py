@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from elsa_core import operators
 from elsa_core.errors import ModelError
+from elsa_core.exporting.onnx import export_onnx
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -192,6 +193,27 @@ def test_calls_of_windows_export(kind: str, way: str, opset: int, tmp_path: Path
     found = exported(module, (qkv[:2],), way, opset, tmp_path / "w.onnx")
     assert not [node for node in found.graph.node if node.domain]
     no_worse(run(tmp_path / "w.onnx", (qkv,))[0], module(qkv), module(qkv.double()))
+
+
+@pytest.mark.parametrize("entry", [-1, -9, 9])
+@pytest.mark.parametrize("way", ["dynamo", "torchscript", "standard", "custom"])
+def test_an_index_beyond_its_table_is_nan(entry: int, way: str, tmp_path: Path) -> None:
+    """An exporter cannot look at it, and ONNX reads a negative one from the end of the table."""
+    index = torch.randint(9, (16, 16), generator=torch.Generator().manual_seed(0))
+    terms = {"bias": torch.randn(9, 2), "bias_index": index}
+    module, qkv = Windows(**terms).eval(), torch.randn(2, 8, 4, 48)
+    wanted = module(qkv)
+    index[5, 3] = entry
+    path = tmp_path / "w.onnx"
+    if way in ("standard", "custom"):
+        export_onnx(module, (qkv,), path, mode=way)
+    else:
+        exported(module, (qkv,), way, 18, path)
+    out = run(path, (qkv,))[0]
+    spoilt = torch.zeros(2, 8, 4, dtype=torch.bool)
+    spoilt[:, 1::4, 1] = True  # token 5 of each window of 4 x 4
+    assert torch.equal(out.isnan().all(-1), spoilt)
+    torch.testing.assert_close(out[~spoilt], wanted[~spoilt])
 
 
 def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
