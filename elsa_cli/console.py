@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import io
 import json
 import logging
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from elsa_cli import signals
 from elsa_cli.errors import INTERRUPTED, OutputError, cut, one_line, printable
+from elsa_cli.lazy_imports import uncollected
 from elsa_cli.plain import jsonable
 
 if TYPE_CHECKING:
@@ -56,18 +56,6 @@ class _Closed(io.StringIO):
         if text:  # Rich ends a capture by writing nothing
             raise OSError(errno.EBADF, "stdout is closed")
         return 0
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No cycles are looked for meanwhile: modules stay, and looking is a fifth of their import."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 class Session:
@@ -235,7 +223,7 @@ class Session:
         signals.check()
         start = time.perf_counter()
         if imports:
-            with signals.importing(self._leave), _uncollected(), self.stage(text) as update:
+            with signals.importing(self._leave), uncollected(), self.stage(text) as update:
                 yield update
             return
         if not self.quiet and beats and not self._interactive():

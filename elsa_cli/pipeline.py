@@ -45,8 +45,7 @@ def open_model(
     device = resolve_device(options.device)
     with session.stage(f"looking up {text}", imports=True):
         import_timm(hub=options.pretrained or not _TIMM_NAME.fullmatch(text.strip()))
-        from elsa_core.loading import load_model, parse
-        from elsa_core.loading.libraries import UninitialisedParameters
+        from elsa_core.loading import UninitialisedParameters, load_model, parse
 
         spec = parse(text)
     of_library = spec.path is None and spec.source != "hub" and not options.pretrained
