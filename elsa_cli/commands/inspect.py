@@ -61,7 +61,7 @@ def command(
     ('timm:swin*', 'open_clip:*').
     """
     from elsa_cli import coverage_view, pipeline, render, targets
-    from elsa_cli.lazy_imports import import_flop_counter, one_thread
+    from elsa_cli.lazy_imports import one_thread
     from elsa_cli.probes import environment
     from elsa_cli.version import version
 
@@ -84,8 +84,6 @@ def command(
         _show_bundle(session, Path(model))
         return
     loaded = pipeline.open_model(session, model, options, shapes_alone=True)
-    with session.stage("importing what inspects", imports=True):
-        import_flop_counter()
     with session.stage("inspecting"), one_thread():
         from elsa_core.patching import inspect
 
