@@ -22,6 +22,7 @@ import torch._decomp
 from torch import Tensor
 
 from elsa_core import calls
+from elsa_core.errors import ModelError
 
 Grads = tuple[Tensor | None, ...]
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
@@ -269,6 +270,31 @@ def _translate(name: str, record: Operator) -> None:
     if not isinstance(table, ChainMap) or table.maps[0] is not _TRANSLATIONS:
         torch._decomp.decomposition_table = ChainMap(_TRANSLATIONS, table)  # type: ignore[assignment]
     _TRANSLATIONS[getattr(torch.ops.elsa, name).default] = decompose
+
+
+def _refuse_traced() -> None:
+    """Have `torch.onnx.export(dynamo=False)` end with one line at a node of `torch.jit.trace`.
+
+    Of a model it makes its own trace, in which no such node is; torch.onnx knows nothing of those
+    in a graph that was there before, nor of projections whose kernels a GPU's model keeps.
+    """
+    import torch.onnx
+
+    def refusal(name: str) -> Callable[..., Any]:
+        def symbolic(*_: Any, **__: Any) -> Any:
+            raise ModelError(
+                f"torch.onnx.export(dynamo=False) cannot write the operator {name}: give it the "
+                "model itself, on the CPU, or leave dynamo=False out; elsa.export(model, ...) "
+                "writes ONNX too, and elsa.unpatch(model) gives the original"
+            )
+
+        return symbolic
+
+    for name in _BY_SCHEMA:
+        torch.onnx.register_custom_op_symbolic(name, refusal(name), 9)  # type: ignore[attr-defined]
+
+
+calls.at_trace(_refuse_traced)
 
 
 def _differentiate(name: str, record: Operator) -> None:
