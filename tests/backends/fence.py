@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import quick_interpreter  # noqa: F401
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +23,10 @@ ALLOCATING = {
 
 
 class _Fence(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports the compiler, which takes two seconds
+
     def __init__(self) -> None:
         super().__init__()
         self.tails: list[torch.Tensor] = []

@@ -12,6 +12,7 @@ import os
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
 
+import quick_interpreter  # noqa: F401
 import torch
 
 from elsa_core import reference

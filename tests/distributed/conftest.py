@@ -18,4 +18,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("torch was built without gloo")
     folder = tmp_path_factory.mktemp("ranks")
-    return {world: ranks.start(world, folder) for world in (2, 3)}
+    return ranks.start((2, 3), folder)

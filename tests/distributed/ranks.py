@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import socket
 import time
@@ -26,13 +27,25 @@ Result = dict[str, Tensor | None]
 SHORT = 4.0  # seconds: the timeout of a group in which a rank hangs
 
 
-def start(world: int, folder: Path) -> list[Any]:
-    """Run `everything` in as many processes; what each of them found."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-    mp.spawn(everything, (port, world, str(folder)), nprocs=world)
-    return [torch.load(folder / f"{world}-{rank}.pt") for rank in range(world)]
+def start(worlds: tuple[int, ...], folder: Path) -> dict[int, list[Any]]:
+    """Run `everything` in as many processes, all worlds side by side; what each rank found.
+
+    The processes are forked from one that has imported torch, which is most of what they do.
+    """
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "timm"])
+    begun = []
+    for world in worlds:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            port: int = listening.getsockname()[1]
+        given = (port, world, str(folder))
+        begun.append(
+            mp.start_processes(everything, given, world, join=False, start_method="forkserver")
+        )
+    for processes in begun:
+        while not processes.join():
+            pass
+    return {w: [torch.load(folder / f"{w}-{rank}.pt") for rank in range(w)] for w in worlds}
 
 
 def everything(rank: int, port: int, world: int, folder: str) -> None:

@@ -32,6 +32,7 @@ def lines(code: str) -> list[str]:
     return [line for line in code.splitlines() if line.strip()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_in_an_empty_folder(page: Path, tmp_path: Path) -> None:
     found = steps(page.read_text(encoding="utf-8"))

@@ -11,8 +11,8 @@ from elsa_core.patching.rewrite import patch
 
 @pytest.fixture(scope="package")
 def vit() -> Loaded:
-    """A patched ViT of six small blocks at 64 pixels."""
-    loaded = load_model("test_vit", image_size=64, seed=4)
+    """A patched ViT of two small blocks at 64 pixels."""
+    loaded = load_model("test_vit", image_size=64, seed=4, model_kwargs={"depth": 2})
     patch(loaded.model)
     return loaded
 

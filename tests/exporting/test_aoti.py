@@ -12,10 +12,11 @@ from elsa_core.loading.loader import load_model
 from elsa_core.patching.rewrite import patch
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_a_compiled_package_reproduces_the_model(tmp_path: Path) -> None:
     """Export itself runs the package in a fresh process at three batch sizes, or raises."""
-    loaded = load_model("test_vit", image_size=64)
+    loaded = load_model("test_vit", image_size=64, model_kwargs={"depth": 2})
     patch(loaded.model)
     export(loaded.model, tmp_path / "out", formats=("pt2",), aoti=True, loaded=loaded)
     assert (tmp_path / "out" / "model.aoti.pt2").stat().st_size > 0

@@ -27,7 +27,7 @@ def test_a_model_of_convolutions_and_attention_takes_other_sizes(
         return make_reference(model, inputs)
 
     monkeypatch.setattr(artefacts, "make_reference", recorded)
-    loaded = load_model("pvt_v2_b0", image_size=96)
+    loaded = load_model("pvt_v2_b0", image_size=96, model_kwargs={"depths": [1, 1, 1, 1]})
     patch(loaded.model)
     export(
         loaded.model, tmp_path / "out", formats=("pt2",), dynamic_size=True, loaded=loaded
@@ -40,7 +40,7 @@ def test_a_model_of_convolutions_and_attention_takes_other_sizes(
 
 
 def test_a_model_of_one_size_is_refused_in_one_line(tmp_path: Path) -> None:
-    loaded = load_model("vit_tiny_patch16_224", image_size=64)
+    loaded = load_model("vit_tiny_patch16_224", image_size=64, model_kwargs={"depth": 2})
     patch(loaded.model)
     with pytest.raises(ExportError) as caught:
         export(loaded.model, tmp_path / "out", formats=("pt2",), dynamic_size=True, loaded=loaded)

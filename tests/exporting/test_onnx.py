@@ -34,7 +34,7 @@ def library() -> str:
 @pytest.fixture(scope="module")
 def vit() -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = timm.create_model("test_vit", img_size=32, num_classes=7).eval()
+    model: nn.Module = timm.create_model("test_vit", img_size=32, num_classes=7, depth=2).eval()
     elsa.patch(model)
     return model
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import thinned
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -23,9 +24,9 @@ pytest.importorskip("onnxscript")
 timm = pytest.importorskip("timm")
 
 ULPS = 2.4e-7
-WAYS = [("dynamo", 18), ("dynamo", 23), ("program", 18), ("program", 23), ("torchscript", 18)]
+WAYS = [("dynamo", 23), ("dynamo", 18), ("torchscript", 18), ("program", 23), ("program", 18)]
 MODELS: dict[str, dict[str, Any]] = {
-    "vit": {"model_name": "test_vit", "img_size": 32, "num_classes": 7},
+    "vit": {"model_name": "test_vit", "img_size": 32, "num_classes": 7, "depth": 2},
     # 20 x 20 tokens in windows of 7: padded, and shifted in every second block
     "swin": {
         "model_name": "swin_tiny_patch4_window7_224", "img_size": 80, "depths": (2, 2),
@@ -78,8 +79,9 @@ def no_worse(out: Tensor, peer: Tensor, exact: Tensor) -> None:
     assert error <= allowed + ULPS * float(exact.norm())
 
 
-@pytest.mark.parametrize(("way", "opset"), WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "way", "opset"), [(name, *way) for name, way in thinned(MODELS, WAYS)]
+)
 def test_a_patched_model_exports(name: str, way: str, opset: int, tmp_path: Path) -> None:
     """Standard operators alone, and the original's accuracy at another batch size."""
     torch.manual_seed(0)
@@ -100,7 +102,7 @@ def test_a_patched_model_exports(name: str, way: str, opset: int, tmp_path: Path
     assert found.opset_import[0].version == opset
     assert not [node for node in found.graph.node if node.domain]
     if name == "vit" and opset == 23:
-        assert [node.op_type for node in found.graph.node].count("Attention") == 6
+        assert [node.op_type for node in found.graph.node].count("Attention") == 2
     no_worse(run(tmp_path / "model.onnx", (images,))[0], peer, exact)
 
 
@@ -150,8 +152,12 @@ class Attend(nn.Module):
         return elsa.attention(q, k, v, mask, scale=0.3, enable_gqa=True)
 
 
-@pytest.mark.parametrize(("way", "opset"), WAYS)
-@pytest.mark.parametrize("kind", ["none", "bool", "additive", "causal"])
+KINDS = ("none", "bool", "additive", "causal")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "opset"), [(kind, *way) for kind, way in thinned(KINDS, WAYS)]
+)
 def test_calls_of_attention_export(kind: str, way: str, opset: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(3, h, n, 16) for h, n in ((4, 7), (2, 9), (2, 9)))
@@ -196,8 +202,12 @@ class Windows(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(("way", "opset"), [WAYS[0], WAYS[3], WAYS[4]])
-@pytest.mark.parametrize("kind", ["padded", "table", "grid", "hidden"])
+OF_WINDOWS = ("padded", "table", "grid", "hidden")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "opset"), [(kind, *way) for kind, way in thinned(OF_WINDOWS, WAYS[1:4])]
+)
 def test_calls_of_windows_export(kind: str, way: str, opset: int, tmp_path: Path) -> None:
     torch.manual_seed(2)
     hidden = torch.randn(2, 16, 16)
@@ -255,7 +265,7 @@ TOY = operators.register(
 )
 
 
-@pytest.mark.parametrize(("way", "opset"), WAYS[:4])
+@pytest.mark.parametrize(("way", "opset"), [WAYS[0], WAYS[1], WAYS[3], WAYS[4]])
 def test_a_variant_with_a_fake_exports_as_its_reference(
     way: str, opset: int, tmp_path: Path
 ) -> None:
@@ -307,20 +317,23 @@ def test_a_trace_shows_no_warning_of_elsas_own_code() -> None:
     """Checks of arguments looked to users like faults of their models."""
     code = """
 import sys, warnings, timm, torch, elsa_core as elsa
-if sys.argv[1:]: warnings.resetwarnings()
 model = timm.create_model("test_vit", img_size=32).eval()
 elsa.patch(model, backend="eager")
-torch.jit.trace(model, torch.ones(2, 3, 32, 32), check_trace=False)
+for once_more in (False, True):
+    if once_more:
+        warnings.resetwarnings()
+        print("all of them", file=sys.stderr)
+    torch.jit.trace(model, torch.ones(2, 3, 32, 32), check_trace=False)
 """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    usual, mark, every = done.stderr.partition("all of them")
+    assert mark
 
-    def warned(*arguments: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-        )
-        lines = [line for line in done.stderr.splitlines() if "elsa_core" in line]
+    def warned(text: str) -> int:
+        lines = [line for line in text.splitlines() if "elsa_core" in line]
         return sum("TracerWarning" in line for line in lines)
 
-    assert warned() == 0 < warned("all")
+    assert warned(usual) == 0 < warned(every)
 
 
 class Packed(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -113,14 +114,17 @@ print(verdict.word, verdict.by)
 """
 
 
+@pytest.mark.long
 def test_a_mutant_is_noticed(tmp_path: Path) -> None:
     """From the copy to the verdict: the cache of derived tensors, kept in training.
 
     In a process of its own: those that judge are forked, and must not hold the unchanged package.
+    The tests that notice it need no kernels, which would be compiled for the copy.
     """
     done = subprocess.run(
         [sys.executable, "-c", NOTICED, str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
+        env={**os.environ, "ELSA_NATIVE": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("killed ") and "test_stale" in done.stdout

@@ -17,29 +17,31 @@ from elsa_core.inputs.cases import generated_inputs, text_shape
 from elsa_core.patching.rewrite import patch
 from elsa_core.proof.checking import CheckReport, check
 
+SMALL = {"depth": 2, "embed_dim": 192, "num_heads": 3}  # heads of 64, as the families have
+
 # Written adapters.
 ADAPTED: dict[str, dict[str, Any]] = {
-    "vit_base_patch16_224": {"img_size": 64, "depth": 2},
-    "deit3_base_patch16_224": {"img_size": 64, "depth": 2},
-    "vit_base_patch16_siglip_224": {"img_size": 64, "depth": 2},
-    "eva02_base_patch14_224": {"img_size": 56, "depth": 2},
-    "vit_base_patch16_dinov3": {"img_size": 64, "depth": 2},
-    "vit_base_patch16_rope_224": {"img_size": 64, "depth": 2},
-    "vit_base_patch16_rope_mixed_224": {"img_size": 64, "depth": 2},
-    "vit_small_patch14_dinov2": {"img_size": 56, "depth": 2},
+    "vit_base_patch16_224": {"img_size": 64, **SMALL},
+    "deit3_base_patch16_224": {"img_size": 64, **SMALL},
+    "vit_base_patch16_siglip_224": {"img_size": 64, **SMALL},
+    "eva02_base_patch14_224": {"img_size": 56, **SMALL},
+    "vit_base_patch16_dinov3": {"img_size": 64, **SMALL},
+    "vit_base_patch16_rope_224": {"img_size": 64, **SMALL},
+    "vit_base_patch16_rope_mixed_224": {"img_size": 64, **SMALL},
+    "vit_small_patch14_dinov2": {"img_size": 56, **SMALL},
     "mobilevit_xxs": {"img_size": 64},
-    "samvit_base_patch16_224": {"img_size": 64, "depth": 2},
-    "levit_128s": {},
+    "samvit_base_patch16_224": {"img_size": 64, **SMALL},
+    "levit_128s": {"img_size": 112},
 }
 # The redirect of scaled_dot_product_attention: relative bias, reduced keys, windows (5-D and 4-D),
 # multi-query with one key head, convolutional layout.
 REDIRECTED: dict[str, dict[str, Any]] = {
-    "beit_base_patch16_224": {"img_size": 64, "depth": 2},
+    "beit_base_patch16_224": {"img_size": 64, **SMALL},
     "pvt_v2_b0": {"img_size": 64},
-    "vit_relpos_small_patch16_224": {"img_size": 64, "depth": 2},
-    "hiera_tiny_224": {"img_size": 224, "stages": (1, 1, 1, 1)},
+    "vit_relpos_small_patch16_224": {"img_size": 64, **SMALL},
+    "hiera_tiny_224": {"img_size": 64, "stages": (1, 1, 1, 1)},
     "mobilenetv4_hybrid_medium": {"img_size": 64},
-    "fastvit_sa12": {"img_size": 64},
+    "fastvit_sa12": {"img_size": 64, "layers": (1, 1, 1, 1)},
 }
 # Their constructors take no image size.
 FREE_SIZE = {"mobilevit_xxs", "pvt_v2_b0", "mobilenetv4_hybrid_medium", "fastvit_sa12"}
@@ -83,7 +85,7 @@ def test_adapted_family(name: str, dtype: torch.dtype) -> None:
     model = create(name, ADAPTED[name], dtype)
     report = patch(model, strict=True)
     assert any(site.adapter != "sdpa-redirect" for site in report.patched)
-    size = ADAPTED[name].get("img_size", 224)
+    size = ADAPTED[name]["img_size"]
     assert len(run(model, size, dtype).sites) == len(report.patched)
 
 
@@ -94,7 +96,7 @@ def test_redirected_family(name: str, dtype: torch.dtype) -> None:
     report = patch(model)
     assert {site.adapter for site in report.patched} == {"sdpa-redirect"}
     size = REDIRECTED[name]["img_size"]
-    run(model, size, dtype, batch=1 if size > 100 else 2)
+    run(model, size, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])

@@ -1,8 +1,8 @@
 """A compiler in front of g++ that adds the sanitizers; the project's own build calls it.
 
-Set in the environment: ELSA_SET, the instruction set to compile, and ELSA_OBJECTS, a folder. The
-tables of the others stay empty: the driver takes the best one that the processor has, or the one
-named in ELSA_CPU_ISA, and never looks at the rest.
+Set in the environment: ELSA_SET, the instruction set to compile, ELSA_LEVEL, how far to optimise,
+and ELSA_OBJECTS, a folder. The tables of the other sets stay empty: the driver takes the best one
+that the processor has, or the one named in ELSA_CPU_ISA, and never looks at the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEADERS = {"Kernel": "kernel.h", "WindowKernel": "window_kernel.h",
 
 def main(arguments: list[str]) -> int:
     """Compile one unit or link; returns the exit code."""
-    words = ["-O1" if word == "-O3" else word for word in arguments]
+    words = [os.environ["ELSA_LEVEL"] if word == "-O3" else word for word in arguments]
     named = [word for word in words if word.startswith("-DELSA_KERNEL_NAME=")]
     if named and os.environ["ELSA_SET"] not in named[0]:
         table = next(w.partition("=")[2] for w in words if w.startswith("-DELSA_KERNEL="))

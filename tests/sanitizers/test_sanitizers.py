@@ -16,11 +16,12 @@ from .run import BACKENDS, EVERYTHING, ROOT, SHORT, build, missing, run
 REASON = missing()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_the_kernels_are_clean(tmp_path: Path) -> None:
     """No byte beyond an array, no overflow, no misaligned or invalid value."""
     name = native.isa()
-    build(tmp_path, name)
+    build(tmp_path, name, "-O0")
     code, text = run(tmp_path, name, SHORT)
     assert code == 0, text
     assert "passed" in text and "skipped" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from pathlib import Path
@@ -76,7 +77,8 @@ def full(grad: Tensor | None) -> Tensor | None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes wrote, started once: most of their time goes to imports."""
     written = tmp_path_factory.mktemp("gradients")
-    mp.spawn(work, (free_port(), str(written)), nprocs=2)
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "timm"])
+    mp.start_processes(work, (free_port(), str(written)), 2, start_method="forkserver")
     return written
 
 
