@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elsa_cli import bench_compare
 from elsa_cli.console import Session
 from elsa_cli.errors import TargetError, VerdictError
-from elsa_cli.options import resolve_device
+from elsa_cli.options import resolve_device, typed
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def run(
     """
     import torch
 
-    from elsa_core.bench import models, training
+    from elsa_core.bench import families, models, training
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import environment
 
@@ -45,10 +45,12 @@ def run(
         return
     target: Path | None = given["output"]
     _check_target(target, device, given)
-    settings = bench.settings(
-        device, baselines=given["baselines"], rounds=given["rounds"],
-        budget_seconds=given["budget"], seed=given["seed"], backend=given["backend"],
-    )  # fmt: skip
+    named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}
+    how = {key: given[name] for name, key in named.items()}
+    if not steps:
+        plain = [key for name, key in named.items() if not typed((name,))]
+        how |= families.protocol(device, cases, how | dict.fromkeys(plain))
+    settings = bench.settings(device, **how, seed=given["seed"], backend=given["backend"])
     document = bench.started(settings, environment.describe(device))
     if given["resume"] and target is not None and target.exists():
         document = models.read(target, document)
@@ -121,6 +123,7 @@ def _list(
 def _show(session: Session, document: Document, published: Document | None) -> None:
     from elsa_core.bench import model_tables
     from elsa_core.measuring import environment
+    from elsa_core.messages import milliseconds
 
     results = document["results"] | bench_compare.added(document, published)
     session.document(document["command"], document["environment"], results)
@@ -137,8 +140,8 @@ def _show(session: Session, document: Document, published: Document | None) -> N
         verdict = "FAIL wrong" if case["wrong"] else gain["verdict"]
         span = f"{gain['low']:.2f}-{gain['high']:.2f}"
         rows.append([
-            name, f"{best['contender']} {best['seconds'] * 1e3:.3g}", f"{own['seconds'] * 1e3:.3g}",
-            f"{gain['value']:.2f}",
+            name, f"{best['contender']} {milliseconds(best['seconds'])}",
+            milliseconds(own["seconds"]), f"{gain['value']:.2f}",
             f"{gain['rounds']} rounds" if gain["verdict"] == "unsure" else span, verdict,
         ])  # fmt: skip
     session.table(("model", ">best baseline, ms", ">patched", ">gain", ">95%", ""), rows)

@@ -25,7 +25,7 @@ BASELINES = (
 )  # fmt: skip
 TABLES = (
     "vit", "window", "sweep", "varlen", "entmax", "fp32", "fp16", "bf16", "decode", "lengths",
-    "million", "batch8", "resolution", "steps", "paper",
+    "million", "batch8", "resolution", "families", "steps", "paper",
 )  # fmt: skip
 
 # Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from elsa_cli import signals
 from elsa_cli.errors import INTERRUPTED, OutputError, cut, one_line, printable
+from elsa_cli.lazy_imports import uncollected
 from elsa_cli.plain import jsonable
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class Session:
         signals.check()
         start = time.perf_counter()
         if imports:
-            with signals.importing(self._leave), self.stage(text) as update:
+            with signals.importing(self._leave), uncollected(), self.stage(text) as update:
                 yield update
             return
         if not self.quiet and beats and not self._interactive():

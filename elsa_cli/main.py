@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import difflib
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -144,12 +147,28 @@ def _fill_streams() -> None:
     os.close(descriptor)
 
 
+def _leave(code: int) -> NoReturn:
+    """End the process without taking torch's modules apart, which takes as long as importing timm.
+
+    What was registered to run at the end runs.
+    """
+    if "torch" in sys.modules and threading.active_count() == 1:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the plain way says why
+            sys.stdout.flush()
+            sys.stderr.flush()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
+
+
 def main() -> NoReturn:
     """The `elsa` command."""
     _fill_streams()
     signals.install()
     _complete()
-    sys.exit(run(sys.argv[1:]))
+    _leave(run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

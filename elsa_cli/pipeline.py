@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +13,7 @@ import click
 
 from elsa_cli import names
 from elsa_cli.console import Session
-from elsa_cli.lazy_compiler import import_timm
+from elsa_cli.lazy_imports import import_flop_counter, import_timm
 from elsa_cli.options import Options, resolve_device, typed
 
 if TYPE_CHECKING:
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from elsa_core.proof import CheckReport
     from elsa_core.routing import Route
 
+_TIMM_NAME = re.compile(r"(timm:)?[\w.-]+")
 _CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity")
 
 
@@ -27,8 +32,26 @@ def import_torch(session: Session) -> None:
         import torch  # noqa: F401
 
 
-def open_model(session: Session, text: str, options: Options) -> Loaded:
+def import_ahead(session: Session, *modules: str) -> None:
+    """Import what a later step imports anyway, while Ctrl-C may still end the process at once.
+
+    Nothing where something was written already. What is missing the later step says itself.
+    """
+    missing = [name for name in modules if name not in sys.modules]
+    if session.written or not missing:
+        return
+    with session.stage("importing " + ", ".join(missing), imports=True):
+        for name in missing:
+            with suppress(ImportError):
+                importlib.import_module(name)
+
+
+def open_model(
+    session: Session, text: str, options: Options, *, shapes_alone: bool = False
+) -> Loaded:
     """Load the model that MODEL and the options name, in evaluation mode on its device.
+
+    With `shapes_alone` random weights are left as their memory was found, which saves their time.
 
     Raises: ModelError, UnavailableError, ArgumentError with one line each.
     """
@@ -37,11 +60,14 @@ def open_model(session: Session, text: str, options: Options) -> Loaded:
     # The device is asked for first: a missing one is known before seconds go into loading.
     device = resolve_device(options.device)
     with session.stage(f"looking up {text}", imports=True):
-        import_timm()
-        from elsa_core.loading import load_model, parse
+        import_flop_counter()
+        import_timm(hub=options.pretrained or not _TIMM_NAME.fullmatch(text.strip()))
+        from elsa_core.loading import UninitialisedParameters, load_model, parse
 
         spec = parse(text)
-    with session.stage(f"loading {spec.name}", drawn=not options.pretrained):
+    of_library = spec.path is None and spec.source != "hub" and not options.pretrained
+    unfilled = UninitialisedParameters() if shapes_alone and of_library else nullcontext()
+    with session.stage(f"loading {spec.name}", drawn=not options.pretrained), unfilled:
         loaded = load_model(
             spec,
             image_size=options.img_size,
@@ -163,6 +189,8 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
     from elsa_core.proof import check
 
     inputs = check_inputs(session, loaded, options)
+    compiler = ("torch._inductor.compile_fx",) if "compile" in (options.paths or ()) else ()
+    import_ahead(session, "torch._dynamo", *compiler)
     with session.stage("checking") as update:
         return check(
             loaded.model,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,20 @@ def observe(change: int) -> None:
     _OBSERVERS.count += change
 
 
+_AT_TRACE: list[Callable[[], None]] = []
+
+
+def at_trace(once: Callable[[], None]) -> None:
+    """Have `once` called before the first call that `torch.jit.trace` records."""
+    _AT_TRACE.append(once)
+
+
+def _announced() -> bool:
+    while _AT_TRACE:
+        _AT_TRACE.pop()()
+    return True
+
+
 def watched() -> bool:
     """Whether a compiler, tracer, transform or dispatch mode is active in this thread.
 
@@ -53,7 +67,7 @@ def watched() -> bool:
     return bool(
         is_compiling()  # first: a constant for the compiler, which reads no further
         or _modes()
-        or _tracing() is not None
+        or (_tracing() is not None and _announced())
         or _transforms() is not None
         or forward_ad._current_level >= 0
     )
@@ -72,6 +86,7 @@ def recorded() -> bool:
 
 
 _KINDS: set[Any] = set()
+_FORGOTTEN = [0]
 _MOST_KINDS = 4096
 
 
@@ -93,6 +108,12 @@ def first_of_kind(kind: Any) -> bool:
 def forget_kinds() -> None:
     """Ask about every kind of call anew: what serves its like has changed."""
     _KINDS.clear()
+    _FORGOTTEN[0] += 1
+
+
+def forgotten() -> int:
+    """How often the kinds were forgotten: what was concluded from them holds while it is equal."""
+    return _FORGOTTEN[0]
 
 
 def was_seen(kind: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from elsa_core.operands import (
     operands,
     require_dense,
 )
-from elsa_core.routing import Route
+from elsa_core.routing import Chosen, Route
 
 Answer = Tensor | tuple[Tensor, Tensor]
+_profiled = torch._C._autograd._profiler_enabled
 
 
 def attention(
@@ -65,8 +67,8 @@ def ordinary(
     """Serve an ordinary call with the least host time; None for any other.
 
     Ordinary are plain tensors [B, H, N, D] of one dtype and device, whose heads are equal and that
-    pass every check of `operands` as they are, without dropout and autocast, where autograd has
-    nothing to record and no tracer, mode or transform is active.
+    pass every check of `operands` as they are, without dropout and autocast, where no tracer, mode
+    or transform is active. Where autograd is to record the call, it gives no lse.
 
     Raises:
         TypeError: query, key, value or attn_mask is no tensor.
@@ -88,7 +90,10 @@ def ordinary(
             and type(query) is Tensor
             and type(key) is Tensor
             and type(value) is Tensor
-        ) or calls.differentiates(query, key, value, attn_mask):
+        ):
+            return None
+        recorded = calls.differentiates(query, key, value, attn_mask)
+        if recorded and return_lse:
             return None
         if attn_mask is not None:
             attn_mask = checked_mask(attn_mask, query, key, is_causal)
@@ -97,13 +102,15 @@ def ordinary(
             scale = head_dim**-0.5 if head_dim else 1.0
         choice = routing.chosen("attention", device, dtype, head_dim, head_dim, precision, backend)
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
+        if recorded:
+            return _recorded(arguments, choice, backend)
         for row, serve in choice.rows:
             if not return_lse and row.holds(shape, others):
                 out: Tensor | None = serve(*arguments)
                 if out is not None:
                     return out
         result: tuple[Tensor, Tensor]
-        if choice.direct is not None and not torch._C._autograd._profiler_enabled():
+        if choice.direct is not None and not _profiled():
             result = choice.direct(*arguments)
         else:
             result = calls.below_autograd(choice.run, *arguments)
@@ -111,6 +118,22 @@ def ordinary(
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
+
+
+def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tensor | None:
+    """An ordinary call that autograd records; None where it is made of PyTorch's operations."""
+    query, key, value, attn_mask = arguments[:4]
+    if routing.plain_alone(backend):
+        return None
+    device, head_dim = query.device.type, query.shape[3]
+    kind = (device, query.dtype, head_dim, head_dim, arguments[6])
+    whole = _trains_whole(query, key, value, attn_mask, kind, backend, return_lse=False)
+    run = routing.RUNS["attention", whole or choice.name]
+    # a profile looks for the operator's name
+    if not whole and run is operators.ATTENTION.overload and not _profiled():
+        run = routing.recorded("attention", choice.name) or run
+    out: Tensor = run(*arguments)[0]
+    return out
 
 
 def checked(

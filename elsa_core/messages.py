@@ -33,3 +33,9 @@ def first_line(error: BaseException) -> str:
 def side(size: Sequence[int]) -> str:
     """An image size in words: `384`, or `384x256`."""
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits and no power of ten: "0.568", "36.3", "1290"."""
+    value = float(f"{seconds * 1e3:.3g}")
+    return f"{value:.0f}" if value >= 100 else f"{value:g}"

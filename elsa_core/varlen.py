@@ -98,7 +98,9 @@ def varlen_attention(
         kind = (q.device.type, q.dtype, index(q.shape[-1]), index(given.value.shape[-1]), precision)
         out: Tensor
         lse: Tensor
-        if routing.plain_alone(backend):
+        if calls.exporting_onnx():
+            out, lse = operators.VARLEN_ATTENTION.exported(*given, is_causal, scale)
+        elif routing.plain_alone(backend):
             out, lse = operators.VARLEN_ATTENTION.reference(*given, is_causal, scale)
         elif _pads(backend, q):
             if longest is not None and q.shape[0] and given.key.shape[0]:

@@ -1,7 +1,8 @@
 // Operators on CUDA devices through PyTorch's stable ABI: no Python, ATen or c10 symbol.
 //
 // A call whose layout was planned runs here. Any other goes to `elsa::<name>_plan`, which computes
-// it and returns one tensor more: what is to be kept for the layout (see `keep`).
+// it and returns one tensor more: what is to be kept for the layout (see `keep`). A layout that is
+// kept as none for this library goes to `elsa::<name>_unplanned`, which returns the same.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
@@ -27,7 +28,7 @@ constexpr size_t kMostEntries = 4096;
 constexpr uint32_t kAlignment = 16;  // what kernels tell apart
 
 struct Operator {
-  std::string name, plan;
+  std::string name, plan, unplanned;
   // Of each argument: T tensor, O tensor or none, n integer, b boolean, d double, s string,
   // N integers, B booleans.
   std::string types;
@@ -309,18 +310,21 @@ void serve(const Operator& op, StableIValue* stack) {
   key.add(static_cast<uint64_t>(&op - operators));
   arguments.describe(key);
   uint64_t generation = 0;
+  bool unplanned = false;
   if (key.fits()) {
     const auto found = cache.find(key.words());
     generation = found.generation;
     const bool planned = found.entry != nullptr && found.entry->bound != nullptr;
     if (planned && run(*found.entry->bound, arguments, stack)) return;
+    unplanned = found.entry != nullptr && !planned;
   }
   if (op.by_file) return serve_by_file(op, arguments, key, generation, stack);
   const bool noted = elsa_cuda::Record::active();
   if (noted) arguments.describe(portable, false);
   StableIValue values[kMostValues] = {};
   arguments.give(values);
-  ask(torch_call_dispatcher(op.plan.c_str(), "", values, TORCH_ABI_VERSION), op.plan.c_str());
+  const char* name = (unplanned ? op.unplanned : op.plan).c_str();
+  ask(torch_call_dispatcher(name, "", values, TORCH_ABI_VERSION), name);
   Handle results[kMostValues];
   for (uint32_t i = 0; i <= op.results; ++i) {
     results[i] = Handle(to<AtenTensorHandle>(values[i]));
@@ -365,6 +369,7 @@ void add_operator(const char* name, const char* types, uint32_t results, const c
   Operator& op = operators[operator_count];
   op.name = std::string("elsa::") + name;
   op.plan = op.name + "_plan";
+  op.unplanned = op.name + "_unplanned";
   op.types = types;
   op.results = results;
   op.by_file = by_file;

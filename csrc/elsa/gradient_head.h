@@ -188,7 +188,11 @@ class HeadGradient {
       for (int64_t c = 0; c < at_.width; c += kPanel) {
         const int64_t width = smaller(kPanel, at_.width - c);
         float* const out = columns + keys_ * c + j * width;
-        for (int64_t d = 0; d < width; d += kLanes) store(out + d, load(row + c + d));
+        for (int64_t d = 0; d < width; d += kLanes) {
+          // Rows that see a NaN have it in their slopes; those from which it is hidden have zeros.
+          const Floats x = load(row + c + d);
+          store(out + d, x == x ? x : Floats{});
+        }
       }
     }
   }

@@ -332,9 +332,11 @@ def _show(session: Session, report: Report, published: dict[str, Any] | None) ->
 
 
 def _rows(result: CaseResult, common: str) -> list[list[str]]:
+    from elsa_core.messages import milliseconds
+
     best = next((m for m in result.measurements if m.contender == result.best_peer), None)
     own = [m for m in result.measurements if m.precision is not None]
-    peer = [best.contender, f"{best.seconds * 1e3:.3g}"] if best else ["none", "-"]
+    peer = [best.contender, milliseconds(best.seconds)] if best else ["none", "-"]
     name = result.case.name.partition("/")[2].replace(common, "", 1)
     if not own:
         reason = next(iter(result.left_out.values()), "not measured")
@@ -342,7 +344,7 @@ def _rows(result: CaseResult, common: str) -> list[list[str]]:
     return [
         [
             name if m.precision == "strict" else f"{name} {m.precision}",
-            f"{m.seconds * 1e3:.3g}", *peer, "-" if m.ratio is None else f"{m.ratio:.2f}",
+            milliseconds(m.seconds), *peer, "-" if m.ratio is None else f"{m.ratio:.2f}",
             f"{m.flops_per_second / 1e9:.4g}",
             ("FAIL " if m.contender in result.wrong else "") + f"{m.error:.1e}",
             f"{best.error:.1e}" if best else "-",

@@ -64,6 +64,13 @@ class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clic
         return completion.among(FORMATS, incomplete)
 
 
+# What writing a format imports, which takes seconds.
+_MODULES = {
+    "torchscript": (), "pt2": ("torch._inductor.utils",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime", "torch.onnx"),
+}  # fmt: skip
+
+
 @click.command("export", cls=Command)
 @model_options
 @click.option(
@@ -152,6 +159,7 @@ def command(
         exact = _exact(session, model, replace(options, dtype="fp32"), tower)
     loaded = pipeline.open_model(session, model, options)
     loaded = _tower(loaded, tower, options)
+    pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
     _check_early(output, zipped, force, formats, dynamic_size)
     if quantize:

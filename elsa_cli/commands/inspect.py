@@ -61,6 +61,7 @@ def command(
     ('timm:swin*', 'open_clip:*').
     """
     from elsa_cli import coverage_view, pipeline, render, targets
+    from elsa_cli.lazy_imports import one_thread
     from elsa_cli.probes import environment
     from elsa_cli.version import version
 
@@ -82,8 +83,8 @@ def command(
     if _is_bundle(model):
         _show_bundle(session, Path(model))
         return
-    loaded = pipeline.open_model(session, model, options)
-    with session.stage("inspecting"):
+    loaded = pipeline.open_model(session, model, options, shapes_alone=True)
+    with session.stage("inspecting"), one_thread():
         from elsa_core.patching import inspect
 
         found = inspect(loaded.model, loaded.input_size, scope=options.scope)

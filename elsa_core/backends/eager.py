@@ -179,6 +179,9 @@ def backward(
                 p = p.masked_fill(shift.isposinf(), 0.0) if holes else p
                 delta = (p * d_p).sum(-1, keepdim=True) - g_lse
             g_scores = p * (d_p - delta)
+            if is_causal or attn_mask is not None:
+                # Rows that see a NaN have it in dS; those from which it is hidden have zeros.
+                k = k.masked_fill(k.isnan(), 0.0)
             _add_block(grads, q, k, g_out, _times(p, keep), g_scores, rows, columns, scale)
     grad_query, grad_key, grad_value, grad_mask = (
         query.new_empty(0) if t is None or grad is None else grad.to(t.dtype)

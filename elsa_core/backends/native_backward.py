@@ -1,6 +1,7 @@
 """Gradients on the CPU: the kernels of `csrc/elsa/gradient*`.
 
 They take float32 and no gradient of an attention mask; each function gives None for other calls.
+Half precision is widened where it says so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _SCHEMAS = {
     "-> (Tensor, Tensor, Tensor)",
 }
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
+HALF_KEYS_MAX = 512  # beyond, bf16 by PyTorch's kernel takes less time where the CPU multiplies it
 WINDOW_TOKENS_MAX = 640  # kMaxGradientTokens in csrc/elsa/gradient.h
 
 
@@ -47,7 +49,10 @@ def define() -> None:
 
 def support(request: Request) -> Support:
     """Whether the kernels take gradients of such calls, as far as lengths do not decide."""
-    if request.dtype != torch.float32 and request.operator != "attention_dropout":
+    widened = request.operator == "attention_dropout" or (
+        request.operator == "attention" and request.mask in ("bool", "additive")
+    )
+    if request.dtype != torch.float32 and not widened:
         return Support(False, f"gradients are float32, not {dtype_name(request.dtype)}")
     if "attn_mask" in request.gradient:
         return Support(False, "has no gradient of a mask")
@@ -78,9 +83,32 @@ def attention_backward(
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """As `elsa::attention_backward`, or with a seed `elsa::attention_dropout_backward`; None where
-    the kernel does not serve the call."""
+    the kernel does not serve the call.
+
+    Half precision with a mask is widened up to HALF_KEYS_MAX keys, and the forward runs again:
+    PyTorch's kernel reads rowsum(grad_out * out) from the rounded output, which with a mask has up
+    to three times the error.
+    """
     needs = (*needs[:3], needs[3] and attn_mask is not None)
-    if needs[3] or not _float32((grad_out, query, key, value)):
+    kind = query.dtype
+    if needs[3]:
+        return None
+    if kind in (torch.float16, torch.bfloat16):
+        if attn_mask is None or key.shape[2] > HALF_KEYS_MAX:
+            return None
+        grad_out, query, key, value = (t.float() for t in (grad_out, query, key, value))
+        attn_mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask.float()
+        terms = (query, key, value, attn_mask, is_causal, scale, precision)
+        out, lse = torch.ops.elsa.attention.default(*terms)
+        wide = attention_backward(
+            grad_out, grad_lse, query, key, value, attn_mask, out, lse, is_causal, scale, precision,
+            needs,
+        )  # fmt: skip
+        if wide is None:
+            return None
+        grad_query, grad_key, grad_value, grad_mask = (grad.to(kind) for grad in wide)
+        return grad_query, grad_key, grad_value, grad_mask
+    if not _float32((grad_out, query, key, value)):
         return None
     grads = torch.ops.elsa.attention_backward_native.default(
         grad_out, grad_lse if grad_lse.numel() else None, query, key, value, attn_mask, out, lse,

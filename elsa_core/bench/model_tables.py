@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elsa_core.bench import families
 from elsa_core.measuring.environment import label
 from elsa_core.measuring.intervals import FEWEST_ROUNDS, NO_DIFFERENCE, SLOWER, UNSURE
+from elsa_core.messages import milliseconds
 
 Document = dict[str, Any]
 
 
 def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows: time of every run, the gain with its interval, memory, errors."""
+    if cases and all(case["case"]["table"] == families.TABLE for case in cases):
+        return families.table_of(cases)
     names = list(dict.fromkeys(m["contender"] for c in cases for m in c["measurements"]))
     names.sort(key=lambda name: (name.startswith("patched"), 0))
     dtypes = {case["case"]["dtype"] for case in cases}
@@ -58,7 +62,7 @@ def summary(document: Document) -> str:
         text += f" Wrong results: {', '.join(wrong)}."
     if document["results"]["busy"]:
         text += f" The machine was not free: {document['results']['busy']}."
-    return text + _of_errors(document["results"])
+    return text + families.summary(document) + _of_errors(document["results"])
 
 
 def _of_errors(results: Document) -> str:
@@ -114,7 +118,7 @@ def _time(measured: Document | None, case: Document) -> str:
 def _milliseconds(measured: Document | None, best: bool) -> str:
     if measured is None:
         return "-"
-    text = f"{measured['seconds'] * 1e3:.3g}"
+    text = milliseconds(measured["seconds"])
     return f"**{text}**" if best else text
 
 
@@ -139,7 +143,7 @@ def _parts(measured: Document | None) -> str:
     """The parts of a training step."""
     if measured is None:
         return "-"
-    return " + ".join(f"{seconds * 1e3:.3g}" for seconds in measured["parts"].values())
+    return " + ".join(milliseconds(seconds) for seconds in measured["parts"].values())
 
 
 def _errors(case: Document) -> str:

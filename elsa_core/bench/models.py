@@ -2,7 +2,7 @@
 
 The models and sizes of the ELSA paper's tables, at batch 8 and over sweeps of resolution. Each case
 is one `elsa_core.model_runs.runs.measure_runs`; its result goes into the document at once, so that
-a long run can be stopped and resumed.
+a long run can be stopped and resumed. `elsa_core.bench.families` measures its own table.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from elsa_core.bench import families
 from elsa_core.bench.results import SCHEMA_VERSION
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.files import write_text
@@ -43,7 +44,7 @@ class ModelCase:
     """One model at one size.
 
     Attributes:
-        table: "batch8" (the paper's tables) or "resolution" (sweeps).
+        table: "batch8" (the paper's tables), "resolution" (sweeps) or "families".
         label: what the tables call the model.
         model: `timm:...` or `open_clip:...` (its image tower).
         image_size: side in pixels.
@@ -103,7 +104,7 @@ _QUICK: Final = ("ViT-T", "Swin-T W8", "CLIP B/32")
 
 
 def _paper(device_type: str) -> Iterable[ModelCase]:
-    for dtype in ("fp32", "fp16") if device_type == "cuda" else ("fp32",):
+    for dtype in families.dtypes(device_type):
         for label, model, side, window, long in _PAPER:
             batch = 1 if long and device_type == "cpu" else 8
             yield ModelCase("batch8", label, model, side, batch, dtype, window=window,
@@ -111,15 +112,20 @@ def _paper(device_type: str) -> Iterable[ModelCase]:
 
 
 def _sweeps(device_type: str) -> Iterable[ModelCase]:
-    for dtype in ("fp32", "fp16") if device_type == "cuda" else ("fp32",):
+    for dtype in families.dtypes(device_type):
         for label, model, sides in _SWEPT:
             for side in sides:
                 quick = label == "ViT-T" and side in (224, 384)
                 yield ModelCase("resolution", label, model, side, 1, dtype, quick=quick)
 
 
+def _families(device_type: str) -> Iterable[ModelCase]:
+    return (ModelCase(families.TABLE, *row) for row in families.rows(device_type))
+
+
+_MADE: Final = {"batch8": _paper, "resolution": _sweeps, families.TABLE: _families}
 TABLES: Final[Tables] = {
-    device_type: {"batch8": tuple(_paper(device_type)), "resolution": tuple(_sweeps(device_type))}
+    device_type: {name: tuple(made(device_type)) for name, made in _MADE.items()}
     for device_type in ("cpu", "cuda")
 }
 """Cases by device type and table, in the order in which they are measured."""
@@ -131,7 +137,7 @@ def select(
 ) -> tuple[ModelCase, ...]:  # fmt: skip
     """The cases of a device; arguments as of `elsa_core.bench.cases.select`.
 
-    `among` are the tables of another bench; None for `TABLES`.
+    `among`: tables of another bench. Families are chosen by their table, or by it in every pattern.
 
     Raises:
         ArgumentError: a table that does not exist, or nothing matches.
@@ -140,11 +146,12 @@ def select(
     for table in tables:
         if table not in of_device:
             raise ArgumentError(f"table: no table {table!r}; use one of {', '.join(of_device)}")
+    named = bool(patterns) and all(each.startswith(f"{families.TABLE}/") for each in patterns)
     chosen = tuple(
         case
         for name, cases in of_device.items()
         for case in cases
-        if (not tables or name in tables)
+        if (name in tables if tables else name != families.TABLE or named)
         and (not quick or case.quick)
         and dtype in (None, case.dtype)
         and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
@@ -241,6 +248,8 @@ def left(cases: Sequence[ModelCase], document: Document) -> list[ModelCase]:
 
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
     """One case as plain data; see `result`."""
+    if case.table == families.TABLE:
+        return families.measure(case, device, settings, tell)
     variants.forget_compiled()
     try:
         with limited(device):
@@ -310,9 +319,7 @@ def empty(case: ModelCase, reason: str) -> Document:
 
 def _busy(device: torch.device, *, first: bool) -> str:
     """Why the machine is not free; after a case, the GPU's utilisation would be that case's."""
-    if device.type == "cpu" or first:
-        return busy.reason(device)
-    return busy.gpu_others(device)
+    return busy.reason(device) if device.type == "cpu" or first else busy.gpu_others(device)
 
 
 def _in_order(results: list[Document], cases: Sequence[ModelCase]) -> None:
@@ -387,9 +394,5 @@ def read(path: Path, fresh: Document) -> Document:
 
 
 def write(document: Document, path: Path) -> Path:
-    """Write a document, whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a document, whole or not at all. Raises OSError where that cannot be done."""
     return write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n", path)

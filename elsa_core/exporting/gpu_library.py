@@ -27,7 +27,7 @@ PLANS: Final = "lib/plans.elsa"
 
 def is_asked_for(device: str) -> bool:
     """Whether an export of a model on this kind of device holds the GPU library."""
-    return device == "cuda" and cuda.status().ok
+    return device == "cuda" and cuda.is_asked_for() and cuda.status().ok
 
 
 def write(artefacts: Sequence[tuple[str, Path]], inputs: tuple[Tensor, ...], staging: Path) -> str:

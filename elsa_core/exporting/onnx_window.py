@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,7 @@ def _replace_window(graph: Graph, node: Node) -> None:
     qkv, bias, bias_index, pad_qkv, logit_scale = node.args[:5]
     with graph.inserting_before(node):
         if bias_index is not None:  # table [L, heads] and index [T, T] -> [heads, T, T]
-            table, index = value_of(bias), value_of(bias_index)
-            rows = table.new_empty((*index.shape, table.shape[1]))
-            picked = call(graph, node, torch.ops.aten.index.Tensor, (bias, [bias_index]), rows)
-            bias = call(
-                graph, node, torch.ops.aten.permute.default, (picked, [2, 0, 1]),
-                rows.permute(2, 0, 1),
-            )  # fmt: skip
+            bias = _dense_bias(graph, node, bias, bias_index)
         if logit_scale is not None and value_of(logit_scale).dtype != torch.float32:
             wide = value_of(logit_scale).to(torch.float32)
             logit_scale = call(
@@ -43,6 +38,20 @@ def _replace_window(graph: Graph, node: Node) -> None:
             (qkv, bias, pad_qkv, logit_scale, *node.args[5:12]), value_of(node),
         )  # fmt: skip
     take_over(graph, node, out)
+
+
+def _dense_bias(graph: Graph, node: Node, bias: Any, bias_index: Any) -> Node:
+    """As `eager_window.dense_bias`: ONNX too reads a negative entry from the end of the table."""
+    ops = torch.ops.aten
+    table, index = value_of(bias), value_of(bias_index)
+    rows = table.new_empty((*index.shape, table.shape[1]))
+    last = table.shape[0] - 1
+    inside = call(graph, node, ops.clamp.default, (bias_index, 0, last), index)
+    outside = call(graph, node, ops.ne.Tensor, (inside, bias_index), index != 0)
+    outside = call(graph, node, ops.unsqueeze.default, (outside, -1), (index != 0).unsqueeze(-1))
+    picked = call(graph, node, ops.index.Tensor, (bias, [inside]), rows)
+    picked = call(graph, node, ops.masked_fill.Scalar, (picked, outside, math.nan), rows)
+    return call(graph, node, ops.permute.default, (picked, [2, 0, 1]), rows.permute(2, 0, 1))
 
 
 def _fake(qkv: Tensor, *rest: Any) -> Tensor:

@@ -82,6 +82,8 @@ class UninitialisedParameters(TorchFunctionMode):
         (
             *("add_", "bernoulli_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_"),
             *("normal_", "sub_", "uniform_", "zero_"),
+            # of torch.nn.init, which pass themselves with their arguments by name
+            *("constant_", "kaiming_normal_", "kaiming_uniform_"),
         )
     )
 
@@ -92,8 +94,8 @@ class UninitialisedParameters(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if args and getattr(func, "__name__", "") in self.SKIPPED:
-            tensor = args[0]
+        if getattr(func, "__name__", "") in self.SKIPPED:
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
             if isinstance(tensor, nn.Parameter) or getattr(tensor, "is_meta", False):
                 return tensor
         return func(*args, **(kwargs or {}))

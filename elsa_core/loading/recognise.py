@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
+from elsa_core.loading.adapted import adapted
 from elsa_core.loading.alike import groups, label
 from elsa_core.loading.fit import differences, fitted, is_unused, matches, recipe_of, with_given
 from elsa_core.loading.libraries import build_meta, resized
@@ -117,8 +118,10 @@ def fit_named(
     else:
         tries = [usual]
     fits = (fitted(recipe, shapes, image_size) for recipe in tries)
-    fit = next((fit for fit in fits if fit is not None), usual)
-    return _pruned(fit, shapes, usual.args)
+    fit = next((fit for fit in fits if fit is not None), None)
+    if fit is None and usual.library != "open_clip":
+        fit = adapted(usual, shapes, image_size, given or {})
+    return _pruned(fit or usual, shapes, usual.args)
 
 
 def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
@@ -280,12 +283,20 @@ def _torchvision(
         import torchvision
     except ImportError:
         return
-    for name in torchvision.models.list_models(module=torchvision.models):
-        if name.startswith(prefix):
-            recipe = recipe_of(ModelSpec("torchvision", name, name), shapes, given)
-            fit = fitted(recipe, shapes, image_size)
-            if fit is not None:
-                yield fit
+    names = torchvision.models.list_models(module=torchvision.models)
+    recipes = [
+        recipe_of(ModelSpec("torchvision", name, name), shapes, given)
+        for name in names
+        if name.startswith(prefix)
+    ]
+    found = [fit for r in recipes if (fit := fitted(r, shapes, image_size)) is not None]
+    if not found:
+        # Widths stay those of a name, which says the heads of a ViT.
+        other = (adapted(r, shapes, image_size, given, named=False) for r in recipes)
+        found = [_pruned(fit, shapes, given) for fit in other if fit is not None]
+        fewest = min((len(fit.args) for fit in found), default=0)
+        found = [fit for fit in found if len(fit.args) == fewest]
+    yield from found
 
 
 def _open_clip(

@@ -241,9 +241,12 @@ def prepare(
 
 def timed(
     ready: Prepared, settings: Settings, tell: Progress,
-    clocks: Mapping[str, rounds.Clock] | None = None, *, errors: bool = True,
+    clocks: Mapping[str, rounds.Clock] | None = None, *, errors: bool = True, costs: bool = True,
 ) -> tuple[ModelRuns, Samples]:  # fmt: skip
-    """The runs of what was prepared, their errors, and the samples that they were made of."""
+    """The runs of what was prepared, their errors, and the samples that they were made of.
+
+    Without `costs` memory, energy and the GPU's share of a call stay unknown, which saves time.
+    """
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
     tell("rounds", 0, 0)
@@ -260,7 +263,7 @@ def timed(
     known = UNKNOWN
     if errors and not ready.trains:
         known = run_errors(ready.plain, calls, ready.arguments, how)
-    runs = _runs(ready, judge, known)
+    runs = _runs(ready, judge, known, costs=costs)
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(
         device=str(first.device),
@@ -308,9 +311,11 @@ class _Judge:
         return ratio(self.seconds[reference], self.seconds[name], self._settings.seed, pair)
 
 
-def _runs(ready: Prepared, judge: _Judge, known: RunErrors) -> tuple[Run, ...]:
+def _runs(
+    ready: Prepared, judge: _Judge, known: RunErrors, *, costs: bool = True
+) -> tuple[Run, ...]:
     built, device, batch = ready.built, ready.first.device, ready.first.shape[0]
-    counter = None if ready.trains else energy.meter(device)
+    counter = energy.meter(device) if costs and not ready.trains else None
     names = [contender.name for contender in built.contenders]
     baselines = [name for name in names if not name.startswith("patched")]
     fit = (name for name in baselines if name != variants.CONTROL)
@@ -321,12 +326,12 @@ def _runs(ready: Prepared, judge: _Judge, known: RunErrors) -> tuple[Run, ...]:
         is_ours = name not in baselines
         seconds, time = judge.seconds[name], judge.times[name]
         memory = built.graph_bytes.get(name)
-        if memory is None and not judge.is_slow(name):
+        if costs and memory is None and not judge.is_slow(name):
             memory = rounds.memory_bytes(contender, device)
         host = busy = joules = None
         if device.type == "cuda":
             host = digits(statistics.median(judge.hosts[name]))
-            if not ready.trains:
+            if costs and not ready.trains:
                 busy = rounds.busy_seconds(contender, is_graph=name.endswith(variants.GRAPH))
             if counter is not None:
                 joules = _joules(counter, contender)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.backends import eager
 from elsa_core.operators import portable
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
@@ -97,6 +98,28 @@ def _backward(operator: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor
     needs = list(ctx.needs_input_grad[:4])
     grads = operator(*slopes(grad_out, grad_lse, *saved[4:]), *saved, *ctx.terms, needs)
     return *needed(grads, needs), None, None, None
+
+
+class Eager(torch.autograd.Function):
+    """`elsa::attention` by the first argument, its gradients by the second, which take what the two
+    operators take. See `elsa_core.routing.gradients.recorded`."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Any, backward: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = kernel(*inputs)
+        _setup_context(ctx, inputs, out)
+        ctx.compute = backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
+        compute = ctx.compute
+        if torch.is_grad_enabled() or calls.watched():  # a second derivative may be asked for
+            compute = torch.ops.elsa.attention_backward.default
+        saved = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[2:6])
+        grads = compute(*slopes(grad_out, grad_lse, *saved[4:]), *saved, *ctx.terms, needs)
+        return None, None, *needed(grads, needs), None, None, None
 
 
 def slopes(

@@ -67,6 +67,38 @@ def _lse(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale
     return scores.logsumexp(-1)
 
 
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
+    precision: str = "strict",
+) -> tuple[Tensor, Tensor]:
+    """`elsa::varlen_attention` as attention over all tokens with a mask of their sequences.
+
+    The mask is [T, Tk], and every pair of tokens is computed: what packing saves is lost, and a
+    graph holds no loop over lengths.
+    """
+    rows, row = _places(cu_seqlens_q, query.shape[0])
+    columns, column = _places(cu_seqlens_k, key.shape[0])
+    seen = rows.unsqueeze(1) == columns.unsqueeze(0)
+    if is_causal:
+        seen = seen & (row.unsqueeze(1) >= column.unsqueeze(0))
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    out, lse = attention(q, k, v, seen.unsqueeze(0).unsqueeze(0), False, scale)
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+
+
+def _places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Of each token its sequence and its place in it."""
+    token = torch.arange(tokens, device=ends.device)
+    sequence = (token.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)
+    return sequence, token - ends[sequence]
+
+
 def window_attention(*arguments: Any) -> Tensor:
     """`elsa::window_attention`: roll, cut, attend in float32 or wider, join, roll back."""
     call = WindowCall(*arguments)

@@ -22,6 +22,7 @@ import torch._decomp
 from torch import Tensor
 
 from elsa_core import calls
+from elsa_core.errors import ModelError
 
 Grads = tuple[Tensor | None, ...]
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
@@ -172,6 +173,29 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
     _LIBRARY.impl(name, kernel, key)
 
 
+# Kernels in Python for CUDA tensors which a compiled library may take the place of at the first
+# call: that library registers for the key "CUDA", where nothing may stand before.
+_ON_CUDA: dict[str, Callable[..., Any]] = {}
+
+
+def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
+    """Give `elsa::<name>` a kernel for CUDA tensors, where none is registered for them."""
+    _ON_CUDA[name] = kernel
+
+
+def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What serves `elsa::<name>` on devices without a kernel of their own."""
+
+    def kernel(first: Tensor, *rest: Any, **named: Any) -> Any:
+        on_cuda = _ON_CUDA.get(name) if first.is_cuda else None
+        serve = on_cuda or reference
+        if serve is None:
+            raise NotImplementedError(f"elsa::{name} has no kernel for {first.device.type} tensors")
+        return serve(first, *rest, **named)
+
+    return kernel
+
+
 def variant(record: Operator, name: str, kernel: Callable[..., Any], key: str) -> Any:
     """Define `elsa::<name>`: a record's operator by another kernel of one dispatch key, with the
     gradients of `elsa::<record.name>`. The record has a fake and an operator of its gradients.
@@ -206,11 +230,22 @@ def _define(name: str, record: Operator) -> None:
         _LIBRARY.impl(name, record.reference, "CompositeImplicitAutograd")
         return
     torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    if name.endswith("_eager") or not record.twin:
-        _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
+    _implement_everywhere(name, record, record.reference)
     _translate(name, record)
     if record.gradients is not None:
         _differentiate(name, record)
+
+
+def _implement_everywhere(name: str, record: Operator, reference: Callable[..., Any]) -> None:
+    """Give an operator a kernel for devices without one of their own: the reference, or of an
+    operator with a twin nothing but what `implement_on_cuda` names.
+    """
+    if name.endswith("_eager"):
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        return
+    apart = record.twin and name == record.name
+    kernel = _by_device(name, None if apart else reference)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
 
 
 # What `torch.onnx.export` replaces in an exported program, beside PyTorch's own decompositions.
@@ -237,6 +272,31 @@ def _translate(name: str, record: Operator) -> None:
     _TRANSLATIONS[getattr(torch.ops.elsa, name).default] = decompose
 
 
+def _refuse_traced() -> None:
+    """Have `torch.onnx.export(dynamo=False)` end with one line at a node of `torch.jit.trace`.
+
+    Of a model it makes its own trace, in which no such node is; torch.onnx knows nothing of those
+    in a graph that was there before, nor of projections whose kernels a GPU's model keeps.
+    """
+    import torch.onnx
+
+    def refusal(name: str) -> Callable[..., Any]:
+        def symbolic(*_: Any, **__: Any) -> Any:
+            raise ModelError(
+                f"torch.onnx.export(dynamo=False) cannot write the operator {name}: give it the "
+                "model itself, on the CPU, or leave dynamo=False out; elsa.export(model, ...) "
+                "writes ONNX too, and elsa.unpatch(model) gives the original"
+            )
+
+        return symbolic
+
+    for name in _BY_SCHEMA:
+        torch.onnx.register_custom_op_symbolic(name, refusal(name), 9)  # type: ignore[attr-defined]
+
+
+calls.at_trace(_refuse_traced)
+
+
 def _differentiate(name: str, record: Operator) -> None:
     """Register the formulas of `name`, and the operator that they call if there is one."""
     gradients = record.gradients
@@ -247,7 +307,7 @@ def _differentiate(name: str, record: Operator) -> None:
         if not hasattr(torch.ops.elsa, full):
             _LIBRARY.define(full + backward.schema)
         if name.endswith("_eager") or not record.twin:
-            _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
+            _implement_everywhere(full, record, backward.reference)
         torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
         torch.library.register_autograd(
             f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY

@@ -11,8 +11,8 @@ The lengths are data of the call: no program depends on them, nor on the longest
 backward says which gradients are wanted, of query, key and value: the others are not computed and
 come back as an empty tensor [0]. `grad_lse` is [Hq, T], or [0] where nothing depends on lse.
 
-There is no portable form: a graph of `torch.onnx.export` holds no loop over lengths, and a mask of
-[T, T] would cost what packing saves. The exporter says so; models are exported with padded batches.
+The portable form, which `torch.onnx.export` writes, computes all pairs of tokens under a mask of
+[T, Tk]: a graph holds no loop over lengths. Padded batches cost less there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import eager_varlen
+from elsa_core.operators import portable
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
 
 _TERMS = (
@@ -85,6 +86,7 @@ VARLEN_ATTENTION = register(
         name="varlen_attention",
         schema=_SCHEMA,
         reference=eager_varlen.attention,
+        portable=portable.varlen_attention,
         fake=_fake,
         gradients=Gradients(
             setup_context=_setup_context,

@@ -11,6 +11,7 @@ from elsa_core import lazy
 
 if TYPE_CHECKING:
     from elsa_core.patching.adapters import attention_within, computes_otherwise, entry
+    from elsa_core.patching.adapters.derived import DERIVED
     from elsa_core.patching.adapters.handing import ACTIVATION, RESIDUAL, left_out
     from elsa_core.patching.adapters.hf_transformers import register
     from elsa_core.patching.adapters.table import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters": ("attention_within", "computes_otherwise", "entry"),
+    "adapters.derived": ("DERIVED",),
     "adapters.handing": ("ACTIVATION", "RESIDUAL", "left_out"),
     "adapters.hf_transformers": ("register",),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
@@ -59,6 +61,7 @@ _HOMES = {
 
 __all__ = [
     "ACTIVATION",
+    "DERIVED",
     "LAYERS",
     "RESIDUAL",
     "SWITCHES",

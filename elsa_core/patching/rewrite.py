@@ -3,7 +3,8 @@
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
 two strings (`elsa_precision`, `elsa_backend`), of a ViT's blocks a third one (`elsa_scope`), and,
 where it was asked for, `elsa_sparsity`; only its class differs. So state dicts, deepcopy, pickle,
-`torch.compile` and `torch.export` see the model that they saw before.
+`torch.compile` and `torch.export` see the model that they saw before. The model itself gets
+a subclass of its class, of the same name (`elsa_core.patching.adapters.model`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 from torch import nn
 
+from elsa_core import calls
 from elsa_core.errors import ArgumentError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
+from elsa_core.patching.adapters.model import asking, may_ask
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.patching.text import reasons, sites_of, sites_table
@@ -179,6 +182,7 @@ def unpatch(model: nn.Module) -> int:
     ]
     own = [_own_class(module) for module in modules]
     count = sum(not adapters.is_companion(module) for module in modules)
+    calls.forget_kinds()
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
         DERIVED.drop(module)
@@ -233,6 +237,10 @@ def _swap(
         )
         for module in modules
     ]
+    whole = None
+    if not adapters.is_patched(model) and model not in modules and may_ask(model):
+        whole = asking(type(model))
+    calls.forget_kinds()
     for module, cls in zip(modules, classes, strict=True):
         module.__class__ = cls
         module.__dict__["elsa_precision"] = precision
@@ -240,6 +248,9 @@ def _swap(
         module.__dict__.pop("elsa_sparsity", None)
         if sparsity is not None:
             module.__dict__["elsa_sparsity"] = sparsity
+    if whole is not None:
+        model.__class__ = whole
+        model.__dict__.update(elsa_precision="strict", elsa_backend="auto")
     for module in modules:
         if hasattr(module, "elsa_scope"):  # a block, which asks in each call
             module.__dict__["elsa_scope"] = layers.patched_scope(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -190,6 +190,26 @@ def training_name(
 
     A constant for the compiler, as `name_of`.
     """
+    row = measured.training(operator, device_type, dtype)
+    small = row is not None and work is not None and work < row.small_below
+    kind = (operator, device_type, dtype, head_dim, value_dim, precision)
+    return _training_name(measured.switched(), *kind, gradient, small, masked)
+
+
+@functools.lru_cache(maxsize=1024)  # every layer of a training step asks
+def _training_name(
+    switched: Hashable,
+    operator: str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    gradient: tuple[str, ...],
+    small: bool,
+    masked: bool,
+) -> str:
+    """`training_name` of a call that is small or not, for the switches of this moment."""
     request = Request(
         device_type, dtype, head_dim, value_dim, precision, operator, gradient=gradient
     )
@@ -197,7 +217,7 @@ def training_name(
         return ""  # PyTorch's memory-efficient kernel then keeps no lse, and its backward fails
     row = measured.training(operator, device_type, dtype)
     name = row.whole if row else ""
-    if row and not name and work is not None and work < row.small_below:
+    if row and not name and small:
         name = row.small if row.small_masked or not masked else ""
     if row and not name and row.otherwise and gradient_name(request)[0] == PLAIN:
         name = row.otherwise
@@ -336,6 +356,7 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
 def _forget() -> None:
     """Build what compilers read, and drop what was chosen."""
     chosen.cache_clear()
+    _training_name.cache_clear()
     cuda.forget()
     RUNS.clear()
     DIRECT.clear()

@@ -14,8 +14,9 @@ from torch import Tensor
 from elsa_core import operators, packing
 from elsa_core.backends import cuda, eager
 from elsa_core.backends.support import Request, loses_digits
+from elsa_core.operators import attention as attention_operator
+from elsa_core.operators import window as window_operator
 from elsa_core.operators.record import implement
-from elsa_core.operators.window import Eager
 from elsa_core.routing import measured
 from elsa_core.routing.choose import DIRECT, implementation, mask_kind
 
@@ -207,7 +208,8 @@ def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
     kernel = DIRECT.get((operator, backend))
     if kernel is None:
         return None
-    return partial(Eager.apply, kernel, _EAGER_BACKWARD)
+    function, backward = _EAGER[operator]
+    return partial(function.apply, kernel, backward)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -223,12 +225,20 @@ implement("window_attention_backward", window_attention_backward, "CompositeExpl
 implement("entmax_attention_backward", entmax_backward_cpu, "CPU")
 implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")
 # The plans of these are dropped where backends come or go (`choose.register`).
-cuda.activate(
+cuda.offer(
     {
         "attention_backward": attention_backward,
         "window_attention_backward": window_attention_backward,
     }
 )
-_EAGER_BACKWARD = cuda.direct(
-    torch.ops.elsa.window_attention_backward.default, window_attention_backward
-)
+# The function of autograd that records an eager call, and what computes its gradients.
+_EAGER: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "attention": (
+        attention_operator.Eager,
+        cuda.direct(torch.ops.elsa.attention_backward.default, attention_backward),
+    ),
+    "window_attention": (
+        window_operator.Eager,
+        cuda.direct(torch.ops.elsa.window_attention_backward.default, window_attention_backward),
+    ),
+}

@@ -260,7 +260,8 @@ class Warnings(logging.Handler):
     """Keeps what is logged."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
+        logging.getLogger("elsa").setLevel(logging.INFO)
         self.lines: list[str] = []
         logging.getLogger("elsa").addHandler(self)
 

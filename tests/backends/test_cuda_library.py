@@ -119,7 +119,9 @@ from elsa_core.backends import cuda
 from elsa_core.routing import table
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 for name in table.KERNELS_ON_CUDA:
-    assert has(f"elsa::{name}", "CUDA"), name
+    key = "CompositeExplicitAutograd" if name in table.BY_LIBRARY else "CUDA"
+    assert has(f"elsa::{name}", key), name
+    assert has(f"elsa::{name}", "CUDA") == (name not in table.BY_LIBRARY or cuda.status().ok)
 x = torch.randn(1, 2, 5, 8)
 expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
 torch.testing.assert_close(elsa.attention(x, x, x), expected)
@@ -140,10 +142,38 @@ def test_asked_for(tmp_path: Path) -> None:
     assert "is off" not in done.stderr
 
 
-def test_off_unless_asked_for() -> None:
-    done = program(ASKED, ELSA_NATIVE="0")
-    off = "False off: set ELSA_CUDA_LIBRARY=1 to try it\n"
-    assert (done.returncode, done.stdout) == (0, off), done.stderr
+def test_nothing_is_built_without_a_gpu() -> None:
+    for setting in ("", "0"):
+        done = program(ASKED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY=setting, CUDA_VISIBLE_DEVICES="")
+        off = "False off: there is no GPU\n"
+        assert (done.returncode, done.stdout) == (0, off), done.stderr
+
+
+GPU = """
+import torch, elsa_core as elsa
+from elsa_core.backends import cuda
+torch.cuda.is_available = lambda: True
+assert not cuda._SERVED
+print(cuda.serves("attention"), cuda.status().reason)
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print(*(has(f"elsa::{name}", "CUDA") for name in ("attention", "linear", "linear_backward")))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
+def test_the_first_call_on_a_gpu_loads_it(tmp_path: Path) -> None:
+    """Not the import; and where it is switched off, or cannot be built, Triton serves unsaid."""
+    done = program(GPU, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
+    assert done.returncode == 0, done.stderr
+    served, registered = done.stdout.splitlines()
+    assert served.startswith("True serves attention, ") and registered == "True True True"
+    done = program(GPU, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
+    lines = ["False off: ELSA_CUDA_LIBRARY is 0", "False False False"]
+    assert (done.returncode, done.stdout.splitlines()) == (0, lines), done.stderr
+    broken = {"CXX": "no-such-compiler", "ELSA_CACHE_DIR": str(tmp_path)}
+    done = program(GPU, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="", **broken)
+    assert done.returncode == 0 and "False False False" in done.stdout, done.stderr
+    assert "is off" not in done.stderr
 
 
 def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import elsa_core as elsa
 from elsa_core import operators, reference, routing
-from elsa_core.backends import portable, triton
+from elsa_core.backends import eager, portable, triton
 from elsa_core.backends.portable import attention, driver, nvrtc, tiling
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
@@ -95,6 +95,30 @@ def test_odd_dims_and_a_bool_mask() -> None:
     check(q, k, v, seen)
     check(q, k, v, seen[:, :, :1])
     check(q, k, v, seen.transpose(2, 3)[..., :131, :1])
+
+
+@pytest.mark.parametrize(("limit", "copies"), DEVICES)
+def test_a_key_that_a_bool_mask_hides_may_hold_nan(limit: int, copies: int) -> None:
+    """Nor does it reach a gradient, by the formula that serves these kernels' training."""
+    q, k, v = operands(37, 150, 64, 64)
+    seen = make(2, 1, 37, 150, seed=3) < 1
+    seen[..., 4], seen[..., 141], seen[0, 0, 5] = False, False, False
+    needs = (True, True, True, False)
+
+    def called() -> tuple[Tensor, ...]:
+        out, lse = portable_cpu.attention(q, k, v, seen, limit=limit, copies=copies)
+        given = (out, torch.zeros_like(lse), q, k, v, seen, out, lse, False, 0.125, "strict", needs)
+        return out, lse, *eager.backward(*given)
+
+    wanted = called()
+    k[:, :, 4], k[:, 1, 141, 7] = math.nan, math.nan
+    assert all(torch.equal(*pair) for pair in zip(called(), wanted, strict=True))
+    seen[1, 0, 2, 4] = True  # one query of each head sees it
+    reached = torch.zeros(2, 4, 37, dtype=torch.bool)
+    reached[1, :, 2] = True
+    spoilt = called()
+    assert torch.equal(spoilt[0].isnan().all(-1), reached)
+    assert torch.equal(spoilt[0][~reached], wanted[0][~reached])
 
 
 def test_an_additive_mask() -> None:
@@ -395,8 +419,8 @@ def test_gradients_are_those_of_the_operator() -> None:
     for operator in (torch.ops.elsa.attention_portable, torch.ops.elsa.attention_eager):
         out, lse = operator(*terms, None, True, 0.3, "ieee")
         grads.append(torch.autograd.grad((out, lse), terms, (out.detach(), lse.detach())))
-    for ours, eager in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, eager)
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
     library._destroy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -137,18 +138,66 @@ def test_verify_says_what_is_no_bundle(elsa: Elsa, tmp_path: Path) -> None:
     elsa("verify", tmp_path).fails(4, "no bundle")
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    """Ctrl-C while the artefacts are being written, in a process of its own."""
-    command = [sys.executable, "-m", "elsa_cli", "export", *TINY, "-o", "out"]
+@pytest.mark.parametrize(
+    ("number", "code", "zip"),
+    [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--zip",)), (signal.SIGHUP, 129, ())],
+    ids=["SIGINT", "SIGTERM", "SIGHUP"],
+)
+def test_a_signal_leaves_nothing_half_written(
+    tmp_path: Path, number: int, code: int, zip: tuple[str, ...]
+) -> None:
+    """Ctrl-C, `kill` and a closed terminal while the artefacts are being written."""
+    target = "out.zip" if zip else "out"
+    words = ["export", "test_vit", "--img", "32", "--formats", "torchscript", "-o", target, *zip]
+    command = [sys.executable, "-m", "elsa_cli", *words]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 300
-    while not list(tmp_path.glob(".out.*.tmp/model.safetensors")):
+    while not list(tmp_path.rglob("model.safetensors")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in err
+    assert ("interrupted; nothing was written" in err) is (number == signal.SIGINT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_ends_what_an_export_has_started(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The compilers of a library that the bundle needs, and what those have started."""
+    if not Path("/proc/self/cmdline").exists():
+        pytest.skip("sees from /proc what runs")
+    place, word = tmp_path_factory.mktemp("slow"), f"98764.{os.getpid()}"
+    (place / "slow").write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo slow 1.0 && exit\n'
+        f"touch {place}/started\nsleep {word}\nexit 1\n"
+    )
+    (place / "slow").chmod(0o755)
+
+    def running() -> bool:
+        files = Path("/proc").glob("[0-9]*/cmdline")
+        return any(word.encode() in each.read_bytes() for each in files if each.exists())
+
+    words = ["export", "test_vit", "--img", "32", "--formats", "torchscript", "--zip"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", *words, "-o", "out.zip"],
+        env=environment(CXX=str(place / "slow"), ELSA_CACHE_DIR=str(place / "cache")),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not (place / "started").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    assert running()
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (130, "")
-    assert "interrupted; nothing was written" in err and "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
+    assert (process.returncode, out) == (143, "") and "Traceback" not in err
+    end = time.monotonic() + 5  # what was killed takes a moment to go
+    while running() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not running() and list(tmp_path.iterdir()) == []
+    assert not [each for each in (place / "cache").rglob("*") if ".build-" in each.name]

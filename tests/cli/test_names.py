@@ -17,12 +17,14 @@ from .test_start import WATCH
 HEAVY = ("torch", "timm", "open_clip", "numpy", "elsa_core")
 
 
-@pytest.mark.parametrize("command", ["inspect", "patch", "check", "profile", "export"])
+@pytest.mark.parametrize(
+    "command", ["inspect", "patch", "check", "profile", "export", "eval --images ."]
+)
 @pytest.mark.parametrize("text", ["swintiny", "missing/model.safetensors"])
 def test_answered_without_heavy_imports(command: str, text: str) -> None:
     """inspect took 10 s for a misspelt name and 3.6 s for a missing file."""
     done = subprocess.run(
-        [sys.executable, "-c", WATCH.format(arguments=[command, text])],
+        [sys.executable, "-c", WATCH.format(arguments=[*command.split(), text])],
         capture_output=True, text=True, timeout=60, check=False, env=environment(),
     )  # fmt: skip
     line, modules = done.stderr.splitlines()[0], json.loads(done.stderr.splitlines()[-1])

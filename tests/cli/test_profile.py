@@ -92,6 +92,18 @@ def test_a_sweep_as_a_document(elsa: Elsa) -> None:
     assert json.loads(Path("p.json").read_text())["results"] == found
 
 
+def test_a_file_is_told_of_progress(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """191 s passed without a word where stderr was no terminal."""
+    from elsa_cli import console
+    from elsa_cli.commands.profile import command
+
+    monkeypatch.setattr(console, "_BEAT_SECONDS", 0.02)
+    answer = elsa("profile", SMALL, *FAST, "--img", "32", "--no-sites")
+    lines = [line for line in answer.err.splitlines() if line.startswith("profiling")]
+    assert answer.code == 0 and any(" s)" in line for line in lines)
+    assert {p.name: p.default for p in command.params}["budget"] == 60.0  # an answer in a minute
+
+
 def test_quiet_and_several_points(elsa: Elsa) -> None:
     answer = elsa("profile", SMALL, *FAST, "--img", "32,48", "--no-sites", "-q")
     assert answer.code == 0 and len(answer.out.splitlines()) == 1

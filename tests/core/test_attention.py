@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import elsa_core as elsa
 from elsa_core import attention as elsa_attention
 from elsa_core import calls, routing
-from elsa_core.backends import eager, native
+from elsa_core.backends import eager, native, native_backward
 from elsa_core.backends import support as backends_support
 from elsa_core.errors import ArgumentError, UnavailableError
 
@@ -329,6 +329,38 @@ def test_gradients_of_half_precision_by_auto(kind: str, scale: float | None, dty
     ours = gradients(elsa.attention, dtype)
     for mine, theirs, reference in zip(ours, peer, exact, strict=True):
         assert relative(mine, reference) <= 2 * relative(theirs, reference)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fixed_mask_costs_half_precision_no_digits(dtype: torch.dtype, kind: str) -> None:
+    """PyTorch's kernel reads the rounded output: up to three times its math kernel's error."""
+    q, k, v = (make(2, 4 if s == 0 else 2, 70, 32, seed=s).to(dtype) for s in range(3))
+    q, k = 2 * q, 2 * k
+    term = make(1, 4, 70, 70, seed=3).to(dtype)
+    weight = make(2, 4, 70, 32, seed=9).to(dtype)
+
+    def gradients(attention, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        mask = term > -0.5 if kind == "boolean" else term.to(dtype)
+        out = attention(*leaves, mask, scale=1.0, enable_gqa=True)
+        return torch.autograd.grad(out, leaves, weight.to(dtype))
+
+    exact = gradients(F.scaled_dot_product_attention, torch.float64)
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        peer = gradients(F.scaled_dot_product_attention, dtype)
+    for backend in ("auto", "native"):
+        ours = gradients(functools.partial(elsa.attention, backend=backend), dtype)
+        for mine, theirs, reference in zip(ours, peer, exact, strict=True):
+            assert relative(mine, reference) <= 1.25 * relative(theirs, reference)
+
+
+def test_many_keys_in_half_precision_stay_with_pytorchs_kernel() -> None:
+    """Where the processor multiplies bf16, its kernel takes less time there."""
+    q, k = (make(1, 1, n, 16, seed=n).bfloat16() for n in (3, 513))
+    mask = make(3, 513, seed=3).bfloat16()
+    given = (q, q.new_empty(0), q, k, k, mask[None, None], q, q[..., 0].float(), False, 1.0, "")
+    assert native_backward.attention_backward(*given, (True, True, True, False)) is None
 
 
 GRADIENT_CASES = {

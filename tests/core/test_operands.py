@@ -181,3 +181,46 @@ def test_gradients_of_a_hidden_nan_by_pytorchs_kernels() -> None:
     grads = torch.autograd.grad(elsa.attention(q, k, v, mask, backend="sdpa").sum(), (q, k, v))
     assert all(grad.isnan().any() for grad in grads)
     assert torch.equal(grads[0].isnan().all(-1), (torch.arange(6) == 2).expand(1, 2, 6))
+
+
+@pytest.mark.parametrize("keys", [9, 1300])
+@pytest.mark.parametrize("given", [{"backend": "native"}, {"backend": "eager"}, {},
+                                   {"sparsity": "exact"},
+                                   {"sparsity": "exact", "backend": "eager"}], ids=str)  # fmt: skip
+def test_gradients_of_a_hidden_nan(keys: int, given: dict[str, str]) -> None:
+    """The query's was a sum of zeros times NaN: NaN in every row."""
+    q, k, v = (make(1, 2, n, 8, seed=n).requires_grad_() for n in (6, keys, keys))
+    mask = torch.ones(6, keys, dtype=torch.bool)
+    mask[:, 4] = False
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = elsa.attention(q, k, v, mask, **given)
+        return torch.autograd.grad((out * out).sum(), (q, k, v))
+
+    wanted = gradients()
+    with torch.no_grad():
+        k[:, :, 4] = math.nan
+    assert all(torch.equal(*pair) for pair in zip(gradients(), wanted, strict=True))
+    mask[2, 4] = True
+    seen = (torch.arange(6) == 2).expand(1, 2, 6)
+    assert torch.equal(gradients()[0].isnan().all(-1), seen)
+
+
+@pytest.mark.parametrize("sparsity", ["exact", 1e-3])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_hidden_nan_where_tiles_are_left_out(sparsity: str | float, backend: str) -> None:
+    """In a tile that is left out and in one that is not; a value's counts as in PyTorch."""
+    q, k, v = (make(1, 2, n, 16, seed=n) for n in (70, 700, 700))
+    k[:, :, 300:] *= 0.01
+    mask = torch.ones(70, 700, dtype=torch.bool)
+    mask[:, 4], mask[:, 650], mask[3] = False, False, False
+
+    def called() -> torch.Tensor:
+        return elsa.attention(q, k, v, mask, sparsity=sparsity, backend=backend, scale=2.0)
+
+    wanted = called()
+    k[:, :, 4], k[:, :, 650, 3] = math.nan, math.nan
+    assert torch.equal(called(), wanted) and not wanted[:, :, 3].any()
+    mask[2, 4] = True
+    seen = (torch.arange(70) == 2).expand(1, 2, 70)
+    assert torch.equal(called().isnan().all(-1), seen)

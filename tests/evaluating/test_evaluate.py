@@ -158,6 +158,22 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     assert document["results"]["evaluation"]["changed"] == []
 
 
+def test_progress_is_told(
+    command: Elsa, trained: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are counted, and a file gets a line now and then."""
+    from elsa_cli import console
+
+    model, given = batches(trained, digits)
+    seen: list[tuple[str, int, int]] = []
+    elsa.evaluate(model, given, progress=lambda *each: seen.append(each))
+    done = [count for _, count, _ in seen]
+    assert len(seen) >= len(given) and done == sorted(done) and done[-1] > done[0]
+    monkeypatch.setattr(console, "_BEAT_SECONDS", 0.005)
+    code, _, err = command("eval", trained, "--images", digits)
+    assert code == 0 and any(line.startswith("evaluating ") for line in err.splitlines())
+
+
 def test_the_command_says_what_is_missing(
     command: Elsa, trained: Path, digits: Path, tmp_path: Path
 ) -> None:

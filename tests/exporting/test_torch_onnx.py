@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from elsa_core import operators
 from elsa_core.errors import ModelError
+from elsa_core.exporting.onnx import export_onnx
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -103,6 +104,30 @@ def test_a_patched_model_exports(name: str, way: str, opset: int, tmp_path: Path
     if name == "vit" and opset == 23:
         assert [node.op_type for node in found.graph.node].count("Attention") == 2
     no_worse(run(tmp_path / "model.onnx", (images,))[0], peer, exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "opset"),
+    [
+        *(("vit", *WAYS[0]), ("vit", *WAYS[1]), ("swin", *WAYS[1]), ("swin", *WAYS[4])),
+        ("swinv2", *WAYS[4]),
+    ],
+)
+def test_openvino_reads_the_file(name: str, way: str, opset: int, tmp_path: Path) -> None:
+    """The real package, where it is installed (2026.4.1 was)."""
+    openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(**MODELS[name]).eval()
+    size = MODELS[name]["img_size"]
+    images = torch.randn(5, 3, size, size)
+    with torch.no_grad():
+        peer, exact = model(images), model.double()(images.double())
+    assert elsa.patch(model.float()).patched
+    exported(model, (images[:2],), way, opset, tmp_path / "model.onnx")
+    compiled = openvino.Core().compile_model(
+        str(tmp_path / "model.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    no_worse(torch.from_numpy(compiled([images.numpy()])[0]), peer, exact)
 
 
 class Attend(nn.Module):
@@ -204,6 +229,27 @@ def test_calls_of_windows_export(kind: str, way: str, opset: int, tmp_path: Path
     no_worse(run(tmp_path / "w.onnx", (qkv,))[0], module(qkv), module(qkv.double()))
 
 
+@pytest.mark.parametrize("entry", [-1, -9, 9])
+@pytest.mark.parametrize("way", ["dynamo", "torchscript", "standard", "custom"])
+def test_an_index_beyond_its_table_is_nan(entry: int, way: str, tmp_path: Path) -> None:
+    """An exporter cannot look at it, and ONNX reads a negative one from the end of the table."""
+    index = torch.randint(9, (16, 16), generator=torch.Generator().manual_seed(0))
+    terms = {"bias": torch.randn(9, 2), "bias_index": index}
+    module, qkv = Windows(**terms).eval(), torch.randn(2, 8, 4, 48)
+    wanted = module(qkv)
+    index[5, 3] = entry
+    path = tmp_path / "w.onnx"
+    if way in ("standard", "custom"):
+        export_onnx(module, (qkv,), path, mode=way)
+    else:
+        exported(module, (qkv,), way, 18, path)
+    out = run(path, (qkv,))[0]
+    spoilt = torch.zeros(2, 8, 4, dtype=torch.bool)
+    spoilt[:, 1::4, 1] = True  # token 5 of each window of 4 x 4
+    assert torch.equal(out.isnan().all(-1), spoilt)
+    torch.testing.assert_close(out[~spoilt], wanted[~spoilt])
+
+
 def _squared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weights = (query @ key.mT).square()
     return weights / weights.sum(-1, keepdim=True) @ value
@@ -288,3 +334,64 @@ for once_more in (False, True):
         return sum("TracerWarning" in line for line in lines)
 
     assert warned(usual) == 0 < warned(every)
+
+
+class Packed(nn.Module):
+    """A call of `elsa.varlen_attention`, a sequence without keys included."""
+
+    def __init__(self, *, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor):
+        return elsa.varlen_attention(
+            q, k, v, cu_q, cu_k, is_causal=self.is_causal, enable_gqa=True, return_lse=True
+        )
+
+
+@pytest.mark.parametrize("way", ["dynamo", "program", "torchscript"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_calls_of_packed_sequences_export(is_causal: bool, way: str, tmp_path: Path) -> None:
+    """The lengths are an input of the graph: others than those of the export are served."""
+    torch.manual_seed(6)
+    q, k, v = (torch.randn(n, h, 16) for n, h in ((11, 4), (13, 2), (13, 2)))
+    path, module = tmp_path / "packed.onnx", Packed(is_causal=is_causal).eval()
+    first = (torch.tensor([0, 4, 9, 11]), torch.tensor([0, 5, 6, 13]))
+    if way == "torchscript":
+        names = ["q", "k", "v", "cu_q", "cu_k"]
+        torch.onnx.export(
+            module, (q, k, v, *first), str(path), dynamo=False, opset_version=18, input_names=names
+        )
+    else:
+        program = (q, k, v, *first)
+        given = torch.export.export(module, program) if way == "program" else module
+        torch.onnx.export(
+            given, program if way == "dynamo" else (), str(path), opset_version=18, verbose=False
+        )
+    assert not [node for node in onnx.load(path).graph.node if node.domain]
+    other = (torch.tensor([0, 2, 10, 11]), torch.tensor([0, 7, 13, 13]))  # the last sees no key
+    outs = run(path, (q, k, v, *other))
+    exacts = module(*(x.double() for x in (q, k, v)), *other)
+    for out, peer, exact in zip(outs, module(q, k, v, *other), exacts, strict=True):
+        hidden = exact.isinf()
+        assert (out.isinf() == hidden).all() and (exact == -torch.inf).eq(hidden).all()
+        no_worse(*(each.masked_fill(hidden, 0.0) for each in (out, peer, exact)))
+    assert not outs[0][10:].any()
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_a_graph_that_was_traced_before_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    """torch.onnx knew nothing of its nodes, and said so in the words of operators' authors."""
+    model: nn.Module = timm.create_model(**MODELS[name]).eval()
+    assert elsa.patch(model).patched
+    size = MODELS[name]["img_size"]
+    images = torch.ones(2, 3, size, size)
+    traced = torch.jit.trace(model, images, check_trace=False)
+    with pytest.raises(ModelError, match=r"elsa\.export.*elsa\.unpatch") as caught:
+        torch.onnx.export(
+            traced, (images,), str(tmp_path / "t.onnx"), dynamo=False, opset_version=18
+        )
+    assert "\n" not in str(caught.value)
+    torch.onnx.export(
+        model, (images,), str(tmp_path / "m.onnx"), dynamo=False, opset_version=18
+    )  # as the line says

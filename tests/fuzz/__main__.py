@@ -18,7 +18,6 @@ from pathlib import Path
 from .engine import explore
 from .hostile import TARGETS
 
-EXAMPLES = 2000
 ROUND_SECONDS = 30
 
 
@@ -40,9 +39,7 @@ def main() -> int:
             seconds = min(ROUND_SECONDS, left / len(targets))
             with tempfile.TemporaryDirectory(prefix="elsa-fuzz-") as folder:
                 try:
-                    count = explore(
-                        target, Path(folder), seconds=seconds, examples=EXAMPLES, seed=seed
-                    )
+                    count = explore(target, Path(folder), seconds=seconds, seed=seed)
                     print(f"{target.name}: {count} inputs", flush=True)
                 except Exception:
                     found += 1

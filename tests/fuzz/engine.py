@@ -18,6 +18,7 @@ from elsa_core.errors import ElsaError
 
 # A hang: the slowest good example takes a fraction of a second.
 LONGEST_EXAMPLE_SECONDS = 30
+EXAMPLES_A_ROUND = 250
 Result = TypeVar("Result")
 
 
@@ -50,17 +51,14 @@ def answered(call: Callable[[], Result]) -> Result | None:
         return None
 
 
-def explore(
-    target: Target, folder: Path, *, seconds: float, examples: int, seed: int | None = None
-) -> int:
-    """Check a target on generated inputs; returns how many.
+def explore(target: Target, folder: Path, *, seconds: float, seed: int = 0) -> int:
+    """Check a target on generated inputs until the time is over; returns how many.
 
     Args:
         target: what to check.
         folder: an empty one for each example is made below.
         seconds: no example begins later; the first one, which imports, does not count.
-        examples: the most examples.
-        seed: of the generator; None gives the same examples every time.
+        seed: of the generator: the same examples, as many as the time allows.
 
     Raises:
         AssertionError: and whatever else an example raised, shrunk to the smallest that does.
@@ -69,11 +67,6 @@ def explore(
     count = 0
     failed = False
 
-    @settings(
-        max_examples=examples, deadline=None, database=None, derandomize=seed is None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @hypothesis.given(target.strategy)
     def one(value: Any) -> None:
         nonlocal count, end, failed
         # While a failure is shrunk the time does not count: it would seem to come and go.
@@ -92,7 +85,13 @@ def explore(
         if count == 1:
             end = time.monotonic() + seconds
 
-    if seed is not None:
-        one = hypothesis.seed(seed)(one)
-    one()
+    bounds = settings(
+        max_examples=EXAMPLES_A_ROUND, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    rounds = 0
+    while time.monotonic() < end:
+        # hypothesis has no limit of time; once it is over, the rest of a round is drawn in vain.
+        hypothesis.seed(f"{seed}.{rounds}")(bounds(hypothesis.given(target.strategy)(one)))()
+        rounds += 1
     return count

@@ -1,28 +1,47 @@
-"""A few seconds of every generator, the same examples each time."""
+"""A minute of generated inputs in all, the same ones each time."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis.strategies import integers
 
 from elsa_core.exporting.manifest import parse_manifest
 from elsa_core.exporting.verify import verify
 from elsa_core.loading.plan import read_plan
 from elsa_core.loading.weights import read_safetensors
 
-from .engine import Target, answered, explore
+from .engine import EXAMPLES_A_ROUND, Target, answered, explore
 from .hostile import GOOD, TARGETS, good_zip
 
-SECONDS = 4.0
-EXAMPLES = 250
+SECONDS = 60.0
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_hostile_inputs(target: Target, tmp_path: Path) -> None:
     """A typed error of one line or the right answer; never a crash, a hang or a wrong success."""
-    assert explore(target, tmp_path, seconds=SECONDS, examples=EXAMPLES) > 10
+    assert explore(target, tmp_path, seconds=SECONDS / len(TARGETS)) > 10
+
+
+def test_inputs_do_not_run_out_before_the_time(tmp_path: Path) -> None:
+    """More rounds follow; each draws other inputs, and the same ones after the same seed."""
+    seen: list[list[int]] = []
+
+    def note(value: int, _: Path) -> None:
+        seen[-1].append(value)
+
+    target = Target("numbers", integers(0, 2**30), note)
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        seen.append([])
+        (tmp_path / folder).mkdir()
+        start = time.monotonic()
+        count = explore(target, tmp_path / folder, seconds=0.7, seed=seed)
+        assert time.monotonic() - start > 0.7 and count == len(seen[-1]) > EXAMPLES_A_ROUND
+    length = min(map(len, seen))
+    assert seen[0][:length] == seen[1][:length] != seen[2][:length]
 
 
 def test_what_is_good_is_read(tmp_path: Path) -> None:

@@ -190,8 +190,6 @@ def test_arguments_that_torchvisions_builders_fix(tmp_path: Path, name: str) -> 
         for tensor in named.model.parameters():
             tensor.add_(0.05 * torch.randn(tensor.shape))
     path = write(named.model, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="does not fit"):
-        load_model(path, arch=arch)
     loaded = load_model(path, arch=arch, model_kwargs=given)
     assert agree(loaded, named.model) and loaded.recipe.unsaid == {}
 

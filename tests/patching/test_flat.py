@@ -20,7 +20,7 @@ from timm.models.vision_transformer import Attention, Block  # noqa: E402
 
 import elsa_core as elsa  # noqa: E402
 from elsa_core import calls, routing  # noqa: E402
-from elsa_core.patching.adapters import common, flat, redirect, timm_blocks  # noqa: E402
+from elsa_core.patching.adapters import common, flat, host, redirect, timm_blocks  # noqa: E402
 
 VARIANTS = {
     "plain": {},
@@ -48,7 +48,7 @@ def tokens():
 def on_gpu(monkeypatch):
     """CPU tensors that say they are on a GPU; nothing there is computed by a GPU's kernels."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr(common, "_capturing", lambda: False)
+    monkeypatch.setattr(host, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     calls.forget_kinds()
     yield
@@ -355,8 +355,11 @@ def test_redirected_calls_that_are_small_are_sdpas(on_gpu, monkeypatch):
     out = redirect._attention(q, k, v, scale=0.3, **names)
     assert torch.equal(out, plain(q, k, v, scale=0.3)) and counts == [1]
     redirect._attention(q, k, v, backend="eager", precision="strict")
-    redirect._attention(q, k, v, torch.zeros(5, 5), **names)
-    assert counts == [1]
+    redirect._attention(*(t.bfloat16() for t in (q, k, v)), torch.zeros(5, 5), **names)
+    assert counts == [1]  # PyTorch refuses a mask of another dtype
+    mask = torch.randn(5, 5)
+    assert torch.equal(redirect._attention(q, k, v, mask, **names), plain(q, k, v, mask))
+    assert counts == [1, 1]
 
 
 @pytest.mark.parametrize("shift", [0, 2])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_core import routing
-from elsa_core.patching.adapters import common, handing, residual, torch_layers
+from elsa_core.patching.adapters import common, handing, host, residual, torch_layers
 
 timm = pytest.importorskip("timm")
 
@@ -430,7 +430,7 @@ def test_a_part_that_does_not_take_the_norm_is_called_again():
     with torch.no_grad():
         wanted = model(x)
         block.attn.qkv.forward = lambda x: inner(x.clone())  # not what was handed on
-        is_hooked = common.is_shown
+        is_hooked = host.is_shown
         with pytest.MonkeyPatch.context() as patch, routing.unmeasured(routing.NORM):
             for module in (common, residual):
                 patch.setattr(

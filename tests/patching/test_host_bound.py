@@ -8,7 +8,14 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core import calls
-from elsa_core.patching.adapters import common, timm_attention, timm_blocks, timm_mlp, torch_layers
+from elsa_core.patching.adapters import (
+    common,
+    host,
+    timm_attention,
+    timm_blocks,
+    timm_mlp,
+    torch_layers,
+)
 from elsa_core.patching.rewrite import original
 
 timm = pytest.importorskip("timm")
@@ -26,7 +33,7 @@ def block():
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Tensors say that they lie on a GPU where the question is who waits."""
-    monkeypatch.setattr(common, "_capturing", lambda: False)
+    monkeypatch.setattr(host, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(calls, "_KINDS", set())
 
@@ -34,7 +41,7 @@ def on_gpu(monkeypatch):
         class Shown:
             is_cuda, dtype, shape, get_device = True, x.dtype, x.shape, staticmethod(lambda: 0)
 
-        return common.is_host_bound(site, operator, Shown, work, by_elsa)
+        return host.is_host_bound(site, operator, Shown, work, by_elsa)
 
     for adapter in ADAPTERS:
         monkeypatch.setattr(adapter, "is_host_bound", asked)
@@ -58,15 +65,15 @@ def test_a_block_that_waits_is_the_original(block, on_gpu, monkeypatch):
 
 def test_what_was_named_is_kept(block, on_gpu):
     elsa.patch(block, precision="ieee", include="attn")
-    assert common.is_within_original(block.attn) is False
+    assert host.is_within_original(block.attn) is False
 
     class Outer(nn.Module):
         def forward(self, site):
-            return torch.tensor(common.is_within_original(site))
+            return torch.tensor(host.is_within_original(site))
 
-    assert not common.all_original(Outer(), block.attn)
-    assert common.all_original(Outer(), block.mlp)
-    assert not common.is_within_original(block.mlp)
+    assert not host.all_original(Outer(), block.attn)
+    assert host.all_original(Outer(), block.mlp)
+    assert not host.is_within_original(block.mlp)
 
 
 def test_the_mark_ends_with_an_error(block):
@@ -74,8 +81,8 @@ def test_the_mark_ends_with_an_error(block):
         raise ValueError
 
     with pytest.raises(ValueError):
-        common.all_original(fails)
-    assert not common.is_within_original(block.mlp)
+        host.all_original(fails)
+    assert not host.is_within_original(block.mlp)
 
 
 def test_hooks_see_a_call_once(block, on_gpu):

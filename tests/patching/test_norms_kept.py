@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import elsa_core as elsa
 from elsa_core import calls, routing
-from elsa_core.patching.adapters import common, handing, residual
+from elsa_core.patching.adapters import handing, host, residual
 
 timm = pytest.importorskip("timm")
 
@@ -95,7 +95,7 @@ def bind_attention(monkeypatch: pytest.MonkeyPatch) -> None:
                 by_elsa()
         return True
 
-    for module in (common, residual):
+    for module in (host, residual):
         monkeypatch.setattr(module, "is_host_bound", bound)
     calls.forget_kinds()
 
@@ -110,7 +110,7 @@ def test_attention_that_waits_for_the_host_reads_what_is_normalised(monkeypatch)
         elsa.patch(model, scope="model")
         bind_attention(monkeypatch)
         seen = Seen()
-        seen.watch(common, "all_original", monkeypatch)
+        seen.watch(host, "all_original", monkeypatch)
         with routing.unmeasured(routing.NORM):
             torch.testing.assert_close(model(x), wanted)
             seen.clear()
@@ -127,9 +127,9 @@ def test_a_part_within_an_original_forward_runs_once(monkeypatch):
         elsa.patch(model, scope="model")
         seen = Seen()
         seen.watch(timm.models.mvitv2, "reshape_pre_pool", monkeypatch)
-        common.all_original(model, x)
+        host.all_original(model, x)
         once = len(seen)
         seen.clear()
         with routing.unmeasured(routing.NORM):
-            torch.testing.assert_close(common.all_original(model, x), wanted)
+            torch.testing.assert_close(host.all_original(model, x), wanted)
     assert len(seen) == once > 0

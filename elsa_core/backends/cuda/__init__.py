@@ -1,71 +1,115 @@
 """The CUDA library: GPU calls whose layout was seen before, without Python or Triton's launcher.
 
-The planners of `elsa_core.backends.triton` decide as ever how a call is computed. Where the library
-is on, the first call of a layout runs through them, and what it allocated and launched is kept as
-data; later ones of that layout are allocated and launched by C++ through the CUDA driver. Calls
-that do anything else, and whatever the library cannot load, stay in Python.
+The planners of `elsa_core.backends.triton` decide as ever how a call is computed. The first call of
+a layout runs through them, and what it allocated and launched is kept as data; later ones of that
+layout are allocated and launched by C++ through the CUDA driver. Calls that do anything else, and
+whatever the library cannot load, stay in Python.
 
-It is off unless asked for until training steps are timed with it.
+It is built and loaded at the first call on a GPU. Where that fails Triton's launcher serves.
 
 Environment variables:
-    ELSA_CUDA_LIBRARY: "1" switches it on, for this process.
+    ELSA_CUDA_LIBRARY: "0" switches it off, for this process; "1" loads it at import, and warns
+        where that fails.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from elsa_core.backends.support import Support
 
 VARIABLE = "ELSA_CUDA_LIBRARY"
 _LOG = logging.getLogger("elsa")
+_OFFERED: dict[str, Callable[..., Any]] = {}
 _SERVED: set[str] = set()
 _FAILED: list[str] = []
+_LOCK = threading.RLock()
 
 
-def activate(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Let the library serve operators on CUDA devices, if it was asked for; never raises.
+class _State:
+    decided = False
 
-    kernels: what computes each operator in Python, with all its arguments. Where the library cannot
-    be loaded one warning says why, and `serves` that the caller is to register them itself.
+
+def is_asked_for() -> bool:
+    """Whether the environment asks for the library by name."""
+    return os.environ.get(VARIABLE) == "1"
+
+
+def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Operators that the library is to serve on CUDA devices once it is loaded; never raises.
+
+    kernels: what computes each operator in Python, with all its arguments.
     """
-    if os.environ.get(VARIABLE) != "1" or _FAILED:
+    _OFFERED.update(kernels)
+    if is_asked_for():
+        _State.decided = True
+        _activate()
+
+
+def ready() -> bool:
+    """Load the library if this process has not tried yet; whether it serves. Never raises."""
+    if not _State.decided and torch.cuda.is_available():
+        with _LOCK:
+            if not _State.decided:
+                _activate()
+                _State.decided = True
+    return bool(_SERVED)
+
+
+def _activate() -> None:
+    if _FAILED:
+        return
+    if os.environ.get(VARIABLE) == "0":
+        _FAILED.append(f"off: {VARIABLE} is 0")
         return
     try:
-        _activate(kernels)
+        _load()
     except Exception as error:  # whatever is wrong with this machine, Triton goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _FAILED.append(reason)
-        _LOG.warning("the CUDA library is off, Triton's launcher takes over: %s", reason)
+        level = logging.WARNING if is_asked_for() else logging.INFO
+        _LOG.log(level, "the CUDA library is off, Triton's launcher takes over: %s", reason)
 
 
-def _activate(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    import torch
-
+def _load() -> None:
     from elsa_core.backends.cuda import calls, library
     from elsa_core.errors import UnavailableError
 
     if torch.version.cuda is None:
         raise UnavailableError("this PyTorch is built without CUDA")
     loaded = library.load()
-    for operator, kernel in kernels.items():
-        calls.serve(loaded, operator, kernel, "CUDA")
-        _SERVED.add(operator)
+    for operator, kernel in _OFFERED.items():
+        if operator not in _SERVED:
+            calls.serve(loaded, operator, kernel, "CUDA")
+            _SERVED.add(operator)
+
+
+def until_ready(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel in Python that the library, if it can be loaded, takes the place of."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        ready()
+        return kernel(*arguments, **named)
+
+    return call
 
 
 def serves(operator: str) -> bool:
     """Whether the library is the kernel of an operator on CUDA devices."""
-    return operator in _SERVED
+    return ready() and operator in _SERVED
 
 
 def status() -> Support:
     """Whether the library serves operators of this process, and why not. Never raises."""
-    if _SERVED:
+    if ready():
         return Support(True, f"serves {', '.join(sorted(_SERVED))}")
-    return Support(False, _FAILED[0] if _FAILED else f"off: set {VARIABLE}=1 to try it")
+    return Support(False, _FAILED[0] if _FAILED else "off: there is no GPU")
 
 
 def forget() -> None:
@@ -78,8 +122,20 @@ def forget() -> None:
 
 def direct(overload: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """What computes an eager call: the operator if the library serves it, else `otherwise`."""
-    if not serves(overload._schema.name.removeprefix("elsa::")):
-        return otherwise
-    from elsa_core.backends.cuda import calls
+    operator = overload._schema.name.removeprefix("elsa::")
+    chosen: list[Callable[..., Any]] = []
 
-    return calls.direct(overload)
+    def choose() -> Callable[..., Any]:
+        if not serves(operator):
+            found = otherwise
+        else:
+            from elsa_core.backends.cuda import calls
+
+            found = calls.direct(overload)
+        chosen.append(found)
+        return found
+
+    def call(*arguments: Any) -> Any:
+        return (chosen[0] if chosen else choose())(*arguments)
+
+    return call

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls
+from elsa_core.backends.cuda import is_asked_for
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.kernels import PlanError
 from elsa_core.backends.cuda.library import Library
@@ -43,9 +44,11 @@ def serve(library: Library, operator: str, kernel: Callable[..., Any], key: str)
     given, _, returned = _DEFAULT.sub("", schema).partition(") -> ")
     given = given.partition("(")[2]
     results = f"{returned.strip('()')}, Tensor"
-    _LIBRARY.define(f"{operator}_plan({given}) -> ({results})")
-    answer = functools.partial(_answer, library, kernel, results.count(","))
-    _LIBRARY.impl(f"{operator}_plan", answer, key)
+    plan = functools.partial(planned, library, kernel)
+    for name, compute in (("plan", plan), ("unplanned", functools.partial(_unplanned, kernel))):
+        _LIBRARY.define(f"{operator}_{name}({given}) -> ({results})")
+        answer = functools.partial(_answer, compute, results.count(","))
+        _LIBRARY.impl(f"{operator}_{name}", answer, key)
     library.register(operator, key)
 
 
@@ -68,20 +71,30 @@ def direct(overload: Any) -> Callable[..., Any]:
 
 
 def _answer(
-    library: Library, kernel: Callable[..., Any], results: int, *arguments: Any
+    compute: Callable[[Sequence[Any]], tuple[tuple[Tensor, ...], bytes]],
+    results: int,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    """`elsa::<operator>_plan`: the call's results, and what the library is to keep of it.
+    """`elsa::<operator>_plan`, and `elsa::<operator>_unplanned` of layouts that are known to be for
+    Python: the call's results, and what the library is to keep of it.
 
     An error comes back as a text behind "E": the library's own frames would lose it.
     """
     _FAILED.error = None
     try:
-        found, said = planned(library, kernel, arguments)
+        found, said = compute(arguments)
     except Exception as error:
         _FAILED.error = error
         found = tuple(torch.empty(0) for _ in range(results))
         said = b"E" + _text(error).encode()
     return *found, torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else _nothing()
+
+
+def _unplanned(
+    kernel: Callable[..., Any], arguments: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], bytes]:
+    """As `planned`, without a look at what the call does."""
+    return _tuple(kernel(*arguments)), b""
 
 
 def _text(error: BaseException) -> str:
@@ -120,7 +133,7 @@ def planned(
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
         return results, b"N"
     except UnavailableError as error:
-        _warn_once(f"the CUDA library serves no such call, Triton's launcher does: {error}")
+        _say_once(f"the CUDA library serves no such call, Triton's launcher does: {error}")
         return results, b"N"
     return results, b"P" + found
 
@@ -153,5 +166,5 @@ def _capturing() -> bool:
 
 
 @functools.cache
-def _warn_once(line: str) -> None:
-    _LOG.warning("%s", line)
+def _say_once(line: str) -> None:
+    _LOG.log(logging.WARNING if is_asked_for() else logging.INFO, "%s", line)

@@ -5,14 +5,10 @@ Helpers take the module as Any: model libraries are untyped, and attributes diff
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.cuda import is_current_stream_capturing as _capturing
 from torch.nn import functional
 
 from elsa_core import calls, routing
@@ -21,11 +17,11 @@ from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.handing import (
     ACTIVATION,
-    for_nothing,
     leaves_out,
     taken,
     taken_norm,
 )
+from elsa_core.patching.adapters.host import by_sdpa, has_hooks, is_shown, is_within_original
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,18 +42,6 @@ def join_heads(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a forward replaced on the instance.
-
-    Hooks that a check watches sites with (`elsa_observer`) are none: what it judges must be what
-    runs without them.
-    """
-    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not getattr(hook, "elsa_observer", False) for hook in hooks)
-
-
 def is_plain_linear(layer: nn.Module) -> bool:
     """Whether a layer is PyTorch's own `nn.Linear`, patched or not."""
     cls = type(layer)
@@ -71,11 +55,6 @@ def why_no_weight(layer: Any) -> str:
         return f"its weight is a {type(weight).__qualname__}"
     floating: bool = weight.is_floating_point()
     return "" if floating else f"its weight is {weight.dtype}"
-
-
-def is_shown(layer: nn.Module) -> bool:
-    """Whether a layer must be called, since a hook reads or changes what passes through it."""
-    return has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
 
 
 def project(
@@ -96,6 +75,9 @@ def project(
     if activation != "none" and leaves_out(ACTIVATION):
         return epilogue(project(site, layer, x, norm=norm), activation, residual, scale)
     if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
+        if is_within_original(site):
+            out = by_pytorch(layer, x if norm is None else norm(x))
+            return epilogue(out, activation, residual, scale)
         if residual is None and scale is None:
             residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
         within = taken_norm(layer, x) if norm is None else norm_of(norm, x)  # type: ignore[arg-type]
@@ -108,6 +90,15 @@ def project(
             site.elsa_backend, halves, powers, within,
         )  # fmt: skip
     return epilogue(layer(x if norm is None else norm(x)), activation, residual, scale)
+
+
+def by_pytorch(layer: Any, x: Tensor) -> Tensor:
+    """layer(x) of a plain linear layer without hooks, as its class computes it."""
+    terms = layer._parameters  # here the host finds them sooner than as attributes
+    try:
+        return functional.linear(x, terms["weight"], terms["bias"])
+    except KeyError:  # something derived stands for a parameter
+        return functional.linear(x, layer.weight, layer.bias)
 
 
 # Layer norms whose forward is `torch.nn.functional.layer_norm` in float32.
@@ -179,116 +170,6 @@ def passed(module: nn.Module, x: Tensor) -> Tensor:
         return x
     out: Tensor = module(x)
     return out
-
-
-class _Original(threading.local):
-    within = False
-
-
-_ORIGINAL = _Original()
-
-
-def all_original(forward: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-    """forward(...), within which the sites keep their original forwards too, unasked."""
-    before, _ORIGINAL.within = _ORIGINAL.within, True
-    try:
-        return forward(*arguments, **options)
-    finally:
-        _ORIGINAL.within = before
-
-
-def is_within_original(site: Any) -> bool:
-    """Whether a site is called within `all_original`, and no backend or precision was named."""
-    return is_original(site.elsa_backend, site.elsa_precision)
-
-
-def is_original(backend: str, precision: str) -> bool:
-    """As `is_within_original`, of a call with these names."""
-    # a compiler reads no further than its own question
-    if torch.compiler.is_compiling() or not _ORIGINAL.within:
-        return False
-    return backend == "auto" and precision == "strict"
-
-
-def is_unasked(space: dict[str, Any]) -> bool:
-    """Whether a patched module, given by its __dict__, was patched without names and sparsity."""
-    return (
-        space.get("elsa_backend", "auto") == "auto"
-        and space.get("elsa_precision", "strict") == "strict"
-        and space.get("elsa_sparsity") is None
-    )
-
-
-def is_host_bound(
-    site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object], form: Any = None
-) -> bool:
-    """Whether an eager call on a GPU keeps the original forward, because the host would be waited
-    for: the original's few calls take less of it.
-
-    Args:
-        site: a patched module. operator: "attention" or "linear". x: what it is called with.
-        work: multiply-adds of its largest call of the operator.
-        by_elsa: calls the site by elsa's operators; so the first call of its kind loads kernels for
-            a CUDA graph, and its result is not used.
-        form: what else tells the kernels of such calls apart.
-    """
-    if not x.is_cuda or calls.watched():  # first: no compiler may read a length or the table
-        return False
-    if work >= routing.eager_least(operator, x.dtype) or not is_unasked(vars(site)):
-        return False
-    if _capturing():
-        return False
-    if site.training:  # a warm-up would draw from the generator of its dropout
-        return torch.is_grad_enabled()
-    kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
-    if not calls.was_seen(kind):
-        # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
-        if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
-            return False
-        calls.first_of_kind(kind)
-        with torch.no_grad(), for_nothing():
-            by_elsa()
-    return True
-
-
-def by_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: str, precision: str) -> bool:
-    """Whether a call without a mask is an eager one on a GPU that would wait for the host, for
-    which `torch.nn.functional.scaled_dot_product_attention` takes less of its time.
-
-    The first call of its kind loads the operator's kernels, for a CUDA graph of the same call.
-    """
-    if not query.is_cuda or calls.watched():  # first, as in `is_host_bound`
-        return False
-    if query.numel() * key.shape[-2] >= routing.eager_least("attention", query.dtype):
-        return False
-    if backend != "auto" or precision != "strict" or _capturing():
-        return False
-    shapes = query.shape, key.shape, value.shape
-    kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)
-    if calls.first_of_kind(kind):
-        with torch.no_grad():
-            attention(query, key, value, enable_gqa=True)
-    return True
-
-
-def or_original(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a patched attention over tokens [..., N, C], its first argument; the original
-    one within `all_original`, and in eager calls on a GPU that would wait for the host.
-    """
-
-    @functools.wraps(forward)
-    def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
-        if is_within_original(self):
-            return self.elsa_base.forward(self, x, *given, **named)
-
-        def by_elsa() -> Any:
-            return forward(self, x, *given, **named)
-
-        if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
-            return all_original(self.elsa_base.forward, self, x, *given, **named)
-        return by_elsa()
-
-    return chosen
 
 
 def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:

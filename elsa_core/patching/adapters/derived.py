@@ -4,8 +4,9 @@ PyTorch counts only some of the writes to a tensor: fused optimizers, `.data` an
 its version and its address as they are. So what is kept is used in two cases only:
 
 - On a CPU, in eval mode, where no gradient is wanted: while every floating source equals the copy
-  that was taken of it. The sources are small: a comparison costs 1 to 3% of a site. An index is no
-  weight; it is told apart by identity, version and address.
+  that was taken of it. A comparison costs up to 0.8% of a site at batch 1, deriving 0.2 to 15%
+  (`elsa_core.bench.derivations`; docs/limits.md has each family). An index is no weight; it is told
+  apart by identity, version and address.
 - After `elsa_core.freeze`, on any device: the caller has said that the weights do not change.
   Writes that PyTorch counts, training mode and a forward that wants gradients end it all the same.
   The halves of a layer's weight (`elsa_core.patching.adapters.halves`) are kept in this case alone.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls
-from elsa_core.patching.adapters.common import has_hooks
+from elsa_core.patching.adapters.host import has_hooks
 
 
 class Derivation(NamedTuple):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elsa_core.patching.adapters.common import is_unasked
+from elsa_core.patching.adapters.host import is_unasked
 
 Space = dict[str, Any]  # what a module holds: its __dict__
 # Asked of each module in each call: without a loop in Python.

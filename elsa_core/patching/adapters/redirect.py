@@ -30,11 +30,10 @@ from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import asked, table
-from elsa_core.patching.adapters.common import by_sdpa, has_hooks, is_original
+from elsa_core.patching.adapters.host import by_sdpa, has_hooks, is_original, is_within_original
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
 
 _PREFIX = "Redirected"
-_NAMES = ("backend", "precision")
 _ESCAPES = str.maketrans({"_": "__", ".": "_d", "<": "_l", ">": "_g"})
 # Bound: the classes that modules have. Pickle wants the very class that a name leads to.
 _CLASSES: weakref.WeakValueDictionary[tuple[Any, ...], type[nn.Module]]
@@ -132,18 +131,25 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
 
 
 def _attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, **named: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    *given: Any,
+    precision: str,
+    backend: str,
+    **named: Any,
 ) -> Any:
     """What is called in the place of `scaled_dot_product_attention`; itself where the host would
     be waited for.
     """
-    names = named["backend"], named["precision"]
-    if is_original(*names) or (
-        attn_mask is None and query.is_cuda and by_sdpa(query, key, value, *names)
+    if is_original(backend, precision) or (
+        query.is_cuda and by_sdpa(query, key, value, backend, precision, attn_mask)
     ):
-        named = {name: value for name, value in named.items() if name not in _NAMES}
         return scaled_dot_product_attention(query, key, value, attn_mask, *given, **named)
-    return attention(query, key, value, attn_mask, *given, **named)
+    return attention(
+        query, key, value, attn_mask, *given, precision=precision, backend=backend, **named
+    )
 
 
 def _rebuilt(method: Method, replaced: Any) -> FunctionType:
@@ -186,6 +192,8 @@ def _always_on(switch: str) -> property:
     """
 
     def read(self: nn.Module) -> bool:
+        if is_within_original(self):
+            return bool(self.__dict__.get(switch, True))
         drop = getattr(self, "attn_drop", None)
         shown = isinstance(drop, nn.Module) and has_hooks(drop)
         return not shown or bool(self.__dict__.get(switch, True))

@@ -14,20 +14,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from elsa_core import calls
-from elsa_core.patching.adapters.common import (
-    all_original,
-    is_host_bound,
-    is_plain_linear,
-    is_shown,
-    is_within_original,
-    norm_of,
-)
+from elsa_core.patching.adapters.common import is_plain_linear, norm_of
 from elsa_core.patching.adapters.handing import (
     RESIDUAL,
     Handing,
     Normalising,
     for_nothing,
     leaves_out,
+)
+from elsa_core.patching.adapters.host import (
+    all_original,
+    is_host_bound,
+    is_shown,
+    is_within_original,
 )
 
 # Parts whose forward ends with a linear layer and a dropout (if any), by the names of these two.
@@ -95,7 +94,7 @@ class Adds(_Module):  # type: ignore[misc]
         return tuple(module.modules())
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        if calls.recorded():
+        if is_within_original(self) or calls.recorded():
             return super().forward(*given, **named)
 
         def by_elsa() -> Any:

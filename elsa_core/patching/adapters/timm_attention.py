@@ -23,10 +23,7 @@ from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
-    is_host_bound,
-    is_within_original,
     join_heads,
-    or_original,
     project,
     scale_of,
     split_heads,
@@ -34,6 +31,7 @@ from elsa_core.patching.adapters.common import (
     trains_by_pytorch,
     weights_are_hooked,
 )
+from elsa_core.patching.adapters.host import is_host_bound, is_within_original, or_original
 from elsa_core.patching.adapters.padding import padding_of, without_padding
 
 
@@ -48,6 +46,8 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
+        if is_within_original(self):
+            return self._original(x, attn_mask, is_causal)
         return self.elsa_added(x, None, None, attn_mask, is_causal)
 
     def elsa_added(

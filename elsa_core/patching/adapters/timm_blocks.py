@@ -16,11 +16,12 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from elsa_core.patching.adapters import flat
-from elsa_core.patching.adapters.common import (
+from elsa_core.patching.adapters.common import trains_by_pytorch
+from elsa_core.patching.adapters.host import (
     all_original,
     is_host_bound,
     is_unasked,
-    trains_by_pytorch,
+    is_within_original,
 )
 from elsa_core.patching.adapters.residual import added
 
@@ -47,6 +48,8 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         if is_causal is not False:  # older versions do not have it
             terms["is_causal"] = is_causal
         own = super().forward
+        if is_within_original(self):
+            return self._original(x, terms)
         layered = self.elsa_scope == "model"
         # torch.fx calls with what is no tensor
         if not isinstance(x, Tensor) or not (layered or x.is_cuda):
@@ -63,10 +66,16 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         if not layered:
             operator, work = "attention", x.numel() * x.shape[-2]
         if is_host_bound(self, operator, x, work, by_elsa) or self._trains_by_pytorch(x):
-            whole = attn_mask is None and not is_causal
-            out = flat.served(self, flat.block, x) if whole else None
-            return all_original(own, x, **terms) if out is None else out
+            out: Tensor = all_original(self._original, x, terms)
+            return out
         return by_elsa()
+
+    def _original(self, x: Tensor, terms: dict[str, Any]) -> Tensor:
+        """The original forward, in calls that are not compiled."""
+        out = None
+        if terms["attn_mask"] is None and not terms.get("is_causal"):
+            out = flat.served(self, flat.block, x)
+        return super().forward(x, **terms) if out is None else out  # type: ignore[no-any-return]
 
     def _trains_by_pytorch(self, x: Tensor) -> bool:
         """Whether autocast leaves the linear layers to PyTorch, and a step attention too."""

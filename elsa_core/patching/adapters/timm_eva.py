@@ -9,13 +9,8 @@ import torch
 from timm.models.eva import EvaAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import (
-    or_original,
-    project,
-    project_by,
-    split_heads,
-    split_packed,
-)
+from elsa_core.patching.adapters.common import project, project_by, split_heads, split_packed
+from elsa_core.patching.adapters.host import or_original
 from elsa_core.patching.adapters.timm_attention import attended, gate_of, rotate
 
 

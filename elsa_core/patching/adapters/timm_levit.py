@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters.host import image_or_original, or_original
 
 
 class _LearntBias(Derives):
@@ -37,6 +38,7 @@ class ElsaLevitAttention(_LearntBias, Attention):  # type: ignore[misc]  # timm 
     elsa_precision: str
     elsa_backend: str
 
+    @image_or_original((2, 3))
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.qkv(x), self.num_heads, self.use_conv)
         q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
@@ -52,6 +54,7 @@ class ElsaLevitAttentionDownsample(_LearntBias, AttentionDownsample):  # type: i
     elsa_precision: str
     elsa_backend: str
 
+    @image_or_original((2, 3))
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.kv(x), self.num_heads, self.use_conv)
         k, v = heads.split([self.key_dim, self.val_dim], dim=-1)
@@ -69,6 +72,7 @@ class ElsaEfficientFormerAttention(_LearntBias, EfficientFormerAttention):  # ty
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor) -> Tensor:
         heads = _heads(self.qkv(x), self.num_heads, False)
         q, k, v = heads.split([self.key_dim, self.key_dim, self.val_dim], dim=-1)
@@ -84,6 +88,7 @@ class ElsaCascadedGroupAttention(_LearntBias, CascadedGroupAttention):  # type: 
     elsa_precision: str
     elsa_backend: str
 
+    @image_or_original((2, 3))
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[2:]
         bias = derived(self.elsa_derivation())

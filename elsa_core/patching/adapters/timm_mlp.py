@@ -15,17 +15,14 @@ from elsa_core import routing
 from elsa_core.linear import served_gated
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters import flat
-from elsa_core.patching.adapters.common import (
-    activation_of,
+from elsa_core.patching.adapters.common import activation_of, norm_of, passed, project
+from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out
+from elsa_core.patching.adapters.host import (
     all_original,
     is_host_bound,
     is_shown,
     is_within_original,
-    norm_of,
-    passed,
-    project,
 )
-from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out
 from elsa_core.patching.adapters.torch_layers import linear_parts, why_not_plain
 
 
@@ -48,7 +45,12 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
         return linear_parts(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.elsa_added(x)
+        return self._original(x) if is_within_original(self) else self.elsa_added(x)
+
+    def _original(self, x: Tensor) -> Tensor:
+        """The original forward, in calls that are not compiled."""
+        shown = flat.served(self, flat.mlp, x)
+        return super().forward(x) if shown is None else shown  # type: ignore[no-any-return]
 
     def elsa_added(
         self,
@@ -64,10 +66,7 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
 
         work = x.numel() * self.fc1.weight.shape[0]
         if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
-            x = x if norm is None else norm(x)
-            shown = flat.served(self, flat.mlp, x)
-            if shown is None:
-                shown = all_original(super().forward, x)
+            shown = all_original(self._original, x if norm is None else norm(x))
             return epilogue(shown, "none", residual, scale)
         return by_elsa()
 
@@ -85,8 +84,11 @@ class _Gates:
         """The linear layers that it computes."""
         return linear_parts(module)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.elsa_added(x)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if is_within_original(self):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        out: Tensor = self.elsa_added(x)
+        return out
 
     def elsa_added(
         self: Any,

@@ -12,14 +12,9 @@ from typing import Any
 from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import (
-    attend,
-    join_heads,
-    or_original,
-    project,
-    split_packed,
-)
+from elsa_core.patching.adapters.common import attend, join_heads, project, split_packed
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table
+from elsa_core.patching.adapters.host import or_original
 
 _Size = list[int]
 

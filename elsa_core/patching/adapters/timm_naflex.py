@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elsa_core import calls, routing
 from elsa_core.patching.adapters import padding
-from elsa_core.patching.adapters.common import is_shown
+from elsa_core.patching.adapters.host import is_shown
 from elsa_core.patching.adapters.padding import Padding
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 

@@ -22,12 +22,12 @@ from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
     join_heads,
-    or_original,
     project,
     scale_of,
     split_heads,
     split_packed,
 )
+from elsa_core.patching.adapters.host import image_or_original, or_original
 
 # Until 1.0.29 timm gave an image's windows the global queries of other images; kept as it is there.
 _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_names
@@ -108,6 +108,7 @@ class ElsaNestAttention(NestAttention):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor) -> Tensor:
         batch, blocks = x.shape[:2]
         q, k, v = split_packed(project(self, self.qkv, x).flatten(0, 1), self.num_heads)
@@ -126,6 +127,7 @@ class ElsaWindowAttentionGlobal(WindowAttentionGlobal):  # type: ignore[misc]  #
     elsa_precision: str
     elsa_backend: str
 
+    @or_original
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
         if self.use_global and q_global is not None:
             fits = x.shape[-1] == q_global.shape[-1]
@@ -150,6 +152,7 @@ class ElsaSHSA(SHSA):  # type: ignore[misc]  # timm is untyped
     elsa_precision: str
     elsa_backend: str
 
+    @image_or_original((2, 3))
     def forward(self, x: Tensor) -> Tensor:
         attended, rest = x.split([self.pdim, self.dim - self.pdim], dim=1)
         packed = self.qkv(self.pre_norm(attended)).flatten(2).transpose(1, 2).unsqueeze(1)

@@ -16,8 +16,9 @@ from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
 from elsa_core.patching.adapters import flat
-from elsa_core.patching.adapters.common import is_host_bound, norm_of, project, scale_of
+from elsa_core.patching.adapters.common import norm_of, project, scale_of
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives, derived
+from elsa_core.patching.adapters.host import is_host_bound, is_within_original
 from elsa_core.patching.adapters.residual import added, added_by
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -58,7 +59,9 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         if not torch.is_grad_enabled() and not self.training and "_attn" not in vars(self):
             work = 4 * x.numel() * x.shape[-1]
             bound = "linear" if x.dtype == torch.float32 else "attention"
-            if is_host_bound(self, bound, x, work, lambda: self._elsa_forward(x)):
+            if is_within_original(self) or is_host_bound(
+                self, bound, x, work, lambda: self._elsa_forward(x)
+            ):
                 out = flat.served(self, _row, x)
                 if out is not None:
                     return out

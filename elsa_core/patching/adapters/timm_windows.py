@@ -16,6 +16,7 @@ from torch import Tensor
 
 from elsa_core.patching.adapters.common import drop_p, project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters.host import windows_or_original
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -37,6 +38,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
     elsa_precision: str
     elsa_backend: str
 
+    @windows_or_original(-1)
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
         terms = (self.qkv, self.num_heads, (self.ws, self.ws))
@@ -70,6 +72,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
         """Why this instance stays as it is; empty if it does not."""
         return why_not(module.attn, WindowAttention)
 
+    @windows_or_original(1)
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
         terms = (attn.qkv, attn.num_heads, self.window_size)
@@ -122,6 +125,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
             self, attn, _learnt_bias, (table, index), per_call=_learnt_table, keep=small
         )
 
+    @windows_or_original(-1)
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
         terms = (attn.qkv, attn.num_heads, (window, window))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from elsa_core import calls
@@ -19,11 +21,8 @@ from elsa_core.linear import served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
     activation_of,
-    has_hooks,
-    is_host_bound,
+    by_pytorch,
     is_plain_linear,
-    is_shown,
-    is_within_original,
     passed,
     project,
     why_no_weight,
@@ -31,6 +30,13 @@ from elsa_core.patching.adapters.common import (
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, of_layer
 from elsa_core.patching.adapters.handing import taken, taken_norm
+from elsa_core.patching.adapters.host import (
+    all_original,
+    has_hooks,
+    is_host_bound,
+    is_shown,
+    is_within_original,
+)
 
 
 class ElsaLinear(Derives, nn.Linear):
@@ -54,7 +60,9 @@ class ElsaLinear(Derives, nn.Linear):
         return DERIVED.frozen(self, (self.weight,)) or NONE
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_within_original(self) or (not input.is_cuda and calls.recorded()):
+        if is_within_original(self):
+            return by_pytorch(self, input)
+        if not input.is_cuda and calls.recorded():
             return super().forward(input)
         terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
 
@@ -100,7 +108,8 @@ class ElsaPatchConv2d(Derives, nn.Conv2d):
         return of_layer(self)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dim() != 4 or (not input.is_cuda and calls.recorded()):
+        whole = input.dim() != 4 or (not input.is_cuda and calls.recorded())
+        if whole or is_within_original(self):
             return super().forward(input)
         work = input.numel() * self.out_channels
         if is_host_bound(self, "linear", input, work, lambda: self._elsa_product(input)):
@@ -139,7 +148,7 @@ class ElsaSequential(nn.Sequential):
         return linear_parts(module)
 
     def forward(self, input: Tensor) -> Tensor:
-        return chained(self, input)
+        return chained(self, input, super().forward)
 
 
 _FUNCTIONS = {functional.relu: "relu", functional.gelu: "gelu"}
@@ -150,13 +159,28 @@ class ElsaTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     elsa_base = nn.TransformerEncoderLayer
     elsa_companion = True
+    elsa_any_scope = True
+    elsa_scope: str = "model"  # "attention" where no layer within is patched
     elsa_precision: str
     elsa_backend: str
 
     @staticmethod
     def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
         """The sites whose products take the layer's terms."""
-        return (module.linear1,)
+        return module.self_attn, module.linear1
+
+    def forward(self, src: Tensor, *given: Any, **named: Any) -> Tensor:
+        own = super().forward
+        if is_within_original(self) or is_compiling() or src.is_nested or not src.is_cuda:
+            return own(src, *given, **named)
+        operator, work = "linear", src.numel() * self.linear1.out_features
+        if self.elsa_scope != "model":
+            tokens = src.shape[1 if self.self_attn.batch_first and src.dim() == 3 else 0]
+            operator, work = "attention", src.numel() * tokens
+        if is_host_bound(self, operator, src, work, lambda: own(src, *given, **named)):
+            out: Tensor = all_original(own, src, *given, **named)
+            return out
+        return own(src, *given, **named)
 
     def _ff_block(self, x: Tensor) -> Tensor:
         activate: Any = self.activation
@@ -164,7 +188,7 @@ class ElsaTransformerEncoderLayer(nn.TransformerEncoderLayer):
             name = "" if is_shown(activate) else activation_of(activate)
         else:
             name = _FUNCTIONS.get(activate, "")
-        if not name:
+        if not name or self.elsa_scope != "model" or is_within_original(self):
             return super()._ff_block(x)
         x = passed(self.dropout, project(self, self.linear1, x, activation=name))
         return passed(self.dropout2, project(self, self.linear2, x))
@@ -194,8 +218,22 @@ def linear_parts(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(layer for layer in module.children() if is_plain_linear(layer))
 
 
-def chained(site: Any, x: Tensor) -> Tensor:
-    """What the layers of a sequence make of x, in as few calls as there are linear layers."""
+def chained(site: Any, x: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
+    """What the layers of a sequence make of x, in as few calls as there are linear layers; by its
+    own forward in eager calls on a GPU that would wait for the host.
+    """
+    if is_within_original(site):
+        return own(x)
+    if x.is_cuda and not is_compiling():
+        largest = max(layer.weight.numel() for layer in site if is_plain_linear(layer))
+        work = x.numel() // x.shape[-1] * largest
+        if is_host_bound(site, "linear", x, work, lambda: _chained(site, x)):
+            out: Tensor = all_original(own, x)
+            return out
+    return _chained(site, x)
+
+
+def _chained(site: Any, x: Tensor) -> Tensor:
     layers = list(site)
     while layers:
         layer = layers.pop(0)

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 from torchvision.models.maxvit import PartitionAttentionLayer, RelativePositionalMultiHeadAttention
 
-from elsa_core.patching.adapters.common import has_hooks, project
+from elsa_core.patching.adapters.common import project
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
+from elsa_core.patching.adapters.host import has_hooks, windows_or_original
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -46,6 +47,7 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         small = is_small(table, attn.n_heads, attn.max_seq_len)
         return Derivation(self, attn, _bias, (table, index), per_call=_table, keep=small)
 
+    @windows_or_original(1)
     def forward(self, x: Tensor) -> Tensor:
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls, routing
-from elsa_core.patching.adapters.common import is_within_original
+from elsa_core.patching.adapters.host import is_within_original
 from elsa_core.varlen import varlen_attention
 
 # Classes of one and the same forward.

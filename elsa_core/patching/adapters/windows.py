@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from elsa_core import routing
-from elsa_core.patching.adapters.common import drop_p, has_hooks, is_plain_linear, wants_training
+from elsa_core import calls, routing
+from elsa_core.patching.adapters.common import drop_p, is_plain_linear, wants_training
+from elsa_core.patching.adapters.host import has_hooks
 from elsa_core.window import window_attention
 
 # A dense bias of up to these bytes a block is kept: every window of 7x7 or 8x8, not those of 24x24,
@@ -85,7 +86,16 @@ def trains_original(
 
 
 def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) -> Tensor:
-    """The operator with the site's precision and backend: [B, H, W, 3 * C] -> [B, H, W, C]."""
+    """The operator with the site's precision and backend: [B, H, W, 3 * C] -> [B, H, W, C].
+
+    What a padded token would be is left out of eager calls without one if its dtype is another, as
+    under autocast: a kernel would wait for the copy.
+    """
+    pad = terms.get("pad_qkv")
+    if pad is not None and pad.dtype != qkv.dtype and not calls.watched():
+        sizes = zip(qkv.shape[1:3], terms["window_size"], strict=True)
+        if not any(n % w for n, w in sizes):
+            terms["pad_qkv"] = None
     return window_attention(
         qkv, bias, precision=site.elsa_precision, backend=site.elsa_backend, **terms
     )

@@ -186,7 +186,7 @@ def serve(
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
         return None
     if wanted and plain and not (small or fused or calls.watched()):
-        by_kernel: Tensor = Eager.apply(input, weight, bias, precision, kernel, _backward)
+        by_kernel: Tensor = Eager.apply(input, weight, bias, precision, _forward, _backward)
         return by_kernel
     if not small and (recorded or wanted or not plain):
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
@@ -388,4 +388,5 @@ def _gains(input: Tensor, weight: Tensor) -> bool:
 
 
 _eager = cuda.direct(torch.ops.elsa.linear.default, _computed)
+_forward = cuda.direct(torch.ops.elsa.linear.default, kernel)
 _backward = cuda.direct(torch.ops.elsa.linear_backward.default, backward)

@@ -1,0 +1,256 @@
+"""Eager calls on a GPU that wait for the host: which forward takes the host less.
+
+A small call takes the host longer than the device. There a patched site keeps its original forward,
+whose few calls take the host less than the questions of elsa's operators do. Who asks: a site for
+itself; a block for all within it; a model once for each kind of call (`model.py`), after a call in
+which every site that asked kept its original. Within `all_original` the sites ask nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.cuda import is_current_stream_capturing as _capturing
+
+from elsa_core import calls, routing
+from elsa_core.attention import attention
+from elsa_core.patching.adapters.handing import for_nothing
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks, or a forward replaced on the instance.
+
+    Hooks that a check watches sites with (`elsa_observer`) are none: what it judges must be what
+    runs without them.
+    """
+    if "forward" in vars(module) or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not getattr(hook, "elsa_observer", False) for hook in hooks)
+
+
+def is_shown(layer: nn.Module) -> bool:
+    """Whether a layer must be called, since a hook reads or changes what passes through it."""
+    return has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
+
+
+class _Choices(threading.local):
+    within = False  # the sites keep their originals, unasked
+    originals = 0  # of the answers that sites got
+    others = 0
+
+
+_CHOICES = _Choices()
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being recorded."""
+    return _capturing()
+
+
+def all_original(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """forward(...), within which the sites keep their original forwards too, unasked."""
+    before, _CHOICES.within = _CHOICES.within, True
+    try:
+        return forward(*arguments, **options)
+    finally:
+        _CHOICES.within = before
+
+
+def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, bool]:
+    """forward(...), within which the sites ask, and whether all of them kept their originals.
+
+    False too where none asked, as in a compiled call. What one call found counts for a call around
+    it that is observed as well.
+    """
+    now = _CHOICES
+    before, now.within = (now.within, now.originals, now.others), False
+    now.originals = now.others = 0
+    try:
+        out = forward(*arguments, **options)
+        return out, now.originals > 0 and now.others == 0
+    finally:
+        now.within = before[0]
+        now.originals += before[1]
+        now.others += before[2]
+
+
+def _answered(original: bool) -> bool:
+    """What a site is answered, noted for the model around it. No compiler comes here."""
+    if original:
+        _CHOICES.originals += 1
+    else:
+        _CHOICES.others += 1
+    return original
+
+
+def _warm_up(by_elsa: Callable[[], object]) -> None:
+    """A call for nothing but the kernels that it loads: neither results nor answers count."""
+    before = _CHOICES.originals, _CHOICES.others
+    try:
+        with torch.no_grad(), for_nothing():
+            by_elsa()
+    finally:
+        _CHOICES.originals, _CHOICES.others = before
+
+
+def is_within_original(site: Any) -> bool:
+    """Whether a site is called within `all_original`, and no backend or precision was named."""
+    # a compiler reads no further than its own question
+    if is_compiling() or not _CHOICES.within:
+        return False
+    return bool(site.elsa_backend == "auto" and site.elsa_precision == "strict")
+
+
+def is_original(backend: str, precision: str) -> bool:
+    """As `is_within_original`, of a call with these names."""
+    if is_compiling() or not _CHOICES.within:
+        return False
+    return backend == "auto" and precision == "strict"
+
+
+def is_unasked(space: dict[str, Any]) -> bool:
+    """Whether a patched module, given by its __dict__, was patched without names and sparsity."""
+    return (
+        space.get("elsa_backend", "auto") == "auto"
+        and space.get("elsa_precision", "strict") == "strict"
+        and space.get("elsa_sparsity") is None
+    )
+
+
+def is_host_bound(
+    site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object], form: Any = None
+) -> bool:
+    """Whether an eager call on a GPU keeps the original forward, because the host would be waited
+    for: the original's few calls take less of it.
+
+    Args:
+        site: a patched module. operator: "attention" or "linear". x: what it is called with.
+        work: multiply-adds of its largest call of the operator.
+        by_elsa: calls the site by elsa's operators; so the first call of its kind loads kernels for
+            a CUDA graph, and its result is not used.
+        form: what else tells the kernels of such calls apart.
+    """
+    if is_compiling():  # no compiler may read a length, the table or what is noted
+        return False
+    waits = x.is_cuda and not calls.watched() and _waits(site, operator, x, work)
+    if not waits or site.training:  # a warm-up would draw from the generator of its dropout
+        return _answered(waits and torch.is_grad_enabled())
+    kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
+    if not calls.was_seen(kind):
+        # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
+        if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
+            return _answered(False)
+        calls.first_of_kind(kind)
+        _warm_up(by_elsa)
+    return _answered(True)
+
+
+def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
+    if work >= routing.eager_least(operator, x.dtype):
+        return False
+    return is_unasked(site.__dict__) and not is_captured()
+
+
+def by_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    backend: str,
+    precision: str,
+    mask: Tensor | None = None,
+) -> bool:
+    """Whether a call is an eager one on a GPU that would wait for the host, for which
+    `torch.nn.functional.scaled_dot_product_attention` takes less of its time.
+
+    The first call of its kind loads the operator's kernels, for a CUDA graph of the same call.
+    """
+    if is_compiling():  # as in `is_host_bound`
+        return False
+    if is_original(backend, precision):
+        return True
+    named = backend != "auto" or precision != "strict"
+    if named or not query.is_cuda or calls.watched() or not _is_small(query, key, mask):
+        return _answered(False)
+    masked = None if mask is None else (mask.shape, mask.dtype, mask.stride())
+    shapes = query.shape, key.shape, value.shape, masked
+    kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)
+    if calls.first_of_kind(kind):
+        _warm_up(lambda: attention(query, key, value, mask, enable_gqa=True))
+    return _answered(True)
+
+
+def _is_small(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    if query.numel() * key.shape[-2] >= routing.eager_least("attention", query.dtype):
+        return False
+    return (mask is None or mask.dtype in (torch.bool, query.dtype)) and not is_captured()
+
+
+def or_original(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a patched attention over tokens [..., N, C], its first argument; the original
+    one within `all_original`, and in eager calls on a GPU that would wait for the host.
+    """
+
+    def is_bound(site: Any, x: Tensor, by_elsa: Callable[[], object]) -> bool:
+        return is_host_bound(site, "attention", x, x.numel() * x.shape[-2], by_elsa)
+
+    return _or_original(forward, is_bound)
+
+
+def image_or_original(axes: tuple[int, int]) -> Callable[..., Callable[..., Any]]:
+    """As `or_original`, of attention over all tokens of an image, whose axes these are of x; of
+    three axes the second is that of the tokens.
+    """
+    rows, columns = axes
+
+    def is_bound(site: Any, x: Tensor, by_elsa: Callable[[], object]) -> bool:
+        tokens = x.shape[1] if x.dim() == 3 else x.shape[rows] * x.shape[columns]
+        work = x.numel() * tokens
+        return is_host_bound(site, "attention", x, work, by_elsa)
+
+    return functools.partial(_or_original, is_bound=is_bound)
+
+
+def windows_or_original(channels: int) -> Callable[..., Callable[..., Any]]:
+    """As `or_original`, of attention within windows of an image x, whose channels are this axis:
+    where nothing is trained.
+    """
+
+    def is_bound(site: Any, x: Tensor, by_elsa: Callable[[], object]) -> bool:
+        return is_window_bound(site, x, x.shape[channels], by_elsa)
+
+    return functools.partial(_or_original, is_bound=is_bound)
+
+
+def is_window_bound(site: Any, x: Tensor, channels: int, by_elsa: Callable[[], object]) -> bool:
+    """`is_host_bound` of a block of windows in x, where no gradient is wanted."""
+    if torch.is_grad_enabled() or site.training:
+        return False if is_compiling() else _answered(False)
+    # its largest product has four times as many channels, as MLPs have by default
+    bound = "linear" if x.dtype == torch.float32 else "attention"
+    return is_host_bound(site, bound, x, 4 * x.numel() * channels, by_elsa)
+
+
+def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> Callable[..., Any]:
+    name = forward.__name__
+
+    @functools.wraps(forward)
+    def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
+        own = getattr(self.elsa_base, name)
+        if is_within_original(self):
+            return own(self, x, *given, **named)
+
+        def by_elsa() -> Any:
+            return forward(self, x, *given, **named)
+
+        if is_bound(self, x, by_elsa):
+            return all_original(own, self, x, *given, **named)
+        return by_elsa()
+
+    return chosen
