@@ -181,6 +181,9 @@ _ON_CUDA: dict[str, Callable[..., Any]] = {}
 def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
     """Give `elsa::<name>` a kernel for CUDA tensors, where none is registered for them."""
     _ON_CUDA[name] = kernel
+    known = _RECORDS.get(name)
+    if known is not None and known.twin:  # of others the reference serves the other devices
+        _LIBRARY.impl(name, _by_device(name, None), "CompositeExplicitAutograd")
 
 
 def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -230,22 +233,13 @@ def _define(name: str, record: Operator) -> None:
         _LIBRARY.impl(name, record.reference, "CompositeImplicitAutograd")
         return
     torch.library.register_fake(f"elsa::{name}", record.fake, lib=_LIBRARY)
-    _implement_everywhere(name, record, record.reference)
+    if name.endswith("_eager"):
+        _LIBRARY.impl(name, record.reference, "CompositeExplicitAutograd")
+    elif not record.twin:
+        _LIBRARY.impl(name, _by_device(name, record.reference), "CompositeExplicitAutograd")
     _translate(name, record)
     if record.gradients is not None:
         _differentiate(name, record)
-
-
-def _implement_everywhere(name: str, record: Operator, reference: Callable[..., Any]) -> None:
-    """Give an operator a kernel for devices without one of their own: the reference, or of an
-    operator with a twin nothing but what `implement_on_cuda` names.
-    """
-    if name.endswith("_eager"):
-        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-        return
-    apart = record.twin and name == record.name
-    kernel = _by_device(name, None if apart else reference)
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
 
 
 # What `torch.onnx.export` replaces in an exported program, beside PyTorch's own decompositions.
@@ -306,8 +300,10 @@ def _differentiate(name: str, record: Operator) -> None:
         full = f"{name}_backward"
         if not hasattr(torch.ops.elsa, full):
             _LIBRARY.define(full + backward.schema)
-        if name.endswith("_eager") or not record.twin:
-            _implement_everywhere(full, record, backward.reference)
+        if name.endswith("_eager"):
+            _LIBRARY.impl(full, backward.reference, "CompositeExplicitAutograd")
+        elif not record.twin:
+            _LIBRARY.impl(full, _by_device(full, backward.reference), "CompositeExplicitAutograd")
         torch.library.register_fake(f"elsa::{full}", backward.fake, lib=_LIBRARY)
         torch.library.register_autograd(
             f"elsa::{full}", backward.formula, setup_context=backward.setup_context, lib=_LIBRARY
