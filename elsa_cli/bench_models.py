@@ -14,7 +14,7 @@ from elsa_cli.options import resolve_device, typed
 if TYPE_CHECKING:
     import torch
 
-    from elsa_core.bench.models import ModelCase
+    from elsa_core.bench.model_cases import ModelCase
 
 Document = dict[str, Any]
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from elsa_core.bench import models, tables
-from elsa_core.bench.models import ModelCase
+from elsa_core.bench.model_cases import ModelCase, images
 from elsa_core.errors import ElsaError
 from elsa_core.measuring import environment
 from elsa_core.measuring.memory_limit import limited, release
@@ -87,7 +87,7 @@ def _of_case(found: Document, settings: Document, device: torch.device) -> str:
         with limited(device):
             model = models.build(case, device, settings["seed"])
             ready = runs.prepare(
-                model, (models.images(case, device, settings["seed"]),), settings["baselines"],
+                model, (images(case, device, settings["seed"]),), settings["baselines"],
                 lambda *_: None, precision=case.precision, backend=settings["backend"],
                 scope=SCOPE,
             )  # fmt: skip

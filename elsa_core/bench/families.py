@@ -9,11 +9,12 @@ family. Weights are random, filled where the model runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from elsa_core.bench.model_cases import Document, ModelCase, empty, images, result
 from elsa_core.errors import ArgumentError, ElsaError
 from elsa_core.measuring.memory_limit import limited
 from elsa_core.measuring.rounds import Settings
@@ -21,9 +22,6 @@ from elsa_core.messages import first_line, milliseconds
 from elsa_core.model_runs import variants
 from elsa_core.model_runs.runs import Progress, prepare, timed
 from elsa_core.precision import DTYPES
-
-if TYPE_CHECKING:
-    from elsa_core.bench.models import ModelCase
 
 TABLE: Final = "families"
 GOAL: Final = 0.99
@@ -87,8 +85,6 @@ FAMILIES: Final = (
 )
 """(family, architecture, side of its default image), in the order of docs/coverage.md."""
 
-Document = dict[str, Any]
-
 
 def dtypes(device_type: str) -> tuple[str, ...]:
     """What the tables of whole models measure on a device."""
@@ -122,19 +118,17 @@ def protocol(device: torch.device, cases: Sequence[ModelCase], asked: Document) 
 
 
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
-    """One case as plain data, see `elsa_core.bench.models.result`.
+    """One case as plain data, see `elsa_core.bench.model_cases.result`.
 
     Memory, energy and the GPU's share are not measured. Errors against float64 are those of batch 1
     in fp32; coverage proves every family anyway.
     """
-    from elsa_core.bench import models
-
     variants.forget_compiled()
     try:
         with limited(device), variants.on_device(device):
             tell("building", 0, 0)
             model = built(case, device, settings["seed"])
-            given = models.images(case, device, settings["seed"])
+            given = images(case, device, settings["seed"])
             ready = prepare(
                 model, (given,), settings["baselines"], tell, precision=case.precision,
                 backend=settings["backend"],
@@ -142,9 +136,9 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
             how = Settings(settings["rounds"], settings["budget_seconds"], settings["seed"])
             errors = case.batch == 1 and case.dtype == "fp32"
             found, _ = timed(ready, how, tell, errors=errors, costs=False)
-            return models.result(case, found, [])
+            return result(case, found, [])
     except (ElsaError, RuntimeError, MemoryError) as error:
-        return models.empty(case, first_line(error))
+        return empty(case, first_line(error))
 
 
 def built(case: ModelCase, device: torch.device, seed: int) -> nn.Module:

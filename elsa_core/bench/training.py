@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from elsa_core.bench import models
-from elsa_core.bench.models import Document, ModelCase, Tables
+from elsa_core.bench.model_cases import Document, ModelCase, empty, result
+from elsa_core.bench.models import Tables
 from elsa_core.errors import ElsaError
 from elsa_core.measuring.memory_limit import limited
 from elsa_core.measuring.rounds import Settings
@@ -118,7 +119,7 @@ def run(
 
 
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
-    """One case as plain data; see `elsa_core.bench.models.result`."""
+    """One case as plain data; see `elsa_core.bench.model_cases.result`."""
     variants.forget_compiled()
     try:
         with limited(device):
@@ -134,9 +135,9 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
             )  # fmt: skip
             tell("checking", 0, 0)
             errors, failures = _checked(model, images, case, settings["backend"])
-            return models.result(case, found, failures) | {"errors": errors}
+            return result(case, found, failures) | {"errors": errors}
     except (ElsaError, RuntimeError, MemoryError) as error:
-        return models.empty(case, first_line(error))
+        return empty(case, first_line(error))
 
 
 def _checked(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elsa_core.bench import errors, models, tables
-from elsa_core.bench.models import ModelCase
+from elsa_core.bench.model_cases import ModelCase
 
 CPU = torch.device("cpu")
 CASES = (

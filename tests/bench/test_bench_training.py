@@ -11,7 +11,7 @@ import torch
 
 from elsa_cli.main import run
 from elsa_core.bench import models, tables, training
-from elsa_core.bench.models import ModelCase
+from elsa_core.bench.model_cases import ModelCase, empty
 from elsa_core.measuring import busy
 from elsa_core.patching.adapters import timm_attention
 
@@ -80,7 +80,7 @@ def test_a_case_that_loses_is_named() -> None:
     document = models.started(training.settings(torch.device("cpu")), {}, training.COMMAND)
     gain = {"value": 0.8, "low": 0.7, "high": 0.9, "rounds": 9, "verdict": "slower"}
     case = TINY["cpu"]["steps"][0]
-    document["results"]["cases"] = [models.empty(case, "") | {"gain": gain}]
+    document["results"]["cases"] = [empty(case, "") | {"gain": gain}]
     assert "Slower: steps/ViT-T-32x2-fp32 (0.80)." in tables.render(document, "summary")
 
 

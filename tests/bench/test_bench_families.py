@@ -13,7 +13,7 @@ import torch
 
 from elsa_cli.main import run
 from elsa_core.bench import families, models, tables
-from elsa_core.bench.models import ModelCase
+from elsa_core.bench.model_cases import ModelCase
 from elsa_core.errors import ArgumentError
 from elsa_core.loading.libraries import default_recipe
 from elsa_core.loading.spec import parse
