@@ -15,16 +15,20 @@ Environment variables:
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from elsa_core.backends.cuda.switch import VARIABLE, is_asked_for, is_off
 from elsa_core.backends.support import Support
 
-VARIABLE = "ELSA_CUDA_LIBRARY"
+__all__ = [
+    "VARIABLE", "direct", "forget", "is_asked_for", "offer", "ready", "serves", "status",
+    "until_ready",
+]  # fmt: skip
+
 _LOG = logging.getLogger("elsa")
 _OFFERED: dict[str, Callable[..., Any]] = {}
 _SERVED: set[str] = set()
@@ -34,11 +38,6 @@ _LOCK = threading.RLock()
 
 class _State:
     decided = False
-
-
-def is_asked_for() -> bool:
-    """Whether the environment asks for the library by name."""
-    return os.environ.get(VARIABLE) == "1"
 
 
 def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
@@ -65,7 +64,7 @@ def ready() -> bool:
 def _activate() -> None:
     if _FAILED:
         return
-    if os.environ.get(VARIABLE) == "0":
+    if is_off():
         _FAILED.append(f"off: {VARIABLE} is 0")
         return
     try:

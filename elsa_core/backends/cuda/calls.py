@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls
-from elsa_core.backends.cuda import is_asked_for
 from elsa_core.backends.cuda import plan as plans
 from elsa_core.backends.cuda.kernels import PlanError
 from elsa_core.backends.cuda.library import Library
+from elsa_core.backends.cuda.switch import is_asked_for
 from elsa_core.errors import UnavailableError
 
 _LOG = logging.getLogger("elsa")
