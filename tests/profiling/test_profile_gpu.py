@@ -21,12 +21,12 @@ pytestmark = [
 def test_sites_add_up_where_the_host_binds(name: str, dtype: torch.dtype) -> None:
     """In CUDA graphs the kernels of even the smallest models are told apart undisturbed."""
     model = load(f"timm:{name}", seed=0).eval().to("cuda", dtype)
-    images = torch.randn(1, 3, 224, 224, device="cuda", dtype=dtype)
+    images = torch.randn(4, 3, 224, 224, device="cuda", dtype=dtype)
     report = profile(model, images, baselines=["eager", "eager+graph"], budget_seconds=2.5)
     assert set(report.cover) == {"eager+graph", "patched+graph"}
     assert any("in CUDA graphs" in note for note in report.notes), report.notes
     for run, cover in report.cover.items():
-        # what the profiler adds to kernels of 2 us; the rows are free of it
+        # what the profiler adds to each kernel, half of its time at batch 1; rows are free of it
         assert 0.97 < cover < 1.3, run
     for run, key in (("eager+graph", "seconds_before"), ("patched+graph", "seconds_after")):
         own, total = (sum(getattr(site, key) for site in part) for part in (
@@ -67,7 +67,7 @@ def test_sites_of_a_model_that_no_graph_holds() -> None:
     assert torch.cuda.current_stream() == stream
     assert set(report.cover) == {"eager", "patched"}
     assert "eager+graph" in report.left_out
-    assert len(report.sites) == 13
+    assert sum(site.kind == "global" for site in report.sites) == 12
 
 
 def test_a_model_against_itself() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.cuda import is_current_stream_capturing as _capturing
 
 from elsa_core import calls, routing
@@ -102,15 +102,15 @@ def _warm_up(by_elsa: Callable[[], object]) -> None:
 
 def is_within_original(site: Any) -> bool:
     """Whether a site is called within `all_original`, and no backend or precision was named."""
-    # a compiler reads no further than its own question
-    if is_compiling() or not _CHOICES.within:
+    # a compiler reads no further than its own question; the shorter one, which every layer asks
+    if is_dynamo_compiling() or not _CHOICES.within:
         return False
     return bool(site.elsa_backend == "auto" and site.elsa_precision == "strict")
 
 
 def is_original(backend: str, precision: str) -> bool:
     """As `is_within_original`, of a call with these names."""
-    if is_compiling() or not _CHOICES.within:
+    if is_dynamo_compiling() or not _CHOICES.within:
         return False
     return backend == "auto" and precision == "strict"
 
@@ -192,29 +192,29 @@ def _is_small(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     return (mask is None or mask.dtype in (torch.bool, query.dtype)) and not is_captured()
 
 
-def or_original(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a patched attention over tokens [..., N, C], its first argument; the original
-    one within `all_original`, and in eager calls on a GPU that would wait for the host.
+def original_by(work: Callable[[Any, Tensor], int]) -> Callable[..., Callable[..., Any]]:
+    """Makes the forward of a patched attention over x, its first argument, choose: the original one
+    within `all_original`, and in eager calls on a GPU that would wait for the host.
+
+    work: from the module and x, the multiply-adds of query key^T.
     """
 
     def is_bound(site: Any, x: Tensor, by_elsa: Callable[[], object]) -> bool:
-        return is_host_bound(site, "attention", x, x.numel() * x.shape[-2], by_elsa)
+        return is_host_bound(site, "attention", x, work(site, x), by_elsa)
 
-    return _or_original(forward, is_bound)
+    return functools.partial(_or_original, is_bound=is_bound)
 
 
 def image_or_original(axes: tuple[int, int]) -> Callable[..., Callable[..., Any]]:
-    """As `or_original`, of attention over all tokens of an image, whose axes these are of x; of
-    three axes the second is that of the tokens.
+    """`original_by` of all tokens of an image, whose axes these are of x; of three axes the second
+    is that of the tokens.
     """
     rows, columns = axes
 
-    def is_bound(site: Any, x: Tensor, by_elsa: Callable[[], object]) -> bool:
-        tokens = x.shape[1] if x.dim() == 3 else x.shape[rows] * x.shape[columns]
-        work = x.numel() * tokens
-        return is_host_bound(site, "attention", x, work, by_elsa)
+    def work(site: Any, x: Tensor) -> int:
+        return x.numel() * (x.shape[1] if x.dim() == 3 else x.shape[rows] * x.shape[columns])
 
-    return functools.partial(_or_original, is_bound=is_bound)
+    return original_by(work)
 
 
 def windows_or_original(channels: int) -> Callable[..., Callable[..., Any]]:
@@ -254,3 +254,9 @@ def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> 
         return by_elsa()
 
     return chosen
+
+
+or_original = original_by(lambda site, x: x.numel() * x.shape[-2])
+"""`original_by` of tokens [..., N, C] that all meet each other."""
+first_or_original = original_by(lambda site, x: x.numel())
+"""`original_by` of tokens [..., N, C] whose first one alone is a query."""

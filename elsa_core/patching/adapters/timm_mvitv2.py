@@ -14,9 +14,22 @@ from torch import Tensor
 
 from elsa_core.patching.adapters.common import attend, join_heads, project, split_packed
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table
-from elsa_core.patching.adapters.host import or_original
+from elsa_core.patching.adapters.host import original_by
 
 _Size = list[int]
+
+
+def _work(site: Any, x: Tensor) -> int:
+    """Multiply-adds of query key^T, both pooled."""
+    queries, keys = (x.shape[1] // _fewer(pool) for pool in (site.pool_q, site.pool_k))
+    return int(x.shape[0] * queries * keys * site.qkv.out_features // 3)
+
+
+def _fewer(pool: Any) -> int:
+    """How many tokens a pooling makes one of."""
+    stride = getattr(pool, "stride", 1)
+    rows, columns = stride if isinstance(stride, tuple) else (stride, stride)
+    return int(rows * columns)
 
 
 class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # timm is untyped
@@ -26,7 +39,7 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @original_by(_work)
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)

@@ -27,7 +27,11 @@ from elsa_core.patching.adapters.common import (
     split_heads,
     split_packed,
 )
-from elsa_core.patching.adapters.host import image_or_original, or_original
+from elsa_core.patching.adapters.host import (
+    first_or_original,
+    image_or_original,
+    or_original,
+)
 
 # Until 1.0.29 timm gave an image's windows the global queries of other images; kept as it is there.
 _IMAGE_MAJOR = "repeat_interleave" in WindowAttentionGlobal.forward.__code__.co_names
@@ -47,7 +51,7 @@ class ElsaCrossAttention(CrossAttention):  # type: ignore[misc]  # timm is untyp
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @first_or_original
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.wq(x[:, :1]), self.num_heads)
         k, v = (
@@ -63,7 +67,7 @@ class ElsaVoloClassAttention(ClassAttention):  # type: ignore[misc]  # timm is u
     elsa_precision: str
     elsa_backend: str
 
-    @or_original
+    @first_or_original
     def forward(self, x: Tensor) -> Tensor:
         q = split_heads(self.q(x[:, :1]), self.num_heads)
         k, v = (
