@@ -395,7 +395,7 @@ def test_arguments_of_other_kinds_ask_each_time(on_gpu):
 
 
 def test_pooled_keys_are_counted_as_they_are(on_gpu):
-    """3 137 queries meet 50 keys in MViTv2's first stage: with 3 137 they would be no small call."""
+    """3 137 queries meet 50 keys in MViTv2's first stage; with 3 137 it would be no small call."""
     model = timm.create_model("mvitv2_tiny").eval()
     elsa.patch(model, scope="attention")
     x = torch.randn(1, 3, 224, 224)
