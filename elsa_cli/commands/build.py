@@ -51,7 +51,8 @@ def command(
 ) -> None:  # fmt: skip
     """Compile the native CPU library into the user's cache (ELSA_CACHE_DIR moves it).
 
-    Without this, the first use compiles it. Needs a C++ compiler: CXX, or c++, g++, clang++.
+    Without this, the first use compiles it. Needs a C++ compiler: CXX, or c++, g++, clang++. Where
+    there is an NVIDIA GPU, the CUDA library too.
 
     With --cuda, compile packs of GPU kernels, so that the first call on a GPU compiles nothing.
     Takes minutes for each architecture; a second run compiles what has changed alone.
@@ -81,19 +82,36 @@ def _native(session: Session, force: bool) -> None:
     compiled = force or not present
     size = path.stat().st_size
     answer = native.load()
+    library = _cuda_library(session)
     results = {
         "path": str(path), "bytes": size, "compiled": compiled, "seconds": seconds,
         "loads": answer.ok, "reason": answer.reason, "isa": native.isa() if answer.ok else None,
+        "cuda_library": library,
     }  # fmt: skip
     session.document("build", environment(), results)
     what = f"compiled in {seconds:.1f} s" if compiled else "already built"
     runs = f"runs {native.isa()} kernels" if answer.ok else f"does not load: {answer.reason}"
     session.line(f"{path}")
     session.line(f"{what} · {size / 1000:.0f} kB · {runs}", even_quiet=True)
+    if library is not None:
+        session.line(f"CUDA library: {library['reason']}", even_quiet=True)
     if not answer.ok:
         from elsa_core.errors import UnavailableError
 
         raise UnavailableError(f"the native library was built but cannot be used: {answer.reason}")
+
+
+def _cuda_library(session: Session) -> dict[str, Any] | None:
+    """What a GPU's first call would build too; None where there is no NVIDIA GPU."""
+    import torch
+
+    if torch.version.hip or not torch.cuda.is_available():
+        return None
+    from elsa_core.backends import cuda
+
+    with session.stage("compiling the CUDA library"):
+        answer = cuda.status()
+    return {"serves": answer.ok, "reason": answer.reason}
 
 
 def _packs(

@@ -21,7 +21,7 @@ _RUNTIMES = {
 }
 _GPU = (
     "Python with torch and elsa's package (Triton kernels); exported with ELSA_CUDA_LIBRARY=1, "
-    "a whole bundle of which has not been run on a GPU yet, {} with torch alone"
+    "{} with torch alone"
 )
 _ALONE_ON_GPU = {"torchscript": "Python or C++"}
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from elsa_cli import probes
 from elsa_core.backends import native
@@ -169,6 +170,18 @@ def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: str) -> 
     assert not list((tmp_path / "cache").rglob(".build-*"))
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
     assert json.loads(again.stdout)["results"]["compiled"] is False
+
+
+def test_build_of_a_machine_with_a_gpu(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA library is built too: a first call on the GPU would take those seconds."""
+    from elsa_core.backends import cuda
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "status", lambda: Support(True, "serves attention"))
+    assert elsa("build").out.splitlines()[-1] == "CUDA library: serves attention"
+    monkeypatch.setattr(cuda, "status", lambda: Support(False, "no driver"))
+    found = document(elsa("build", "--json"))["results"]
+    assert found["cuda_library"] == {"serves": False, "reason": "no driver"}
 
 
 def compiler(text: str) -> str:
