@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from statistics import median
 
@@ -37,38 +38,49 @@ FAMILIES = (
     "swin_tiny_patch4_window7_224",
     "swinv2_tiny_window8_256",
 )
-LEAST = 0.95  # of the original's speed; what is wanted is 0.99, and machines are not quiet
+LEAST = 0.97  # of the original's speed; what is wanted is 0.99, and machines are not quiet
 
 
-def _ratio(model, patched, x):
-    """The original's time over that of the patched model, called in turns."""
-    times = ([], [])
+def _times(models, x):
+    """The median time of each model's forward, called in turns."""
+    times = [[] for _ in models]
     for _ in range(25):
-        for forward, found in zip((model, patched), times, strict=True):
+        for forward, found in zip(models, times, strict=True):
             torch.cuda.synchronize()
             start = time.perf_counter()
             forward(x)
             torch.cuda.synchronize()
             found.append(time.perf_counter() - start)
-    return median(times[0]) / median(times[1])
+    return [median(found) for found in times]
+
+
+def _ratio(models, scope, x):
+    """The original's time over the patched one's; where a model lies in the host's memory, which
+    can cost 5%, falls out: each of the two is patched once.
+    """
+    ratios = []
+    for original, patched in (models, models[::-1]):
+        elsa.patch(patched, scope=scope)
+        for _ in range(5):
+            expected, found = original(x), patched(x)
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * scale)
+        before, after = _times((original, patched), x)
+        ratios.append(before / after)
+        elsa.unpatch(patched)
+    return math.sqrt(math.prod(ratios))
 
 
 @pytest.mark.parametrize("scope", ["attention", "model"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_small_call_is_as_fast_as_the_original(name, scope):
     torch.manual_seed(0)
-    model = timm.create_model(name).cuda().eval()
-    patched = timm.create_model(name).cuda().eval()
-    patched.load_state_dict(model.state_dict())
-    elsa.patch(patched, scope=scope)
-    size = model.default_cfg["input_size"][-1]
+    models = [timm.create_model(name).cuda().eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    size = models[0].default_cfg["input_size"][-1]
     x = torch.randn(1, 3, size, size, device="cuda")
     with torch.inference_mode():
-        for _ in range(5):
-            expected, found = model(x), patched(x)
-        scale = expected.abs().max().item()
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * scale)
-        ratio = max(_ratio(model, patched, x) for _ in range(3))
+        ratio = max(_ratio(models, scope, x) for _ in range(3))
     assert ratio >= LEAST, f"{ratio:.3f} of the original's speed"
 
 
