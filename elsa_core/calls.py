@@ -24,6 +24,7 @@ NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to
 # tables that a small call finds in no cache.
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._functorch.peek_interpreter_stack
+_batched = torch._C._functorch.is_legacy_batchedtensor
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 # Checks of arguments hold for a trace too. PyTorch leaves out the warnings of its own modules so.
 warnings.filterwarnings(
@@ -83,6 +84,15 @@ def recorded() -> bool:
         or _transforms() is not None
         or forward_ad._current_level >= 0
     )
+
+
+def by_operator(*grads: Tensor | None) -> bool:
+    """Whether a backward has to call its operator: a second derivative may be asked for, something
+    watches, or the gradients are a batch of them (`is_grads_batched`), which has no memory.
+    """
+    if torch.is_grad_enabled() or watched():
+        return True
+    return any(t is not None and _batched(t) for t in grads)
 
 
 _KINDS: set[Any] = set()

@@ -180,8 +180,9 @@ def backward(
                 delta = (p * d_p).sum(-1, keepdim=True) - g_lse
             g_scores = p * (d_p - delta)
             if is_causal or attn_mask is not None:
-                # Rows that see a NaN have it in dS; those from which it is hidden have zeros.
-                k = k.masked_fill(k.isnan(), 0.0)
+                # Rows that see a NaN have it in dS; those from which it is hidden have zeros, and
+                # zero times what is not finite is no number.
+                k = k.masked_fill(~k.isfinite(), 0.0)
             _add_block(grads, q, k, g_out, _times(p, keep), g_scores, rows, columns, scale)
     grad_query, grad_key, grad_value, grad_mask = (
         query.new_empty(0) if t is None or grad is None else grad.to(t.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.window_call import SCHEMA, WindowCall
-from elsa_core.limits import LARGEST_HEAD_DIM
+from elsa_core.limits import HALF_KEYS_MAX, LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
 _SCHEMAS = {
@@ -33,7 +33,6 @@ _SCHEMAS = {
     "-> (Tensor, Tensor, Tensor)",
 }
 _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
-HALF_KEYS_MAX = 512  # beyond, bf16 by PyTorch's kernel takes less time where the CPU multiplies it
 WINDOW_TOKENS_MAX = 640  # kMaxGradientTokens in csrc/elsa/gradient.h
 
 

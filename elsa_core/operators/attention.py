@@ -114,7 +114,7 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Grads:
         compute = ctx.compute
-        if torch.is_grad_enabled() or calls.watched():  # a second derivative may be asked for
+        if calls.by_operator(grad_out, grad_lse):
             compute = torch.ops.elsa.attention_backward.default
         saved = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[2:6])

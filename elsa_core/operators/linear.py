@@ -289,7 +289,7 @@ class Eager(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Grads:
         input, weight = ctx.saved_tensors
         precision, compute = ctx.terms
-        if torch.is_grad_enabled() or calls.watched():  # a second derivative may be asked for
+        if calls.by_operator(grad_out):
             compute = torch.ops.elsa.linear_backward.default
         wanted = ctx.needs_input_grad[:3]
         grads = _gradients(compute, grad_out, input, weight, precision, wanted)

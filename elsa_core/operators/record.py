@@ -186,6 +186,11 @@ def implement_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
         _LIBRARY.impl(name, _by_device(name, None), "CompositeExplicitAutograd")
 
 
+def has_kernel(name: str, key: str) -> bool:
+    """Whether `elsa::<name>` has a kernel of its own for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"elsa::{name}", key)
+
+
 def _by_device(name: str, reference: Callable[..., Any] | None) -> Callable[..., Any]:
     """What serves `elsa::<name>` on devices without a kernel of their own."""
 

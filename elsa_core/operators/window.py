@@ -68,8 +68,8 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Grads:
         compute = ctx.compute
-        if torch.is_grad_enabled() or calls.watched():
-            # a second derivative may be asked for, which the operator refuses in words
+        if calls.by_operator(grad_out):
+            # of a second derivative, which the operator refuses in words
             compute = torch.ops.elsa.window_attention_backward.default
         return None, None, *_gradients(compute, ctx, ctx.needs_input_grad[2:], grad_out)
 

@@ -15,6 +15,7 @@ from elsa_core import precision as precisions
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.limits import HALF_KEYS_MAX
 from elsa_core.routing import measured
 from elsa_core.routing.measured import Row
 from elsa_core.routing.route import Route
@@ -346,6 +347,8 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
         name, reasons = gradient_name(request)
         if name != PLAIN:
             of = " from our output and lse" if request.operator == "attention" else ""
+            if name == "native" and request.operator == "attention" and request.dtype.itemsize == 2:
+                of += f" up to {HALF_KEYS_MAX} keys, beyond by PyTorch's kernels or plain PyTorch"
             return (*reasons, f"gradients: by {name}{of}")
         if request.operator != "attention":
             return (*reasons, "gradients: recomputed in plain PyTorch")

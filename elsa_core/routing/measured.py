@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from elsa_core.backends import cuda
 from elsa_core.precision import dtype_name
 
 TABLE = Path(__file__).with_name("measured.json")
@@ -170,14 +171,18 @@ def unmeasured(*forms: str) -> Iterator[None]:
     thread: to test and to measure them. They are not chosen by auto until measured.
     """
     before = set(_TRIED)
-    _TRIED.update(forms)
-    SWITCHES["unmeasured"] = frozenset(_TRIED)
+    _try({*before, *forms})
     try:
         yield
     finally:
-        _TRIED.clear()
-        _TRIED.update(before)
-        SWITCHES["unmeasured"] = frozenset(before)
+        _try(before)
+
+
+def _try(forms: set[str]) -> None:
+    _TRIED.clear()
+    _TRIED.update(forms)
+    SWITCHES["unmeasured"] = frozenset(forms)
+    cuda.forget()  # its plans are kept by layout alone
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from elsa_core import operators
 from elsa_core import precision as precisions
 from elsa_core.backends import cuda, onednn, portable, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
-from elsa_core.operators.record import implement, implement_on_cuda, variant
+from elsa_core.operators.record import has_kernel, implement, implement_on_cuda, variant
 from elsa_core.precision import dtype_name
 
 PLAIN = "eager"  # plain PyTorch, which serves every operator that has a record
@@ -246,7 +246,6 @@ KERNELS_ON_CUDA = {
 }
 # Of these, what the CUDA library takes over where it is on: what layouts alone decide.
 BY_LIBRARY = ("attention", "window_attention", "linear", "linear_backward")
-cuda.offer({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})
 
 
 def _triton_schedule(*arguments: Any) -> str:
@@ -384,7 +383,9 @@ SHIPPED = frozenset(each.name for each in BACKENDS)  # whom the shipped table wa
 
 
 for _operator, _kernel in KERNELS_ON_CUDA.items():
-    if _operator in BY_LIBRARY:
+    # a bundle that was loaded before may have taken the key, for the layouts of its file alone
+    if _operator in BY_LIBRARY and not has_kernel(_operator, "CUDA"):
         implement_on_cuda(_operator, cuda.until_ready(_kernel))
     else:
         implement(_operator, _kernel, "CUDA")
+cuda.offer({name: KERNELS_ON_CUDA[name] for name in BY_LIBRARY})

@@ -17,7 +17,8 @@ import torch
 from cuda_checks import lines, main
 from torch import Tensor
 
-from elsa_core import operators
+from elsa_core import operators, routing
+from elsa_core.backends import cuda
 from elsa_core.backends.cuda import calls, library
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.backends.triton.shared import device
@@ -274,7 +275,15 @@ def linear(stub: str) -> None:
         {"frozen": True},
     ):
         assert compare(loaded, call, linear_inputs(**given), linear_inputs(**given)) == 2, given
-    # few rows are PyTorch's product: computed, and so every time
+    # a plan is kept by layout alone: not beyond what `unmeasured` changes
+    cuda._SERVED.add("linear")
+    call(*linear_inputs())
+    assert loaded.counts()[0]
+    with routing.unmeasured(routing.ROUNDED):
+        assert not loaded.counts()[0]
+        call(*linear_inputs())
+        assert loaded.counts()[0]
+    assert not loaded.counts()[0]
     x = linear_inputs(8)
     for tensor in x[:3]:
         tensor.normal_()

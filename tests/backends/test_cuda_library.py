@@ -105,10 +105,10 @@ def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def program(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def program(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False,
         env=environment, timeout=600,
     )  # fmt: skip
 
@@ -153,9 +153,19 @@ GPU = """
 import torch, elsa_core as elsa
 from elsa_core.backends import cuda
 torch.cuda.is_available = lambda: True
+import sys
+from elsa_core.operators.record import _ON_CUDA
 assert not cuda._SERVED
-print(cuda.serves("attention"), cuda.status().reason)
 has = torch._C._dispatch_has_kernel_for_dispatch_key
+# what the dispatcher and an eager call come to: each of them loads the library
+first = {"operator": lambda: _ON_CUDA["linear"](torch.ones(2, 3), torch.ones(4, 3)),
+         "direct": lambda: cuda.direct(torch.ops.elsa.linear.default, lambda *given: None)(None)}
+try:
+    first[sys.argv[1]]()
+except Exception:
+    pass  # there is no GPU: the call itself cannot be served
+print(cuda._State.decided, bool(cuda._SERVED))
+print(cuda.serves("attention"), cuda.status().reason)
 print(*(has(f"elsa::{name}", "CUDA") for name in ("attention", "linear", "linear_backward")))
 """
 
@@ -163,17 +173,77 @@ print(*(has(f"elsa::{name}", "CUDA") for name in ("attention", "linear", "linear
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
 def test_the_first_call_on_a_gpu_loads_it(tmp_path: Path) -> None:
     """Not the import; and where it is switched off, or cannot be built, Triton serves unsaid."""
-    done = program(GPU, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
-    assert done.returncode == 0, done.stderr
-    served, registered = done.stdout.splitlines()
-    assert served.startswith("True serves attention, ") and registered == "True True True"
-    done = program(GPU, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
-    lines = ["False off: ELSA_CUDA_LIBRARY is 0", "False False False"]
+    for first in ("operator", "direct"):
+        done = program(GPU, first, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
+        assert done.returncode == 0, done.stderr
+        loaded, served, registered = done.stdout.splitlines()
+        assert served.startswith("True serves attention, ") and registered == "True True True"
+        assert loaded == "True True", first
+    done = program(GPU, "operator", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
+    lines = ["True False", "False off: ELSA_CUDA_LIBRARY is 0", "False False False"]
     assert (done.returncode, done.stdout.splitlines()) == (0, lines), done.stderr
     broken = {"CXX": "no-such-compiler", "ELSA_CACHE_DIR": str(tmp_path)}
-    done = program(GPU, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="", **broken)
+    done = program(GPU, "direct", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="", **broken)
     assert done.returncode == 0 and "False False False" in done.stdout, done.stderr
     assert "is off" not in done.stderr
+
+
+INTERRUPTED = """
+import torch, elsa_core as elsa
+from elsa_core.backends import cuda
+from elsa_core.backends.cuda.library import Library
+torch.cuda.is_available = lambda: True
+real, calls = Library.register, []
+def register(self, operator, key):
+    calls.append(operator)
+    if len(calls) == 2:
+        raise KeyboardInterrupt
+    real(self, operator, key)
+Library.register = register
+try:
+    cuda.ready()
+except KeyboardInterrupt:
+    print(len(cuda._SERVED))
+print(cuda.ready(), len(cuda._SERVED) == len(cuda._OFFERED), cuda._FAILED)
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
+def test_an_interrupt_while_it_loads() -> None:
+    """Ctrl-C left the library with the operators that it had by then."""
+    done = program(INTERRUPTED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
+    assert (done.returncode, done.stdout) == (0, "1\nTrue True []\n"), done.stderr
+
+
+def test_a_value_that_means_nothing_is_said() -> None:
+    done = program("import elsa_core", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="off")
+    assert done.returncode == 0
+    assert "ELSA_CUDA_LIBRARY='off' is neither 0 nor 1: ignored" in done.stderr
+
+
+BUNDLE_FIRST = """
+import torch
+library = torch.library.Library("elsa", "FRAGMENT")
+library.define("linear(Tensor input, Tensor weight, Tensor? bias=None, str activation='none', "
+               "Tensor? residual=None, Tensor? scale=None, str precision='strict', "
+               "Tensor? halves=None, Tensor? powers=None) -> Tensor")
+def refuses(*given):
+    raise RuntimeError("not in this bundle")
+library.impl("linear", refuses, "CUDA")
+import elsa_core
+from elsa_core.routing import table
+kernel = torch.library.get_kernel("elsa::linear", "CUDA")
+terms = (None, "none", None, None, "ieee", None, None)
+on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+print(kernel.call_boxed(on_cuda, torch.ones(2, 3), torch.ones(4, 3), *terms))
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="an older PyTorch")
+def test_a_bundle_that_was_loaded_before_the_package() -> None:
+    """It took the key of CUDA tensors for the layouts of its file; the package serves others."""
+    done = program(BUNDLE_FIRST, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
+    assert done.returncode == 0 and done.stdout.startswith("tensor([[3., 3., 3., 3.]"), done.stderr
 
 
 def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:

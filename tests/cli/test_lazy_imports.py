@@ -29,7 +29,7 @@ def _modules(code: str) -> tuple[str, set[str]]:
 HEAVY = {
     *("torch._dynamo", "torch._inductor", "sympy", "triton", "onnx", "onnxscript", "onnxruntime"),
     *("huggingface_hub", "httpx", "httpx2", "requests", "open_clip", "transformers", "pandas"),
-    *("scipy", "sklearn", "matplotlib", "IPythontorch.utils.tensorboard"),
+    *("scipy", "sklearn", "matplotlib", "IPython", "torch.utils.tensorboard"),
 }
 
 

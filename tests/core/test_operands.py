@@ -206,6 +206,23 @@ def test_gradients_of_a_hidden_nan(keys: int, given: dict[str, str]) -> None:
     assert torch.equal(gradients()[0].isnan().all(-1), seen)
 
 
+@pytest.mark.parametrize("keys", [9, 1300])
+@pytest.mark.parametrize("backend", ["native", "eager"])
+def test_gradients_of_a_hidden_infinity(keys: int, backend: str) -> None:
+    q, k, v = (make(1, 2, n, 8, seed=n).requires_grad_() for n in (6, keys, keys))
+    mask = torch.ones(6, keys, dtype=torch.bool)
+    mask[:, 4] = False
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = elsa.attention(q, k, v, mask, backend=backend)
+        return torch.autograd.grad((out * out).sum(), (q, k, v))
+
+    wanted = gradients()
+    with torch.no_grad():
+        k[:, :, 4], k[:, 1, 4, 3] = math.inf, -math.inf
+    assert all(torch.equal(*pair) for pair in zip(gradients(), wanted, strict=True))
+
+
 @pytest.mark.parametrize("sparsity", ["exact", 1e-3])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_a_hidden_nan_where_tiles_are_left_out(sparsity: str | float, backend: str) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import elsa_core as elsa
-from elsa_core import operators, routing
+from elsa_core import calls, operators, routing
 from elsa_core.backends import eager, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -449,3 +449,31 @@ def test_explain_of_projections(monkeypatch) -> None:
     monkeypatch.setattr(onednn, "_mkl_lags", lambda: False)
     route = elsa.explain_linear(x, w)
     assert route.backend == "eager" and "MKL is no slower" in route.reasons[0]
+
+
+def test_a_batch_of_gradients_goes_to_the_operator() -> None:
+    """What `is_grads_batched` hands to a backward has no memory that a kernel could read."""
+    seen = []
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            seen.append(calls.by_operator(None, grad))
+            return grad
+
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(Same.apply(x), x, torch.eye(3), is_grads_batched=True)
+    torch.autograd.grad(Same.apply(x), x, torch.ones(3))
+    torch.autograd.grad(Same.apply(x), x, torch.ones(3), create_graph=True)
+    assert seen == [True, False, True]
+
+
+def test_gradients_of_long_rows_in_half_precision_are_explained() -> None:
+    q = torch.zeros(1, 1, 4, 8, dtype=torch.float16, requires_grad=True)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    reasons = elsa.explain(q, q, q, mask, backend="native").reasons
+    assert any("by native from our output and lse up to 512 keys, beyond" in r for r in reasons)

@@ -181,3 +181,17 @@ def test_a_missing_runtime_names_the_pip_line(tmp_path: Path, arguments: list[st
         "error: model.onnx needs onnxruntime, which is not installed: "
         "pip install 'onnxruntime>=1.23' numpy pillow"
     )
+
+
+def test_a_bundle_of_plans_beside_the_package(tmp_path: Path) -> None:
+    """The package serves its operators itself, by Python until the first call on a GPU: a second
+    definition of them ends in many lines."""
+    facts = {
+        "model": {"device": "cuda"}, "operators": ["elsa::attention"],
+        "artefacts_libraries": {"cuda": ["lib/none.so", "lib/none.elsa"]},
+    }  # fmt: skip
+    template.load_operators(facts, tmp_path)
+    with pytest.MonkeyPatch.context() as alone:
+        alone.delitem(sys.modules, "elsa_core")
+        with pytest.raises(OSError, match=r"none\.so"):
+            template.load_operators(facts, tmp_path)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from elsa_core.backends.cuda.switch import VARIABLE, is_asked_for, is_off
+from elsa_core.backends.cuda.switch import VARIABLE, is_asked_for, is_off, wrong
 from elsa_core.backends.support import Support
 
 __all__ = [
@@ -46,6 +46,8 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
     kernels: what computes each operator in Python, with all its arguments.
     """
     _OFFERED.update(kernels)
+    if said := wrong():
+        _LOG.warning("%s", said)
     if is_asked_for():
         _State.decided = True
         _activate()
@@ -84,7 +86,7 @@ def _load() -> None:
         raise UnavailableError("this PyTorch is built without CUDA")
     loaded = library.load()
     for operator, kernel in _OFFERED.items():
-        if operator not in _SERVED:
+        if operator not in _SERVED:  # a first try may have been interrupted
             calls.serve(loaded, operator, kernel, "CUDA")
             _SERVED.add(operator)
 

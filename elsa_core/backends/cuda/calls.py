@@ -24,6 +24,11 @@ _LIBRARY = torch.library.Library("elsa", "FRAGMENT")
 _DEFAULT = re.compile(r"=[^,)]+")
 
 
+# Calls whose plans the driver refused; a driver that always does is asked no more.
+_REFUSALS: list[None] = []
+_MOST_REFUSALS = 16
+
+
 class _Failed(threading.local):
     error: BaseException | None = None
 
@@ -46,9 +51,12 @@ def serve(library: Library, operator: str, kernel: Callable[..., Any], key: str)
     results = f"{returned.strip('()')}, Tensor"
     plan = functools.partial(planned, library, kernel)
     for name, compute in (("plan", plan), ("unplanned", functools.partial(_unplanned, kernel))):
-        _LIBRARY.define(f"{operator}_{name}({given}) -> ({results})")
-        answer = functools.partial(_answer, compute, results.count(","))
-        _LIBRARY.impl(f"{operator}_{name}", answer, key)
+        full = f"{operator}_{name}"
+        if not hasattr(torch.ops.elsa, full):  # a first try may have been interrupted
+            _LIBRARY.define(f"{full}({given}) -> ({results})")
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"elsa::{full}", key):
+            answer = functools.partial(_answer, compute, results.count(","))
+            _LIBRARY.impl(full, answer, key)
     library.register(operator, key)
 
 
@@ -112,7 +120,8 @@ def planned(
 
     Returns:
         The results, and "P" and a plan; "N" where such calls are for Python; nothing where the next
-        one is to be asked about again (a CUDA graph is recorded, or a launch hook is set).
+        one is to be asked about again (a CUDA graph is recorded, a launch hook is set, or the
+        driver refused).
     """
     from elsa_core.backends.cuda.record import Recorder
 
@@ -132,9 +141,10 @@ def planned(
     except PlanError as reason:
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)
         return results, b"N"
-    except UnavailableError as error:
+    except UnavailableError as error:  # it may pass, as want of memory does
         _say_once(f"the CUDA library serves no such call, Triton's launcher does: {error}")
-        return results, b"N"
+        _REFUSALS.append(None)
+        return results, b"" if len(_REFUSALS) < _MOST_REFUSALS else b"N"
     return results, b"P" + found
 
 

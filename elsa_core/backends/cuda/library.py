@@ -30,6 +30,7 @@ class Library:
     def __init__(self, path: Path):
         torch.ops.load_library(str(path))
         self._calls = ctypes.CDLL(str(path))
+        self._locked = ctypes.PyDLL(str(path))
         self._numbers: dict[tuple[str, str], tuple[int, Kernel]] = {}
         self._lock = threading.Lock()
         self.kernels: dict[int, Kernel] = {}
@@ -46,7 +47,9 @@ class Library:
         schema = getattr(torch.ops.elsa, operator).default._schema
         types = self.types(schema)
         results = ctypes.c_uint32(len(schema.returns))
-        self._ask("elsa_cuda_register", operator.encode(), types.encode(), results, key.encode())
+        # under the interpreter's lock: other threads read the table of kernels that this changes
+        given = (operator.encode(), types.encode(), results, key.encode())
+        self._ask("elsa_cuda_register", *given, of=self._locked)
 
     @staticmethod
     def types(schema: Any) -> str:
@@ -111,8 +114,8 @@ class Library:
         self._calls.elsa_cuda_counts(ctypes.byref(layouts), ctypes.byref(calls))
         return layouts.value, calls.value
 
-    def _ask(self, name: str, *arguments: Any) -> None:
-        function = getattr(self._calls, name)
+    def _ask(self, name: str, *arguments: Any, of: ctypes.CDLL | None = None) -> None:
+        function = getattr(of or self._calls, name)
         function.restype = ctypes.c_char_p
         error: bytes | None = function(*arguments)
         if error is not None:

@@ -16,3 +16,9 @@ def is_asked_for() -> bool:
 def is_off() -> bool:
     """Whether the environment switches it off."""
     return os.environ.get(VARIABLE) == "0"
+
+
+def wrong() -> str:
+    """What is wrong with the variable's value; empty if nothing is."""
+    given = os.environ.get(VARIABLE, "")
+    return "" if given in ("", "0", "1") else f"{VARIABLE}={given!r} is neither 0 nor 1: ignored"
