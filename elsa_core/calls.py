@@ -74,6 +74,13 @@ def watched() -> bool:
     )
 
 
+def entered() -> bool:
+    """Whether a mode or transform is active that may have begun within a call that was asked about
+    as a whole: those of `watched` that a `with` block in a forward begins. No compiler comes here.
+    """
+    return bool(_modes()) or _transforms() is not None or forward_ad._current_level >= 0
+
+
 def recorded() -> bool:
     """As `watched`, but for the modes that only observe."""
     # a constant for the compiler, which need not know of observers

@@ -189,9 +189,10 @@ class HeadGradient {
         const int64_t width = smaller(kPanel, at_.width - c);
         float* const out = columns + keys_ * c + j * width;
         for (int64_t d = 0; d < width; d += kLanes) {
-          // Rows that see a NaN have it in their slopes; those from which it is hidden have zeros.
-          const Floats x = load(row + c + d);
-          store(out + d, x == x ? x : Floats{});
+          // Rows that see a NaN have it in their slopes; those from which it is hidden have zeros,
+          // and zero times what is not finite is no number.
+          const Floats x = load(row + c + d), zero = x - x;
+          store(out + d, zero == zero ? x : Floats{});
         }
       }
     }

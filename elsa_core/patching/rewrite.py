@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core import calls
-from elsa_core.errors import ArgumentError, NothingPatchedError, UnavailableError
+from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
@@ -271,7 +271,13 @@ def _check_served(module: nn.Module, site: AttentionSite, precision: str, backen
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
-    return adapters.with_base(module, adapters.base_class(module))
+    try:
+        return adapters.with_base(module, adapters.base_class(module))
+    except ModelError:
+        # a model derived since stays as it is: its class only asks, and no site is left to answer
+        if "elsa_asks" in getattr(adapters.patched_class(module), "__dict__", {}):
+            return type(module)
+        raise
 
 
 def _globs(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 import elsa_core as elsa
 from elsa_core import calls
-from elsa_core.patching.adapters import base_class, host, is_companion
+from elsa_core.patching.adapters import base_class, host, is_companion, timm_sharded
 from elsa_core.patching.adapters import model as adapter
 from elsa_core.patching.rewrite import original
 
@@ -405,3 +405,194 @@ def test_pooled_keys_are_counted_as_they_are(on_gpu):
         on_gpu.clear()
         model(x)
     assert not on_gpu
+
+
+@pytest.mark.parametrize("name", ["levit_128s", "efficientformer_l1", "efficientvit_m0",
+                                  "tiny_vit_5m_224"])  # fmt: skip
+def test_originals_that_keep_something_of_the_weights(on_gpu, name):
+    """timm keeps gathered biases of eval mode, which a checkpoint loaded since does not change."""
+    torch.manual_seed(0)
+    size = {} if name in ("efficientformer_l1", "tiny_vit_5m_224") else {"img_size": 64}
+    model = timm.create_model(name, num_classes=5, **size).eval()
+    x = torch.randn(1, 3, size.get("img_size", 224), size.get("img_size", 224))
+    other = timm.create_model(name, num_classes=5, **size).eval()
+    for key, weight in other.named_parameters():
+        if "attention_biases" in key:
+            weight.data.normal_()
+    with torch.no_grad():
+        expected = other(x)
+        elsa.patch(model, scope="attention")
+        model(x)
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(x), expected)
+    for _ in range(2):  # nor a graph, which could be gone through once
+        model(x).sum().backward()
+    copy.deepcopy(model)
+
+
+def test_a_method_that_is_replaced_later_is_the_one_that_runs(on_gpu):
+    class Own(type(made())):
+        pass
+
+    model = made()
+    model.__class__ = Own
+    elsa.patch(model, scope="attention")
+    Own.forward_features = lambda self, x: torch.ones(len(x), 5, 24)
+    assert torch.equal(model.forward_features(images()), torch.ones(2, 5, 24))
+
+
+def test_a_traced_model_keeps_a_patched_one_as_a_leaf():
+    layer = nn.TransformerEncoderLayer(24, 2, 48, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    whole = nn.Sequential(encoder)
+    elsa.patch(encoder)
+    graph = torch.fx.symbolic_trace(whole).graph
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["0"]
+
+
+def test_arguments_that_cannot_be_told_apart(on_gpu):
+    """They ask site by site, as before."""
+    layer = nn.TransformerEncoderLayer(24, 2, 48, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    elsa.patch(encoder)
+    nested = torch.nested.nested_tensor([torch.randn(3, 24), torch.randn(5, 24)])
+    endless = []
+    endless.append(endless)
+
+    class Unhashable(str):
+        __hash__ = None
+
+    kind = adapter._kind_of
+    for given in ((nested,), (images(), endless), (images(), Unhashable("a"))):
+        assert kind(encoder, given, {}) is None
+    with torch.no_grad():
+        assert encoder(nested).is_nested
+
+
+def test_what_begins_within_a_settled_call_is_seen(patched, on_gpu):
+    """Selective checkpoints, for example: what they record must be what runs again."""
+
+    class Watches(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    assert not asks(patched, on_gpu)
+    block = patched.blocks[0]
+    real = block.forward
+
+    def forward(x):
+        with Watches():
+            return real(x)
+
+    block.__dict__["forward"] = forward
+    assert asks(patched, on_gpu)
+
+
+def test_sparsity_that_is_asked_for_later(patched, on_gpu):
+    assert not asks(patched, on_gpu)
+    patched.blocks[0].attn.elsa_sparsity = "exact"
+    with torch.no_grad():
+        assert not host.all_original(host.is_within_original, patched.blocks[0].attn)
+        assert host.all_original(host.is_within_original, patched.blocks[1].attn)
+
+
+def test_classes_that_must_have_no_subclass():
+    names = []
+
+    class Registers(nn.Module):
+        def __init_subclass__(cls):
+            names.append(cls)
+
+    class Named(Registers):
+        def forward(self, x):
+            return x
+
+    class Above(type(made())):
+        def forward(self, x):
+            return super(type(self), self).forward(x)
+
+    assert names == [Named] and not adapter.may_ask(Named()) and adapter.may_ask(made())
+    model = made()
+    expected = model(images())
+    model.__class__ = Above
+    elsa.patch(model)
+    assert type(model) is Above
+    torch.testing.assert_close(model(images()), expected)
+
+
+def test_a_class_derived_from_a_patched_model_stays(patched):
+    class Derived(type(patched)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    patched.__class__ = Derived
+    assert elsa.unpatch(patched) and type(patched) is Derived
+    assert not any(hasattr(type(m), "elsa_base") for m in list(patched.modules())[1:])
+    assert torch.equal(patched(images()), 2 * made()(images()))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_protocol_of_pickle(protocol):
+    model = made()
+    elsa.patch(model)
+    again = pickle.loads(pickle.dumps(model, protocol))
+    assert type(again) is type(model)
+    assert torch.equal(again(images()), model(images()))
+
+
+def test_a_sequence_whose_layers_were_replaced(on_gpu):
+    """By LoRA, for example: no linear layer is left to judge by."""
+
+    class Scaled(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return 2 * self.layer(x)
+
+    sequence = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = nn.ModuleDict({"attention": attention, "mlp": sequence}).eval()
+    elsa.patch(model, scope="model")
+    for i in (0, 2):
+        sequence[i] = Scaled(nn.Linear(*(8, 16) if i == 0 else (16, 8)))
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = sequence[2](nn.functional.gelu(sequence[0](x)))
+        torch.testing.assert_close(sequence(x), expected)
+
+
+def test_lengths_stay_open_where_pooled_keys_are_counted():
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = timm.create_model("mvitv2_tiny").stages[0].blocks[0].attn
+
+        def forward(self, x):
+            return self.attn(x, [8, 8])[0]
+
+    model = Alone().eval()
+    elsa.patch(model, scope="attention")
+    x = torch.randn(2, 65 if model.attn.has_cls_token else 64, 96)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("b")},))
+    found = program.module()(x[:1].repeat(3, 1, 1))
+    torch.testing.assert_close(found, model(x[:1]).repeat(3, 1, 1))
+
+
+def test_sharded_attention_never_keeps_its_original(monkeypatch):
+    """The original attends within a rank's own tokens."""
+    model, x = made(), torch.randn(2, 5, 24)
+    elsa.patch(model, scope="attention")
+    block = model.blocks[0]
+    block.attn.__class__ = timm_sharded.ShardedAttention
+
+    def added(self, x, *given):
+        return torch.full_like(x, 7.0)
+
+    monkeypatch.setattr(timm_sharded.ShardedAttention, "elsa_added", added)
+    with torch.no_grad():
+        assert (host.all_original(block.attn, x) == 7).all()
+        expected = x + 7
+        expected = expected + block.mlp(block.norm2(expected))
+        torch.testing.assert_close(host.all_original(block, x), expected)

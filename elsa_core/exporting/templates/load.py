@@ -140,11 +140,9 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
 
     if facts["model"]["device"] != "cpu":
         on_gpu = facts["artefacts_libraries"].get("cuda")
-        if not on_gpu:
+        if not on_gpu or "elsa_core" in sys.modules:  # it serves them itself
             import elsa_core  # noqa: F401
-        elif "elsa_core" not in sys.modules and not all(  # which serves them by itself
-            _served(torch, name, "CUDA") for name in facts["operators"]
-        ):
+        elif not all(_served(torch, name, "CUDA") for name in facts["operators"]):
             serve = ctypes.CDLL(str(bundle / on_gpu[0])).elsa_cuda_serve_file
             serve.restype, plans = ctypes.c_char_p, (bundle / on_gpu[1]).read_bytes()
             if error := serve(plans, ctypes.c_uint64(len(plans)), b"CUDA"):

@@ -101,16 +101,18 @@ def _warm_up(by_elsa: Callable[[], object]) -> None:
 
 
 def is_within_original(site: Any) -> bool:
-    """Whether a site is called within `all_original`, and no backend or precision was named."""
+    """Whether a site is called within `all_original`, where nothing that watches calls has begun
+    since, and was patched without names and sparsity.
+    """
     # a compiler reads no further than its own question; the shorter one, which every layer asks
-    if is_dynamo_compiling() or not _CHOICES.within:
+    if is_dynamo_compiling() or not _CHOICES.within or calls.entered():
         return False
-    return bool(site.elsa_backend == "auto" and site.elsa_precision == "strict")
+    return is_unasked(site.__dict__)
 
 
 def is_original(backend: str, precision: str) -> bool:
     """As `is_within_original`, of a call with these names."""
-    if is_dynamo_compiling() or not _CHOICES.within:
+    if is_dynamo_compiling() or not _CHOICES.within or calls.entered():
         return False
     return backend == "auto" and precision == "strict"
 
@@ -242,18 +244,36 @@ def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> 
 
     @functools.wraps(forward)
     def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
-        own = getattr(self.elsa_base, name)
         if is_within_original(self):
-            return own(self, x, *given, **named)
+            return _own(self, name)(self, x, *given, **named)
 
         def by_elsa() -> Any:
             return forward(self, x, *given, **named)
 
-        if is_bound(self, x, by_elsa):
-            return all_original(own, self, x, *given, **named)
+        # a compiler may read no length, not even for an estimate
+        if not is_compiling() and is_bound(self, x, by_elsa):
+            return all_original(_own(self, name), self, x, *given, **named)
         return by_elsa()
 
     return chosen
+
+
+def _own(site: Any, name: str) -> Callable[..., Any]:
+    """A site's original method; one that keeps something of the weights, which may have changed
+    since, keeps it no longer than the call (`elsa_kept`).
+    """
+    method: Callable[..., Any] = getattr(site.elsa_base, name)
+    if not hasattr(site, "elsa_kept"):
+        return method
+
+    def fresh(self: Any, *given: Any, **named: Any) -> Any:
+        self.elsa_kept().clear()
+        try:
+            return method(self, *given, **named)
+        finally:
+            self.elsa_kept().clear()
+
+    return fresh
 
 
 or_original = original_by(lambda site, x: x.numel() * x.shape[-2])

@@ -3,7 +3,8 @@
 Its class becomes one of the same name whose call, and whose methods that users call in its place,
 remember of which kinds every site that asked kept its original: the next call of such a kind runs
 whole within `all_original`. That is right for any call, since the original forward is; only its
-speed may not be. So what is told apart are shapes, dtypes and modes, and nothing of the model. A
+speed and memory, which are the original's, may not be what elsa's would be. So what is told apart
+are shapes, strides, dtypes and modes, and nothing of the model. A
 call that is not eager and on a GPU is as it was, and so is one that a CUDA graph records: there
 sites are asked as in the first call, which loaded their kernels.
 
@@ -14,12 +15,15 @@ of the class that it stands for. Pickle and deepcopy build it from that class.
 from __future__ import annotations
 
 import copyreg
+import dis
 import functools
+import inspect
+import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +50,31 @@ _CURRENT = _Current()
 
 
 def may_ask(module: nn.Module) -> bool:
-    """Whether the class of a module can be swapped: it is made by Python alone, and neither calls
-    nor pickles its instances in a way of its own.
+    """Whether the class of a module can be swapped: it is made by Python alone, neither calls nor
+    pickles its instances in a way of its own, and nothing of it depends on having no subclass.
     """
     cls: Any = type(module)
     own = ("__call__", "__reduce__", "__reduce_ex__")
     usual: Any = nn.Module
-    return type(cls) is type and all(getattr(cls, n) is getattr(usual, n) for n in own)
+    if type(cls) is not type or any(getattr(cls, n) is not getattr(usual, n) for n in own):
+        return False
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    hears = any("__init_subclass__" in c.__dict__ for c in bases if c is not Generic)
+    sharded = any(c.__name__ == "FSDPModule" for c in bases)  # which reads its third base
+    return not (hears or sharded or any(map(_names_its_type, _functions(bases))))
+
+
+def _functions(classes: tuple[type, ...]) -> Iterator[FunctionType]:
+    for cls in classes:
+        yield from (value for value in vars(cls).values() if isinstance(value, FunctionType))
+
+
+def _names_its_type(function: FunctionType) -> bool:
+    """Whether a method says `super(type(self), self)`, which ends in no subclass."""
+    if not {"super", "type"} <= set(function.__code__.co_names):
+        return False
+    read = [step.argval for step in dis.get_instructions(function) if "LOAD" in step.opname]
+    return ("super", "type") in itertools.pairwise(read)
 
 
 def asking(base: type[nn.Module]) -> type[nn.Module]:
@@ -71,18 +93,21 @@ def asking(base: type[nn.Module]) -> type[nn.Module]:
                 "elsa_asks": True,
             }
             for name in ("__call__", *_ENTRIES):
-                method = getattr(base, name, None)
+                method = inspect.getattr_static(base, name, None)
                 if isinstance(method, FunctionType):
-                    namespace[name] = _entry(name, method)
+                    namespace[name] = _entry(base, name, method)
             found = _CLASSES[base] = type(base.__name__, (base,), namespace)
         return found
 
 
-def _entry(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[..., Any]:
     """A method of a model's class that asks for the sites."""
+    # tracers and profilers put another one in its place, for a time
+    owner: type[nn.Module] = nn.Module if name == "__call__" else base
 
-    @functools.wraps(method)
+    @functools.wraps(written)
     def entered(self: Any, *given: Any, **named: Any) -> Any:
+        method = getattr(owner, name)
         if is_compiling() or _CURRENT.model is self:
             return method(self, *given, **named)
         kind = _kind_of(self, given, named)
@@ -116,7 +141,8 @@ def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     tensors: list[Tensor] = []
     try:
         terms = tuple(_term(value, tensors) for value in (*given, *named.values()))
-    except TypeError:
+        hash(terms)
+    except (TypeError, RecursionError):
         return None
     if not any(x.is_cuda for x in tensors) or calls.watched() or is_captured():
         return None
@@ -127,10 +153,12 @@ def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 def _term(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
+        if value.is_nested or value.layout != torch.strided:  # of some layouts neither can be asked
+            raise TypeError
         tensors.append(value)
-        return type(value), value.shape, value.dtype, value.device
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return type(value), value.shape, value.stride(), value.dtype, value.device
+    if value is None or type(value) in (bool, int, float, str):
+        return type(value), value
     if isinstance(value, (tuple, list)):
         return tuple(_term(each, tensors) for each in value)
     if isinstance(value, dict):
@@ -140,7 +168,7 @@ def _term(value: Any, tensors: list[Tensor]) -> Any:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """As of the class that this one stands for, which is found by its name."""
-    made: Any = object.__reduce_ex__(self, protocol)
+    made: Any = object.__reduce_ex__(self, max(protocol, 2))  # older ones know no __newobj__
     if made[0] is not copyreg.__newobj__ or made[1][0] is not type(self):  # type: ignore[attr-defined]
         return made
     patched: Any = next(cls for cls in type(self).__mro__ if "elsa_asks" in cls.__dict__)

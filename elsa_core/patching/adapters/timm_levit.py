@@ -2,7 +2,8 @@
 EfficientFormer and EfficientViT (MSRA), on `elsa_core.attention`.
 
 Read against timm 1.0.20, 1.0.29 and 1.0.31. The models keep the gathered biases of eval mode in a
-cache of their own, which does not follow the weights; it is not read here.
+cache of their own, which does not follow the weights; it is not read here, and emptied around an
+original forward.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ class _LearntBias(Derives):
 
     attention_biases: Tensor
     attention_bias_idxs: Tensor
+
+    attention_bias_cache: dict[str, Tensor]
+
+    def elsa_kept(self) -> dict[str, Tensor]:
+        """What the original forward keeps of the weights."""
+        return self.attention_bias_cache
 
     def elsa_derivation(self) -> Derivation:
         """The biases [H, Nq, Nk] by pair."""

@@ -22,14 +22,16 @@ _Size = list[int]
 def _work(site: Any, x: Tensor) -> int:
     """Multiply-adds of query key^T, both pooled."""
     queries, keys = (x.shape[1] // _fewer(pool) for pool in (site.pool_q, site.pool_k))
-    return int(x.shape[0] * queries * keys * site.qkv.out_features // 3)
+    work: int = x.shape[0] * queries * keys * site.qkv.out_features // 3
+    return work
 
 
 def _fewer(pool: Any) -> int:
     """How many tokens a pooling makes one of."""
     stride = getattr(pool, "stride", 1)
     rows, columns = stride if isinstance(stride, tuple) else (stride, stride)
-    return int(rows * columns)
+    fewer: int = rows * columns
+    return fewer
 
 
 class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # timm is untyped

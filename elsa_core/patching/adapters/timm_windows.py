@@ -116,6 +116,11 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
             return "its values are of another width than its keys"
         return why_not(attn, TinyVitAttention)
 
+    def elsa_kept(self) -> dict[str, Tensor]:
+        """What the original forward keeps of the weights."""
+        kept: dict[str, Tensor] = self.attn.attention_bias_cache
+        return kept
+
     def elsa_derivation(self) -> Derivation:
         """The relative position bias."""
         attn = self.attn

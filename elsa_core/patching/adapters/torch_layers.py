@@ -167,7 +167,7 @@ class ElsaTransformerEncoderLayer(nn.TransformerEncoderLayer):
     @staticmethod
     def elsa_serves(module: Any) -> tuple[nn.Module, ...]:
         """The sites whose products take the layer's terms."""
-        return module.self_attn, module.linear1
+        return module.self_attn, module.linear1, module.linear2
 
     def forward(self, src: Tensor, *given: Any, **named: Any) -> Tensor:
         own = super().forward
@@ -225,9 +225,11 @@ def chained(site: Any, x: Tensor, own: Callable[[Tensor], Tensor]) -> Tensor:
     if is_within_original(site):
         return own(x)
     if x.is_cuda and not is_compiling():
-        largest = max(layer.weight.numel() for layer in site if is_plain_linear(layer))
+        # none where they were replaced since, by LoRA for example
+        sizes = (layer.weight.numel() for layer in site if is_plain_linear(layer))
+        largest = max(sizes, default=0)
         work = x.numel() // x.shape[-1] * largest
-        if is_host_bound(site, "linear", x, work, lambda: _chained(site, x)):
+        if largest and is_host_bound(site, "linear", x, work, lambda: _chained(site, x)):
             out: Tensor = all_original(own, x)
             return out
     return _chained(site, x)
