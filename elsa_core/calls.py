@@ -24,6 +24,7 @@ NO_TENSOR_SCALE = "scale must be a number, not a tensor: multiply query by it to
 # tables that a small call finds in no cache.
 _modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._functorch.peek_interpreter_stack
+_level = torch._C._functorch.maybe_current_level
 _batched = torch._C._functorch.is_legacy_batchedtensor
 _DERIVATIVES = (TransformType.Grad, TransformType.Jvp)
 # Checks of arguments hold for a trace too. PyTorch leaves out the warnings of its own modules so.
@@ -74,11 +75,11 @@ def watched() -> bool:
     )
 
 
-def entered() -> bool:
-    """Whether a mode or transform is active that may have begun within a call that was asked about
-    as a whole: those of `watched` that a `with` block in a forward begins. No compiler comes here.
+def surroundings() -> tuple[int, int | None, int]:
+    """How many modes and transforms are active, of those of `watched` that a forward can begin and
+    end itself. No compiler comes here.
     """
-    return bool(_modes()) or _transforms() is not None or forward_ad._current_level >= 0
+    return _modes(), _level(), forward_ad._current_level
 
 
 def recorded() -> bool:

@@ -41,7 +41,8 @@ def is_shown(layer: nn.Module) -> bool:
 
 
 class _Choices(threading.local):
-    within = False  # the sites keep their originals, unasked
+    # Where the sites keep their originals, unasked: the modes and transforms around the call.
+    within: tuple[int, int | None, int] | None = None
     originals = 0  # of the answers that sites got
     others = 0
 
@@ -56,7 +57,7 @@ def is_captured() -> bool:
 
 def all_original(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """forward(...), within which the sites keep their original forwards too, unasked."""
-    before, _CHOICES.within = _CHOICES.within, True
+    before, _CHOICES.within = _CHOICES.within, calls.surroundings()
     try:
         return forward(*arguments, **options)
     finally:
@@ -70,7 +71,7 @@ def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tu
     it that is observed as well.
     """
     now = _CHOICES
-    before, now.within = (now.within, now.originals, now.others), False
+    before, now.within = (now.within, now.originals, now.others), None
     now.originals = now.others = 0
     try:
         out = forward(*arguments, **options)
@@ -105,14 +106,14 @@ def is_within_original(site: Any) -> bool:
     since, and was patched without names and sparsity.
     """
     # a compiler reads no further than its own question; the shorter one, which every layer asks
-    if is_dynamo_compiling() or not _CHOICES.within or calls.entered():
+    if is_dynamo_compiling() or not _CHOICES.within or _CHOICES.within != calls.surroundings():
         return False
     return is_unasked(site.__dict__)
 
 
 def is_original(backend: str, precision: str) -> bool:
     """As `is_within_original`, of a call with these names."""
-    if is_dynamo_compiling() or not _CHOICES.within or calls.entered():
+    if is_dynamo_compiling() or not _CHOICES.within or _CHOICES.within != calls.surroundings():
         return False
     return backend == "auto" and precision == "strict"
 
