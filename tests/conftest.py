@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import hashlib
 import os
+import shlex
 import signal
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sampling
 import torch
+from quick_compiler import QuickCompiler
+
+ROOT = Path(__file__).parents[1]
 
 
 def pytest_configure() -> None:
@@ -25,6 +32,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup`
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Named at the end, which `-q` prints too: a failure may need the same part of a matrix."""
+    part = "all" if sampling.WHOLE else f"the part that SAMPLE={sampling.SAMPLE} takes again"
+    terminalreporter.write_line(f"matrices of parameters: {part}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,34 +71,19 @@ def pytest_runtest_protocol(
         return (yield)
 
 
-# Without optimising; a unit that was compiled for another test is copied.
-QUICK = """#!/bin/sh
-for word; do shift; [ "$word" = -O3 ] && word=-O0; set -- "$@" "$word"; done
-case " $* " in *" -c "*) ;; *) exec c++ "$@" ;; esac
-for word; do
-  shift
-  if [ "$before" = -o ]; then output=$word; elif [ "$word" != -o ]; then set -- "$@" "$word"; fi
-  before=$word
-done
-kept={kept}/$(printf '%s\\n' "$@" | cksum | tr ' ' -)
-if [ ! -e "$kept" ]; then
-  c++ "$@" -o "$output" || exit
-  cp "$output" "$kept.$$" && mv "$kept.$$" "$kept"
-fi
-exec cp "$kept" "$output"
-"""
-
-
 @pytest.fixture
-def quick_compiler(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The C++ compiler for tests of building itself, which take a third of the time."""
+def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> QuickCompiler:
+    """The C++ compiler for tests of two builds at once: see `quick_compiler.py`."""
     folder = tmp_path_factory.getbasetemp()
-    kept = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "objects"
+    sources = hashlib.sha256()
+    for path in sorted((ROOT / "csrc").rglob("*.[ch]*")):
+        sources.update(path.read_bytes())
+    base = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    kept = base / f"objects-{sources.hexdigest()}"
     kept.mkdir(exist_ok=True)
-    path = tmp_path / "quick-c++"
-    path.write_text(QUICK.format(kept=kept))
-    path.chmod(0o755)
-    return str(path)
+    log = tmp_path_factory.mktemp("compiled") / "units"
+    script = ROOT / "tests" / "quick_compiler.py"
+    return QuickCompiler(shlex.join([sys.executable, "-IS", *map(str, (script, kept, log))]), log)
 
 
 @pytest.fixture

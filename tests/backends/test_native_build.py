@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from quick_compiler import QuickCompiler
 
 from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
@@ -80,9 +81,10 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_two_processes_build_at_once(
-    tmp_path: Path, quick_compiler: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quick_compiler: QuickCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", quick_compiler)
+    """One of them compiles, each unit once; the other waits for its library."""
+    monkeypatch.setenv("CXX", quick_compiler.command)
     monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
     environment = dict(os.environ)
     both = [
@@ -96,6 +98,8 @@ def test_two_processes_build_at_once(
         out, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert out.startswith("native")
+    units = quick_compiler.units()
+    assert len(units) == len(set(units)) > 0
     left = sorted(p.name for p in (tmp_path / "native").iterdir() if p.suffix != ".lock")
     name = native.library_path().name
     assert left == [name, f"{name}.sha256"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_compiler import QuickCompiler
 
 from elsa_cli import probes
 from elsa_core.backends import native
@@ -151,10 +152,10 @@ def test_sizes_for_people() -> None:
     ]  # fmt: skip
 
 
-def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: str) -> None:
+def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: QuickCompiler) -> None:
     """One process compiles, the other waits and takes its library; a third finds it."""
     command = [sys.executable, "-m", "elsa_cli", "build", "--json"]
-    env = environment(ELSA_CACHE_DIR=str(tmp_path / "cache"), CXX=quick_compiler)
+    env = environment(ELSA_CACHE_DIR=str(tmp_path / "cache"), CXX=quick_compiler.command)
     children = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
@@ -166,10 +167,14 @@ def test_build_twice_at_once_then_again(tmp_path: Path, quick_compiler: str) -> 
     results = [json.loads(out)["results"] for out, _ in answers]
     assert results[0]["path"] == results[1]["path"]
     assert all(result["loads"] for result in results)
+    assert sorted(result["compiled"] for result in results) == [False, True]
+    units = quick_compiler.units()
+    assert len(units) == len(set(units)) > 0
     assert list((tmp_path / "cache").rglob("*.so")) == [Path(results[0]["path"])]
     assert not list((tmp_path / "cache").rglob(".build-*"))
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
     assert json.loads(again.stdout)["results"]["compiled"] is False
+    assert quick_compiler.units() == units
 
 
 def test_build_of_a_machine_with_a_gpu(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,24 +28,41 @@ Result = dict[str, Tensor | None]
 SHORT = 4.0  # seconds: the timeout of a group in which a rank hangs
 
 
-def start(worlds: tuple[int, ...], folder: Path) -> None:
-    """Run `everything` in as many processes, all worlds side by side.
+def start(
+    worlds: tuple[int, ...], folder: Path, run: Callable[[int, int, int, str], None] | None = None
+) -> None:
+    """Run `everything` in as many processes, all worlds side by side; all end where one fails.
 
     The processes are forked from one that has imported torch, which is most of what they do.
     """
     multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "timm"])
     begun = []
-    for world in worlds:
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            port: int = listening.getsockname()[1]
-        given = (port, world, str(folder))
-        begun.append(
-            mp.start_processes(everything, given, world, join=False, start_method="forkserver")
-        )
-    for processes in begun:
-        while not processes.join():
-            pass
+    try:
+        for world, port in zip(worlds, ports(len(worlds)), strict=True):
+            given = (port, world, str(folder))
+            begun.append(
+                mp.start_processes(
+                    run or everything, given, world, join=False, start_method="forkserver"
+                )
+            )
+        waiting = list(begun)
+        while waiting:  # a failure is noticed in whichever world it is
+            waiting = [each for each in waiting if not each.join(timeout=0.1)]
+    finally:
+        left = [process for each in begun for process in each.processes if process.is_alive()]
+        for process in left:
+            process.kill()
+        for process in left:
+            process.join()
+
+
+def ports(count: int) -> list[int]:
+    """As many free ports, held at once: one that is given back could be given out again."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def found(worlds: tuple[int, ...], folder: Path) -> dict[int, list[Any]]:
