@@ -356,6 +356,9 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     return ("gradients: recomputed in plain PyTorch",)
 
 
+measured.ON_CHANGE.append(cuda.forget)
+
+
 def _forget() -> None:
     """Build what compilers read, and drop what was chosen."""
     chosen.cache_clear()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from elsa_core.backends import cuda
 from elsa_core.precision import dtype_name
 
 TABLE = Path(__file__).with_name("measured.json")
@@ -124,6 +123,8 @@ FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
 # Gradients of windows of more than 64 tokens by a GPU's own kernels.
 LONG_WINDOWS = "long_windows"
 _TRIED: set[str] = set()
+# What is told when that changes: whoever keeps something by layouts alone.
+ON_CHANGE: list[Callable[[], None]] = []
 # What decides who serves a call and may change while the process runs. `registered` is a number
 # that no two sets of backends share; the others are what the contexts of these names ask for.
 SWITCHES: Final[dict[str, Hashable]] = {
@@ -182,7 +183,8 @@ def _try(forms: set[str]) -> None:
     _TRIED.clear()
     _TRIED.update(forms)
     SWITCHES["unmeasured"] = frozenset(forms)
-    cuda.forget()  # its plans are kept by layout alone
+    for forget in ON_CHANGE:
+        forget()
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
