@@ -92,6 +92,7 @@ def adapted(
     trials = _TRIALS if named else _FEW
     while (fit := fitted(state.recipe, shapes, image_size)) is None:
         refused: list[Recipe] = []
+        seen = [state.recipe]
         counts = [with_args(state.recipe, change) for change in _other_counts(state, shapes, fixed)]
         others: Iterator[Recipe] = chain(
             _of_other_size(state, shapes, fixed, named), _in_twos(state.recipe, refused)
@@ -101,11 +102,12 @@ def adapted(
             others = islice(others, _FEW if named else 0)
         better = None
         for candidate in islice(chain(counts, others), trials):
-            trials -= 1
             if time.thread_time() > until:
                 return None
-            if not _is_bounded(candidate.args):
+            if not _is_bounded(candidate.args) or candidate in seen:
                 continue
+            trials -= 1
+            seen.append(candidate)
             try:
                 model, args = watched(candidate, until)
             except ElsaError:

@@ -159,7 +159,11 @@ def unshown(recipe: Recipe, args: Args, shapes: Shapes, keys: Collection[str]) -
     free = sized != recipe.size and any(map(like, _other_sizes(recipe, sized)))
     for key in keys:
         # Blocks are counted by names. Widths, but those of heads, are dimensions.
-        if key not in args or BLOCKS.search(key) or time.thread_time() > until:
+        if key not in args or BLOCKS.search(key):
+            continue
+        if time.thread_time() > until:
+            # Heads that were not compared are not shown.
+            found |= {key: args[key]} if HEADS.search(key) else {}
             continue
         if WIDTH.search(key) and not HEADS.search(key):
             continue

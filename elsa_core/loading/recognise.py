@@ -294,7 +294,7 @@ def _torchvision(
     found = [fit for r in recipes if (fit := fitted(r, shapes, image_size)) is not None]
     if not found:
         # Widths stay those of a name, which says the heads of a ViT.
-        until = time.thread_time() + SECONDS
+        until = time.thread_time() + 2 * SECONDS
         other = (adapted(r, shapes, image_size, given, named=False, until=until) for r in recipes)
         found = [_pruned(fit, shapes, given) for fit in other if fit is not None]
         fewest = min((len(fit.args) for fit in found), default=0)

@@ -47,6 +47,9 @@ def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Rec
         }
     else:
         found = _of_modules(recipe, model, shapes, given)
+        missing, unexpected, wrong = differences(model, shapes)
+        if wrong and not (missing or unexpected or given):
+            return dataclasses.replace(recipe, unsaid=found)  # it will be refused
         known = {*given, *(key for key, word in _WORDS.items() if word in found)}
         found |= _of_arguments(recipe, shapes, known)
     return dataclasses.replace(recipe, unsaid=found)

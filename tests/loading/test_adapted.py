@@ -199,6 +199,18 @@ def test_a_shape_of_millions(name: str, library: str, tensor: str, shape: tuple[
     assert hostile(name, library, tensor, shape) < 2 * adapted.SECONDS + 2
 
 
+def test_heads_that_were_not_compared_in_time_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constructor, "_SECONDS", -1.0)
+    name = "swin_tiny_patch4_window7_224"
+    with torch.device("meta"):
+        model = timm.create_model(name, embed_dim=48, num_heads=(3, 6, 12, 24), depths=ONES)
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    with pytest.raises(ModelError, match="no tensor shows num_heads"):
+        fit_named(ModelSpec("timm", name, name), shapes)
+
+
 def test_a_build_ends_in_time() -> None:
     recipe = recipe_of(ModelSpec("timm", "vit_tiny_patch16_224", "vit_tiny_patch16_224"))
     many = constructor.with_args(recipe, {"depth": 1000})
