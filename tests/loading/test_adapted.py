@@ -140,6 +140,14 @@ def test_a_width_of_torchvision_and_its_heads(tmp_path: Path) -> None:
     assert agree(load_model(path, arch="torchvision:vit_b_16", model_kwargs=given), model)
 
 
+def test_a_sibling_by_the_heads_that_the_refusal_asks_for(tmp_path: Path) -> None:
+    model = made("pit_s_224", depth=(1, 1, 1))
+    path = write(model, tmp_path / "model.safetensors")
+    loaded = load_model(path, arch="pit_ti_224", model_kwargs={"heads": [3, 6, 12]})
+    assert agree(loaded, model) and loaded.unsaid == ""
+    assert "with depth=[1, 1, 1], base_dims=[48, 48, 48], as" in loaded.notes[0]  # not the typed
+
+
 def test_another_width_whose_heads_are_shown(tmp_path: Path) -> None:
     """The layers of CaiT that mix heads are as wide as there are heads."""
     args = {"depth": 1, "embed_dim": 96, "num_heads": 6}
