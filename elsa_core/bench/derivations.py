@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import elsa_core
-from elsa_core.errors import ModelError
+from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import load_model
 from elsa_core.patching import DERIVED
 
@@ -123,9 +123,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args(arguments)
+    for name in ("batch", "threads"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
     torch.set_num_threads(given.threads)
-    for name in given.models:
-        sys.stdout.write(f"{shares(name, batch=given.batch)}\n")
+    try:
+        for name in given.models:
+            sys.stdout.write(f"{shares(name, batch=given.batch)}\n")
+    except ElsaError as error:
+        sys.exit(f"error: {error}")
     return 0
 
 

@@ -9,34 +9,38 @@ result counts only where every name and every shape agrees; nothing is resampled
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-import sys
-from collections.abc import Collection, Iterator
-from itertools import chain, combinations, islice
-from types import FrameType
+import time
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain, combinations, islice, takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from elsa_core.errors import ElsaError
+from elsa_core.errors import ElsaError, ModelError
+from elsa_core.loading.alike import label
+from elsa_core.loading.constructor import HEADS, WIDTH, Args, scaled, unshown, watched, with_args
 from elsa_core.loading.fit import differences, fitted
-from elsa_core.loading.libraries import build_meta, resized
-from elsa_core.loading.recipe import MAX_BLOCKS, MAX_IMAGE_SIZE, Recipe
+from elsa_core.loading.imagesize import problem
+from elsa_core.loading.libraries import resized
+from elsa_core.loading.recipe import BLOCKS, MAX_BLOCKS, MAX_IMAGE_SIZE, Recipe
 from elsa_core.loading.shown import Shapes
 
-# Models built for one file at most; each takes 0.01 to 0.2 s.
-_TRIALS = 200
+# Models built for one file at most; each takes 0.01 to 0.2 s, and the files of the tests need 31.
+_TRIALS = 60
 _FEW = 30
+# Of the thread, after which a search ends.
+SECONDS = 3.0
 # A missing tensor counts as this many dimensions that differ.
 _WHOLE = 4
-# What the classifier, the channels and the image size are set by elsewhere.
-_ELSEWHERE = frozenset(("num_classes", "in_chans", "img_size", "image_size", "input_size"))
-_WIDTH = re.compile(r"dim|channels|width|heads")
-_NUMBER = re.compile(r"\d+(?=\.)")  # of a block or a stage
+# What is tried, whatever the file says. Some constructors list all pairs of places in a window.
+_MAX_WIDTH = 65_536
+_MAX_WINDOW = 64
+_SIZES = frozenset(("img_size", "image_size", "input_size"))
+_NUMBER = re.compile(r"(?<!\d)\d{1,6}(?=\.)")  # of a block or a stage
+_NESTED = 4  # numbers of a name that are looked at: no library nests stages and blocks deeper
 
-_Args: TypeAlias = dict[str, Any]
 _Counts: TypeAlias = dict[str, list[int]]
 
 
@@ -44,7 +48,7 @@ class _State(NamedTuple):
     """The best so far: what its constructor was called with, and how many dimensions differ."""
 
     recipe: Recipe
-    args: _Args
+    args: Args
     model: nn.Module
     left: int
 
@@ -56,6 +60,7 @@ def adapted(
     fixed: Collection[str] = (),
     *,
     named: bool = True,
+    until: float | None = None,
 ) -> Recipe | None:
     """Return the recipe with the constructor's arguments that make every name and shape agree.
 
@@ -66,14 +71,20 @@ def adapted(
         fixed: arguments that the user has typed; they stay.
         named: the user has named the architecture. Else only few changes are tried, and no other
             width, which would be with the heads of any name.
+        until: of `time.thread_time`, when the search ends; None for some seconds from now.
 
     Returns:
-        None where no such arguments were found.
+        None where no such arguments were found, or none with which the model runs.
+
+    Raises:
+        ModelError: they were found for a name, with another width and heads that no tensor shows.
     """
+    until = time.thread_time() + SECONDS if until is None else until
     try:
-        model, args = _watched(recipe)
+        model, args = watched(recipe)
     except ElsaError:
         return None
+    first = args
     names = model.state_dict().keys()
     if 2 * len(names & shapes.keys()) < min(len(names), len(shapes)):
         return None  # another family
@@ -81,7 +92,8 @@ def adapted(
     trials = _TRIALS if named else _FEW
     while (fit := fitted(state.recipe, shapes, image_size)) is None:
         refused: list[Recipe] = []
-        counts = [_with(state.recipe, change) for change in _other_counts(state, shapes, fixed)]
+        seen = [state.recipe]
+        counts = [with_args(state.recipe, change) for change in _other_counts(state, shapes, fixed)]
         others: Iterator[Recipe] = chain(
             _of_other_size(state, shapes, fixed, named), _in_twos(state.recipe, refused)
         )
@@ -90,9 +102,14 @@ def adapted(
             others = islice(others, _FEW if named else 0)
         better = None
         for candidate in islice(chain(counts, others), trials):
+            if time.thread_time() > until:
+                return None
+            if not _is_bounded(candidate.args) or candidate in seen:
+                continue
             trials -= 1
+            seen.append(candidate)
             try:
-                model, args = _watched(candidate)
+                model, args = watched(candidate, until)
             except ElsaError:
                 refused.append(candidate)
                 continue
@@ -103,63 +120,56 @@ def adapted(
         if better is None:
             return None
         state = better
-    heads = {key: value for key, value in fit.args.items() if "head" in key and key not in fixed}
-    one = {key: [1] * len(value) if isinstance(value, list) else 1 for key, value in heads.items()}
-    # Where one head has the same shapes, the number that made a width divisible is a guess.
-    return None if one and fitted(_with(fit, one), shapes) is not None else fit
+    guessed = _guessed_heads(fit, first, shapes, fixed)
+    if guessed and named:
+        found = ", ".join(f"{k}={v}" for k, v in fit.args.items() if recipe.args.get(k) != v)
+        raise ModelError(
+            f"the file does not fit {label(recipe)}: it would with {found}, and no tensor shows"
+            f" {' or '.join(guessed)}; give what it was made with (--model-kwargs"
+            f" {guessed[0]}=VALUE), or name its own architecture (--arch)"
+        )
+    # Some models run nowhere on the meta device, and say nothing there.
+    return None if guessed or (not _can_run(fit) and _can_run(recipe)) else fit
 
 
-def _watched(recipe: Recipe) -> tuple[nn.Module, _Args]:
-    """Build a model on the meta device, and note what its constructor was called with.
-
-    The constructor lies behind the library's builders, whose own arguments are others. It is the
-    first of a module to be called, so that watching this thread's calls ends there. Under a
-    profiler written in C (cProfile before Python 3.12), which could not go on, nothing is noted.
-    """
-    first: nn.Module | None = None
-    found: _Args = {}
-    before = sys.getprofile()
-    if before is not None and not callable(before):
-        return build_meta(recipe), {}
-
-    def watch(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal first
-        if event != "call" or frame.f_code.co_name != "__init__":
-            return
-        module = frame.f_locals.get("self")
-        if not isinstance(module, nn.Module):
-            return
-        first = module if first is None else first
-        if module is not first or frame.f_code is nn.Module.__init__.__code__:
-            sys.setprofile(before)
-        else:
-            for key, value in {**frame.f_locals, **frame.f_locals.get("kwargs", {})}.items():
-                found.setdefault(key, value)
-
-    sys.setprofile(watch)
+def _can_run(recipe: Recipe) -> bool:
     try:
-        model = build_meta(recipe)
-    finally:
-        sys.setprofile(before)
-    args: _Args = {}
-    for key, value in found.items() if first is model else ():
-        args |= _plain(key, value)
-    return model, args
+        return problem(recipe) is None
+    except ElsaError:
+        return False
 
 
-def _plain(key: str, value: Any) -> _Args:
-    """Return an argument if it is a number or numbers; those in a timm configuration's fields."""
-    if key in _ELSEWHERE or type(value) is bool:
-        return {}
-    if dataclasses.is_dataclass(value):
-        prefix = "" if key == "cfg" else f"{key.removesuffix('_cfg')}_"
-        parts = (_plain(f"{prefix}{f.name}", getattr(value, f.name))
-                 for f in dataclasses.fields(value))  # fmt: skip
-        return {name: number for part in parts for name, number in part.items()}
-    kinds = (int, float) if "ratio" in key else (int,)
-    if isinstance(value, (list, tuple)):
-        return {key: list(value)} if value and all(type(n) in kinds for n in value) else {}
-    return {key: value} if type(value) in kinds else {}
+def _guessed_heads(
+    fit: Recipe, first: Args, shapes: Shapes, fixed: Collection[str]
+) -> tuple[str, ...]:
+    """Return the arguments for heads that are a guess: widths or heads are not the name's.
+
+    Published siblings differ in width, and their heads with it: those of one's name are wrong for
+    another, and the number that makes a width divisible is one of several.
+    """
+    args = watched(fit)[1]
+    changed = {key for key, value in args.items() if first.get(key) != value} - {*fixed}
+    if not any(HEADS.search(k) or (WIDTH.search(k) and "mlp" not in k) for k in changed):
+        return ()
+    keys = [key for key in args if HEADS.search(key) and key not in fixed]
+    return tuple(unshown(fit, args, shapes, keys)[0])
+
+
+def _is_bounded(args: Mapping[str, Any]) -> bool:
+    """True where the numbers are such as a model could have, so that trying takes no minutes."""
+    for key, value in args.items():
+        if key in _SIZES:
+            continue
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        counts = [n for n in numbers if type(n) in (int, float)]
+        most = MAX_BLOCKS
+        if "window" in key:
+            most = _MAX_WINDOW
+        elif WIDTH.search(key) and not BLOCKS.search(key):
+            most = _MAX_WIDTH
+        if max(counts, default=0) > most or (BLOCKS.search(key) and sum(counts) > most):
+            return False
+    return True
 
 
 def _distance(model: nn.Module, shapes: Shapes) -> int:
@@ -183,23 +193,19 @@ def _of_other_size(
     free = {
         key: value
         for key, value in state.args.items()
-        if key not in fixed and (named or not _WIDTH.search(key))
+        if key not in fixed and (named or not (WIDTH.search(key) or HEADS.search(key)))
     }
     own = {**dict(model.named_buffers()), **model.state_dict()}
     pairs = _pairs({name: tuple(tensor.shape) for name, tensor in own.items()}, shapes)
-    sizes = [] if "img_size" in fixed else _sizes(recipe, pairs)
+    sizes = [] if _SIZES & set(fixed) else _sizes(recipe, pairs)
     yield from (resized(recipe, size) for size in sizes)
     for here, there in pairs:
         for change in _changes(free, here, there):
-            yield _with(recipe, change)
+            yield with_args(recipe, change)
             # A window may need an image that it divides.
-            height, width = (_scaled(side, here, there) for side in recipe.size)
+            height, width = (scaled(side, here, there) for side in recipe.size)
             if (height, width) in sizes:
-                yield resized(_with(recipe, change), (height, width))
-
-
-def _with(recipe: Recipe, change: _Args) -> Recipe:
-    return dataclasses.replace(recipe, args={**recipe.args, **change})
+                yield resized(with_args(recipe, change), (height, width))
 
 
 def _in_twos(recipe: Recipe, refused: list[Recipe]) -> Iterator[Recipe]:
@@ -208,7 +214,7 @@ def _in_twos(recipe: Recipe, refused: list[Recipe]) -> Iterator[Recipe]:
     The list is read as it stands when the first is asked for.
     """
     for one, other in combinations(tuple(refused), 2):
-        yield _with(one, {k: v for k, v in other.args.items() if recipe.args.get(k) != v})
+        yield with_args(one, {k: v for k, v in other.args.items() if recipe.args.get(k) != v})
 
 
 def _pairs(own: Shapes, shapes: Shapes) -> list[tuple[int, int]]:
@@ -218,7 +224,7 @@ def _pairs(own: Shapes, shapes: Shapes) -> list[tuple[int, int]]:
     """
     found: dict[tuple[int, int], int] = {}
     for name in own.keys() & shapes.keys():
-        if len(own[name]) != len(shapes[name]):
+        if len(own[name]) != len(shapes[name]) or not all(shapes[name]):
             continue
         for dims in zip(own[name], shapes[name], strict=True):
             if dims[0] == dims[1]:
@@ -243,21 +249,13 @@ def _root(number: int) -> int:
 def _sizes(recipe: Recipe, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the image sizes that the pairs make of the recipe's."""
     # The largest side first: those of later stages are rounded.
-    found = ([_scaled(side, *pair) for side in recipe.size] for pair in sorted(pairs)[::-1])
+    found = ([scaled(side, *pair) for side in recipe.size] for pair in sorted(pairs)[::-1])
     sizes = dict.fromkeys((s[0], s[1]) for s in found if all(0 < n <= MAX_IMAGE_SIZE for n in s))
     changed = (resized(recipe, size) for size in sizes)
     return [r.size for r in changed if r.args != recipe.args]
 
 
-def _scaled(number: Any, here: int, there: int) -> Any:
-    """Return number * there / here; 0 where that of a whole number is none."""
-    if type(number) is float:
-        return number * there / here
-    scaled, rest = divmod(number * there, here)
-    return 0 if rest else scaled
-
-
-def _changes(args: _Args, here: int, there: int) -> Iterator[_Args]:
+def _changes(args: Args, here: int, there: int) -> Iterator[Args]:
     """Each argument that holds the one number with the other in its place, then in proportion."""
     for key, value in args.items():
         if isinstance(value, list):
@@ -269,20 +267,20 @@ def _changes(args: _Args, here: int, there: int) -> Iterator[_Args]:
             yield {key: there}
     for key, value in args.items():
         if isinstance(value, list):
-            scaled = [_scaled(number, here, there) for number in value]
-            if all(scaled):
-                yield {key: scaled}
-            for i, number in enumerate(scaled):
+            numbers = [scaled(number, here, there) for number in value]
+            if all(numbers):
+                yield {key: numbers}
+            for i, number in enumerate(numbers):
                 if number:
                     yield {key: [*value[:i], number, *value[i + 1 :]]}
-        elif value != here and (other := _scaled(value, here, there)):
+        elif value != here and (other := scaled(value, here, there)):
             yield {key: other}
 
 
 # --- blocks and stages -------------------------------------------------------------------------
 
 
-def _other_counts(state: _State, shapes: Shapes, fixed: Collection[str]) -> Iterator[_Args]:
+def _other_counts(state: _State, shapes: Shapes, fixed: Collection[str]) -> Iterator[Args]:
     """Arguments that are numbers of blocks in the model, with those of the file in their place."""
     own = {name: tuple(tensor.shape) for name, tensor in state.model.state_dict().items()}
     here, there = _counts(own), _counts(shapes)
@@ -291,7 +289,7 @@ def _other_counts(state: _State, shapes: Shapes, fixed: Collection[str]) -> Iter
         listed = value if isinstance(value, list) else [value]
         found = [there[kind] for kind in here if here[kind] == listed and kind in there]
         for counts in found:
-            if counts == listed or max(counts) > MAX_BLOCKS:
+            if counts == listed:
                 continue
             if not isinstance(value, list):
                 yield from [{key: counts[0]}] if len(counts) == 1 else []
@@ -318,13 +316,13 @@ def _counts(shapes: Shapes) -> _Counts:
     """
     children: dict[str, set[int]] = {}
     for name in shapes:
-        for match in _NUMBER.finditer(name):
+        for match in islice(_NUMBER.finditer(name), _NESTED):
             children.setdefault(name[: match.start()], set()).add(int(match.group()))
     grouped: dict[str, list[tuple[list[int], int]]] = {}
     for place, numbers in children.items():
         if numbers != set(range(len(numbers))):
             continue
-        order = [int(number) for number in re.findall(r"\d+", place)]
+        order = [int(number) for number in re.findall(r"\d{1,6}", place)]
         grouped.setdefault(re.sub(r"\d+", "#", place), []).append((order, len(numbers)))
     found = {kind: [count for _, count in sorted(each)] for kind, each in grouped.items()}
     for place, numbers in children.items():
@@ -341,8 +339,9 @@ def _runs(place: str, count: int, shapes: Shapes) -> _Counts:
         if not name.startswith(first):
             continue
         leaf = name[len(first) :]
-        row = [shapes.get(f"{place}{i}.{leaf}") for i in range(count)]
-        if None in row:
+        found_shapes = (shapes.get(f"{place}{i}.{leaf}") for i in range(count))
+        row = list(takewhile(lambda shape: shape is not None, found_shapes))
+        if len(row) < count:
             continue
         starts = [i for i in range(count) if i == 0 or row[i] != row[i - 1]]
         ends = [*starts[1:], count]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
-from elsa_core.loading.weights import Weights, check_numbers, line
+from elsa_core.loading.weights import Weights, check_name, check_numbers, line
 from elsa_core.reading import check_fits, open_regular
 
 # What views may make of the bytes that a checkpoint stores; tied weights are twice theirs.
@@ -57,6 +57,8 @@ def read_checkpoint(path: Path) -> Weights:
     found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not found or any(not isinstance(name, str) for name in state):
         raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
+    for name in found:
+        check_name(path, name)
     _check_stored(path, found)
     names, notes = bare_names(found, path)
     tensors = {name: found[full] for name, full in names.items()}

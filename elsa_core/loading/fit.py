@@ -118,7 +118,7 @@ def fitted(
         if matches(model, shapes):
             return recipe
         size = _image_size(model, recipe, shapes, image_size)
-        if size is None or size == recipe.size:
+        if size is None or size == recipe.size or max(size) > MAX_IMAGE_SIZE:
             return None
         recipe = resized(recipe, size)
         return recipe if matches(build_meta(recipe), shapes) else None

@@ -10,6 +10,7 @@ from typing import Any
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.loading.alike import label
 from elsa_core.loading.checkpoint import read_checkpoint
+from elsa_core.loading.constructor import usual_size
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.recipe import Recipe, from_config
 from elsa_core.loading.recognise import fit_named, recognise
@@ -17,6 +18,7 @@ from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.spec import CONFIG_NAMES, parse
 from elsa_core.loading.weights import Weights, read_safetensors
+from elsa_core.messages import side
 from elsa_core.reading import parse_json, read_json
 
 CONFIG_METADATA = "elsa_config"
@@ -24,6 +26,7 @@ _WEIGHTS_NAMES = (
     *("model.safetensors", "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors"),
     *("pytorch_model.bin", "open_clip_pytorch_model.bin", "pytorch_model.pth", "model.pth"),
 )
+_SIZES = frozenset(("img_size", "image_size", "input_size"))
 
 Size = tuple[int, int] | None
 
@@ -113,8 +116,8 @@ def choose_recipe(
     shapes = weights.shapes
     if arch is not None:
         recipe = named_recipe(arch, shapes, image_size, given)
-        told = _args_text(recipe)
-        notes = (f"architecture {label(recipe)}{told}, as the tensors' shapes say",) if told else ()
+        told = _told(recipe, given)
+        notes = (f"architecture {label(recipe)}{told}",) if told else ()
         return Choice(recipe, notes, described=recipe.library == "timm" and "." in arch)
     embedded = weights.metadata.get(CONFIG_METADATA)
     if embedded is not None and not config_required:
@@ -127,7 +130,10 @@ def choose_recipe(
         except ElsaError:
             pass  # older trainers record the class, not a name: the shapes say more
         else:
-            return Choice(recipe, (f"architecture {label(recipe)}, from the file's metadata",))
+            told = _told(recipe, given)
+            return Choice(
+                recipe, (f"architecture {label(recipe)}, from the file's metadata{told}",)
+            )
     recipe_beside, problem = _config_beside(weights.path.parent)
     if recipe_beside is not None:
         return Choice(_typed(recipe_beside, given), described=True)
@@ -136,8 +142,10 @@ def choose_recipe(
     found = recognise(shapes, str(weights.path), image_size, given)
     names = ", ".join(map(label, found.alike[:3]))
     also = f" (the same computation as {names})" if names else ""
-    args = _args_text(found.recipe)
-    note = f"architecture {label(found.recipe)}{args}, recognised from names and shapes{also}"
+    args, pixels = _args_text(found.recipe, given), _size_text(found.recipe, given)
+    note = (
+        f"architecture {label(found.recipe)}{args}{pixels}, recognised from names and shapes{also}"
+    )
     return Choice(found.recipe, (note,), found.alike)
 
 
@@ -145,10 +153,24 @@ def _typed(recipe: Recipe, given: Mapping[str, Any] | None) -> Recipe:
     return with_given(recipe, given) if given else recipe
 
 
-def _args_text(recipe: Recipe) -> str:
-    """The arguments in which a recognised model differs from what its name says."""
-    told = {k: v for k, v in recipe.args.items() if k not in ("img_size", "in_chans")}
+def _told(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
+    """What a model with a name has otherwise than its name says; "" for nothing."""
+    args, pixels = _args_text(recipe, given), _size_text(recipe, given)
+    return f"{args}, as the tensors' shapes say{pixels and ','}{pixels}" if args else pixels
+
+
+def _args_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
+    """The arguments that the shapes say, and that nobody typed."""
+    apart = {*(given or {}), *_SIZES, "in_chans"}
+    told = {key: value for key, value in recipe.args.items() if key not in apart}
     return f" with {', '.join(f'{key}={value}' for key, value in told.items())}" if told else ""
+
+
+def _size_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
+    """The image size where it is neither the name's nor typed; not every shape tells it."""
+    if recipe.library == "open_clip" or _SIZES & set(given or {}):
+        return ""
+    return "" if recipe.size == usual_size(recipe) else f" at {side(recipe.size)} pixels"
 
 
 def named_recipe(

@@ -74,18 +74,26 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
             f" {side(step)} of {recipe.name}{near}"
         )
     target = resized(recipe, size)
-    problem = _problem(target)
+    found = problem(target)
     # A model that the meta device cannot run at its own size says nothing about this one.
-    if problem is not None and _problem(recipe, original) is None:
+    if found is not None and problem(recipe, original) is None:
         near = _join(_valid_near(recipe, size[0]))
         raise ArgumentError(
-            f"image_size (--img-size) {side(size)} does not suit {recipe.name}: {problem}{near}"
+            f"image_size (--img-size) {side(size)} does not suit {recipe.name}: {found}{near}"
         )
     return target
 
 
-def _problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
-    """Why the model cannot be built or run at the recipe's size, None when it can."""
+def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
+    """Why the model cannot be built or run at the recipe's size, None when it can.
+
+    Args:
+        recipe: of the model.
+        model: on the meta device, where it is built already.
+
+    Raises:
+        TooLargeError: it needs more memory than the machine has.
+    """
     try:
         model = build_meta(recipe) if model is None else model
     except ModelError as error:
@@ -137,7 +145,7 @@ def _valid_near(recipe: Recipe, side: int) -> tuple[int, ...]:
         found = [
             near
             for near in _neighbours(side, step)
-            if near <= MAX_IMAGE_SIZE and _problem(resized(recipe, (near, near))) is None
+            if near <= MAX_IMAGE_SIZE and problem(resized(recipe, (near, near))) is None
         ]
         if found:
             return tuple(found)

@@ -20,9 +20,10 @@ Library = Literal["timm", "open_clip", "torchvision"]
 MAX_IMAGE_SIZE = 16_384
 # Shapes are compared before memory is taken, but every block is an object already then.
 MAX_BLOCKS = 1000
-_BLOCKS = re.compile("depth|layers|blocks|stages")
+BLOCKS = re.compile("depth|layers|block|stages")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
-UNSAID = ("heads", "window", "image_heads", "text_heads")
+_UNSAID = re.compile(r"[a-z]\w{0,39}")
+_MAX_UNSAID = 32
 _ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -89,7 +90,8 @@ class Recipe:
         preprocess: the input.
         tag: the published weights whose defaults apply (timm), or None.
         model_cfg: open_clip's configuration of both towers; None elsewhere.
-        unsaid: what the name says and the weights' source does not: "heads", "window".
+        unsaid: what the name says and the weights' source does not: "heads", "window", and other
+            arguments of the constructor by name.
     """
 
     library: Library
@@ -263,7 +265,7 @@ def _check_blocks(args: Mapping[str, Any], where: str, error: type[ElsaError] = 
     """Refuse a depth that takes minutes to build even without memory."""
     for key, value in args.items():
         counts = value if isinstance(value, list) else [value]
-        if _BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
+        if BLOCKS.search(str(key)) and any(type(n) is int and n > MAX_BLOCKS for n in counts):
             raise error(f"{where}: {key[:60]!r} is beyond the limit of {MAX_BLOCKS} blocks")
 
 
@@ -299,9 +301,13 @@ def _unsaid(extension: Any, where: str) -> dict[str, Any]:
     noted = extension.get("unsaid", {}) if isinstance(extension, Mapping) else {}
     values = noted.values() if isinstance(noted, Mapping) else ()
     counts = [n for value in values for n in (value if isinstance(value, list) else [value])]
-    known = isinstance(noted, Mapping) and set(noted) <= set(UNSAID)
+    known = (
+        isinstance(noted, Mapping)
+        and len(noted) <= _MAX_UNSAID
+        and all(isinstance(key, str) and _UNSAID.fullmatch(key) for key in noted)
+    )
     if not known or not all(type(n) is int and 0 < n < 2**31 for n in counts):
-        raise ModelError(f"{where}: unsaid must give numbers for some of {', '.join(UNSAID)}")
+        raise ModelError(f"{where}: unsaid must give numbers by the names of arguments")
     return dict(noted)
 
 

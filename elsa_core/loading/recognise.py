@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
-from elsa_core.loading.adapted import adapted
+from elsa_core.loading.adapted import SECONDS, adapted
 from elsa_core.loading.alike import groups, label
 from elsa_core.loading.fit import differences, fitted, is_unused, matches, recipe_of, with_given
 from elsa_core.loading.libraries import build_meta, resized
@@ -105,6 +106,7 @@ def fit_named(
 
     Raises:
         ArgumentError: `given` cannot be.
+        ModelError: another width would fit, with heads that no tensor shows.
     """
     usual = recipe_of(spec, shapes, given)
     if usual.library == "open_clip":
@@ -292,7 +294,8 @@ def _torchvision(
     found = [fit for r in recipes if (fit := fitted(r, shapes, image_size)) is not None]
     if not found:
         # Widths stay those of a name, which says the heads of a ViT.
-        other = (adapted(r, shapes, image_size, given, named=False) for r in recipes)
+        until = time.thread_time() + 2 * SECONDS
+        other = (adapted(r, shapes, image_size, given, named=False, until=until) for r in recipes)
         found = [_pruned(fit, shapes, given) for fit in other if fit is not None]
         fewest = min((len(fit.args) for fit in found), default=0)
         found = [fit for fit in found if len(fit.args) == fewest]

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from elsa_core.loading.recipe import MAX_BLOCKS
+
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
-_STAGE = re.compile(r"(layers|stages)\.(\d+)\.blocks\.(\d+)\.")
-_BLOCK = re.compile(r"blocks\.(\d+)\.")
+# Numbers below 1000, which is as many blocks as are built.
+_STAGE = re.compile(r"(layers|stages)\.(\d{1,3})\.blocks\.(\d{1,3})\.")
+_BLOCK = re.compile(r"blocks\.(\d{1,3})\.")
 _TABLE = "relative_position_bias_table"
 _CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to class
 
@@ -32,6 +35,8 @@ class Shown:
 def shown(shapes: Shapes) -> list[Shown]:
     """Return what the shapes show, the likeliest first; empty for no known kind of names."""
     stages = _stages(shapes)
+    if sum(stages.values()) > MAX_BLOCKS:
+        return []
     if stages:
         return _swin(shapes, stages)
     return _vit(shapes) if depth_of(shapes) else []

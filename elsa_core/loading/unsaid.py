@@ -1,25 +1,29 @@
-"""What an architecture's name says and no tensor of a file shows: heads, and some windows.
+"""What an architecture's name says and no tensor of a file shows: heads, some windows, strides.
 
 The heads of a plain ViT lie inside the width of its projections, and a SwinV2 without its buffers
-has the same tensors at any window. Such values are taken from the name, and said.
+has the same tensors at any window. Such values are taken from the name, and said: each argument of
+the constructor in whose place another number has the same tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from elsa_core.errors import ElsaError
+from elsa_core.loading.constructor import unshown, watched
 from elsa_core.loading.fit import differences
 from elsa_core.loading.libraries import build_meta
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.shown import Shapes
+from elsa_core.messages import side
 
 # By the constructor's argument: the word for it.
 _WORDS = {"num_heads": "heads", "window_size": "window"}
+_SIZES = frozenset(("img_size", "image_size", "input_size"))
 
 
 def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Recipe:
@@ -41,24 +45,50 @@ def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Rec
             for tower, modules in _towers(model).items()
             if (heads := _heads_of_torch(modules))
         }
-    elif recipe.library == "torchvision":
-        heads = _heads_of_torch(model.modules())
-        found = {"heads": heads} if heads and "num_heads" not in given else {}
     else:
-        found = {
-            _WORDS[key]: value
-            for key, value in (("num_heads", _heads(model)), ("window_size", _window(model)))
-            if value and key not in given and _others_fit(recipe, key, value, model, shapes)
-        }
+        found = _of_modules(recipe, model, shapes, given)
+        missing, unexpected, wrong = differences(model, shapes)
+        if wrong and not (missing or unexpected or given):
+            return dataclasses.replace(recipe, unsaid=found)  # it will be refused
+        known = {*given, *(key for key, word in _WORDS.items() if word in found)}
+        found |= _of_arguments(recipe, shapes, known)
     return dataclasses.replace(recipe, unsaid=found)
+
+
+def _of_modules(
+    recipe: Recipe, model: nn.Module, shapes: Shapes, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Heads and windows as the modules hold them, which some constructors derive."""
+    if recipe.library == "torchvision":
+        heads = _heads_of_torch(model.modules())
+        return {"heads": heads} if heads and "num_heads" not in given else {}
+    return {
+        _WORDS[key]: value
+        for key, value in (("num_heads", _heads(model)), ("window_size", _window(model)))
+        if value and key not in given and _others_fit(recipe, key, value, model, shapes)
+    }
+
+
+def _of_arguments(recipe: Recipe, shapes: Shapes, known: Collection[str]) -> dict[str, Any]:
+    """The other arguments; the image size too where it is not the name's and others fit."""
+    args = watched(recipe)[1]
+    found, free = unshown(recipe, args, shapes, [key for key in args if key not in known])
+    size = {"img_size": list(recipe.size)} if free and not _SIZES & set(known) else {}
+    return size | {_WORDS.get(key, key): value for key, value in found.items()}
 
 
 def line(recipe: Recipe) -> str:
     """One line about what the recipe's name says alone; "" for nothing."""
     if not recipe.unsaid:
         return ""
-    values = ", ".join(f"{word}={_text(value)}" for word, value in recipe.unsaid.items())
-    return f"assumed: {values} from {recipe.name} (not in the file)"
+    size = recipe.unsaid.get("img_size")
+    named = {word: value for word, value in recipe.unsaid.items() if word != "img_size"}
+    values = ", ".join(f"{word}={_text(value)}" for word, value in named.items())
+    parts = [f"{values} from {recipe.name} (not in the file)"] if named else []
+    if size:
+        sides = size if isinstance(size, (list, tuple)) else [size, size]
+        parts.append(f"img_size={side(sides)} (others fit the tensors as well)")
+    return f"assumed: {'; '.join(parts)}"
 
 
 def _others_fit(

@@ -24,6 +24,8 @@ from elsa_core.reading import check_fits, json_problem, open_regular, unique_pai
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSION = 2**63 - 1
 MAX_RANK = 64
+# Of one tensor's name: those of the libraries are shorter than 150.
+MAX_NAME = 1000
 
 _DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -207,6 +209,7 @@ def _no_constant(text: str) -> NoReturn:
 
 def _parse_entry(path: Path, name: str, entry: Any) -> TensorEntry:
     where = f"{path}: tensor {name[:120]!r}"
+    check_name(path, name)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"{where} must have dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -225,6 +228,19 @@ def _parse_entry(path: Path, name: str, entry: Any) -> TensorEntry:
             f" and its offsets span {offsets[1] - offsets[0]}"
         )
     return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def check_name(path: Path, name: str) -> None:
+    """Refuse a name far longer than any module's: searching names takes its square.
+
+    Raises:
+        ModelError: names the tensor.
+    """
+    if len(name) > MAX_NAME:
+        raise ModelError(
+            f"{path}: tensor {name[:120]!r} has a name of {len(name)} characters; the limit is"
+            f" {MAX_NAME}"
+        )
 
 
 def _naturals(values: Any) -> bool:

@@ -148,6 +148,24 @@ def test_numbers_and_nesting_of_thousands(tmp_path: Path) -> None:
             read_header(tmp_path / "m.safetensors")
 
 
+def test_names_of_thousands(tmp_path: Path) -> None:
+    """One of 80 kB took 2.3 GB, and a block's number of 5000 digits was a traceback."""
+    path = tmp_path / "model.safetensors"
+    state = timm.create_model("test_vit").state_dict()
+    for name in ("1." * 40_000 + "x", "blocks." + "9" * 5000 + ".x"):
+        save_file({**state, name: torch.ones(1)}, path)
+        for arch in (None, "test_vit"):
+            with pytest.raises(ModelError, match=rf"a name of {len(name)} characters; the limit"):
+                load_model(path, arch=arch)
+        torch.save({**state, name: torch.ones(1)}, tmp_path / "model.pth")
+        with pytest.raises(ModelError, match=rf"a name of {len(name)} characters; the limit"):
+            load_model(tmp_path / "model.pth")
+    for name in ("blocks." + "9" * 900 + ".x", "1." * 490 + "x"):
+        save_file({**state, name: torch.ones(1)}, path)
+        with pytest.raises(ModelError, match=r"does not fit test_vit: 1 unexpected"):
+            load_model(path, arch="test_vit")
+
+
 # --- links -------------------------------------------------------------------------------------
 
 
