@@ -4,9 +4,9 @@ Its class becomes one of the same name whose call, and whose methods that users 
 remember of which kinds every site that asked kept its original: the next call of such a kind runs
 whole within `all_original`. That is right for any call, since the original forward is; only its
 speed and memory, which are the original's, may not be what elsa's would be. So what is told apart
-are shapes, strides, dtypes and modes, and nothing of the model. A
-call that is not eager and on a GPU is as it was, and so is one that a CUDA graph records: there
-sites are asked as in the first call, which loaded their kernels.
+are shapes, strides, dtypes and modes, and nothing of the model. A call that is not eager and on a
+GPU is as it was, and so is one that a CUDA graph records: there sites are asked as in the first
+call, which loaded their kernels.
 
 Libraries know models by name (transformers saves it, and looks it up), so name and module are those
 of the class that it stands for. Pickle and deepcopy build it from that class.
