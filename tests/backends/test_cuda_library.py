@@ -239,7 +239,6 @@ print(kernel.call_boxed(on_cuda, torch.ones(2, 3), torch.ones(4, 3), *terms))
 """
 
 
-@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="an older PyTorch")
 def test_a_bundle_that_was_loaded_before_the_package() -> None:
     """It took the key of CUDA tensors for the layouts of its file; the package serves others."""
     done = program(BUNDLE_FIRST, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
