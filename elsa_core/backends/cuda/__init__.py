@@ -14,6 +14,7 @@ Environment variables:
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -46,11 +47,16 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
     kernels: what computes each operator in Python, with all its arguments.
     """
     _OFFERED.update(kernels)
-    if said := wrong():
-        _LOG.warning("%s", said)
+    _warn(wrong())
     if is_asked_for():
         _State.decided = True
         _activate()
+
+
+@functools.cache
+def _warn(said: str) -> None:
+    if said:
+        _LOG.warning("%s", said)
 
 
 def ready() -> bool:

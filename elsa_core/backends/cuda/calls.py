@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import threading
@@ -25,7 +26,7 @@ _DEFAULT = re.compile(r"=[^,)]+")
 
 
 # Calls whose plans the driver refused; a driver that always does is asked no more.
-_REFUSALS: list[None] = []
+_REFUSALS = itertools.count(1)
 _MOST_REFUSALS = 16
 
 
@@ -143,8 +144,7 @@ def planned(
         return results, b"N"
     except UnavailableError as error:  # it may pass, as want of memory does
         _say_once(f"the CUDA library serves no such call, Triton's launcher does: {error}")
-        _REFUSALS.append(None)
-        return results, b"" if len(_REFUSALS) < _MOST_REFUSALS else b"N"
+        return results, b"" if next(_REFUSALS) < _MOST_REFUSALS else b"N"
     return results, b"P" + found
 
 
