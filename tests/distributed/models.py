@@ -27,6 +27,7 @@ VITS: dict[str, dict[str, Any]] = {
     "bias of keys": {"reg_tokens": 1},
     "causal": {},
     "checkpoints": {"dynamic_img_size": True},
+    "checkpoints, frozen tokens": {"dynamic_img_size": True},
 }
 
 
@@ -40,7 +41,10 @@ def vit(name: str) -> VisionTransformer:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.set_grad_checkpointing(name == "checkpoints")
+    model.set_grad_checkpointing(name.startswith("checkpoints"))
+    if name.endswith("frozen tokens"):  # the blocks learn, and their input wants no gradient
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(path.partition(".")[0] in ("blocks", "norm", "head"))
     return model.eval()
 
 
@@ -67,7 +71,7 @@ def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dic
     labels = torch.arange(8)
     logits = out if out.dim() == 2 else out.mean(1)
     loss = nn.functional.cross_entropy(logits, labels)
-    if name == "checkpoints":  # computed again after images of another size
+    if name.startswith("checkpoints"):  # computed again after images of another size
         loss = loss + model(images(name)[..., :12, :12].to(dtype)).square().mean()
     loss.backward()
     grads = {path: p.grad for path, p in model.named_parameters() if p.grad is not None}

@@ -200,8 +200,8 @@ def models_differ(rank: int) -> dict[str, str]:
         ("swin", swin, swins.batches("any size")[0]),
     ):
 
-        def forward(images: Tensor, model: torch.nn.Module = model) -> Any:
-            return model(images)
+        def forward(images: Tensor, model: torch.nn.Module = model, **terms: Any) -> Any:
+            return model(images, **terms)
 
         def gradients(model: torch.nn.Module = model, batch: Tensor = batch) -> Any:
             with torch.set_grad_enabled(mine):
@@ -214,8 +214,14 @@ def models_differ(rank: int) -> dict[str, str]:
             "dtype": partial(forward, batch.double() if mine else batch),
             "gradients": gradients,
             "wrong here": partial(forward, batch[..., :3] if mine else batch),
-            "agreed": partial(forward, batch),
         }
+        if name == "vit":
+            mask = torch.zeros(1, 1, 1, 1 + 3 * 4) if mine else None
+            calls |= {
+                "causal": partial(forward, batch, is_causal=mine),
+                "mask": partial(forward, batch, attn_mask=mask),
+            }
+        calls["agreed"] = partial(forward, batch)
         found |= {f"{name}: {what}": said(call) for what, call in calls.items()}
     return found
 

@@ -18,7 +18,10 @@ import elsa_core as elsa
 
 @dataclass(frozen=True)
 class Case:
-    """A model. size: of the images, the model's own unless given; rows of patches in `ROWS`."""
+    """A model. size: of the images, the model's own unless given; rows of patches in `ROWS`.
+
+    frozen: neither the images nor the layer that embeds them want a gradient.
+    """
 
     img_size: tuple[int, int]
     size: tuple[int, int] = (0, 0)
@@ -27,6 +30,7 @@ class Case:
     version: int = 1
     patched: str = ""
     checkpoints: bool = False
+    frozen: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,6 +52,7 @@ SWINS = {
     "both": Case((32, 16), depths=(2, 2, 2), options={"global_pool": "avgmax"}),
     "rows": Case((40, 16), options={"global_pool": "", "num_classes": 0}),
     "checkpoints": Case((48, 32), options=_ANY, checkpoints=True, patched="attention"),
+    "checkpoints, frozen patches": Case((48, 32), options=_ANY, checkpoints=True, frozen=True),
     "version 2": Case((68, 44), depths=(2, 2, 2), version=2),
     "version 2, patched": Case((56, 24), depths=(2, 2, 2), version=2, patched="attention"),
 }
@@ -74,6 +79,7 @@ def swin(name: str) -> nn.Module:
             if "logit_scale" not in path:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.set_grad_checkpointing(case.checkpoints)
+    model.patch_embed.requires_grad_(not case.frozen)
     return model.eval()
 
 
@@ -90,7 +96,8 @@ def batches(name: str) -> list[Tensor]:
 def step(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Outputs, and the gradients of one loss over all batches, of the images too."""
     device = next(model.parameters()).device
-    images = [batch.to(device, dtype).requires_grad_() for batch in batches(name)]
+    learnt = not SWINS[name].frozen
+    images = [batch.to(device, dtype).requires_grad_(learnt) for batch in batches(name)]
     outputs = [model(batch) for batch in images]
     # signs by channel: a loss of logits that no norm makes constant
     weight = torch.linspace(-1.0, 1.0, outputs[0].shape[-1], dtype=dtype, device=device)

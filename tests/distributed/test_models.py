@@ -70,6 +70,20 @@ def test_what_a_sharded_model_refuses(name: str, line: str, results: Results) ->
         assert said.startswith(line) and bool(said) == bool(line) and "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("causal", "is_causal is False on rank 0 and True on rank 1"),
+        ("mask", "attn_mask is none on rank 0 and ['float32', 1, 1, 1, 13] on rank 1"),
+    ],
+)
+def test_ranks_with_other_terms_of_attention(name: str, line: str, results: Results) -> None:
+    """Each rank would compute its part of another output."""
+    for rank in range(2):
+        said = results[2][rank]["models differ"][f"vit: {name}"]
+        assert said.startswith("ArgumentError: ") and line in said and "\n" not in said
+
+
 def small(**options: Any) -> VisionTransformer:
     return VisionTransformer(img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2,
                              num_classes=3, **options)  # fmt: skip

@@ -128,3 +128,32 @@ def test_dropout_draws_as_often_as_the_original(on_gpu):
         model.blocks[0](torch.ones(4, 17, 192))
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("scope", "question"),
+    [
+        ("model", ("linear", 4 * 2 * 17 * 192 * 192)),
+        ("attention", ("attention", 2 * 17 * 192 * 17)),
+    ],
+)
+def test_a_block_asks_for_its_largest_call(scope, question, monkeypatch):
+    """The largest product of its MLP; where attention alone is patched, queries by keys."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64).eval()
+    elsa.patch(model, scope=scope)
+    asked = []
+
+    def is_host_bound(site, operator, x, work, by_elsa):
+        asked.append((operator, work))
+        return True
+
+    monkeypatch.setattr(timm_blocks, "is_host_bound", is_host_bound)
+    monkeypatch.setattr(timm_blocks, "all_original", lambda forward, x, terms: x)
+    model.blocks[0](torch.randn(2, 17, 192).as_subclass(OnGpu))
+    assert asked == [question]
