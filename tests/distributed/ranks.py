@@ -81,6 +81,7 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
     found["swins"] = {name: swins.twice(name) for name in swins.SWINS if name in swins.OF[world]}
     found["autocast"] = swins.under_autocast("one row of windows")
     found["rows"] = swins.own_rows("uneven")
+    found["bytes"] = {name: swins.bytes_sent(name) for name in swins.SENT}
     found["heads"] = heads.of_earlier_features(world)
     if world == 2:
         found["later hooks"] = heads.of_later_hooks()

@@ -14,6 +14,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor, nn
 
 import elsa_core as elsa
+from elsa_core.distributed import groups
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ SWINS = {
 # of three ranks those in which some of them hold no rows or the last one is odd
 OF = {2: tuple(SWINS), 3: ("uneven", "one row of windows", "any size", "both", "rows",
                            "checkpoints", "version 2")}  # fmt: skip
+
+# rows move before blocks that shift, before patches are merged, and where a stage has fewer windows
+SENT = ("uneven", "any size", "version 2")
 
 
 def swin(name: str) -> nn.Module:
@@ -156,6 +160,25 @@ def undone(name: str) -> bool:
     plain = swin(name)
     kept = [block.shift_size for stage in plain.layers for block in stage.blocks]  # type: ignore[union-attr]
     return state() == before and shifts == kept
+
+
+def bytes_sent(name: str) -> tuple[int, int]:
+    """What a forward hands to other ranks, pooling left out: as the plan says, and as it is."""
+    model: Any = elsa.distributed.shard(swin(name))
+    images, handed = batches(name)[0], []
+    before = groups.exchange
+
+    def counted(group: Any, parts: list[Tensor], shapes: Any) -> list[Tensor]:
+        handed.extend(part.nbytes for part in parts)
+        return before(group, parts, shapes)
+
+    groups.exchange = counted
+    try:
+        with torch.no_grad():
+            model.forward_features(images)
+    finally:
+        groups.exchange = before
+    return model.elsa_plan(images).bytes_sent, sum(handed)
 
 
 def own_rows(name: str) -> list[int]:

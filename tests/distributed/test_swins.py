@@ -79,6 +79,14 @@ def test_each_rank_holds_its_rows(world: int, results: Results) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", swins.SENT)
+def test_a_plan_says_what_is_sent(name: str, world: int, results: Results) -> None:
+    found = [results[world][rank]["bytes"][name] for rank in range(world)]
+    assert all(planned == sent for planned, sent in found)
+    assert any(sent for _, sent in found)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_autocast(world: int, results: Results) -> None:
     """Ranks without rows send and receive what the others do; the error is that of rounding."""
     plain, images = swins.swin("one row of windows"), swins.batches("one row of windows")[0]
