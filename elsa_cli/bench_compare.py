@@ -18,18 +18,24 @@ Document = dict[str, Any]
 def published(given: str | None) -> Document | None:
     """The document that --compare names: a file, or a published one of the checkout.
 
-    Raises: ArgumentError.
+    Raises: ArgumentError, ModelError.
     """
     if given is None:
         return None
     from elsa_core.bench import tables
+    from elsa_core.errors import ModelError
     from elsa_core.files import located
 
     path = located(given)
-    if path.exists() or path.suffix:
-        return tables.load(path)
-    known = {file.stem: file for file in tables.published().glob("*.json")}
-    return tables.load(known.get(given, path))
+    if not path.exists() and not path.suffix:
+        known = {file.stem: file for file in tables.published().glob("*.json")}
+        path = known.get(given, path)
+    document = tables.load(path)
+    try:
+        _compared(document, document)  # what it lacks is known before minutes of measuring
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+    return document
 
 
 def names(document: Document) -> tuple[str, ...]:
@@ -103,5 +109,6 @@ def _compared(own: Document, other: Document) -> Comparison:
 
     try:
         return compare(own, other)
-    except (KeyError, TypeError, StopIteration, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError,
+            StopIteration) as error:  # fmt: skip
         raise ModelError(f"a document to compare lacks what `elsa bench` writes: {error}") from None

@@ -12,6 +12,7 @@ from elsa_core.errors import ModelError
 from elsa_core.messages import first_line
 
 CONFIG_BYTES = 16_000_000
+RESULT_BYTES = 256 * 2**20  # of what was measured: no run of this package writes as much
 # The rest is for the interpreter, the libraries and what the model computes.
 _MEMORY_SHARE = 0.8
 
@@ -47,11 +48,11 @@ def read_text(path: Path, limit: int) -> str:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
     if len(raw) > limit:
-        raise ModelError(f"{path} is larger than {limit} bytes: not a configuration")
+        raise ModelError(f"{path} is larger than {limit} bytes")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise ModelError(f"{path} is not UTF-8 text: not JSON") from None
+        raise ModelError(f"{path} is not UTF-8 text") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from elsa_core.model_runs.runs import Progress, measure_runs
 from elsa_core.patching import patch, shared_copy
 from elsa_core.precision import DTYPES
 from elsa_core.proof import check
+from elsa_core.reading import RESULT_BYTES, read_text
 from elsa_core.version import __version__
 
 COMMAND: Final = "bench models"
@@ -287,14 +288,12 @@ def read(path: Path, fresh: Document) -> Document:
     """
     alien = f"{path} is no result of `elsa {fresh['command']}`"
     try:
-        document: Document = json.loads(path.read_text(encoding="utf-8"))
+        document: Document = json.loads(read_text(path, RESULT_BYTES))
         found = document["results"]
         right = document["command"] == fresh["command"] and isinstance(found["busy"], str)
         right = right and isinstance(document["environment"], dict)
         names = [str(each["case"]["name"]) for each in found["cases"]]
         held = {key: found["settings"].get(key) for key in fresh["results"]["settings"]}
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(alien) from error
     if not right or len(set(names)) < len(names):

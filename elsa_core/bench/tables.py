@@ -25,9 +25,10 @@ from typing import Any, Final
 
 from elsa_core.bench import cases as attention_cases
 from elsa_core.bench import families, model_tables, models, training
-from elsa_core.errors import ArgumentError
+from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.measuring.environment import label
 from elsa_core.messages import milliseconds, side
+from elsa_core.reading import RESULT_BYTES, json_problem, read_text
 
 RESULTS: Final = Path(__file__).parent / "results"
 """Where a checkout keeps the published results; an installed package has none."""
@@ -116,12 +117,14 @@ def load(path: Path) -> Document:
     Raises:
         ArgumentError: the file is missing, or is no document of `elsa bench`.
     """
+    if not path.exists():
+        raise ArgumentError(f"{path}: no such result; `elsa bench -o` writes it")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArgumentError(f"{path}: no such result; `elsa bench -o` writes it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{path}: not a result document: {error}") from error
+        document = json.loads(read_text(path, RESULT_BYTES))
+    except ModelError as error:
+        raise ArgumentError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{path}: not a result document: {json_problem(error)}") from error
     if not isinstance(document, dict) or document.get("command") not in _COMMANDS:
         raise ArgumentError(f"{path}: not a result document of `elsa bench`")
     return document

@@ -10,6 +10,7 @@ from typing import Any, Final
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.files import write_text
 from elsa_core.measuring.documents import finite
+from elsa_core.reading import RESULT_BYTES, read_text
 
 SCHEMA_VERSION: Final = 1
 COMMAND: Final = "profile"
@@ -17,7 +18,6 @@ DONE: Final = "done"
 NO_MEMORY: Final = "out of memory"
 NOT_APPLICABLE: Final = "not applicable"
 _STATES: Final = (DONE, NO_MEMORY, NOT_APPLICABLE)
-_LARGEST_FILE: Final = 256 * 2**20
 
 Document = dict[str, Any]
 
@@ -41,11 +41,7 @@ def read(path: Path) -> Document:
         ModelError: it cannot be read, or is no document of `elsa profile`.
     """
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ModelError(f"{path} is larger than any result of `elsa profile`")
-        document: Document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+        document: Document = json.loads(read_text(path, RESULT_BYTES), parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is no JSON document: {str(error)[:100]}") from error
     try:

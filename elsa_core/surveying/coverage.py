@@ -33,6 +33,7 @@ from elsa_core.patching import (
     patched_sites,
 )
 from elsa_core.proof import Comparison, check, floating_outputs, map_floating, random_weight
+from elsa_core.reading import RESULT_BYTES, json_problem, read_text
 from elsa_core.surveying import catalogue
 
 # Memory that a check takes for each weight: its own 4, 8 of the float64 copy, 4 for activations.
@@ -178,17 +179,17 @@ def read_state(path: Path) -> dict[str, Coverage]:
     """What an earlier run wrote, by name; a later line of one name counts.
 
     Raises:
-        ModelError: a line is no record.
+        ModelError: it cannot be read, or a line is no record.
     """
     if not path.exists():
         return {}
     records = {}
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in read_text(path, RESULT_BYTES).splitlines():
             record = from_dict(json.loads(line))
             records[record.name] = record
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path} is not a coverage file: {first_line(error)}") from error
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} is not a coverage file: {json_problem(error)}") from error
     return records
 
 

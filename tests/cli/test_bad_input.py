@@ -120,6 +120,45 @@ def test_a_path_that_cannot_be(elsa: Elsa, line: tuple[str, ...], code: int, pat
     elsa(*(word.format(path) for word in line)).fails(code, path[:100])
 
 
+RESULTS = {
+    "profile": (("profile", *TINY, "--resume", "f.json"), 4),
+    "state": (("inspect", "--all", "--state", "f.json"), 4),
+    "resume": (("bench", "models", "--resume", "-o", "f.json"), 4),
+    "compare": (("bench", "--compare", "f.json"), 2),
+    "from": (("bench", "--compare", "attention_cpu", "--from", "f.json"), 2),
+}
+NONE = {
+    "digits": '{"command": ' + "9" * 5000 + "}",
+    "deep": "[" * 100_000,
+    "binary": "\udcff",
+    "fifo": "",
+    "device": "",
+}
+
+
+@pytest.mark.parametrize("content", NONE)
+@pytest.mark.parametrize("line", RESULTS)
+def test_a_file_that_holds_no_results(elsa: Elsa, line: str, content: str) -> None:
+    """A FIFO was waited for; numbers of thousands of digits were an internal error."""
+    words, code = RESULTS[line]
+    if content == "fifo":
+        os.mkfifo("f.json")
+    elif content == "device":
+        Path("f.json").symlink_to("/dev/zero")
+    else:
+        Path("f.json").write_text(NONE[content], errors="surrogateescape")
+    elsa(*words).fails(code, "f.json", {"fifo": "a FIFO", "device": "a device"}.get(content, ""))
+
+
+@pytest.mark.parametrize("command", ["bench attention", "bench models", "profile"])
+@pytest.mark.parametrize("results", [None, {}, {"cases": [1]}, {"cases": [{"case": {"name": 1}}]}])
+def test_results_that_cannot_be_compared_with(elsa: Elsa, command: str, results: object) -> None:
+    """They are refused before anything is measured."""
+    document = {"command": command, "environment": {}, "results": results}
+    Path("f.json").write_text(json.dumps(document))
+    elsa("bench", "--compare", "f.json").fails(4, "f.json", "lacks what `elsa bench` writes")
+
+
 def test_a_zip_needs_a_name(elsa: Elsa) -> None:
     elsa("export", *TINY, "--formats", "torchscript", "--zip", "-o", "..").fails(2, "names a file")
 
