@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,54 @@ def test_a_terminal_is_asked(copy: Path, answer: str, code: int) -> None:
     assert child.returncode == code
     assert b"which can do anything that you can" in shown
     assert ("files match" in out) is (code == 0)
+
+
+SLOW = """
+import os, pathlib, subprocess, time
+subprocess.Popen(["sleep", {word!r}])
+pathlib.Path({begun!r}).touch()
+time.sleep(600)
+"""
+
+
+def running(word: str) -> bool:
+    """Whether a process has `word` in its command line."""
+    files = Path("/proc").glob("[0-9]*/cmdline")
+    return any(word.encode() in each.read_bytes() for each in files if each.exists())
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="sees from /proc what runs")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_what_a_verification_has_started(
+    copy: Path, tmp_path: Path, number: int
+) -> None:
+    """The processes that run artefacts, what those have started, and their folders."""
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("is ignored here, as `nohup` has it")
+    scratch, slow, word = tmp_path / "scratch", tmp_path / "slow", f"98763.{os.getpid()}"
+    scratch.mkdir()
+    slow.mkdir()
+    begun = slow / "begun"
+    (slow / "onnxruntime.py").write_text(SLOW.format(word=word, begun=str(begun)))
+    places = [str(slow), str(Path(files.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "elsa_cli", "verify", str(copy), "--trust"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "TMPDIR": str(scratch)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 300
+    while not begun.exists():
+        assert child.poll() is None and time.monotonic() < deadline, child.communicate()
+        time.sleep(0.02)
+    assert running(word)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (128 + number, "") and "Traceback" not in err
+    end = time.monotonic() + 5  # what was killed takes a moment to go
+    while running(word) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not running(word) and list(scratch.iterdir()) == []
 
 
 # --- signatures ----------------------------------------------------------------------------------
