@@ -164,7 +164,7 @@ def _core(error: BaseException) -> tuple[int, str] | None:
 
 
 def _system(error: BaseException) -> tuple[int, str] | None:
-    if _out_of_memory(error):
+    if out_of_memory(error):
         detail = one_line(error).split(". ")[0][:160]
         line = f"out of memory: {_memory_hint()}" + (f" ({detail})" if detail else "")
         return ENVIRONMENT, line
@@ -177,7 +177,8 @@ def _system(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory, or the process's limit of it, is what was missing."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     # Only a process that has imported torch can have run out of its memory.

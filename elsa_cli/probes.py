@@ -52,11 +52,16 @@ class Probe:
         return asdict(self)
 
 
-def examine(progress: Callable[[str], None] = lambda text: None) -> list[Probe]:
-    """Every probe's answer, in the order of the report. Never raises an Exception."""
+def examine(
+    progress: Callable[[str], None] = lambda text: None, torch_error: Exception | None = None
+) -> list[Probe]:
+    """Every probe's answer, in the order of the report. Never raises an Exception.
+
+    torch_error: why torch could not be imported; a second attempt says that it is the second.
+    """
     sections: tuple[tuple[str, Callable[[], Iterator[Probe]]], ...] = (
         ("system", _system),
-        ("packages", _packages),
+        ("packages", lambda: _packages(torch_error)),
         ("gpu", _gpu),
         ("native library", _native),
         ("kernel packs", _packs),
@@ -155,7 +160,7 @@ def _isa() -> list[str]:
     return []
 
 
-def _packages() -> Iterator[Probe]:
+def _packages(torch_error: Exception | None) -> Iterator[Probe]:
     for distribution, module, use in PACKAGES:
         version = _version(distribution)
         if version is None and importlib.util.find_spec(module) is None:
@@ -166,7 +171,8 @@ def _packages() -> Iterator[Probe]:
         try:
             importlib.import_module(module)
         except Exception as error:
-            yield Probe("packages", distribution, False, str(version), _why(error))
+            known = torch_error if distribution == "torch" else None
+            yield Probe("packages", distribution, False, str(version), _why(known or error))
         else:
             yield Probe("packages", distribution, True, str(version or "version unknown"))
     torch = sys.modules.get("torch")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import click
 
 from elsa_cli import pipeline
 from elsa_cli.console import Session
+from elsa_cli.errors import out_of_memory
 from elsa_cli.options import Command, output_options, pass_session
 from elsa_cli.probes import Probe, environment, examine
 
@@ -19,12 +19,18 @@ from elsa_cli.probes import Probe, environment, examine
 def command(session: Session, /) -> None:
     """Show versions, processor, GPU, compiler, native library, backends and caches.
 
-    Each thing that is off comes with its reason. Always ends with exit code 0.
+    Each thing that is off comes with its reason. Ends with exit code 0, but where a limit of memory
+    leaves no room to look.
     """
-    with contextlib.suppress(Exception):  # what is wrong with it is a line below
+    torch_error: Exception | None = None
+    try:
         pipeline.import_torch(session)
+    except Exception as error:
+        if out_of_memory(error):  # NumPy would end the process, in words of its own
+            raise
+        torch_error = error
     with session.stage("looking around") as update:
-        probes = examine(lambda group: update(group, 0, 0))
+        probes = examine(lambda group: update(group, 0, 0), torch_error)
     probes += _config()
     results = {"probes": [probe.to_dict() for probe in probes]}
     session.document("doctor", environment(), results)

@@ -137,7 +137,8 @@ def test_a_long_import_is_no_reason_to_wait(
     assert err == ("interrupted; nothing was written\n" if number == signal.SIGINT else "")
 
 
-def test_a_limit_of_memory_is_no_broken_package() -> None:
+@pytest.mark.parametrize("words", ["inspect test_vit", "doctor"])
+def test_a_limit_of_memory_is_no_broken_package(words: str) -> None:
     """torch could not be mapped, and the line said to repair it."""
     import resource
 
@@ -145,7 +146,7 @@ def test_a_limit_of_memory_is_no_broken_package() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 
     done = subprocess.run(
-        [sys.executable, "-m", "elsa_cli", "inspect", "test_vit"], capture_output=True, text=True,
+        [sys.executable, "-m", "elsa_cli", *words.split()], capture_output=True, text=True,
         timeout=60, check=False, env=environment(), preexec_fn=limit,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (3, "")

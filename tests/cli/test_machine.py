@@ -136,6 +136,23 @@ def test_doctor_without_packages(names: list[str]) -> None:
     assert all("is broken here" in reasons[distributions[name]] for name in names)
 
 
+def test_doctor_says_why_torch_failed_at_first(tmp_path: Path) -> None:
+    """torch is imported once a process: a second attempt says that, and not what was wrong."""
+    (tmp_path / "torch.py").write_text(
+        "import sys\nfirst = not hasattr(sys, 'again')\nsys.again = True\n"
+        "raise ImportError('is broken here' if first else 'once per process')\n"
+    )
+    places = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "elsa_cli", "doctor", "--json"], capture_output=True, text=True,
+        timeout=120, check=False, env=environment(PYTHONPATH=places),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["results"]["probes"]
+    (torch,) = (probe for probe in found if probe["name"] == "torch")
+    assert "is broken here" in torch["reason"]
+
+
 def test_a_missing_torch_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCK.format(names=["torch"], arguments=["inspect", "vit"])],
