@@ -15,6 +15,7 @@ import elsa_core as elsa
 from elsa_core import calls, operators
 from elsa_core.backends import eager_window
 from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.reference import relative_l2
 
 HEADS, HEAD_DIM = 3, 8
 CHANNELS = HEADS * HEAD_DIM
@@ -453,3 +454,38 @@ def test_recorded_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, second: bool) 
     theirs = torch.autograd.grad(expected, leaves, grad)
     ours = torch.autograd.grad(found, leaves, grad)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [None, 1.0, 4.0])
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_gradients_of_half_precision_with_a_bias(
+    dtype: torch.dtype, scale: float | None, backend: str
+) -> None:
+    """At most twice the error of PyTorch's own attention in the same dtype."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(2, 14, 14, 96, generator=generator).to(dtype)
+    bias = torch.randn(2, 49, 49, generator=generator).to(dtype)
+    weight = torch.randn(2, 14, 14, 32, generator=generator).to(dtype)
+
+    def ours(x: Tensor, bias: Tensor) -> Tensor:
+        return elsa.window_attention(
+            x, bias, num_heads=2, window_size=(7, 7), scale=scale, backend=backend
+        )
+
+    def peer(x: Tensor, bias: Tensor) -> Tensor:
+        parts = x.view(2, 2, 7, 2, 7, 3, 2, 16).permute(5, 0, 1, 3, 6, 2, 4, 7)
+        q, k, v = parts.reshape(3, 8, 2, 49, 16)
+        terms = bias.expand(8, -1, -1, -1)
+        out = F.scaled_dot_product_attention(q, k, v, terms, scale=scale)
+        return out.view(2, 2, 2, 2, 7, 7, 16).permute(0, 1, 4, 2, 5, 3, 6).reshape(2, 14, 14, 32)
+
+    def gradients(function: Any, wide: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(wide).requires_grad_() for t in (qkv, bias)]
+        return torch.autograd.grad(function(*leaves), leaves, weight.to(wide))
+
+    exact = gradients(peer, torch.float64)
+    for mine, theirs, wanted in zip(
+        gradients(ours, dtype), gradients(peer, dtype), exact, strict=True
+    ):
+        assert relative_l2(mine, wanted) <= 2 * relative_l2(theirs, wanted)

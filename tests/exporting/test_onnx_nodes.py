@@ -108,6 +108,27 @@ def test_body_kernel_and_torch_agree_with_float64(case: str, library: str, tmp_p
                 assert not out[:, :, 4].any()
 
 
+@pytest.mark.parametrize("case", ["bool mask, empty rows", "grouped, bool mask"])
+def test_a_hidden_key_may_hold_nan(case: str, library: str, tmp_path: Path) -> None:
+    """By a body, the library's kernel and standard operators; another row sees it."""
+    shapes, mask, _ = CASES[case]
+    q, k, v, seen = operands(shapes, mask)
+    seen[:, :, :, 5] = False
+    seen[:, :, 7, 5] = True
+    spoilt = k.clone()
+    spoilt[:, :, 5] = math.nan
+    inputs, wrong = (q, k, v, seen), (q, spoilt, v, seen)
+    export_onnx(Sdpa(), inputs, tmp_path / "node.onnx")
+    export_onnx(Sdpa(), inputs, tmp_path / "standard.onnx", mode="standard", opset=18)
+    node, standard = (tmp_path / f"{name}.onnx" for name in ("node", "standard"))
+    reached = torch.zeros(q.shape[:-1], dtype=torch.bool)
+    reached[:, :, 7] = True
+    for on in (session(node), session(node, library), session(standard)):
+        out, again = run(on, *inputs), run(on, *wrong)
+        assert torch.equal(again.isnan().all(-1), reached)
+        assert torch.equal(again[~reached], out[~reached])
+
+
 @pytest.mark.parametrize("case", ["plain, odd sizes", "float mask", "bool mask, empty rows"])
 def test_the_standard_attention_of_opset_23_gives_the_same(case: str, tmp_path: Path) -> None:
     shapes, mask, options = CASES[case]
