@@ -70,8 +70,8 @@ def find(
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a file is this user's, or root's, who may do anything."""
-    return path.stat().st_uid in (os.geteuid(), 0)
+    """Whether a file is this user's, or root's, who may do anything; of a link, both ends."""
+    return all(facts.st_uid in (os.geteuid(), 0) for facts in (path.stat(), path.lstat()))
 
 
 def _warn_foreign(path: Path, warn: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,24 @@ def test_a_file_of_another_user_is_ignored_with_a_line(
     (shared / "pyproject.toml").write_text("[tool.other]\nseed = 5\n")
     give_away(shared / "pyproject.toml")
     assert elsa("patch", "vit").err == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a link away, which root alone may do")
+def test_a_link_of_another_user_is_ignored(
+    elsa: Elsa, seen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To settings of this user's own, which were made for another folder."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "elsa.toml").write_text("seed = 4\n")
+    (tmp_path / "shared").mkdir()
+    monkeypatch.chdir(tmp_path / "shared")
+    link = Path("elsa.toml")
+    link.symlink_to(tmp_path / "other" / "elsa.toml")
+    elsa("patch", "vit")
+    assert seen["seed"] == 4
+    os.lchown(link, 65534, -1)
+    answer = elsa("patch", "vit")
+    assert seen["seed"] != 4 and "is ignored: it belongs to another user" in answer.err
 
 
 def test_what_overwrites_is_for_the_command_line_alone(
