@@ -165,7 +165,8 @@ def _round_seconds(
             continue
         single = timing.warmed_up(contender, _WARM_UP * budget / len(contenders))
         if device.type == "cuda":  # the host alone was seen so far
-            single = min(_once(contender.call, device, None).seconds for _ in range(3))
+            with contender.context(), torch.inference_mode():
+                single = min(_once(contender.call, device, None).seconds for _ in range(3))
         cost += single
     return max(cost, 1e-9)
 
