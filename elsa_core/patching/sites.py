@@ -210,8 +210,8 @@ def find_sites(model: nn.Module, scope: str = layers.ATTENTION) -> tuple[Attenti
 
 
 def _sites(model: nn.Module, whole: bool) -> Iterator[AttentionSite]:
-    within: set[nn.Module] = set()  # computed by the adapter of the block or MLP around them
-    within.update(layers.normed_images(model) if whole else ())
+    # those, and what the adapter of a block or an MLP around it computes
+    within = layers.normed_images(model) if whole else set()
     for path, module in model.named_modules():
         if module in within:
             continue
