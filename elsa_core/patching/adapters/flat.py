@@ -37,7 +37,7 @@ _FORWARD = attrgetter("forward")
 
 ATTENTION, MLP = "timm.layers.attention.Attention", "timm.layers.mlp.Mlp"
 _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
-_SCALE, _DROP_PATH = "timm.layers.layer_scale.LayerScale", "timm.layers.drop.DropPath"
+_SCALE, DROP_PATH = "timm.layers.layer_scale.LayerScale", "timm.layers.drop.DropPath"
 # Adapters in whose place the original may run: no others, which may compute something else.
 _ADAPTERS: Final = {
     f"elsa_core.patching.adapters.{name}"
@@ -284,7 +284,7 @@ def idles(module: Any, drops: Drops) -> bool:
     """Whether a module changes nothing as long as it drops nothing."""
     if type(module) is nn.Identity:
         return True
-    rates = {"torch.nn.modules.dropout.Dropout": "p", _DROP_PATH: "drop_prob"}
+    rates = {"torch.nn.modules.dropout.Dropout": "p", DROP_PATH: "drop_prob"}
     rate = rates.get(name_of(module))
     if rate is not None:
         drops.append((vars(module), vars(module), rate))

@@ -1,4 +1,4 @@
-"""timm's ViT blocks by elsa's operators as functions in a row, in eager calls that are not small.
+"""timm's blocks by elsa's operators as functions in a row, in eager calls that are not small.
 
 A block of which every layer is patched calls five operators. On the way to each, its modules ask
 who handed them which residual, whether a hook reads them and what is small; for a block these have
@@ -29,21 +29,27 @@ from elsa_core.patching.adapters.common import (
 from elsa_core.patching.adapters.handing import ACTIVATION, RESIDUAL, leaves_out
 
 Product = Callable[..., Tensor]  # (x, activation, residual, scale)
-Adding = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (norm(x), x, gamma)
+Adding = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]  # (norm(x), x, gamma)
 
 
 def by_row(module: Any, x: Tensor) -> Tensor | None:
-    """A patched block's forward without a mask; None where its modules must be called."""
-    if calls.watched() or not x.is_cuda or x.dim() != 3 or torch.is_autocast_enabled("cuda"):
+    """A patched ViT block's forward without a mask; None where its modules must be called."""
+    if x.dim() != 3 or torch.is_autocast_enabled("cuda"):
         return None
-    # a measurement, or a norm that goes into the next product
-    if (
-        leaves_out(ACTIVATION)
-        or leaves_out(RESIDUAL)
-        or routing.linear_form(routing.NORM, x.device)
-    ):
+    return row_of(module, block, x)
+
+
+def row_of(module: Any, read: flat.Reader, x: Tensor) -> Tensor | None:
+    """A patched block's forward as `read` reads it, see `flat.served`; None where its modules must
+    be called.
+    """
+    if calls.watched() or not x.is_cuda:
         return None
-    return flat.served(module, block, x)
+    if leaves_out(ACTIVATION) or leaves_out(RESIDUAL):  # a measurement
+        return None
+    if routing.linear_form(routing.NORM, x.device):  # a norm goes into the next product
+        return None
+    return flat.served(module, read, x)
 
 
 # Readers, as in `flat.py`.
@@ -51,19 +57,27 @@ def by_row(module: Any, x: Tensor) -> Tensor | None:
 
 def block(module: Any, drops: flat.Drops) -> flat.Run | None:
     """What computes a timm `Block` of which every layer is patched."""
-    attention, mlp = _attention(module.attn, drops), _mlp(module.mlp, drops)
+    attention, change = _attention(module.attn, drops), mlp(module.mlp, drops)
     norms = flat.norm(module.norm1), flat.norm(module.norm2)
     gammas = _gamma(module.ls1), _gamma(module.ls2)
-    known = all(flat.idles(drop, drops) for drop in (module.drop_path1, module.drop_path2))
-    if attention is None or mlp is None or not known or None in norms or None in gammas:
+    paths = path(module.drop_path1), path(module.drop_path2)
+    if attention is None or change is None or None in (*norms, *gammas, *paths):
         return None
-    (first, second), (gamma1, gamma2) = norms, gammas
+    (first, second), (gamma1, gamma2), (path1, path2) = norms, gammas, paths
 
     def run(x: Tensor) -> Tensor:
-        x = attention(first(x), x, gamma1())  # type: ignore[misc]
-        return mlp(second(x), x, gamma2())  # type: ignore[misc]
+        x = added(attention, first(x), x, gamma1(), path1())  # type: ignore[misc]
+        return added(change, second(x), x, gamma2(), path2())  # type: ignore[misc]
 
     return run
+
+
+def added(compute: Adding, normed: Tensor, x: Tensor, gamma: Tensor | None, drop: Any) -> Tensor:
+    """x + drop(gamma * compute(normed)), in the last product where nothing is dropped."""
+    if drop is None:
+        return compute(normed, x, gamma)
+    kept: Tensor = drop(compute(normed, None, gamma))
+    return x + kept
 
 
 def _attention(module: Any, drops: flat.Drops) -> Adding | None:
@@ -72,14 +86,14 @@ def _attention(module: Any, drops: flat.Drops) -> Adding | None:
     parts = module._modules
     if getattr(module, "gate", None) is not None or not flat.idles(module.proj_drop, drops):
         return None
-    qkv, proj = _linear(module.qkv), _linear(module.proj)
+    qkv, proj = linear(module.qkv), linear(module.proj)
     query, key = flat.norm(module.q_norm), flat.norm(module.k_norm)
     last = flat.norm(parts["norm"]) if "norm" in parts else flat.unchanged
     if None in (qkv, proj, query, key, last) or not flat.drops_weights(module, drops):
         return None
     space, owner = vars(module), weakref.ref(module)
 
-    def run(y: Tensor, residual: Tensor, gamma: Tensor | None) -> Tensor:
+    def run(y: Tensor, residual: Tensor | None, gamma: Tensor | None) -> Tensor:
         site: Any = owner()
         q, k, v = split_packed(qkv(y), space["num_heads"])  # type: ignore[misc]
         q, k = query(q), key(k)  # type: ignore[misc]
@@ -93,16 +107,17 @@ def _attention(module: Any, drops: flat.Drops) -> Adding | None:
     return run
 
 
-def _mlp(module: Any, drops: flat.Drops) -> Adding | None:
+def mlp(module: Any, drops: flat.Drops) -> Adding | None:
+    """What computes a patched timm `Mlp`."""
     if flat.name_of(module) != flat.MLP or not _is_patched(module):
         return None
-    first, second, between = _linear(module.fc1), _linear(module.fc2), flat.norm(module.norm)
+    first, second, between = linear(module.fc1), linear(module.fc2), flat.norm(module.norm)
     known = flat.idles(module.drop1, drops) and flat.idles(module.drop2, drops)
     if None in (first, second, between) or not known or not activation_of(module.act):
         return None
     act = weakref.ref(module.act)
 
-    def run(y: Tensor, residual: Tensor, gamma: Tensor | None) -> Tensor:
+    def run(y: Tensor, residual: Tensor | None, gamma: Tensor | None) -> Tensor:
         activation = activation_of(act())  # type: ignore[arg-type]
         hidden = between(first(y, activation))  # type: ignore[misc]
         return second(hidden, "none", residual, gamma)  # type: ignore[misc]
@@ -110,7 +125,7 @@ def _mlp(module: Any, drops: flat.Drops) -> Adding | None:
     return run
 
 
-def _linear(module: Any) -> Product | None:
+def linear(module: Any) -> Product | None:
     """What computes a patched `nn.Linear` and what goes into its call."""
     if not flat.is_linear(module) or not _is_patched(module):
         return None
@@ -135,6 +150,16 @@ def _gamma(module: Any) -> Callable[[], Tensor | None] | None:
         return None
     space = vars(module)
     return lambda: space["_parameters"].get("gamma")
+
+
+def path(module: Any) -> Callable[[], Any] | None:
+    """What finds the module that drops whole samples now; None of it where it drops none."""
+    if type(module) is torch.nn.Identity:
+        return lambda: None
+    if flat.name_of(module) != flat.DROP_PATH:
+        return None
+    space, owner = vars(module), weakref.ref(module)
+    return lambda: owner() if space["training"] and space["drop_prob"] else None
 
 
 def _is_patched(module: Any) -> bool:
