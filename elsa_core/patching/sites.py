@@ -210,8 +210,7 @@ def find_sites(model: nn.Module, scope: str = layers.ATTENTION) -> tuple[Attenti
 
 
 def _sites(model: nn.Module, whole: bool) -> Iterator[AttentionSite]:
-    # those, and what the adapter of a block or an MLP around it computes
-    within = layers.normed_images(model) if whole else set()
+    within = layers.normed_images(model) if whole else set()  # and parts of blocks and MLPs
     for path, module in model.named_modules():
         if module in within:
             continue
