@@ -18,9 +18,11 @@ from elsa_core.bench.model_cases import Document, ModelCase, empty, images, resu
 from elsa_core.errors import ArgumentError, ElsaError
 from elsa_core.measuring.memory_limit import limited
 from elsa_core.measuring.rounds import Settings
+from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line, milliseconds
 from elsa_core.model_runs import variants
-from elsa_core.model_runs.runs import Progress, prepare, timed
+from elsa_core.model_runs.runs import Prepared, Progress, prepare, timed
+from elsa_core.patching import patch, unpatch
 from elsa_core.precision import DTYPES
 
 TABLE: Final = "families"
@@ -120,7 +122,8 @@ def protocol(device: torch.device, cases: Sequence[ModelCase], asked: Document) 
 def measure(case: ModelCase, device: torch.device, settings: Document, tell: Progress) -> Document:
     """One case as plain data, see `elsa_core.bench.model_cases.result`.
 
-    Memory, energy and the GPU's share are not measured. Errors against float64 are those of batch 1
+    Half of the rounds run with the copies exchanged, see `elsa_core.model_runs.runs.timed`. Memory,
+    energy and the GPU's share are not measured. Errors against float64 are those of batch 1
     in fp32; coverage proves every family anyway.
     """
     variants.forget_compiled()
@@ -135,10 +138,24 @@ def measure(case: ModelCase, device: torch.device, settings: Document, tell: Pro
             )  # fmt: skip
             how = Settings(settings["rounds"], settings["budget_seconds"], settings["seed"])
             errors = case.batch == 1 and case.dtype == "fp32"
-            found, _ = timed(ready, how, tell, errors=errors, costs=False)
+            found, _ = timed(
+                ready, how, tell, errors=errors, costs=False,
+                exchanged=lambda: _exchanged(ready, settings["backend"], tell),
+            )  # fmt: skip
             return result(case, found, [])
     except (ElsaError, RuntimeError, MemoryError) as error:
         return empty(case, first_line(error))
+
+
+def _exchanged(ready: Prepared, backend: str, tell: Progress) -> tuple[Contender, ...]:
+    """The contenders once the unpatched copy is patched and the patched one is not; graphs stay."""
+    unpatch(ready.patched)
+    patch(ready.plain, precision=ready.report.precision, backend=backend)
+    eager = variants.build(
+        ready.patched, ready.plain, ready.arguments, ("eager", "patched"), tell
+    ).contenders
+    by_name = {contender.name: contender for contender in (*ready.built.contenders, *eager)}
+    return tuple(by_name.values())
 
 
 def built(case: ModelCase, device: torch.device, seed: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Tables of training that no document of `elsa bench` holds, rendered from their JSON files."""
+"""Tables of training steps and gradients in Markdown, rendered from their JSON files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,28 @@ def table(document: dict[str, Any]) -> str:
         memory = "-" if None in held else " / ".join(f"{size / 2**20:.0f}" for size in held)
         about = " | ".join(str(case[key]) for key in ("model", "image_size", "batch", "dtype"))
         lines.append(f"| {about} | {times} | {ratio} | {memory} |")
+    return "\n".join(lines) + "\n"
+
+
+def steps_table(document: dict[str, Any]) -> str:
+    """The steps of a document of `elsa bench training` in Markdown; MB beyond weights."""
+    lines = [
+        "| model | px | batch | dtype | original, ms | patched, ms | gain (95%) "
+        "| MB original / patched |",
+        "|---|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    for result in document["results"]["cases"]:
+        case, gain = result["case"], result["gain"]
+        runs = {run["contender"]: run for run in result["measurements"]}
+        ways = [runs["eager"], runs["patched"]]
+        times = " | ".join(f"{1e3 * way['seconds']:.3g}" for way in ways)
+        held = [way["memory_bytes"] for way in ways]
+        memory = " / ".join("-" if size is None else f"{size / 1e6:.0f}" for size in held)
+        known = f"{gain['low']:.2f} to {gain['high']:.2f}"
+        if gain["verdict"] == "unsure":
+            known = f"{gain['rounds']} rounds"
+        about = " | ".join(str(case[key]) for key in ("label", "image_size", "batch", "dtype"))
+        lines.append(f"| {about} | {times} | {gain['value']:.2f} ({known}) | {memory} |")
     return "\n".join(lines) + "\n"
 
 

@@ -132,6 +132,24 @@ def take_samples(
     return timing.interleaved(contenders, _MOST_ROUNDS, sample, enough, order)
 
 
+def averaged(one: Samples, other: Samples) -> Samples:
+    """The means of two runs of the same contenders, round by round; further rounds are left out.
+
+    What their clocks saw is left out too.
+    """
+
+    def mean(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else (a + b) / 2
+
+    return {
+        name: [
+            Sample((a.seconds + b.seconds) / 2, mean(a.host, b.host), mean(a.device, b.device))
+            for a, b in zip(samples, other[name], strict=False)
+        ]
+        for name, samples in one.items()
+    }
+
+
 def _round_seconds(
     contenders: Sequence[Contender],
     device: torch.device,
@@ -147,7 +165,8 @@ def _round_seconds(
             continue
         single = timing.warmed_up(contender, _WARM_UP * budget / len(contenders))
         if device.type == "cuda":  # the host alone was seen so far
-            single = min(_once(contender.call, device, None).seconds for _ in range(3))
+            with contender.context(), torch.inference_mode():
+                single = min(_once(contender.call, device, None).seconds for _ in range(3))
         cost += single
     return max(cost, 1e-9)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -242,27 +242,38 @@ def prepare(
 def timed(
     ready: Prepared, settings: Settings, tell: Progress,
     clocks: Mapping[str, rounds.Clock] | None = None, *, errors: bool = True, costs: bool = True,
+    exchanged: Callable[[], Sequence[Contender]] | None = None,
 ) -> tuple[ModelRuns, Samples]:  # fmt: skip
     """The runs of what was prepared, their errors, and the samples that they were made of.
 
     Without `costs` memory, energy and the GPU's share of a call stay unknown, which saves time.
+    `exchanged` makes the same contenders of other copies of the model: half of the time goes to
+    them, and each sample is the mean of the two, because a copy can be a twentieth slower than
+    another only by where it lies in the host's memory.
     """
     first, built, report = ready.first, ready.built, ready.report
     watch = Watch(first.device)
-    tell("rounds", 0, 0)
-    samples = rounds.take_samples(
-        built.contenders, first.device, settings, clocks,
-        progress=lambda done, total: tell("rounds", done, total), first=built.first_seconds,
-    )  # fmt: skip
-    spreads = {name: _spread(_seconds(samples, name)) for name in samples}
-    warnings = watch.warnings(spreads)
-    tell("memory", 0, 0)
-    judge = _Judge(samples, settings)
+
+    def sampled(contenders: Sequence[Contender], share: float) -> Samples:
+        tell("rounds", 0, 0)
+        return rounds.take_samples(
+            contenders, first.device,
+            replace(settings, budget_seconds=share * settings.budget_seconds), clocks,
+            progress=lambda done, total: tell("rounds", done, total), first=built.first_seconds,
+        )  # fmt: skip
+
+    samples = sampled(built.contenders, 1.0 if exchanged is None else 0.5)
     tell("errors", 0, 0)
     calls, how = built.contenders, report.precision
     known = UNKNOWN
     if errors and not ready.trains:
         known = run_errors(ready.plain, calls, ready.arguments, how)
+    if exchanged is not None:
+        samples = rounds.averaged(samples, sampled(exchanged(), 0.5))
+    spreads = {name: _spread(_seconds(samples, name)) for name in samples}
+    warnings = watch.warnings(spreads)
+    judge = _Judge(samples, settings)
+    tell("memory", 0, 0)
     runs = _runs(ready, judge, known, costs=costs)
     best, own = _fastest(runs, patched=False), _fastest(runs, patched=True)
     found = ModelRuns(

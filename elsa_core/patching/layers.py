@@ -83,6 +83,20 @@ def support(module: nn.Module) -> Support | None:
     return Support(False, f"is no plain nn.Linear but a {name}, which may compute something else")
 
 
+def normed_images(model: nn.Module) -> set[nn.Module]:
+    """The convolutions of patch embeddings whose images a batch norm reads, and more convolutions
+    after it: a product would lay them out by channels last, which all of those take longer for.
+    """
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        parts = module._modules
+        if isinstance(parts.get("proj"), nn.Conv2d) and isinstance(
+            parts.get("norm"), nn.BatchNorm2d
+        ):
+            found.add(parts["proj"])  # type: ignore[arg-type]
+    return found
+
+
 def companions(model: nn.Module, selected: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """The modules whose classes are swapped beside those of `selected`: the linear layers within
     MLPs, the blocks that hand terms to a selected site, and in any scope models that say what is

@@ -210,7 +210,7 @@ def find_sites(model: nn.Module, scope: str = layers.ATTENTION) -> tuple[Attenti
 
 
 def _sites(model: nn.Module, whole: bool) -> Iterator[AttentionSite]:
-    within: set[nn.Module] = set()  # computed by the adapter of the block or MLP around them
+    within = layers.normed_images(model) if whole else set()  # and parts of blocks and MLPs
     for path, module in model.named_modules():
         if module in within:
             continue

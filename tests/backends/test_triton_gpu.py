@@ -153,7 +153,25 @@ def test_head_dims(dtype, precision, d):
 
 @pytest.mark.parametrize(("dtype", "precision"), MODES)
 @pytest.mark.parametrize(
-    "dims", [(64, 32), (64, 16), (64, 24), (64, 128), (80, 64), (32, 88), (128, 32), (16, 128)]
+    "dims",
+    [
+        (64, 32),
+        (64, 16),
+        (64, 24),
+        (64, 128),
+        (80, 64),
+        (32, 88),
+        (128, 32),
+        (16, 128),
+        (20, 16),
+        (36, 16),
+        (52, 16),
+        (60, 32),
+        (63, 33),
+        (92, 32),
+        (100, 16),
+        (124, 32),
+    ],
 )
 def test_value_dim_differs(dtype, precision, dims):
     agree(*tensors(1, 2, 2, 130, 333, *dims, dtype), precision=precision)

@@ -287,3 +287,21 @@ def test_the_operators_share_one_cache():
     from elsa_core.backends.triton.window import planner as windows
 
     assert planner.PLANS is linear.PLANS is windows.PLANS
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "value_dim"), [(20, 16), (60, 32), (92, 32), (63, 33), (100, 16)])
+def test_unaligned_rows_of_half_precision_fill_128_bytes(dtype, dim, value_dim):
+    """Shorter tiles that the loop writes to shared memory were seen miscompiled (Triton 3.6,
+    sm_90): head dimension 60 with values of 32 gave wrong results without a word."""
+    pytest.importorskip("triton")
+
+    def constants(dim, value_dim):
+        q, v = (torch.empty(1, 2, 96, d, dtype=dtype, device="meta") for d in (dim, value_dim))
+        call = planner.plan_call(q, q, v, None, False, 1.0, "strict", specialized=False)
+        return call.launches["fold"].tail
+
+    known = constants(dim, value_dim)
+    assert (known["UNIT"], known["D1"], known["V1"]) == (1, 0, 0)
+    assert known["D0"] >= max(64, dim) and known["V0"] >= max(64, value_dim)
+    assert constants(32, 16)["V0"] == 16  # aligned rows are copied ahead of the loop

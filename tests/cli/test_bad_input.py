@@ -123,7 +123,7 @@ def test_a_path_that_cannot_be(elsa: Elsa, line: tuple[str, ...], code: int, pat
 RESULTS = {
     "profile": (("profile", *TINY, "--resume", "f.json"), 4),
     "state": (("inspect", "--all", "--state", "f.json"), 4),
-    "resume": (("bench", "models", "--resume", "-o", "f.json"), 4),
+    "resume": (("bench", "models", "--resume", "-o", "f.json", "--allow-busy"), 4),
     "compare": (("bench", "--compare", "f.json"), 2),
     "from": (("bench", "--compare", "attention_cpu", "--from", "f.json"), 2),
 }

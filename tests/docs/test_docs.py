@@ -76,7 +76,7 @@ def test_convergence_is_that_of_the_result() -> None:
 def test_the_tables_of_training_are_those_of_the_results(name: str) -> None:
     tuning = ROOT / "elsa_core" / "backends" / "triton" / "tuning"
     render, path = {
-        "training": (training_tables.table, DOCS / "training_h200.json"),
+        "training": (training_tables.steps_table, DOCS / "training_steps_h200.json"),
         "training_cpu": (training_tables.table, DOCS / "training_cpu.json"),
         "gradients": (training_tables.gradients_table, tuning / "backward" / "measured_h200.json"),
     }[name]

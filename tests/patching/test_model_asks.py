@@ -33,20 +33,6 @@ def images(batch=2):
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
-    """CPU tensors that say they are on a GPU; the answers of sites are counted."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    monkeypatch.setattr(host, "_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    calls.forget_kinds()
-    asked, answered = [], host._answered
-    monkeypatch.setattr(host, "_answered", lambda yes: asked.append(yes) or answered(yes))
-    yield asked
-    calls.forget_kinds()
-
-
-@pytest.fixture
 def patched(on_gpu):
     model = made()
     with torch.no_grad():

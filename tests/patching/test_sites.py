@@ -293,3 +293,13 @@ def test_the_table_names_classes_that_exist() -> None:
 
 def test_nothing_is_found_in_a_convnet() -> None:
     assert find_sites(timm.create_model("resnet18")) == ()
+
+
+def test_an_image_that_a_batch_norm_reads_stays_as_it_lies() -> None:
+    """As a product its channels come last, and all convolutions after it took twice as long."""
+    with_norm, tokens = light("visformer_tiny"), light("nest_tiny")
+    kinds = {
+        name: [site.path for site in find_sites(model, "model") if site.kind == "patch-embedding"]
+        for name, model in (("visformer", with_norm), ("nest", tokens))
+    }
+    assert kinds == {"visformer": [], "nest": ["patch_embed.proj"]}

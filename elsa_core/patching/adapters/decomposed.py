@@ -68,9 +68,11 @@ def attend_decomposed(
         ),
         dim=-1,
     )
+    # zeros, with which rows are aligned as a GPU's kernels read them fast
+    more = -(dim + k_rows + k_columns) % 8 if key.is_cuda else 0
     # One dtype: autocast may have turned the products, but not the operands, to half precision.
-    places = F.pad(places.flatten(0, 1), (0, 0, prefix, 0)).to(key.dtype)
-    offsets = F.pad(torch.cat((by_row, by_column), dim=-1), (0, 0, prefix, 0))
+    places = F.pad(places.flatten(0, 1), (0, more, prefix, 0)).to(key.dtype)
+    offsets = F.pad(torch.cat((by_row, by_column), dim=-1), (0, more, prefix, 0))
     query = torch.cat((query * scale, offsets.to(query.dtype)), dim=-1)
     key = torch.cat((key, places.expand(*key.shape[:2], -1, -1)), dim=-1)
     return attend(module, query, key, value, scale=1.0, dropout_p=dropout_p)

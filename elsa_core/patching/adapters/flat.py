@@ -35,9 +35,9 @@ _HOOKS = itemgetter(
 
 _FORWARD = attrgetter("forward")
 
-_ATTENTION, _MLP = "timm.layers.attention.Attention", "timm.layers.mlp.Mlp"
+ATTENTION, MLP = "timm.layers.attention.Attention", "timm.layers.mlp.Mlp"
 _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
-_SCALE, _DROP_PATH = "timm.layers.layer_scale.LayerScale", "timm.layers.drop.DropPath"
+_SCALE, DROP_PATH = "timm.layers.layer_scale.LayerScale", "timm.layers.drop.DropPath"
 # Adapters in whose place the original may run: no others, which may compute something else.
 _ADAPTERS: Final = {
     f"elsa_core.patching.adapters.{name}"
@@ -164,7 +164,7 @@ def _has_own_forward(cls: Any) -> bool:
 
 def block(module: Any, drops: Drops) -> Run | None:
     """What computes a timm `Block` without a mask."""
-    attend = attention(module.attn, drops) if _name(module.attn) == _ATTENTION else None
+    attend = attention(module.attn, drops) if name_of(module.attn) == ATTENTION else None
     change = of_mlp(module.mlp, drops)
     norms = norm(module.norm1), norm(module.norm2)
     scales = scale_of(module.ls1), scale_of(module.ls2)
@@ -187,10 +187,9 @@ def attention(module: Any, drops: Drops) -> Run | None:
         return None
     qkv, proj = linear(module.qkv), linear(module.proj)
     query, key = norm(module.q_norm), norm(module.k_norm)
-    last = norm(parts["norm"]) if "norm" in parts else _unchanged
-    if None in (qkv, proj, query, key, last) or type(module.attn_drop) is not nn.Dropout:
+    last = norm(parts["norm"]) if "norm" in parts else unchanged
+    if None in (qkv, proj, query, key, last) or not drops_weights(module, drops):
         return None
-    drops.append((space, vars(module.attn_drop), "p"))
     own = type(module).__dict__.get("elsa_base", type(module)).forward
     owner = weakref.ref(module)  # what holds the module itself would keep it for ever
 
@@ -206,9 +205,17 @@ def attention(module: Any, drops: Drops) -> Run | None:
     return run
 
 
+def drops_weights(module: Any, drops: Drops) -> bool:
+    """Whether what drops attention weights is a plain dropout, whose rate counts in training."""
+    if type(module.attn_drop) is not nn.Dropout:
+        return False
+    drops.append((vars(module), vars(module.attn_drop), "p"))
+    return True
+
+
 def of_mlp(module: Any, drops: Drops) -> Run | None:
     """What computes a part that may be a timm `Mlp`."""
-    return mlp(module, drops) if _name(module) == _MLP else None
+    return mlp(module, drops) if name_of(module) == MLP else None
 
 
 def mlp(module: Any, drops: Drops) -> Run | None:
@@ -217,7 +224,7 @@ def mlp(module: Any, drops: Drops) -> Run | None:
     known = idles(module.drop1, drops) and idles(module.drop2, drops)
     if first is None or second is None or between is None or not known:
         return None
-    if _name(module.act) not in _ACTIVATIONS:
+    if name_of(module.act) not in _ACTIVATIONS:
         return None
     act = module.act.forward
     return lambda x: second(between(act(first(x))))
@@ -225,7 +232,7 @@ def mlp(module: Any, drops: Drops) -> Run | None:
 
 def linear(module: Any) -> Run | None:
     """What computes an `nn.Linear`."""
-    if _name(module) != "torch.nn.modules.linear.Linear" or "weight" not in module._parameters:
+    if not is_linear(module):
         return None
     space = vars(module)
 
@@ -236,11 +243,17 @@ def linear(module: Any) -> Run | None:
     return run
 
 
+def is_linear(module: Any) -> bool:
+    """Whether a module is an `nn.Linear`, patched or not, whose weight is a parameter."""
+    plain = name_of(module) == "torch.nn.modules.linear.Linear"
+    return plain and "weight" in module._parameters
+
+
 def norm(module: Any) -> Run | None:
     """What computes a layer norm, or an identity in its place."""
     if type(module) is nn.Identity:
-        return _unchanged
-    if _name(module) not in _NORMS or getattr(module, "_fast_norm", False):
+        return unchanged
+    if name_of(module) not in _NORMS or getattr(module, "_fast_norm", False):
         return None
     space = vars(module)
 
@@ -255,8 +268,8 @@ def norm(module: Any) -> Run | None:
 def scale_of(module: Any) -> Run | None:
     """What computes a LayerScale, or an identity in its place."""
     if type(module) is nn.Identity:
-        return _unchanged
-    if _name(module) != _SCALE:
+        return unchanged
+    if name_of(module) != _SCALE:
         return None
     space = vars(module)
 
@@ -271,18 +284,19 @@ def idles(module: Any, drops: Drops) -> bool:
     """Whether a module changes nothing as long as it drops nothing."""
     if type(module) is nn.Identity:
         return True
-    rates = {"torch.nn.modules.dropout.Dropout": "p", _DROP_PATH: "drop_prob"}
-    rate = rates.get(_name(module))
+    rates = {"torch.nn.modules.dropout.Dropout": "p", DROP_PATH: "drop_prob"}
+    rate = rates.get(name_of(module))
     if rate is not None:
         drops.append((vars(module), vars(module), rate))
     return rate is not None
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def unchanged(x: Tensor) -> Tensor:
+    """What an identity computes."""
     return x
 
 
-def _name(module: Any) -> str:
+def name_of(module: Any) -> str:
     """The name of a module's class, of `_ADAPTERS` that of the class which they stand for."""
     cls: Any = type(module)
     name = f"{cls.__module__}.{cls.__qualname__}"

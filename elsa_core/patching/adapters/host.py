@@ -45,6 +45,7 @@ class _Choices(threading.local):
     within: tuple[int, int | None, int] | None = None
     originals = 0  # of the answers that sites got
     others = 0
+    asked: set[Any] | None = None  # takes up the sites that are told to keep their originals
 
 
 _CHOICES = _Choices()
@@ -62,6 +63,15 @@ def all_original(forward: Callable[..., Any], *arguments: Any, **options: Any) -
         return forward(*arguments, **options)
     finally:
         _CHOICES.within = before
+
+
+def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """`all_original`, and the set of the patched modules that asked in it."""
+    before, _CHOICES.asked = _CHOICES.asked, set()
+    try:
+        return all_original(forward, *arguments, **options), _CHOICES.asked
+    finally:
+        _CHOICES.asked = before
 
 
 def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, bool]:
@@ -108,6 +118,8 @@ def is_within_original(site: Any) -> bool:
     # a compiler reads no further than its own question; the shorter one, which every layer asks
     if is_dynamo_compiling() or not _CHOICES.within or _CHOICES.within != calls.surroundings():
         return False
+    if _CHOICES.asked is not None:
+        _CHOICES.asked.add(site)
     return is_unasked(site.__dict__)
 
 
@@ -264,15 +276,20 @@ def _own(site: Any, name: str) -> Callable[..., Any]:
     since, keeps it no longer than the call (`elsa_kept`).
     """
     method: Callable[..., Any] = getattr(site.elsa_base, name)
-    if not hasattr(site, "elsa_kept"):
+    if not hasattr(type(site), "elsa_kept"):
         return method
 
     def fresh(self: Any, *given: Any, **named: Any) -> Any:
-        self.elsa_kept().clear()
+        kept, table, index = self.elsa_kept()
+        kept.clear()
+        if not (self.training or torch.is_grad_enabled()):
+            # what the original would gather, by an operator that takes the host half the time
+            biases = table.index_select(1, index.view(-1)).view(-1, *index.shape)
+            kept[str(table.device)] = biases
         try:
             return method(self, *given, **named)
         finally:
-            self.elsa_kept().clear()
+            kept.clear()
 
     return fresh
 

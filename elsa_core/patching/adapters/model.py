@@ -2,11 +2,11 @@
 
 Its class becomes one of the same name whose call, and whose methods that users call in its place,
 remember of which kinds every site that asked kept its original: the next call of such a kind runs
-whole within `all_original`. That is right for any call, since the original forward is; only its
-speed and memory, which are the original's, may not be what elsa's would be. So what is told apart
-are shapes, strides, dtypes and modes, and nothing of the model. A call that is not eager and on a
-GPU is as it was, and so is one that a CUDA graph records: there sites are asked as in the first
-call, which loaded their kernels.
+whole within `all_original`, and further ones with the sites' original methods (`direct.py`). That
+is right for any call, since the original forward is; only its speed and memory, which are the
+original's, may not be what elsa's would be. So what is told apart are shapes, strides, dtypes and
+modes, and nothing of the model. A call that is not eager and on a GPU is as it was, and so is one
+that a CUDA graph records: there sites are asked as in the first call, which loaded their kernels.
 
 Libraries know models by name (transformers saves it, and looks it up), so name and module are those
 of the class that it stands for. Pickle and deepcopy build it from that class.
@@ -30,13 +30,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from elsa_core import calls, routing
-from elsa_core.patching.adapters.host import all_original, is_captured, observed
+from elsa_core.patching.adapters.direct import Direct, direct
+from elsa_core.patching.adapters.host import all_original, asking_sites, is_captured, observed
 
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
 _CLASSES = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 # Kinds of calls by model. Bound: models alive, times `_MOST`.
-_SETTLED: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+_SETTLED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Direct | None]]
+_SETTLED = weakref.WeakKeyDictionary()
 _MOST = 64
 # Methods of timm's and open_clip's models that are called in the place of the model.
 _ENTRIES = ("encode_image", "encode_text", "forward_features", "forward_intermediates")
@@ -125,14 +127,19 @@ def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[
 def _asked(
     model: nn.Module, kind: Any, method: Any, given: tuple[Any, ...], named: dict[str, Any]
 ) -> Any:
-    settled = _SETTLED.get(model, ())
+    settled = _SETTLED.get(model, {})
     if kind in settled:
-        return all_original(method, model, *given, **named)
+        own = settled[kind]
+        if own is not None:
+            return all_original(own, method, model, *given, **named)
+        out, sites = asking_sites(method, model, *given, **named)
+        settled[kind] = direct(model, sites)
+        return out
     out, original = observed(method, model, *given, **named)
     if original:
         if len(settled) >= _MOST:
             _SETTLED.pop(model, None)  # another thread may have
-        _SETTLED.setdefault(model, set()).add(kind)
+        _SETTLED.setdefault(model, {})[kind] = None
     return out
 
 

@@ -24,12 +24,14 @@ from elsa_core.patching.adapters.host import (
     is_within_original,
 )
 from elsa_core.patching.adapters.residual import added
+from elsa_core.patching.adapters.rows import by_row
 
 
 class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
     """A ViT block: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Block
+    elsa_flat = True  # its original forward may be called as functions in a row
     elsa_companion = True
     elsa_any_scope = True
     elsa_scope: str = "model"  # "attention" where no layer within is patched
@@ -68,7 +70,9 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         if is_host_bound(self, operator, x, work, by_elsa) or self._trains_by_pytorch(x):
             out: Tensor = all_original(self._original, x, terms)
             return out
-        return by_elsa()
+        plain = layered and attn_mask is None and is_causal is False
+        row = by_row(self, x) if plain else None
+        return by_elsa() if row is None else row
 
     def _original(self, x: Tensor, terms: dict[str, Any]) -> Tensor:
         """The original forward, in calls that are not compiled."""

@@ -15,7 +15,8 @@ import torch
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters import flat
+from elsa_core import calls
+from elsa_core.patching.adapters import flat, rows
 from elsa_core.patching.adapters.common import norm_of, project, scale_of
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives, derived
 from elsa_core.patching.adapters.host import is_host_bound, is_within_original
@@ -65,7 +66,15 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
                 out = flat.served(self, _row, x)
                 if out is not None:
                     return out
-        return self._elsa_forward(x)
+        row = rows.row_of(self, _elsa_row, x) if self._elsa_has_row(x) else None
+        return self._elsa_forward(x) if row is None else row
+
+    def _elsa_has_row(self, x: Tensor) -> bool:
+        """Whether a call need not go through `_attn`: by a caller's own, or by the original's."""
+        attn: Any = self.attn
+        if "_attn" in vars(self) or calls.watched() or type(attn) is not WindowAttention:
+            return False
+        return not trains_original(self, x, attn.qkv, attn.num_heads, self.window_size)
 
     def _elsa_forward(self, x: Tensor) -> Tensor:
         norm = self.norm1
@@ -140,6 +149,39 @@ def _row(module: Any, drops: flat.Drops) -> flat.Run | None:
         x = x + proj(windows)
         tokens = x.flatten(1, 2)
         return (tokens + change(second(tokens))).reshape(x.shape)
+
+    return run
+
+
+def _elsa_row(module: Any, drops: flat.Drops) -> flat.Run | None:
+    """The block by elsa's operators as functions in a row, where every layer is patched."""
+    attn, first, second = module.attn, flat.norm(module.norm1), flat.norm(module.norm2)
+    qkv, proj, change = rows.linear(attn.qkv), rows.linear(attn.proj), rows.mlp(module.mlp, drops)
+    paths = rows.path(module.drop_path1), rows.path(module.drop_path2)
+    plain = type(attn) is WindowAttention and flat.drops_weights(attn, drops)
+    if not plain or not flat.idles(attn.proj_drop, drops) or None in paths:
+        return None
+    if None in (first, second, qkv, proj, change):
+        return None
+    path1, path2 = paths
+    owner = weakref.ref(module)
+
+    def attention(normed: Tensor, residual: Tensor | None, gamma: Tensor | None) -> Tensor:
+        block: Any = owner()
+        inner = block.attn
+        bias: Bias = derived(block.elsa_derivation())
+        windows = attend_windows(
+            block, qkv(normed), bias.bias, num_heads=inner.num_heads,  # type: ignore[misc]
+            window_size=block.window_size, shift_size=block.shift_size, scale=scale_of(inner),
+            bias_index=bias.bias_index, pad_qkv=inner.qkv.bias,
+        )  # fmt: skip
+        return proj(windows, "none", residual, gamma)  # type: ignore[misc]
+
+    def run(x: Tensor) -> Tensor:
+        x = rows.added(attention, first(x), x, None, path1())  # type: ignore[misc]
+        tokens = x.flatten(1, 2)
+        out = rows.added(change, second(tokens), tokens, None, path2())  # type: ignore[arg-type, misc]
+        return out.reshape(x.shape)
 
     return run
 

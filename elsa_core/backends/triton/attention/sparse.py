@@ -123,6 +123,7 @@ def plan_call(
     step, unit_d = layout.row_unit((query, key, value))
     half = query.dtype != torch.float32
     rows = ROWS[half]
+    least = 64 if half and step == 1 else 16  # see `schedules.forward._widths`
     frozen = bool(options.relief & FROZEN)
     shift = FROZEN_SHIFT if frozen else SHIFT
     tail: dict[str, Any] = {
@@ -136,8 +137,8 @@ def plan_call(
         "SUMMARIES": bool(options.relief & SUMMARIES), "ORDER": bool(options.relief & ORDER),
         "FROZEN": frozen, "SHIFT": shift if query.dtype == torch.float16 else 0,
         "STAGES": 2 if half else 1, "BM": rows, "BN": KEYS, "STEP": step, "UNIT_D": unit_d,
-        "D": head_dim, "D0": layout.padded(head_dim),
-        "DV": value_dim, "V0": layout.padded(value_dim),
+        "D": head_dim, "D0": layout.padded(head_dim, least),
+        "DV": value_dim, "V0": layout.padded(value_dim, least),
     }  # fmt: skip
     wide = max(tail["D0"], tail["V0"]) > 64
     grid = (batch * heads * -(-queries // rows),)

@@ -34,8 +34,8 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
         problem.query, problem.key, problem.value, problem.mask, problem.shape,
     )  # fmt: skip
     p, t, mode = problem.tiles, problem.tile, problem.mode
-    (d0, d1), (v0, v1) = _widths(problem)
     unit, unit_d = layout.row_unit((q, k, v))
+    (d0, d1), (v0, v1) = _widths(problem, unit)
     m_strides, factors = layout.mask_strides(mask), layout.score_scale(problem.scale, mode)
     tail_stages = 1
     if mode == "half" or t.ahead:
@@ -61,14 +61,16 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _widths(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
+def _widths(problem: Problem, unit: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The blocks that cover the head and the value dimension."""
     t, shape = problem.tile, problem.shape
     d0, d1 = tiling.blocks(shape.head_dim, t.part)
     v0, v1 = tiling.blocks(shape.value_dim, t.part)
-    if problem.mode in ("split", "single") and not t.ahead:
-        # split inside the loop, blocks of under 128 bytes a row were seen miscompiled (Triton 3.6,
-        # sm_90)
+    loaded = problem.mode == "half" and unit == 1  # rows that are not aligned are not copied ahead
+    if loaded or (problem.mode in ("split", "single") and not t.ahead):
+        # Tiles that the loop itself writes to shared memory, of under 128 bytes a row, were seen
+        # miscompiled (Triton 3.6, sm_90): wrong results and reads out of bounds in half precision
+        # where the value's rows were shorter there than the key's.
         d0, d1 = max(64, d0 if not d1 else 2 * d0), 0
         v0, v1 = max(64, v0 if not v1 else 2 * v0), 0
     return (d0, d1), (v0, v1)

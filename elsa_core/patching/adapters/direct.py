@@ -1,0 +1,79 @@
+"""The original methods of a model's sites, put on the modules themselves for the time of one call.
+
+In a call of which every site keeps its original (`model.py`), each site would still be asked
+whether it is called within that, which takes the host longer than a small layer. The modules that
+were asked in one such call get their original methods as attributes of their own in the next, where
+PyTorch finds them in the place of those of the class, without a question. A thread that runs the
+model meanwhile finds them too and computes the same by the originals.
+
+Left as they are, and asked: a module that the user gave a method of its own, whose class is no
+longer the one that it was patched with, that keeps something of its weights, or whose functions are
+called in a row (`flat.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Final
+
+from torch import nn
+
+# How a module is trained, saved and moved is the same for both.
+_OTHERS: Final = frozenset({"_apply", "_load_from_state_dict", "train"})
+Space = dict[str, Any]  # what a module holds: its __dict__
+
+
+@dataclass(frozen=True, eq=False)
+class Direct:
+    """Modules of one model and the class that each has; calls the model with their originals."""
+
+    sites: tuple[tuple[weakref.ref[Any], Any], ...]
+
+    def __call__(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """method(...), within which the modules have their original methods."""
+        put: list[tuple[Space, str, MethodType]] = []
+        try:
+            for ref, cls in self.sites:
+                site: Any = ref()
+                if type(site) is not cls:  # gone, or another one since
+                    continue
+                space = site.__dict__
+                for name in _replaced(cls):
+                    if name not in space:
+                        own = MethodType(getattr(cls.elsa_base, name), site)
+                        put.append((space, name, own))
+                        space[name] = own
+            return method(*given, **named)
+        finally:
+            for space, name, own in put:
+                if space.get(name) is own:
+                    space.pop(name, None)
+
+
+def direct(model: nn.Module, asked: Iterable[Any]) -> Direct:
+    """Of the modules within `model` that were asked, those that need not be."""
+    known: list[tuple[weakref.ref[nn.Module], Any]] = []
+    for site in asked:
+        cls: Any = type(site)
+        if site is not model and replaced(cls):
+            known.append((weakref.ref(site), cls))
+    return Direct(tuple(known))
+
+
+def replaced(cls: Any) -> tuple[str, ...]:
+    """The methods of the class that it stands for that an adapter replaces; none where they cannot
+    stand for its own.
+    """
+    # a class derived since may have methods of its own
+    if "elsa_base" not in cls.__dict__ or hasattr(cls, "elsa_kept") or hasattr(cls, "elsa_flat"):
+        return ()
+    own = cls.__mro__[: cls.__mro__.index(cls.elsa_base)]
+    names = {name for c in own for name, value in vars(c).items() if callable(value)} - _OTHERS
+    return tuple(n for n in sorted(names) if not n.startswith("__") and hasattr(cls.elsa_base, n))
+
+
+_replaced: Any = functools.lru_cache(maxsize=256)(replaced)

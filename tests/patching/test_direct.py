@@ -1,0 +1,154 @@
+"""Sites with their original methods on themselves, for the time of one small call on a GPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import elsa_core as elsa
+from elsa_core.patching.adapters import direct, host
+
+timm = pytest.importorskip("timm")
+
+
+@pytest.fixture
+def model(on_gpu):
+    """A patched model whose calls of two images are settled."""
+    torch.manual_seed(0)
+    options = {"depth": 2, "img_size": 32, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+    made = timm.create_model("beit_base_patch16_224", **options).eval()
+    elsa.patch(made, scope="model")
+    with torch.no_grad():
+        for _ in range(3):
+            made(images())
+    return made
+
+
+def images(batch=2):
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def with_own(model):
+    return [name for name, m in model.named_modules() if "forward" in vars(m)]
+
+
+def during(model, look):
+    """A call within which `look` is called."""
+    handle = model.blocks[1].norm2.register_forward_hook(lambda *_: look())
+    try:
+        with torch.no_grad():
+            return model(images())
+    finally:
+        handle.remove()
+
+
+def test_methods_are_there_for_one_call(model):
+    seen = []
+    during(model, lambda: seen.extend(with_own(model)))
+    assert {"blocks.0", "blocks.1.attn", "head"} <= set(seen)
+    assert not [name for name in seen if name.endswith("mlp")]  # functions in a row
+    assert not with_own(model)
+
+
+def test_nothing_asks_but_what_is_left_out(model, monkeypatch):
+    asked = []
+    answers = host.is_unasked
+    monkeypatch.setattr(host, "is_unasked", lambda space: asked.append(space) or answers(space))
+    with torch.no_grad():
+        model(images())
+    # an attribute of the attention is read by way of a question too
+    left = [vars(part) for block in model.blocks for part in (block.attn, block.mlp)]
+    assert asked and all(any(space is each for each in left) for space in asked)
+
+
+def test_they_go_with_an_error(model):
+    def fails():
+        raise ValueError("a hook's")
+
+    with pytest.raises(ValueError, match="a hook's"):
+        during(model, fails)
+    assert not with_own(model)
+
+
+def test_a_method_of_the_users_own_stays(model):
+    attn = model.blocks[1].attn
+    attn.forward = lambda x, **_: torch.zeros_like(x)
+    with torch.no_grad():
+        found = model(images())
+        del attn.forward
+        expected = model(images())
+    assert not torch.equal(found, expected)
+    before = attn.forward
+
+    def replaces():
+        attn.forward = before
+
+    during(model, replaces)
+    assert attn.__dict__.pop("forward") is before
+
+
+def test_a_class_derived_since_has_the_say(model):
+    layer = model.head
+
+    class Doubled(type(layer)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with torch.no_grad():
+        expected = model(images())
+        layer.__class__ = Doubled
+        assert torch.equal(model(images()), 2 * expected)
+
+
+def test_a_module_put_in_its_place_is_called(model):
+    model.head = nn.Linear(24, 7)
+    with torch.no_grad():
+        assert model(images()).shape == (2, 7)
+
+
+def test_other_threads_compute_the_same(model):
+    with torch.no_grad():
+        expected = [model(images(batch)) for batch in (2, 3)]
+    found = []
+
+    def other():
+        with torch.no_grad():
+            found.extend(model(images(batch)) for batch in (2, 3))
+
+    def meanwhile():
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    found.append(during(model, meanwhile))
+    for out, right in zip(found, (expected[0], expected[1], expected[0]), strict=True):
+        assert torch.equal(out, right)
+    assert not with_own(model)
+
+
+def test_what_may_be_left_alone():
+    from elsa_core.patching.adapters import timm_levit, timm_mlp, torch_layers
+
+    assert direct.replaced(torch_layers.ElsaLinear) == ("forward",)
+    assert direct.replaced(timm_mlp.ElsaMlp) == () == direct.replaced(timm_levit.ElsaLevitAttention)
+    assert direct.replaced(nn.Linear) == ()
+
+
+def test_kept_biases_follow_the_weights(on_gpu):
+    torch.manual_seed(0)
+    model = timm.create_model("levit_128s", img_size=32, num_classes=5).eval()
+    reference = timm.create_model("levit_128s", img_size=32, num_classes=5).eval()
+    elsa.patch(model, scope="attention")
+    x = images()
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+            for name, parameter in model.named_parameters():
+                if "attention_biases" in name:
+                    parameter.data.add_(torch.randn_like(parameter))
+        reference.load_state_dict(model.state_dict())
+        assert torch.equal(model(x), reference(x))
