@@ -69,12 +69,17 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def band(case: Case, term: str, oracle: Tensor) -> float:
     """One rounding of the result's dtype. The gradient of a column is a sum whose terms cancel, to
-    zero in real arithmetic: what counts there is the rounding of the terms."""
+    zero in real arithmetic: what counts there is the rounding of the terms. That of a row is the
+    sum of the ranks' shares, each of which is rounded before."""
     scale = oracle
-    if (case.mask, term) == ("column", "mask"):
+    if term == "mask" and case.mask in ("column", "row"):
         whole = by_float64(Case(**{**vars(case), "expanded": True}))["mask"]
         assert whole is not None
-        scale = whole.abs().sum(-1)
+        if case.mask == "column":
+            scale = whole.abs().sum(-1)
+        else:
+            shares = [part.sum(2).abs() for part in whole.split(list(case.queries), 2)]
+            scale = torch.stack(shares).sum(0)
     return torch.finfo(case.dtype).eps * float(torch.linalg.vector_norm(scale))
 
 
