@@ -23,6 +23,7 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, Una
 from elsa_core.patching import adapters, layers
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
+from elsa_core.patching.adapters.direct import withdraw
 from elsa_core.patching.adapters.model import asking, may_ask
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
@@ -140,6 +141,7 @@ def patch(
     sparsity = checked(sparsity)
     wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
     scope = layers.scope_of(model, scope)
+    withdraw(model)
     sites = find_sites(model, scope)
     selected, kept = [], []
     for site in sites:
@@ -182,6 +184,7 @@ def unpatch(model: nn.Module) -> int:
     ]
     own = [_own_class(module) for module in modules]
     count = sum(not adapters.is_companion(module) for module in modules)
+    withdraw(model)
     calls.forget_kinds()
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls

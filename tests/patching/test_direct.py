@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 
 import pytest
@@ -152,3 +154,102 @@ def test_kept_biases_follow_the_weights(on_gpu):
                     parameter.data.add_(torch.randn_like(parameter))
         reference.load_state_dict(model.state_dict())
         assert torch.equal(model(x), reference(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "save"])
+def test_a_copy_from_within_a_call_is_clean(model, how):
+    """The methods would be another module's, and keep `patch` from the copy."""
+    made = []
+
+    def copies():
+        if how == "deepcopy":
+            made.append(copy.deepcopy(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            made.append(torch.load(file, weights_only=False))
+
+    handle = model.blocks[1].norm2.register_forward_hook(Once(copies))
+    with torch.no_grad():
+        expected = model(images())
+        handle.remove()
+        other = made[0]
+        assert not with_own(other) and not with_own(model)
+        assert torch.equal(other(images()), expected)
+    elsa.unpatch(other)
+    elsa.patch(other, scope="model")
+
+
+class Once:
+    """A hook that acts in its first call, and is copied as one that has acted."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def __call__(self, *_):
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+
+    def __reduce__(self):
+        return Once, (None,)
+
+
+def test_a_name_given_since_is_heard(model, monkeypatch):
+    layer, seen = model.head, []
+    layer.elsa_precision = "ieee"
+    during(model, lambda: seen.extend(with_own(model)))
+    assert "head" not in seen and "blocks.0" in seen
+
+
+def test_a_thread_of_other_calls_meets_its_own_answers(on_gpu):
+    """torchvision's ViT: an original of nn.MultiheadAttention reads a property of the patched one,
+    which answers by the thread."""
+    vision = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    made = vision.VisionTransformer(32, 16, 2, 2, 24, 48, num_classes=5).eval()
+    with torch.no_grad():
+        expected = made(images(3))
+    elsa.patch(made, scope="model")
+    found = []
+
+    def other():
+        with torch.no_grad():
+            found.append(made(images(3)))
+
+    def meanwhile(*_):
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    with torch.no_grad():
+        for _ in range(3):
+            made(images())
+        made.encoder.layers[0].ln_1.register_forward_hook(meanwhile)
+        made(images())
+    assert found and all(torch.allclose(out, expected, atol=1e-5) for out in found)
+
+
+def test_biases_written_by_a_late_hook_are_read(on_gpu):
+    """A hook of the attention within TinyViT's block writes its table: spectral norm, for one."""
+    torch.manual_seed(0)
+    model = timm.create_model("tiny_vit_5m_224", num_classes=5).eval()
+    elsa.patch(model, scope="attention")
+    block = next(m for m in model.modules() if hasattr(m, "elsa_kept"))
+    table = block.attn.attention_biases
+    wanted = torch.randn_like(table)
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        block.attn.register_forward_pre_hook(lambda *_: table.data.copy_(wanted))
+        model(x)
+        wanted.mul_(3)
+        found = model(x)
+        elsa.unpatch(model)
+        for each in model.modules():
+            if hasattr(each, "attention_bias_cache"):
+                each.attention_bias_cache.clear()
+        torch.testing.assert_close(found, model(x))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -225,3 +228,49 @@ def test_compilers_and_tracers_see_the_modules():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), expected)
         torch.testing.assert_close(torch.jit.trace(model, x)(x), expected)
+
+
+def test_a_scale_that_is_no_parameter_any_more_counts(large):
+    model, x = block(init_values=0.5), tokens()
+    with torch.no_grad():
+        expected = model(x)
+        for scale in (model[0].ls1, model[0].ls2):
+            gamma = scale.gamma.data
+            del scale.gamma
+            scale.register_buffer("gamma", gamma)
+        large.clear()
+        torch.testing.assert_close(model(x), expected)
+    assert large == [False]
+
+
+@pytest.mark.parametrize("kind", ["vit", "swin"])
+def test_monte_carlo_dropout_drops(large, swin_rows, kind):
+    """Weights are dropped by the dropout's own mode where attention is not fused."""
+    if kind == "vit":
+        model, x = block(attn_drop=0.9), tokens()
+    else:
+        model, x = swin(attn_drop=0.9)
+    model[0].attn.fused_attn = False
+    model[0].attn.attn_drop.train()
+    with torch.no_grad():
+        assert not torch.equal(model(x), model(x))
+    assert not any(large) and not any(swin_rows)
+
+
+def test_a_hook_that_holds_the_model_leaves_it_mortal(large):
+    class Extractor:
+        def __init__(self, model):
+            self.model = model
+            model[0].attn.register_forward_hook(self.take)
+
+        def take(self, *_):
+            pass
+
+    model = block()
+    model(tokens())
+    extractor = Extractor(model)
+    model(tokens())
+    seen = weakref.ref(model[0])
+    del model, extractor
+    gc.collect()
+    assert seen() is None

@@ -7,8 +7,9 @@ PyTorch finds them in the place of those of the class, without a question. A thr
 model meanwhile finds them too and computes the same by the originals.
 
 Left as they are, and asked: a module that the user gave a method of its own, whose class is no
-longer the one that it was patched with, that keeps something of its weights, or whose functions are
-called in a row (`flat.py`).
+longer the one that it was patched with, that keeps something of its weights or answers by a
+property of its own, or whose functions are called in a row (`flat.py`). A copy or a save that
+begins within the call finds none of the methods (`withdraw`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from types import MethodType
 from typing import Any, Final
 
 from torch import nn
+
+from elsa_core.patching.adapters.host import is_unasked
 
 # How a module is trained, saved and moved is the same for both.
 _OTHERS: Final = frozenset({"_apply", "_load_from_state_dict", "train"})
@@ -42,6 +45,8 @@ class Direct:
                 if type(site) is not cls:  # gone, or another one since
                     continue
                 space = site.__dict__
+                if not is_unasked(space):
+                    continue
                 for name in _replaced(cls):
                     if name not in space:
                         own = MethodType(getattr(cls.elsa_base, name), site)
@@ -56,12 +61,28 @@ class Direct:
 
 def direct(model: nn.Module, asked: Iterable[Any]) -> Direct:
     """Of the modules within `model` that were asked, those that need not be."""
+    within = set(model.modules()) - {model}
+    for module in model.modules():
+        if hasattr(type(module), "elsa_flat"):  # a module with a method of its own is no row's
+            within.difference_update(m for m in module.modules() if m is not module)
     known: list[tuple[weakref.ref[nn.Module], Any]] = []
     for site in asked:
         cls: Any = type(site)
-        if site is not model and replaced(cls):
+        if site in within and replaced(cls):
             known.append((weakref.ref(site), cls))
     return Direct(tuple(known))
+
+
+def withdraw(model: nn.Module) -> None:
+    """Take the methods from all modules of a model: of a call that is under way, which goes on
+    asking, or of a copy that another thread made meanwhile.
+    """
+    for module in model.modules():
+        cls: Any = type(module)
+        for name in replaced(cls):
+            own = module.__dict__.get(name)
+            if isinstance(own, MethodType) and own.__func__ is getattr(cls.elsa_base, name):
+                module.__dict__.pop(name, None)
 
 
 def replaced(cls: Any) -> tuple[str, ...]:
@@ -72,6 +93,11 @@ def replaced(cls: Any) -> tuple[str, ...]:
     if "elsa_base" not in cls.__dict__ or hasattr(cls, "elsa_kept") or hasattr(cls, "elsa_flat"):
         return ()
     own = cls.__mro__[: cls.__mro__.index(cls.elsa_base)]
+    answers = {name for c in own for name, value in vars(c).items() if isinstance(value, property)}
+    # The original, called by a thread that is not within such a call, would meet another answer;
+    # of this one both are right.
+    if answers - {"fused_attn"}:
+        return ()
     names = {name for c in own for name, value in vars(c).items() if callable(value)} - _OTHERS
     return tuple(n for n in sorted(names) if not n.startswith("__") and hasattr(cls.elsa_base, n))
 

@@ -112,8 +112,16 @@ def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
     key = (id(module), read)
     reading = _READINGS.get(key)
     if reading is None or reading.owner() is not module or not reading.holds():
+        _READINGS.pop(key, None)
+        if any(any(_HOOKS(vars(m))) for m in module.modules()):
+            return None
         reading = _READINGS[key] = _read(module, read)
-    if reading.run is None or not reading.is_free():
+    if reading.run is None:
+        return None
+    if not reading.is_free():
+        # a hook may hold the model, which a reading of its modules would keep for ever
+        if any(chain.from_iterable(map(_HOOKS, reading.spaces))):
+            _READINGS.pop(key, None)
         return None
     try:
         return reading.run(x)
@@ -206,10 +214,13 @@ def attention(module: Any, drops: Drops) -> Run | None:
 
 
 def drops_weights(module: Any, drops: Drops) -> bool:
-    """Whether what drops attention weights is a plain dropout, whose rate counts in training."""
+    """Whether what drops attention weights is a plain dropout, whose rate counts in training: the
+    attention's where it is fused, else its own (`common.drop_p`).
+    """
     if type(module.attn_drop) is not nn.Dropout:
         return False
-    drops.append((vars(module), vars(module.attn_drop), "p"))
+    drop = vars(module.attn_drop)
+    drops += [(vars(module), drop, "p"), (drop, drop, "p")]
     return True
 
 

@@ -280,10 +280,13 @@ def _own(site: Any, name: str) -> Callable[..., Any]:
         return method
 
     def fresh(self: Any, *given: Any, **named: Any) -> Any:
-        kept, table, index = self.elsa_kept()
+        keeper = self.elsa_kept()
+        kept = keeper.attention_bias_cache
         kept.clear()
-        if not (self.training or torch.is_grad_enabled()):
+        late = keeper is not self and is_shown(keeper)  # a hook of its own may write the table
+        if not (late or self.training or torch.is_grad_enabled()):
             # what the original would gather, by an operator that takes the host half the time
+            table, index = keeper.attention_biases, keeper.attention_bias_idxs
             biases = table.index_select(1, index.view(-1)).view(-1, *index.shape)
             kept[str(table.device)] = biases
         try:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from elsa_core import calls, routing
-from elsa_core.patching.adapters.direct import Direct, direct
+from elsa_core.patching.adapters.direct import Direct, direct, withdraw
 from elsa_core.patching.adapters.host import all_original, asking_sites, is_captured, observed
 
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
@@ -175,6 +175,7 @@ def _term(value: Any, tensors: list[Tensor]) -> Any:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """As of the class that this one stands for, which is found by its name."""
+    withdraw(self)
     made: Any = object.__reduce_ex__(self, max(protocol, 2))  # older ones know no __newobj__
     if made[0] is not copyreg.__newobj__ or made[1][0] is not type(self):  # type: ignore[attr-defined]
         return made

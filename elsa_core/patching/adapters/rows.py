@@ -148,8 +148,10 @@ def _gamma(module: Any) -> Callable[[], Tensor | None] | None:
     """What finds the factors of a LayerScale, or None of an identity."""
     if flat.scale_of(module) is None:
         return None
+    if type(module) is torch.nn.Identity:
+        return lambda: None
     space = vars(module)
-    return lambda: space["_parameters"].get("gamma")
+    return lambda: space["_parameters"]["gamma"]
 
 
 def path(module: Any) -> Callable[[], Any] | None:

@@ -29,9 +29,9 @@ class _LearntBias(Derives):
 
     attention_bias_cache: dict[str, Tensor]
 
-    def elsa_kept(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """What the original forward keeps of the weights by device: table[:, index]."""
-        return self.attention_bias_cache, self.attention_biases, self.attention_bias_idxs
+    def elsa_kept(self) -> Any:
+        """The module that keeps what it gathers of its weights: biases by device."""
+        return self
 
     def elsa_derivation(self) -> Derivation:
         """The biases [H, Nq, Nk] by pair."""

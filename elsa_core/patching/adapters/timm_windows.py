@@ -116,10 +116,9 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
             return "its values are of another width than its keys"
         return why_not(attn, TinyVitAttention)
 
-    def elsa_kept(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """What the original forward keeps of the weights by device: table[:, index]."""
-        attn = self.attn
-        return attn.attention_bias_cache, attn.attention_biases, attn.attention_bias_idxs
+    def elsa_kept(self) -> Any:
+        """The module that keeps what it gathers of its weights: biases by device."""
+        return self.attn
 
     def elsa_derivation(self) -> Derivation:
         """The relative position bias."""
