@@ -77,9 +77,12 @@ def test_plain_pytorch_means_the_same(dtype: torch.dtype) -> None:
             out, lse, counts = eager_sparse.attention(q, k, v, mask, causal, 1.0, "", 0.0, 0)
             exact, logs = reference.attention(q, k, v, mask, is_causal=causal, scale=1.0)
             ordinary = elsa.attention(q, k, v, mask, is_causal=causal, scale=1.0, backend="eager")
-            band = 2 * torch.finfo(dtype).eps
-            # the oracle is float64 too: then both are a few roundings from it
-            assert relative(out, exact) <= 2 * relative(ordinary, exact) + 4 * band
+            band = 8 * torch.finfo(dtype).eps
+            if dtype == F64:
+                # the oracle is float64 too, and on some processors the very same sums: what is left
+                # is the rounding of the scores, whose size is the relative error of a weight
+                band = torch.finfo(dtype).eps * float((q @ k.mT).abs().max())
+            assert relative(out, exact) <= 2 * relative(ordinary, exact) + band
             torch.testing.assert_close(lse.double(), logs, rtol=1e-6, atol=1e-6)
             assert counts.shape == (1, 2, 5) and counts[..., 1].sum() > 0
             assert (counts[..., 0] == (21 if causal else 36)).all()

@@ -194,7 +194,7 @@ def test_fp16_says_what_it_costs(
 ) -> None:
     """Against float64 of the float32 weights, not of the rounded ones."""
     monkeypatch.chdir(tmp_path)
-    command = ["export", "test_vit", "--img", "32", "--dtype", "float16", "--formats", "onnx"]
+    command = ["export", "test_vit", "--img", "48", "--dtype", "float16", "--formats", "onnx"]
     assert run([*command, "-o", "half"]) == 0
     out = capsys.readouterr().out
     assert "against float64 of the float32 weights" in out and "class changed" in out
