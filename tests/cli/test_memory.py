@@ -19,17 +19,26 @@ from .conftest import TINY, Answer, environment
 MOST = 1.5 * 2**30
 
 
+# A process counts what the one that started it held, so a small one starts the command.
+STARTED = """
+import os, subprocess, sys
+child = subprocess.Popen(sys.argv[2:])
+_, status, usage = os.wait4(child.pid, 0)
+open(sys.argv[1], "w").write(str(usage.ru_maxrss))
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 def measured(*words: str) -> tuple[Answer, int]:
     """What a command answers, and the most memory in bytes that its process has held."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        command = [sys.executable, "-m", "elsa_cli", *words]
-        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment())
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        err.seek(0)
+    with tempfile.NamedTemporaryFile("r") as most:
+        command = [sys.executable, "-c", STARTED, most.name, sys.executable, "-m", "elsa_cli"]
+        ended = subprocess.run(
+            [*command, *words], capture_output=True, text=True, env=environment(), check=False
+        )
         scale = 1 if sys.platform == "darwin" else 1024
-        return Answer(child.returncode, out.read(), err.read()), usage.ru_maxrss * scale
+        answer = Answer(ended.returncode, ended.stdout, ended.stderr)
+        return answer, int(Path(most.name).read_text()) * scale
 
 
 def thin_image(folder: Path) -> list[str]:
