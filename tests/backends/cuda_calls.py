@@ -322,8 +322,8 @@ def gradients(stub: str) -> None:
     backward = torch.ops.elsa.window_attention_backward.default
     assert compare(loaded, backward, window_terms(), window_terms()) == 2
 
-    def linear_terms(*needs: bool) -> list[Any]:
-        rows, depth, columns = 256, 256, 512
+    def linear_terms(*needs: bool, rows: int = 256) -> list[Any]:
+        depth, columns = 256, 512
         return [torch.empty(2, rows // 2, columns), torch.empty(2, rows // 2, depth),
                 torch.empty(columns, depth), "strict", [*needs, False]]  # fmt: skip
 
@@ -332,6 +332,12 @@ def gradients(stub: str) -> None:
     for needs, launches in (((True, True), 9), ((True, False), 4), ((False, True), 5)):
         found = compare(loaded, backward, linear_terms(*needs), linear_terms(*needs))
         assert found == launches, (needs, found)
+    # a sum over many tokens is cut into parts, which the last launch joins
+    found = compare(
+        loaded, backward, linear_terms(False, True, rows=2048),
+        linear_terms(False, True, rows=2048),
+    )  # fmt: skip
+    assert found == 6, found
 
 
 if __name__ == "__main__":

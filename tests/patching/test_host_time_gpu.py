@@ -82,7 +82,10 @@ def test_a_small_call_is_as_fast_as_the_original(name, scope):
     size = models[0].default_cfg["input_size"][-1]
     x = torch.randn(1, 3, size, size, device="cuda")
     with torch.inference_mode():
-        ratio = max(_ratio(models, scope, x) for _ in range(3))
+        ratio = _ratio(models, scope, x)
+        if ratio < LEAST:  # a busy host: once more
+            ratio = max(ratio, _ratio(models, scope, x))
+    print(f"{name} {scope} {ratio:.3f}")
     assert ratio >= LEAST, f"{ratio:.3f} of the original's speed"
 
 

@@ -7,14 +7,14 @@ PyTorch finds them in the place of those of the class, without a question. A thr
 model meanwhile finds them too and computes the same by the originals.
 
 Left as they are, and asked: a module that the user gave a method of its own, whose class is no
-longer the one that it was patched with, that keeps something of its weights or answers by a
-property of its own, or whose functions are called in a row (`flat.py`). A copy or a save that
-begins within the call finds none of the methods (`withdraw`).
+longer the one that it was patched with, that keeps something of its weights, answers by a property
+of its own or takes the host less than its original (`elsa_stays`), or whose functions are called in
+a row (`flat.py`). A copy or a save that begins within the call finds none of the methods
+(`withdraw`).
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,26 +32,25 @@ Space = dict[str, Any]  # what a module holds: its __dict__
 
 @dataclass(frozen=True, eq=False)
 class Direct:
-    """Modules of one model and the class that each has; calls the model with their originals."""
+    """Modules of one model, the class that each has, the one that it stands for and the names of
+    the methods that it takes from there; calls the model with these.
+    """
 
-    sites: tuple[tuple[weakref.ref[Any], Any], ...]
+    sites: tuple[tuple[weakref.ref[Any], Any, Any, tuple[str, ...]], ...]
 
     def __call__(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """method(...), within which the modules have their original methods."""
         put: list[tuple[Space, str, MethodType]] = []
         try:
-            for ref, cls in self.sites:
+            for ref, cls, base, names in self.sites:
                 site: Any = ref()
                 if type(site) is not cls:  # gone, or another one since
                     continue
                 space = site.__dict__
-                if not is_unasked(space):
-                    continue
-                for name in _replaced(cls):
-                    if name not in space:
-                        own = MethodType(getattr(cls.elsa_base, name), site)
+                for name in names:
+                    if name not in space and is_unasked(space):
+                        own = space[name] = MethodType(getattr(base, name), site)
                         put.append((space, name, own))
-                        space[name] = own
             return method(*given, **named)
         finally:
             for space, name, own in put:
@@ -65,11 +64,11 @@ def direct(model: nn.Module, asked: Iterable[Any]) -> Direct:
     for module in model.modules():
         if hasattr(type(module), "elsa_flat"):  # a module with a method of its own is no row's
             within.difference_update(m for m in module.modules() if m is not module)
-    known: list[tuple[weakref.ref[nn.Module], Any]] = []
+    known: list[tuple[weakref.ref[nn.Module], Any, Any, tuple[str, ...]]] = []
     for site in asked:
         cls: Any = type(site)
         if site in within and replaced(cls):
-            known.append((weakref.ref(site), cls))
+            known.append((weakref.ref(site), cls, cls.elsa_base, replaced(cls)))
     return Direct(tuple(known))
 
 
@@ -90,7 +89,8 @@ def replaced(cls: Any) -> tuple[str, ...]:
     stand for its own.
     """
     # a class derived since may have methods of its own
-    if "elsa_base" not in cls.__dict__ or hasattr(cls, "elsa_kept") or hasattr(cls, "elsa_flat"):
+    kept = any(hasattr(cls, name) for name in ("elsa_kept", "elsa_flat", "elsa_stays"))
+    if "elsa_base" not in cls.__dict__ or kept:
         return ()
     own = cls.__mro__[: cls.__mro__.index(cls.elsa_base)]
     answers = {name for c in own for name, value in vars(c).items() if isinstance(value, property)}
@@ -100,6 +100,3 @@ def replaced(cls: Any) -> tuple[str, ...]:
         return ()
     names = {name for c in own for name, value in vars(c).items() if callable(value)} - _OTHERS
     return tuple(n for n in sorted(names) if not n.startswith("__") and hasattr(cls.elsa_base, n))
-
-
-_replaced: Any = functools.lru_cache(maxsize=256)(replaced)

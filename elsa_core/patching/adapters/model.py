@@ -40,6 +40,7 @@ _LOCK = threading.Lock()
 _SETTLED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Direct | None]]
 _SETTLED = weakref.WeakKeyDictionary()
 _MOST = 64
+_UNKNOWN: Any = object()
 # Methods of timm's and open_clip's models that are called in the place of the model.
 _ENTRIES = ("encode_image", "encode_text", "forward_features", "forward_intermediates")
 
@@ -128,8 +129,8 @@ def _asked(
     model: nn.Module, kind: Any, method: Any, given: tuple[Any, ...], named: dict[str, Any]
 ) -> Any:
     settled = _SETTLED.get(model, {})
-    if kind in settled:
-        own = settled[kind]
+    own = settled.get(kind, _UNKNOWN)
+    if own is not _UNKNOWN:
         if own is not None:
             return all_original(own, method, model, *given, **named)
         out, sites = asking_sites(method, model, *given, **named)

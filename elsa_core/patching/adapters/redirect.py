@@ -19,7 +19,7 @@ import operator
 import re
 import threading
 import weakref
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -126,7 +126,7 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
             continue
         namespace[method.name] = _rebuilt(method, replaced)
         for switch in set(table.SWITCHES) & set(method.function.__code__.co_names):
-            namespace[switch] = _always_on(switch)
+            namespace[switch] = _always_on(switch, cls, method.name)
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
 
 
@@ -185,15 +185,20 @@ def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
     return copy
 
 
-def _always_on(switch: str) -> property:
+def _always_on(switch: str, cls: Any, reader: str) -> property:
     """A data descriptor: it wins over the instance's own value, which stays as it is.
 
-    Off where a hook reads the weights of the eager branch and the instance's own value is off.
+    Off where a hook reads the weights of the eager branch and the instance's own value is off. The
+    instance's own value where the original `reader`, a method of cls, asks (`direct.py`).
     """
 
     def read(self: nn.Module) -> bool:
-        if is_within_original(self):
-            return bool(self.__dict__.get(switch, True))
+        space = self.__dict__
+        own = space.get(reader)
+        if (type(own) is MethodType and own.__func__ is getattr(cls, reader)) or is_within_original(
+            self
+        ):
+            return bool(space.get(switch, True))
         drop = getattr(self, "attn_drop", None)
         shown = isinstance(drop, nn.Module) and has_hooks(drop)
         return not shown or bool(self.__dict__.get(switch, True))

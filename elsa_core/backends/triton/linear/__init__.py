@@ -1,1 +1,4 @@
 """Gluon kernels of `elsa::linear`."""
+
+# Gradients of weights with fewer elements gain nothing: they are PyTorch's.
+LEAST_WEIGHT = 1 << 17

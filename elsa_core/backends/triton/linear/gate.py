@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from elsa_core import calls
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
+from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.operators.gated_linear import plain as plain_gated
 from elsa_core.operators.linear import Eager, epilogue, plain, plain_backward, plain_split
 from elsa_core.operators.normed_linear import plain as plain_normed
@@ -284,10 +285,6 @@ def serve_gated(
     return gated.gated_linear(*given)
 
 
-def _least(dtype: torch.dtype) -> int:
-    return eager_least("linear", dtype)
-
-
 def _plain(input: Tensor, weight: Tensor) -> bool:
     return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
@@ -308,7 +305,7 @@ def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether the host would be waited for: not where a CUDA graph or a program is recorded."""
-    if calls.recorded() or input.numel() * weight.shape[0] >= _least(input.dtype):
+    if calls.recorded() or input.numel() * weight.shape[0] >= eager_least("linear", input.dtype):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
@@ -389,4 +386,13 @@ def _gains(input: Tensor, weight: Tensor) -> bool:
 
 _eager = cuda.direct(torch.ops.elsa.linear.default, _computed)
 _forward = cuda.direct(torch.ops.elsa.linear.default, kernel)
-_backward = cuda.direct(torch.ops.elsa.linear_backward.default, backward)
+_by_plan = cuda.direct(torch.ops.elsa.linear_backward.default, backward)
+
+
+def _backward(
+    grad_out: Tensor, input: Tensor, weight: Tensor, precision: str, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward`; small weights are PyTorch's without a question."""
+    if grad_out.shape[-1] * max(input.shape[-1], weight.shape[-1]) < LEAST_WEIGHT:
+        return plain_backward(grad_out, input, weight, precision, needs)
+    return _by_plan(grad_out, input, weight, precision, needs)  # type: ignore[no-any-return]

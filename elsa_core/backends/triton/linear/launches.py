@@ -10,13 +10,15 @@ import triton
 from torch import Tensor
 
 from elsa_core.backends.triton.linear import halves as splitting
-from elsa_core.backends.triton.linear.product import ACTIVATIONS, product
+from elsa_core.backends.triton.linear.product import ACTIVATIONS, join_parts, product
 from elsa_core.backends.triton.shared.device import described
 from elsa_core.backends.triton.shared.launch import Launch
 
 # Columns in one pass of `split_rows`, and the blocks of `split_turned`.
 MOST_COLUMNS = 4096
 BLOCK = 64
+# Elements that a program of `join_parts` adds.
+JOINED = 1024
 # Chunks that the largest magnitudes of a column are gathered from.
 CHUNKS = 64
 
@@ -202,6 +204,12 @@ class Turned:
         self.maxima(x, maxima)
         self.split(x, maxima, halves, powers)
         return halves, powers
+
+
+def join_launch(parts: int, elements: int) -> Launch:
+    """The sum of `parts` tensors of so many elements, a multiple of 4."""
+    tail = {"count": elements // 4, "parts": parts, "BLOCK": JOINED}
+    return Launch(join_parts, (-(-elements // JOINED),), tail, {"num_warps": 4})
 
 
 def padded_depth(depth: int) -> int:

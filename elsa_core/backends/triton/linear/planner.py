@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.backends.triton.linear.launches import (
     Epilogue,
     Multiply,
@@ -18,6 +19,7 @@ from elsa_core.backends.triton.linear.launches import (
     Shape,
     Turned,
     cut_for,
+    join_launch,
     multiprocessors,
     padded_depth,
     split_launch,
@@ -30,8 +32,6 @@ from elsa_core.routing.measured import CENTRED, PADDED, ROUNDED, linear_form, li
 LEAST_ROWS = 64
 # Sums of fewer products round so little that what 22 bits leave out would show.
 LEAST_DEPTH = 64
-# Gradients of smaller weights gain nothing.
-LEAST_WEIGHT = 1 << 17
 
 
 class Forward:
@@ -259,6 +259,7 @@ class Backward:
             self.of_weight = Multiply(
                 shape, (1, columns), (1, depth), device, tile=tile, parts=parts
             )
+            self.join = join_launch(self.of_weight.parts, columns * depth)
 
     def grad_input(self, grad_out: Tensor, weight: Tensor) -> Tensor:
         """grad_out @ weight."""
@@ -283,7 +284,11 @@ class Backward:
         self.of_weight.launch(
             left, powers, right, right_powers, grad_out, input, *(powers,) * 6, out
         )
-        return out[0] if parts == 1 else out.sum(0)
+        if parts == 1:
+            return out[0]
+        joined = input.new_empty(out.shape[1:])
+        self.join(out, joined)
+        return joined
 
 
 def backward(

@@ -237,3 +237,16 @@ def product(
             x_depth, w_row, w_depth, at, Gain, Shift, Stats + i_m * BM, rows, BIAS, ACTIVATION,
             SCALE, RESIDUAL, NORM, GAIN, SHIFT, BM, XM, XK,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "parts"])
+def join_parts(Parts, Out, count: tl.int64, parts: tl.int32, BLOCK: tl.constexpr):
+    """Grid (blocks of BLOCK elements): Out [4 * count] is the sum of Parts [parts, 4 * count], one
+    after another.
+    """
+    count = count * 4
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.range(0, parts):
+        total += tl.load(Parts + part * count + o, mask=o < count, other=0.0)
+    tl.store(Out + o, total, mask=o < count)
