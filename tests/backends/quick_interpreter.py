@@ -1,4 +1,6 @@
-"""What Triton's interpreter does again and again without effect, done once: half of its time.
+"""Triton's interpreter, twice as fast and with constants on the left of tensors.
+
+What it does again and again without effect is done once.
 
 Every call of a device function puts the interpreter's functions in place of the language's, where
 the launch has put them already. Every sum and product of integers is repeated in 64 bits for an
@@ -68,7 +70,27 @@ def _look_up_types_once() -> None:
     interpreter._get_np_dtype = look_up
 
 
+def _tensors_are_no_constants() -> None:
+    """In Triton 3.8 a constant of a module, less a tensor, is a constant that holds a tensor, which
+    functions such as `minimum` refuse. Compiled code knows no such thing.
+    """
+    from triton.language import constexpr, tensor
+
+    def unwrapped(operation: Any) -> Any:
+        def found(self: Any, other: Any) -> Any:
+            result = operation(self, other)
+            return result.value if isinstance(result.value, tensor) else result
+
+        return found
+
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift"):
+        for each in (f"__{name}__", f"__r{name}__"):
+            if each in vars(constexpr):
+                setattr(constexpr, each, unwrapped(vars(constexpr)[each]))
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
+    _tensors_are_no_constants()
     _patch_once_a_launch()
     _leave_out_what_is_not_asserted()
     _look_up_types_once()

@@ -244,7 +244,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(gate, "_computed", counted)
     monkeypatch.setattr(gate, "_eager", counted)
-    monkeypatch.setattr(gate, "_least", lambda dtype: 0)
+    monkeypatch.setattr(gate, "eager_least", lambda operator, dtype: 0)
     monkeypatch.setattr(gate, "LEAST_TRAINED", 0)
     monkeypatch.setattr("elsa_core.routing.eager_least", lambda *given: 0)
     return counts

@@ -16,7 +16,7 @@ import torch
 from elsa_core.backends.triton.attention import planner, schedules, tiling
 from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.attention.tiling import Shape, Tile
-from elsa_core.backends.triton.shared import usertable
+from elsa_core.backends.triton.shared import layout, usertable
 from elsa_core.backends.triton.shared.plans import PlanCache
 from elsa_core.backends.triton.window import tiling as window_tiling
 
@@ -305,3 +305,23 @@ def test_unaligned_rows_of_half_precision_fill_128_bytes(dtype, dim, value_dim):
     assert (known["UNIT"], known["D1"], known["V1"]) == (1, 0, 0)
     assert known["D0"] >= max(64, dim) and known["V0"] >= max(64, value_dim)
     assert constants(32, 16)["V0"] == 16  # aligned rows are copied ahead of the loop
+
+
+@pytest.mark.parametrize("kind", [None, torch.bool, torch.float16])
+def test_masks_in_half_precision_have_all_registers(kind):
+    """The tables' limits were measured without them: within those they spilled 1 KB a thread."""
+    pytest.importorskip("triton")
+    q = torch.empty(1, 8, 196, 32, dtype=torch.float16, device="meta")
+    mask = None if kind is None else torch.empty(1, 8, 196, 196, dtype=kind, device="meta")
+    call = planner.plan_call(q, q, q, mask, False, 0.125, "strict", specialized=False)
+    assert call.fold.options.get("maxnreg") == (96 if kind is None else None)
+
+
+def test_half_precision_lies_in_rows():
+    """Channels apart, as a convolution leaves them, are brought together; float32 stays."""
+    turned = torch.randn(1, 2, 8, 5).transpose(2, 3)
+    assert layout.in_rows(turned, turned, turned) == (turned, turned, turned)
+    half = turned.half()
+    found = layout.in_rows(half, half.contiguous(), half)
+    assert all(torch.equal(t, half) and t.stride(-1) == 1 for t in found)
+    assert layout.in_rows(*found) == found

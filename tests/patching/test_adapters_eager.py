@@ -270,3 +270,16 @@ def test_open_clip_attention_pool() -> None:
     module = randomised(resnet.AttentionPool2d(3, 24, 3, 10))
     for dtype in (torch.float32, torch.bfloat16):
         assert_same(module, dtype, torch.randn(3, 24, 3, 3))
+
+
+@pytest.mark.parametrize("keys", [(3, 4), (1, 5), (7, 7)])
+@pytest.mark.parametrize(("more", "prefix"), [(0, 0), (3, 0), (0, 1), (5, 2)])
+def test_places_and_tables_in_few_launches(monkeypatch, keys, more, prefix):
+    """On a GPU they are built in another way, to the same numbers."""
+    like, rel = torch.randn(2, 2, 5, 6, dtype=torch.float16), torch.randn(2 * keys[1] - 1, 3)
+    expected = decomposed._places(keys, more, prefix, like)
+    table = decomposed.table_ahead(rel, keys[1], keys[1])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    found = decomposed._places(keys, more, prefix, like)
+    assert torch.equal(found, expected) and found.dtype == expected.dtype
+    assert torch.equal(decomposed.table_ahead(rel, keys[1], keys[1]), table)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elsa_core as elsa
-from elsa_core.patching.adapters import direct, host
+from elsa_core.patching.adapters import direct, host, timm_swin, timm_swin_v2
 
 timm = pytest.importorskip("timm")
 
@@ -61,8 +61,7 @@ def test_nothing_asks_but_what_is_left_out(model, monkeypatch):
     monkeypatch.setattr(host, "is_unasked", lambda space: asked.append(space) or answers(space))
     with torch.no_grad():
         model(images())
-    # an attribute of the attention is read by way of a question too
-    left = [vars(part) for block in model.blocks for part in (block.attn, block.mlp)]
+    left = [vars(block.mlp) for block in model.blocks]  # functions in a row
     assert asked and all(any(space is each for each in left) for space in asked)
 
 
@@ -136,8 +135,8 @@ def test_what_may_be_left_alone():
     from elsa_core.patching.adapters import timm_levit, timm_mlp, torch_layers
 
     assert direct.replaced(torch_layers.ElsaLinear) == ("forward",)
-    assert direct.replaced(timm_mlp.ElsaMlp) == () == direct.replaced(timm_levit.ElsaLevitAttention)
-    assert direct.replaced(nn.Linear) == ()
+    assert direct.replaced(timm_mlp.ElsaMlp) == ("forward",)
+    assert direct.replaced(timm_levit.ElsaLevitAttention) == () == direct.replaced(nn.Linear)
 
 
 def test_kept_biases_follow_the_weights(on_gpu):
@@ -257,3 +256,49 @@ def test_biases_written_by_a_late_hook_are_read(on_gpu):
             if hasattr(each, "attention_bias_cache"):
                 each.attention_bias_cache.clear()
         torch.testing.assert_close(found, model(x))
+
+
+def settled(name, scope="model", **options):
+    torch.manual_seed(0)
+    made = timm.create_model(name, num_classes=5, **options).eval()
+    elsa.patch(made, scope=scope)
+    x = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for _ in range(4):
+            made(x)
+    return made, x
+
+
+def test_a_block_that_is_no_row_has_its_original(on_gpu):
+    """A block with a gated MLP: its class may run as a row, this one does not."""
+    options = {"depth": 2, "img_size": 64, "embed_dim": 48, "num_heads": 3}
+    made, x = settled("vit_tiny_patch16_224", mlp_layer=timm.layers.SwiGLU, **options)
+    seen = []
+    handle = made.blocks[1].norm2.register_forward_hook(lambda *_: seen.extend(with_own(made)))
+    with torch.no_grad():
+        made(x)
+    handle.remove()
+    assert {"blocks.0", "blocks.1", "blocks.1.mlp"} <= set(seen)
+
+
+SWIN = {"img_size": 64, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "module", "operator"),
+    [
+        ("swin_tiny_patch4_window7_224", "attention", timm_swin, "window_attention"),
+        ("swin_tiny_patch4_window7_224", "model", timm_swin, "window_attention"),
+        ("swinv2_tiny_window8_256", "model", timm_swin_v2, "attend_block"),
+    ],
+)
+def test_windows_stay_one_operator(on_gpu, monkeypatch, name, scope, module, operator):
+    """The originals of these blocks call twenty in its place."""
+    made, x = settled(name, scope, **SWIN)
+    called, written = [], getattr(module, operator)
+    monkeypatch.setattr(
+        module, operator, lambda *args, **named: called.append(1) or written(*args, **named)
+    )
+    with torch.no_grad():
+        made(x)
+    assert len(called) == 4

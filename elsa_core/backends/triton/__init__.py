@@ -14,7 +14,7 @@ from torch import Tensor
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import planner
 from elsa_core.backends.triton.pack import lookup
-from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared import device, layout
 from elsa_core.limits import LARGEST_HEAD_DIM
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,7 +79,8 @@ def schedule(
     precision: str,
 ) -> str:
     """The schedule that would serve the call, in words."""
-    return planner.planned(query, key, value, attn_mask, is_causal, 1.0, precision).words
+    operands = layout.in_rows(query, key, value)
+    return planner.planned(*operands, attn_mask, is_causal, 1.0, precision).words
 
 
 @lru_cache(maxsize=1)
@@ -115,10 +116,12 @@ def attention_forward(
     Split products (strict and turbo on float32) are guarded by a test on the data that the GPU
     itself decides (see `shared/helpers.py`): a head whose values spread too far for float16 pairs,
     or are not finite, is folded with float32 FMA in the same launch, or on sm_90 in one that
-    follows. No finite input overflows.
+    follows. No finite input overflows. Half-precision operands whose channels do not lie side by
+    side are copied first.
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """
+    query, key, value = layout.in_rows(query, key, value)
     call = planner.planned(query, key, value, attn_mask, is_causal, scale, precision)
     if _several() and query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.patching.adapters.common import attend
 
@@ -59,23 +60,32 @@ def attend_decomposed(
         bias = (by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).flatten(-2)
         mask = F.pad(bias, (prefix, 0, prefix, 0))
         return attend(module, query, key, value, mask, scale=scale, dropout_p=dropout_p)
-    rows = F.one_hot(torch.arange(k_rows, device=key.device), k_rows)
-    columns = F.one_hot(torch.arange(k_columns, device=key.device), k_columns)
-    places = torch.cat(
-        (
-            rows[:, None].expand(-1, k_columns, -1),
-            columns[None].expand(k_rows, -1, -1),
-        ),
-        dim=-1,
-    )
     # zeros, with which rows are aligned as a GPU's kernels read them fast
     more = -(dim + k_rows + k_columns) % 8 if key.is_cuda else 0
+    places = _places((k_rows, k_columns), more, prefix, key)
+    offsets = torch.cat((by_row, by_column), dim=-1)
+    if more or prefix:
+        offsets = F.pad(offsets, (0, more, prefix, 0))
     # One dtype: autocast may have turned the products, but not the operands, to half precision.
-    places = F.pad(places.flatten(0, 1), (0, more, prefix, 0)).to(key.dtype)
-    offsets = F.pad(torch.cat((by_row, by_column), dim=-1), (0, more, prefix, 0))
     query = torch.cat((query * scale, offsets.to(query.dtype)), dim=-1)
     key = torch.cat((key, places.expand(*key.shape[:2], -1, -1)), dim=-1)
     return attend(module, query, key, value, scale=1.0, dropout_p=dropout_p)
+
+
+def _places(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:
+    """[prefix + rows * columns, rows + columns + more]: one-hot row and column of each key."""
+    rows, columns = keys
+    if like.is_cuda and not calls.watched():  # three launches
+        found = like.new_zeros(prefix + rows * columns, rows + columns + more)
+        grid = found[prefix:].unflatten(0, keys)
+        grid[..., :rows].diagonal(dim1=0, dim2=2).fill_(1)
+        grid[..., rows : rows + columns].diagonal(dim1=1, dim2=2).fill_(1)
+        return found
+    of_row = F.one_hot(torch.arange(rows, device=like.device), rows)
+    of_column = F.one_hot(torch.arange(columns, device=like.device), columns)
+    parts = of_row[:, None].expand(-1, columns, -1), of_column[None].expand(rows, -1, -1)
+    found = torch.cat(parts, dim=-1).flatten(0, 1)
+    return F.pad(found, (0, more, prefix, 0)).to(like.dtype)
 
 
 def table(rel: Tensor, queries: int, keys: int) -> Tensor:
@@ -90,6 +100,8 @@ def table(rel: Tensor, queries: int, keys: int) -> Tensor:
 def table_ahead(rel: Tensor, queries: int, keys: int) -> Tensor:
     """[queries, keys, D] from relative embeddings [2 * keys - 1, D], as bottleneck and halo
     attention count them: entry (i, j) is of j - i."""
+    if rel.is_cuda and queries == keys and not calls.watched():  # one launch
+        return rel.unfold(0, keys, 1).flip(0).transpose(1, 2)
     i = torch.arange(queries, device=rel.device)[:, None]
     j = torch.arange(keys, device=rel.device)[None, :]
     return rel[j - i + keys - 1]

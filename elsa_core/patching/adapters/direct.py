@@ -58,12 +58,14 @@ class Direct:
                     space.pop(name, None)
 
 
-def direct(model: nn.Module, asked: Iterable[Any]) -> Direct:
-    """Of the modules within `model` that were asked, those that need not be."""
+def direct(model: nn.Module, asked: Iterable[Any], rows: Iterable[Any]) -> Direct:
+    """Of the modules within `model` that were asked, those that need not be: none that ran as
+    functions in a row, and none within one that runs in a way of its own.
+    """
     within = set(model.modules()) - {model}
-    for module in model.modules():
-        if hasattr(type(module), "elsa_flat"):  # a module with a method of its own is no row's
-            within.difference_update(m for m in module.modules() if m is not module)
+    own = [*rows, *(m for m in model.modules() if hasattr(type(m), "elsa_stays"))]
+    for module in own:  # a module with a method of its own is no row's
+        within.difference_update(module.modules())
     known: list[tuple[weakref.ref[nn.Module], Any, Any, tuple[str, ...]]] = []
     for site in asked:
         cls: Any = type(site)
@@ -89,7 +91,7 @@ def replaced(cls: Any) -> tuple[str, ...]:
     stand for its own.
     """
     # a class derived since may have methods of its own
-    kept = any(hasattr(cls, name) for name in ("elsa_kept", "elsa_flat", "elsa_stays"))
+    kept = hasattr(cls, "elsa_kept") or hasattr(cls, "elsa_stays")
     if "elsa_base" not in cls.__dict__ or kept:
         return ()
     own = cls.__mro__[: cls.__mro__.index(cls.elsa_base)]

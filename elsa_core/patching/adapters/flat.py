@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elsa_core.patching.adapters.host import is_unasked
+from elsa_core.patching.adapters.host import in_row, is_unasked
 
 Space = dict[str, Any]  # what a module holds: its __dict__
 # Asked of each module in each call: without a loop in Python.
@@ -123,6 +123,7 @@ def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
         if any(chain.from_iterable(map(_HOOKS, reading.spaces))):
             _READINGS.pop(key, None)
         return None
+    in_row(module)
     try:
         return reading.run(x)
     except KeyError:  # a weight is a parameter no longer

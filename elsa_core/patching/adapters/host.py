@@ -45,7 +45,9 @@ class _Choices(threading.local):
     within: tuple[int, int | None, int] | None = None
     originals = 0  # of the answers that sites got
     others = 0
-    asked: set[Any] | None = None  # takes up the sites that are told to keep their originals
+    # Takes up the sites that are told to keep their originals, and those that run as a row of
+    # functions for that.
+    asked: tuple[set[Any], set[Any]] | None = None
 
 
 _CHOICES = _Choices()
@@ -66,8 +68,10 @@ def all_original(forward: Callable[..., Any], *arguments: Any, **options: Any) -
 
 
 def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
-    """`all_original`, and the set of the patched modules that asked in it."""
-    before, _CHOICES.asked = _CHOICES.asked, set()
+    """`all_original`, and two sets of patched modules: those that asked in it, and those that ran
+    as functions in a row (`flat.py`).
+    """
+    before, _CHOICES.asked = _CHOICES.asked, (set(), set())
     try:
         return all_original(forward, *arguments, **options), _CHOICES.asked
     finally:
@@ -119,8 +123,14 @@ def is_within_original(site: Any) -> bool:
     if is_dynamo_compiling() or not _CHOICES.within or _CHOICES.within != calls.surroundings():
         return False
     if _CHOICES.asked is not None:
-        _CHOICES.asked.add(site)
+        _CHOICES.asked[0].add(site)
     return is_unasked(site.__dict__)
+
+
+def in_row(site: Any) -> None:
+    """Note for `asking_sites` that a site runs as functions in a row."""
+    if _CHOICES.asked is not None:
+        _CHOICES.asked[1].add(site)
 
 
 def is_original(backend: str, precision: str) -> bool:

@@ -134,7 +134,7 @@ def _asked(
         if own is not None:
             return all_original(own, method, model, *given, **named)
         out, sites = asking_sites(method, model, *given, **named)
-        settled[kind] = direct(model, sites)
+        settled[kind] = direct(model, *sites)
         return out
     out, original = observed(method, model, *given, **named)
     if original:

@@ -39,7 +39,6 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Attention
-    elsa_flat = True  # its original forward may be called as functions in a row
     elsa_normalises = True
     elsa_precision: str
     elsa_backend: str

@@ -31,7 +31,6 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
     """A ViT block: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Block
-    elsa_flat = True  # its original forward may be called as functions in a row
     elsa_companion = True
     elsa_any_scope = True
     elsa_scope: str = "model"  # "attention" where no layer within is patched

@@ -30,7 +30,6 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
     """The MLP of a ViT block: [..., C] -> [..., C], any floating dtype."""
 
     elsa_base = Mlp
-    elsa_flat = True  # its original forward may be called as functions in a row
     elsa_normalises = True
     elsa_precision: str
     elsa_backend: str

@@ -41,7 +41,6 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
     elsa_base = SwinTransformerBlock
     elsa_attention = "attn"
     elsa_entry = "_attn"
-    elsa_flat = True  # its original forward may be called as functions in a row
     elsa_precision: str
     elsa_backend: str
 

@@ -18,7 +18,7 @@ from elsa_core.operators.normed_linear import plain as plain_normed
 from elsa_core.routing.measured import GATED, HALF, NORM, eager_least, linear_form
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
-LEAST_TRAINED = 1 << 32
+LEAST_TRAINED = 1 << 31
 # Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
 # within these bounds.
 HALF_DEPTH = 96
