@@ -104,11 +104,10 @@ def ordinary(
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
         if recorded:
             return _recorded(arguments, choice, backend)
-        for row, serve in choice.rows:
-            if not return_lse and row.holds(shape, others):
-                out: Tensor | None = serve(*arguments)
-                if out is not None:
-                    return out
+        if choice.rows and not return_lse:
+            out = _by_row(choice, *arguments)
+            if out is not None:
+                return out
         result: tuple[Tensor, Tensor]
         if choice.direct is not None and not _profiled():
             result = choice.direct(*arguments)
@@ -118,6 +117,19 @@ def ordinary(
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
+
+
+def _by_row(choice: Chosen, query: Tensor, key: Tensor, *rest: Any) -> Tensor | None:
+    """An inference call by the backend that was measured to be faster there; None if there is none.
+
+    Not for recorded programs, which hold for other lengths too.
+    """
+    for row, serve in choice.rows:
+        if row.holds(query.shape, key.shape):
+            out: Tensor | None = serve(query, key, *rest)
+            if out is not None:
+                return out
+    return None
 
 
 def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tensor | None:
@@ -195,8 +207,13 @@ def _served(
         answer = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
     else:
         name = _trains_whole(q, k, v, mask, kind, backend, return_lse) or name
+        arguments = (q, k, v, mask, is_causal, scale, precision)
+        faster: Tensor | None = None
+        if not return_lse and not calls.watched() and not calls.differentiates(q, k, v, mask):
+            choice = routing.chosen("attention", q.device, *kind[1:], backend)
+            faster = _by_row(choice, *arguments)
         run = routing.RUNS["attention", name]
-        answer = run(q, k, v, mask, is_causal, scale, precision)
+        answer = run(*arguments) if faster is None else (faster, None)
     return answer
 
 
@@ -284,7 +301,10 @@ def explain(
     if not gradient and mask is None and not is_causal:
         for row, _ in routing.chosen("attention", q.device, *kind[1:], backend).rows:
             if row.holds(q.shape, k.shape):
-                slower = f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table"
+                slower = (
+                    f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "
+                    "serves compiled and exported programs and calls with lse"
+                )
                 return routing.route(request, row.backend, schedule=arguments, because=slower)
     if found.backend != routing.PLAIN:
         masked = mask is not None or is_causal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -204,8 +205,8 @@ def explain_linear(
     """Say who computes products of this kind faster than PyTorch, if a backend does, and why not.
 
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
-    out in another way is PyTorch's all the same. `norm` and `value` are checked and change nothing:
-    the answer is that of the product with `weight` alone.
+    out in another way is PyTorch's all the same. With `norm` or `value` the answer is that of the
+    launch which takes these too, or of the product with `weight` alone where no backend has one.
     """
     try:
         _check(input, weight, bias, residual, scale, norm, value)
@@ -215,13 +216,32 @@ def explain_linear(
         names = {"activation": activation, "precision": precision, "backend": backend}
         _explain_types(error, input, weight, terms, norm, value, names)
         raise
+    vectors = (None, None) if norm is None else norm[:2]
     request = Request(
-        input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision, "linear",
+        input.device.type, input.dtype, weight.shape[-1], weight.shape[0], precision,
+        "linear" if norm is None else "layer_norm_linear",
         gradient=calls.wanted(
-            input=input, weight=weight, bias=bias, residual=residual, scale=scale
+            input=input, weight=weight, bias=bias, residual=residual, scale=scale,
+            norm_weight=vectors[0], norm_bias=vectors[1],
         ),
     )  # fmt: skip
-    serving = ("linear", input.device.type, backend) in routing.SERVING
+    given = (backend, input, weight, bias)
+    found = _explained(request, *given)
+    if value is not None and (norm is None or found.backend != routing.PLAIN):
+        gradient = request.gradient + calls.wanted(value=value[0], value_bias=value[1])
+        gated = request._replace(operator="gated_linear", gradient=gradient)
+        found = _explained(gated, *given)
+    if (norm is None and value is None) or found.backend != routing.PLAIN:
+        return found
+    parts = _explained(request._replace(operator="linear"), *given)
+    ahead = (f"in one launch with the norm or gate: {reason}" for reason in found.reasons)
+    return replace(parts, reasons=(*ahead, *parts.reasons))
+
+
+def _explained(
+    request: Request, backend: str, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Route:
+    serving = (request.operator, request.device_type, backend) in routing.SERVING
     asked = "auto" if backend == "auto" or serving else routing.PLAIN
     return routing.route(request, asked, schedule=(input, weight, bias))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elsa_core import operators
 from elsa_core.errors import ExportError
 
 _NODE = re.compile(r"\belsa::(\w+)")
@@ -45,7 +46,7 @@ def check(names: Iterable[str], device: str) -> tuple[str, ...]:
         raise ExportError(
             f"the graph calls elsa::{eager[0]}, which no library holds: {_why_eager(device)}"
         )
-    if not set(found) - {"linear"}:  # projections alone are no site
+    if all(_is_projection(name) for name in found):  # these alone are no site
         raise ExportError("the graph calls none of elsa's operators: no patched site was reached")
     return found
 
@@ -57,6 +58,11 @@ def schemas(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         overload = getattr(torch.ops.elsa, name).default
         result[f"elsa::{name}"] = {"schema": str(overload._schema), "version": 1}
     return result
+
+
+def _is_projection(name: str) -> bool:
+    record = operators.of(f"elsa::{name}")
+    return record is not None and record.kind == "linear"
 
 
 def _why_eager(device: str) -> str:

@@ -117,6 +117,7 @@ GATED_LINEAR = register(
         reference=plain,
         fake=_fake,
         gradients=Gradients(setup_context=_setup_context, formula=_backward),
+        kind="linear",
         terms=(
             "input", "weight", "bias", "value", "value_bias", "norm_weight", "norm_bias",
         ),

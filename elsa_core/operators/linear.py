@@ -360,5 +360,6 @@ SPLIT_WEIGHT = register(
         schema="(Tensor weight) -> (Tensor, Tensor)",
         reference=plain_split,
         fake=_split_fake,
+        kind="linear",
     )
 )

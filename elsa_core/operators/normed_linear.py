@@ -104,6 +104,7 @@ LAYER_NORM_LINEAR = register(
         reference=plain,
         fake=_fake,
         gradients=Gradients(setup_context=_setup_context, formula=_backward),
+        kind="linear",
         terms=("input", "weight", "bias", "norm_weight", "norm_bias"),
     )
 )

@@ -39,9 +39,6 @@ RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
 DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
-
-# Operators of which PyTorch's own call serves where no backend is faster.
-_PROJECTIONS = ("linear", "layer_norm_linear", "gated_linear")
 _REGISTRATIONS = itertools.count(1)
 
 
@@ -67,8 +64,12 @@ def unregister(name: str) -> None:
 
 
 def names(operator: str = "attention") -> tuple[str, ...]:
-    """What `backend=` takes for an operator: "auto" and the backends that have it."""
-    return ("auto", *(each.name for each in BACKENDS if operator in each.operators))
+    """What `backend=` takes for an operator: "auto" and the backends that have it; plain PyTorch
+    has each that has a record.
+    """
+    every = {PLAIN} if any(record.name == operator for record in operators.records()) else set()
+    having = (each for each in BACKENDS if operator in each.operators or each.name in every)
+    return ("auto", *(each.name for each in having))
 
 
 def implementation(operator: str, name: str) -> Implementation:
@@ -149,7 +150,8 @@ def chosen(
     name = select(request, backend)[0]
     found = implementation(operator, name)
     rows: tuple[tuple[Row, Callable[..., Any]], ...] = ()
-    if backend == "auto" and precision == "strict" and name in SHIPPED:
+    measured_like = precision == "strict" and head_dim == value_dim
+    if backend == "auto" and measured_like and name in SHIPPED:
         rows = tuple(
             (row, offered)
             for row in measured.rows(operator, device, dtype)
@@ -375,7 +377,9 @@ def _forget() -> None:
             RUNS[operator, each.name] = offered.run
             if offered.direct is not None:
                 DIRECT[operator, each.name] = offered.direct
-            if operator not in _PROJECTIONS or offered.direct is None or each.device is None:
+            record = operators.of(f"elsa::{operator}")
+            projection = record is not None and record.kind == "linear"
+            if not projection or offered.direct is None or each.device is None:
                 continue
             for name in ("auto", *(n for n, home in homes.items() if home == each.device)):
                 key = (operator, each.device, name)

@@ -33,7 +33,7 @@ class Row(NamedTuple):
         """Whether [B, H, Nq, D] and [B, H, Nk, D] lie in the ranges."""
         batch, heads, queries, head_dim = query
         return (
-            queries == key[2]
+            (heads, queries) == (key[1], key[2])
             and self.tokens[0] <= queries <= self.tokens[1]
             and queries % self.multiple == 0
             and head_dim == self.head_dim

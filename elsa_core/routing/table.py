@@ -313,14 +313,14 @@ _TRITON = {
         direct=_linear_by_triton,
     ),
     "layer_norm_linear": Implementation(
-        support=_late("triton.linear.gate", "support"),
+        support=_late("triton.linear.gate", "support_form"),
         run=operators.LAYER_NORM_LINEAR.overload,
         schedule=_linear_schedule,
         arithmetic=_split,
         direct=_normed_linear_by_triton,
     ),
     "gated_linear": Implementation(
-        support=_late("triton.linear.gate", "support"),
+        support=_late("triton.linear.gate", "support_form"),
         run=operators.GATED_LINEAR.overload,
         schedule=_linear_schedule,
         arithmetic=_split,

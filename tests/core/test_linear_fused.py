@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import elsa_core as elsa
@@ -257,3 +258,27 @@ def test_recorded_in_fewer_steps(wanted):
     assert torch.autograd.gradgradcheck(short, leaves)
     saved = short(*leaves).grad_fn.saved_tensors
     assert [t is not None for t in saved] == [wanted[1], wanted[0]]
+
+
+@pytest.mark.parametrize("forms", [(), ("gated",), ("norm",), ("gated", "norm")])
+@pytest.mark.parametrize("terms", ["norm", "value", "both"])
+def test_what_is_explained_is_of_the_launch_that_serves(monkeypatch, forms, terms):
+    """A norm or a gate has a launch of its own where that was measured; else parts are told."""
+    from elsa_core.backends.triton.linear import gate
+
+    monkeypatch.setattr(gate, "_least_served", lambda device: 0)
+    monkeypatch.setattr(gate, "linear_form", lambda form, device: form in forms)
+    with FakeTensorMode():
+        x, w = torch.empty(64, 32, device="cuda"), torch.empty(48, 32, device="cuda")
+        named = {}
+        if terms != "value":
+            named["norm"] = (torch.empty(32, device="cuda"), None, 1e-6)
+        if terms != "norm":
+            named["value"] = (torch.empty(48, 32, device="cuda"), None)
+        route = elsa.explain_linear(x, w, **named)
+        learnt = elsa.explain_linear(x, w.requires_grad_(), **named)
+    wanted = {"norm": {"norm"}, "value": {"gated"}, "both": {"norm", "gated"}}[terms]
+    apart = not wanted <= set(forms)
+    assert route.backend == "triton"  # of the products alone otherwise
+    assert any("not measured" in reason for reason in route.reasons) is apart
+    assert any("without gradients" in reason for reason in learnt.reasons)

@@ -315,7 +315,25 @@ def test_a_row_is_called_where_it_holds(monkeypatch) -> None:
     elsa.attention(q, q, q, is_causal=True)
     elsa.attention(q, q, q, return_lse=True)
     elsa.attention(make(1, 2, 7, 16), q, q)
+    elsa.attention(q, q[:, :1], q[:, :1], enable_gqa=True)  # the row is of equal heads
+    elsa.attention(q.clone().requires_grad_(), q, q)
     assert len(served) == 1
+    elsa.attention(q[0], q[0], q[0])  # calls that take more to bring into that form
+    with torch.autocast("cpu", torch.bfloat16):
+        elsa.attention(q, q, q)
+    assert len(served) == 3
+    for each in (elsa.explain(q, q, q), elsa.explain(q[0], q[0], q[0])):
+        assert each.backend == "sdpa"
+        assert any("compiled and exported programs" in reason for reason in each.reasons)
+    assert elsa.explain(q, q[:, :1], q[:, :1], enable_gqa=True).backend == "native"
+
+
+def test_plain_pytorch_is_named_for_every_operator() -> None:
+    """Also for those that are no part of this package, as `backend=` takes it."""
+    assert routing.names("varlen_attention")[0] == "auto"
+    for record in operators.records():
+        assert routing.names(record.name)[-1] == routing.PLAIN
+    assert routing.names("no such operator") == ("auto",)
 
 
 def test_the_table_is_data_with_its_origin() -> None:

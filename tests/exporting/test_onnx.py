@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ExportError
 from elsa_core.exporting import onnx as exporting
-from elsa_core.exporting import ort_library
+from elsa_core.exporting import operators, ort_library
 from elsa_core.exporting.onnx import export_onnx
 
 onnx = pytest.importorskip("onnx")
@@ -208,6 +208,13 @@ def test_a_failure_leaves_the_old_file(
     assert "\n" not in str(caught.value)
     assert path.read_text() == "before"
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize("name", ["linear", "gated_linear", "layer_norm_linear", "split_weight"])
+def test_projections_alone_are_no_site(name: str) -> None:
+    with pytest.raises(ExportError, match="no patched site"):
+        operators.check([name], "cpu")
+    assert operators.check([name, "attention"], "cpu") == (name, "attention")
 
 
 def test_what_is_refused(vit: nn.Module, images: Tensor, tmp_path: Path) -> None:

@@ -37,6 +37,21 @@ def support(request: Request) -> Support:
     return Support(True)
 
 
+def support_form(request: Request) -> Support:
+    """As `support`, of products with a norm or a gate in one launch."""
+    form = GATED if request.operator == "gated_linear" else NORM
+    answer = support(request)
+    if not answer.ok:
+        return answer
+    if request.dtype != torch.float32:
+        return Support(False, "takes float32 alone")
+    if request.gradient:
+        return Support(False, "is for calls without gradients")
+    if not linear_form(form, torch.device(request.device_type)):
+        return Support(False, "was not measured to be faster on this GPU")
+    return Support(True)
+
+
 def kernel(
     input: Tensor,
     weight: Tensor,
