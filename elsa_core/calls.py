@@ -75,6 +75,12 @@ def watched() -> bool:
     )
 
 
+def place(tensor: Tensor) -> str:
+    """Where a tensor lies, "cuda:1" say: what choices are kept by, constants for compilers."""
+    device = tensor.device
+    return device.type if device.index is None else f"{device.type}:{device.index}"
+
+
 def surroundings() -> tuple[int, int | None, int]:
     """How many modes and transforms are active, of those of `watched` that a forward can begin and
     end itself. No compiler comes here.
@@ -149,6 +155,13 @@ def exporting_onnx() -> bool:
 exporting_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def exporting() -> bool:
+    """Whether `torch.export` or `torch.jit.trace` records a graph for other processes."""
+    if torch.compiler.is_exporting():
+        return True
+    return not is_compiling() and _tracing() is not None
+
+
 def differentiates(*arguments: Any) -> bool:
     """Whether autograd would record a call of these arguments."""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
@@ -159,9 +172,7 @@ def wanted(**arguments: Tensor | None) -> tuple[str, ...]:
 
     A program that is exported or traced is for inference: none.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
-        return ()
-    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+    if not torch.is_grad_enabled() or exporting():
         return ()
     return tuple(name for name, t in arguments.items() if t is not None and t.requires_grad)
 

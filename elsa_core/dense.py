@@ -92,15 +92,16 @@ def ordinary(
             and type(value) is Tensor
         ):
             return None
-        recorded = calls.differentiates(query, key, value, attn_mask)
-        if recorded and return_lse:
-            return None
         if attn_mask is not None:
             attn_mask = checked_mask(attn_mask, query, key, is_causal)
         head_dim = shape[3]
         if scale is None:
             scale = head_dim**-0.5 if head_dim else 1.0
         choice = routing.chosen("attention", device, dtype, head_dim, head_dim, precision, backend)
+        recorded = calls.differentiates(query, key, value, attn_mask)
+        by_pytorch = device.type == "cuda" and choice.name == routing.PLAIN
+        if by_pytorch or (recorded and return_lse):
+            return None
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
         if recorded:
             return _recorded(arguments, choice, backend)
@@ -137,8 +138,8 @@ def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tenso
     query, key, value, attn_mask = arguments[:4]
     if routing.plain_alone(backend):
         return None
-    device, head_dim = query.device.type, query.shape[3]
-    kind = (device, query.dtype, head_dim, head_dim, arguments[6])
+    head_dim = query.shape[3]
+    kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
     whole = _trains_whole(query, key, value, attn_mask, kind, backend, return_lse=False)
     run = routing.RUNS["attention", whole or choice.name]
     # a profile looks for the operator's name
@@ -192,7 +193,7 @@ def _served(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """A call in the operator's layout, by who serves it; lse is None where it was not asked for."""
-    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
     name = routing.name_of("attention", *kind, backend)
     answer: tuple[Tensor, Tensor | None]
     if calls.exporting_onnx():
@@ -206,7 +207,11 @@ def _served(
     elif routing.plain_alone(backend):
         answer = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
     else:
-        name = _trains_whole(q, k, v, mask, kind, backend, return_lse) or name
+        name = (
+            _trains_whole(q, k, v, mask, kind, backend, return_lse)
+            or _without_kernels(q, k, v, mask, kind, backend, return_lse)
+            or name
+        )
         arguments = (q, k, v, mask, is_causal, scale, precision)
         faster: Tensor | None = None
         if not return_lse and not calls.watched() and not calls.differentiates(q, k, v, mask):
@@ -242,6 +247,30 @@ def _trains_whole(
     work = None if calls.watched() else query.numel() * key.shape[2]
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     name = routing.training_name("attention", *kind, gradient, work, boolean)
+    return _if_taken(name, query, key, attn_mask)
+
+
+def _without_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    kind: tuple[str, torch.dtype, int, int, str],
+    backend: str,
+    return_lse: bool,
+) -> str:
+    """The backend of PyTorch's own kernels for a call on a GPU that this package has none for;
+    empty for others. A graph that is exported holds elsa's operators.
+    """
+    if backend != "auto" or return_lse or not query.is_cuda or calls.exporting():
+        return ""
+    if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask) == ("attn_mask",):
+        return ""  # as in `routing.training_name`
+    return _if_taken(routing.whole_name("attention", *kind), query, key, attn_mask)
+
+
+def _if_taken(name: str, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> str:
+    """The backend's name where it takes such operands without a loss."""
     if not name:
         return ""
     takes = routing.implementation("attention", name).takes
@@ -283,6 +312,7 @@ def explain(
     request = Request(
         q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "attention",
         routing.mask_kind(mask, is_causal), "dense" if dense else "strided", gradient,
+        ordinal=q.get_device(),
     )  # fmt: skip
     arguments = (q, k, v, mask, is_causal, precision)
     if dropout_p != 0.0:
@@ -292,10 +322,13 @@ def explain(
     alone = routing.plain_alone(backend)
     if alone:
         return routing.route(request, routing.PLAIN, schedule=arguments, because=f"has no {alone}")
-    kind = (q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision)
-    whole = _trains_whole(q, k, v, mask, kind, backend, return_lse=False)
+    kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
+    given = (q, k, v, mask, kind, backend, False)
+    whole, faster = _trains_whole(*given), "trains slower: the shipped table of measurements"
+    if not whole:
+        whole = _without_kernels(*given)
+        faster = "serves exported graphs and calls with lse; PyTorch's own kernels are faster"
     if whole:
-        faster = "trains slower: the shipped table of measurements"
         return routing.route(request, whole, schedule=arguments, because=faster)
     found = routing.route(request, backend, schedule=arguments)
     if not gradient and mask is None and not is_causal:

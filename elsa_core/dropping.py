@@ -60,7 +60,7 @@ def backend_of(
     if routing.plain_alone(backend):
         return routing.PLAIN
     width, value_width = index(query.shape[-1]), index(value.shape[-1])
-    kind = (query.device.type, query.dtype, width, value_width, precision)
+    kind = (calls.place(query), query.dtype, width, value_width, precision)
     if backend == "auto" and not return_lse and dropout_p < 1.0:
         gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
         whole = routing.training_name("attention_dropout", *kind, gradient or ("query",))

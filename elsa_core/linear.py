@@ -224,6 +224,7 @@ def explain_linear(
             input=input, weight=weight, bias=bias, residual=residual, scale=scale,
             norm_weight=vectors[0], norm_bias=vectors[1],
         ),
+        ordinal=input.get_device(),
     )  # fmt: skip
     given = (backend, input, weight, bias)
     found = _explained(request, *given)

@@ -93,7 +93,7 @@ def window_attention(
         _check_terms(qkv, terms, num_heads, math.prod(window))
         if not mask_value <= 0:  # NaN too
             raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
-        kind = (qkv.device.type, qkv.dtype, head_dim, head_dim, precision)
+        kind = (calls.place(qkv), qkv.dtype, head_dim, head_dim, precision)
         name = routing.name_of("window_attention", *kind, backend)
         run: Callable[..., Tensor] = operators.WINDOW_ATTENTION.reference
         if calls.exporting_onnx():
@@ -152,7 +152,7 @@ def explain_window_attention(
         qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
         "none" if bias is None else "additive", "dense" if qkv.stride(-1) == 1 else "strided",
         calls.wanted(qkv=qkv, bias=bias, pad_qkv=pad_qkv, logit_scale=logit_scale),
-        math.prod(window),
+        math.prod(window), qkv.get_device(),
     )  # fmt: skip
     alone = routing.plain_alone(backend)
     if alone:

@@ -38,6 +38,7 @@ class Request(NamedTuple):
         gradient: the arguments that reverse mode wants a gradient of; none in inference.
         tokens: of a window, which a model fixes, in requests of `window_attention` for gradients;
             0 where they are not known.
+        ordinal: of the device among those of its type; -1 for the current one.
     """
 
     device_type: str
@@ -50,6 +51,14 @@ class Request(NamedTuple):
     layout: str = "dense"
     gradient: tuple[str, ...] = ()
     tokens: int = 0
+    ordinal: int = -1
+
+    @property
+    def device(self) -> torch.device:
+        """The device, or its type alone."""
+        if self.ordinal < 0:
+            return torch.device(self.device_type)
+        return torch.device(self.device_type, self.ordinal)
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ class Implementation:
         whole: serves calls of a shipped table only, and those that ask for it by name; its `run`
             is differentiated by autograd and has no lse.
         asked: serves calls that ask for it by name alone, as kernels do that were not measured.
+        unasked: precisions of which it serves other calls too, if no backend before it does.
     """
 
     support: Callable[[Request], Support]
@@ -86,6 +96,7 @@ class Implementation:
     takes: Callable[..., bool] | None = None
     whole: bool = False
     asked: bool = False
+    unasked: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from elsa_core.routing.choose import (
     training_name,
     trains_original,
     unregister,
+    whole_name,
 )
 from elsa_core.routing.gradients import recorded, shard_backward
 from elsa_core.routing.measured import (
@@ -87,4 +88,5 @@ __all__ = [
     "trains_original",
     "unmeasured",
     "unregister",
+    "whole_name",
 ]

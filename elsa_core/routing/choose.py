@@ -118,7 +118,7 @@ def select(request: Request, backend: str = "auto") -> tuple[str, tuple[str, ...
         offered = each.operators.get(request.operator)
         if each.device not in (None, request.device_type) or offered is None or offered.whole:
             continue
-        if offered.asked:
+        if offered.asked and request.precision not in offered.unasked:
             reasons.append(f"{each.name}: was not measured for such calls; ask for it by name")
             continue
         answer = offered.support(request)
@@ -146,7 +146,9 @@ def chosen(
     Raises:
         ArgumentError, UnavailableError: as `select`.
     """
-    request = Request(device.type, dtype, head_dim, value_dim, precision, operator)
+    request = Request(
+        device.type, dtype, head_dim, value_dim, precision, operator, ordinal=_ordinal(device)
+    )
     name = select(request, backend)[0]
     found = implementation(operator, name)
     rows: tuple[tuple[Row, Callable[..., Any]], ...] = ()
@@ -162,22 +164,23 @@ def chosen(
 
 def name_of(
     operator: str,
-    device_type: str,
+    place: str,
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
     precision: str,
     backend: str,
 ) -> str:
-    """The name of `chosen`: a constant for the compiler, since asking a backend may build or load
-    a library, which cannot be traced."""
-    device = torch.device(device_type)
-    return chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
+    """The name of `chosen` for a device, "cuda:1" say: a constant for the compiler, since asking a
+    backend may build or load a library, which cannot be traced."""
+    return chosen(
+        operator, torch.device(place), dtype, head_dim, value_dim, precision, backend
+    ).name
 
 
 def training_name(
     operator: str,
-    device_type: str,
+    place: str,
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
@@ -193,9 +196,9 @@ def training_name(
 
     A constant for the compiler, as `name_of`.
     """
-    row = measured.training(operator, device_type, dtype)
+    row = measured.training(operator, place.partition(":")[0], dtype)
     small = row is not None and work is not None and work < row.small_below
-    kind = (operator, device_type, dtype, head_dim, value_dim, precision)
+    kind = (operator, place, dtype, head_dim, value_dim, precision)
     return _training_name(measured.switched(), *kind, gradient, small, masked)
 
 
@@ -203,7 +206,7 @@ def training_name(
 def _training_name(
     switched: Hashable,
     operator: str,
-    device_type: str,
+    place: str,
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
@@ -213,12 +216,14 @@ def _training_name(
     masked: bool,
 ) -> str:
     """`training_name` of a call that is small or not, for the switches of this moment."""
+    device = torch.device(place)
     request = Request(
-        device_type, dtype, head_dim, value_dim, precision, operator, gradient=gradient
-    )
+        device.type, dtype, head_dim, value_dim, precision, operator, gradient=gradient,
+        ordinal=_ordinal(device),
+    )  # fmt: skip
     if gradient == ("attn_mask",):
         return ""  # PyTorch's memory-efficient kernel then keeps no lse, and its backward fails
-    row = measured.training(operator, device_type, dtype)
+    row = measured.training(operator, device.type, dtype)
     name = row.whole if row else ""
     if row and not name and small:
         name = row.small if row.small_masked or not masked else ""
@@ -226,8 +231,40 @@ def _training_name(
         name = row.otherwise
     if not name or not support(request, name).ok:
         return ""
-    kind = (device_type, dtype, head_dim, value_dim, precision)
+    kind = (place, dtype, head_dim, value_dim, precision)
     return name if name_of(operator, *kind, "auto") in SHIPPED else ""
+
+
+def whole_name(
+    operator: str,
+    place: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+) -> str:
+    """The backend that takes calls as a whole on a GPU of which `chosen` has plain PyTorch alone:
+    without Triton, before sm_80, or of channels without kernels; empty where there is none, and for
+    float64, of which PyTorch has no kernel that leaves the scores on chip.
+
+    A constant for the compiler, as `name_of`.
+    """
+    kind = (dtype, head_dim, value_dim, precision)
+    device = torch.device(place)
+    if device.type != "cuda" or dtype.itemsize > 4:
+        return ""
+    if name_of(operator, place, *kind, "auto") != PLAIN:
+        return ""
+    request = Request(device.type, *kind, operator, ordinal=_ordinal(device))
+    for each in BACKENDS:
+        offered = each.operators.get(operator)
+        if offered is not None and offered.whole and offered.support(request).ok:
+            return each.name
+    return ""
+
+
+def _ordinal(device: torch.device) -> int:
+    return -1 if device.index is None else device.index
 
 
 def trains_original(
@@ -261,6 +298,7 @@ def trains_original(
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
 name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 training_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+whole_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 trains_original._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -377,8 +415,8 @@ def _forget() -> None:
             RUNS[operator, each.name] = offered.run
             if offered.direct is not None:
                 DIRECT[operator, each.name] = offered.direct
-            record = operators.of(f"elsa::{operator}")
-            projection = record is not None and record.kind == "linear"
+            known = operators.of(f"elsa::{operator}")
+            projection = known is not None and known.kind == "linear"
             if not projection or offered.direct is None or each.device is None:
                 continue
             for name in ("auto", *(n for n, home in homes.items() if home == each.device)):

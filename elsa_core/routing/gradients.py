@@ -38,6 +38,7 @@ def _of_attention(record: operators.Operator, arguments: tuple[Any, ...]) -> Any
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
         mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
+        ordinal=query.get_device(),
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
     return record.recomputed(*arguments) if grads is None else grads
@@ -77,6 +78,7 @@ def shard_backward(*arguments: Any) -> Any:
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
         mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
+        ordinal=query.get_device(),
     )  # fmt: skip
     read = ("triton", "sdpa") if query.dtype == torch.float32 else ("sdpa",)
     names = [name for name in row.backward if name in read]
@@ -92,6 +94,7 @@ def window_attention_backward(*arguments: Any) -> Any:
     request = Request(
         qkv.device.type, qkv.dtype, head_dim, head_dim, precision, "window_attention",
         gradient=tuple(name for name, needed in wanted if needed), tokens=math.prod(arguments[7]),
+        ordinal=qkv.get_device(),
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
     return operators.WINDOW_ATTENTION.recomputed(*arguments) if grads is None else grads
@@ -104,6 +107,7 @@ def varlen_attention_backward(*arguments: Any) -> Any:
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
         "varlen_attention", gradient=tuple(name for name, needed in wanted if needed),
+        ordinal=query.get_device(),
     )  # fmt: skip
     if query.is_cuda:
         return padded_backward(*arguments)
@@ -178,6 +182,7 @@ def entmax_backward_cpu(*arguments: Any) -> Any:
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
         mask_kind(arguments[4], arguments[9]), "dense",
         tuple(name for name, needed in wanted if needed),
+        ordinal=query.get_device(),
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
     return record.recomputed(*arguments) if grads is None else grads

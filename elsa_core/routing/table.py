@@ -336,6 +336,7 @@ _PORTABLE = {
         # by `elsa::attention_backward`, as those of every forward
         gradient=_late("eager", "support"),
         asked=True,
+        unasked=("ieee",),  # where Triton is not: plain PyTorch would be left
     ),
 }
 _ONEDNN = {

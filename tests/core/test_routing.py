@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
 from elsa_core import calls, operators, routing
@@ -495,3 +496,83 @@ def test_gradients_of_long_rows_in_half_precision_are_explained() -> None:
     mask = torch.ones(4, 4, dtype=torch.bool)
     reasons = elsa.explain(q, q, q, mask, backend="native").reasons
     assert any("by native from our output and lse up to 512 keys, beyond" in r for r in reasons)
+
+
+# GPUs without kernels
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """An H100 beside a T4, as far as the choice of a backend looks."""
+    triton = pytest.importorskip("elsa_core.backends.triton")
+    known = {0: (9, 0), 1: (7, 5)}
+
+    def capability(device=None):
+        index = device if isinstance(device, int) else torch.device(device or "cuda:0").index
+        return known[index or 0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    caches = (triton._environment, routing.chosen, routing.choose._training_name)
+    for each in caches:
+        each.cache_clear()
+    yield
+    for each in caches:
+        each.cache_clear()
+
+
+CUDA_KIND = (torch.float16, 64, 64, "strict")
+
+
+def test_each_gpu_is_asked_about_itself(two_gpus) -> None:
+    names = [routing.name_of("attention", f"cuda:{i}", *CUDA_KIND, "auto") for i in (0, 1)]
+    assert names == ["triton", "eager"]
+    assert [routing.whole_name("attention", f"cuda:{i}", *CUDA_KIND) for i in (0, 1)] == [
+        "",
+        "sdpa",
+    ]
+    with pytest.raises(UnavailableError, match="sm_80"):
+        routing.name_of("attention", "cuda:1", *CUDA_KIND, "triton")
+
+
+def test_float64_is_left_to_the_reference(two_gpus) -> None:
+    assert not routing.whole_name("attention", "cuda:1", torch.float64, 64, 64, "strict")
+
+
+@pytest.mark.parametrize(("place", "name"), [("cuda:0", "triton"), ("cuda:1", "sdpa")])
+def test_a_gpu_without_kernels_has_pytorchs(two_gpus, monkeypatch, place, name) -> None:
+    """Plain, causal and masked; a call with lse is the reference's."""
+    called = []
+    real = {name: routing.RUNS["attention", name] for name in ("eager", "sdpa", "triton")}
+    for each, run in real.items():
+        monkeypatch.setitem(
+            routing.RUNS, ("attention", each),
+            lambda *args, each=each, run=run: called.append(each) or run(*args),
+        )  # fmt: skip
+    monkeypatch.setattr(measured, "rows", lambda *_: ())
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 8, 64, dtype=torch.float16, device=place)
+        mask = torch.empty(1, 1, 8, 8, dtype=torch.bool, device=place)
+        for named in ({}, {"is_causal": True}, {"attn_mask": mask}):
+            elsa.attention(q, q, q, **named)
+        assert called == [name] * 3
+        if name == "sdpa":
+            route = elsa.explain(q, q, q)
+            assert route.backend == name
+            assert any("exported" in reason for reason in route.reasons)
+            elsa.attention(q, q, q, return_lse=True)
+            assert called[3:] == ["eager"]
+
+
+def test_float32_fma_on_a_gpu_without_triton(two_gpus, monkeypatch) -> None:
+    """`ieee` is for the portable kernels, which no tensor core helps."""
+    from elsa_core.backends import portable
+
+    monkeypatch.setattr(portable, "_ready", lambda *_: Support(True))
+    kind = (torch.float32, 64, 64)
+    assert routing.name_of("attention", "cuda:1", *kind, "ieee", "auto") == "portable"
+    assert routing.name_of("attention", "cuda:0", *kind, "ieee", "auto") == "triton"
+    assert routing.name_of("attention", "cuda:1", *kind, "strict", "auto") == "eager"
+    assert routing.whole_name("attention", "cuda:1", *kind, "strict") == "sdpa"

@@ -10,8 +10,10 @@ import torch
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import SwinTransformerBlock
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from elsa_core import calls, routing
 from elsa_core.backends.support import Request, Support
 from elsa_core.patching.adapters import windows
 from elsa_core.patching.adapters.common import trains_by_pytorch
@@ -76,7 +78,7 @@ def test_windows_train_by_the_operator_where_gradients_are_measured(
 
     def left(x: torch.Tensor) -> torch.Tensor:
         terms = (site.attn.qkv, site.attn.num_heads, site.window_size)
-        return x * float(windows.trains_original(site, x, *terms))
+        return x * float(windows.keeps_original(site, x, *terms))
 
     torch.compiler.reset()
     run = torch.compile(left, backend="eager", fullgraph=True) if compiled else left
@@ -159,3 +161,24 @@ def test_a_projection_without_a_weight_tensor() -> None:
     expected = model(x)
     assert patch(model).patched
     torch.testing.assert_close(model(x), expected)
+
+
+def test_windows_on_a_gpu_without_kernels_keep_the_original(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plain PyTorch would be slower than what the model had."""
+    site = SwinTransformerBlock(32, (8, 8), 2, window_size=4)
+    site.elsa_backend, site.elsa_precision = "auto", "strict"
+    terms = (site.attn.qkv, 2, (4, 4))
+    names = {"cuda:0": "triton", "cuda:1": routing.PLAIN}
+    monkeypatch.setattr(routing, "name_of", lambda operator, place, *_: names[place])
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        old, new = (torch.empty(1, 8, 8, 32, device=place) for place in ("cuda:1", "cuda:0"))
+        assert windows.keeps_original(site, old, *terms)
+        assert not windows.keeps_original(site, new, *terms)
+        assert not windows.keeps_original(site, old.double(), *terms)
+        monkeypatch.setattr(calls, "exporting", lambda: True)
+        assert not windows.keeps_original(site, old, *terms)
+        monkeypatch.undo()
+        site.elsa_backend = "eager"
+        assert not windows.keeps_original(site, old, *terms)

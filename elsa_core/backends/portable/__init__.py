@@ -34,7 +34,9 @@ def support(request: Request) -> Support:
         return Support(False, "takes head_dim from 1, not 0")
     if request.device_type != "cuda":
         return Support(False, f"serves cuda tensors, these are on {request.device_type}")
-    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    device = request.ordinal
+    if device < 0 and torch.cuda.is_available():
+        device = torch.cuda.current_device()
     return _ready(request.head_dim, request.value_dim, device)
 
 

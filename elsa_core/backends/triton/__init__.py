@@ -20,9 +20,9 @@ from elsa_core.limits import LARGEST_HEAD_DIM
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@lru_cache(maxsize=1)
-def _environment() -> Support:
-    """Whether Triton and a GPU it serves are here."""
+@lru_cache(maxsize=64)
+def _environment(index: int) -> Support:
+    """Whether Triton is here and serves a GPU; -1 is the current one."""
     try:
         import triton
     except ImportError as error:
@@ -31,20 +31,16 @@ def _environment() -> Support:
         return Support(True)
     if not torch.cuda.is_available():
         return Support(False, "no CUDA device: PyTorch finds no GPU")
-    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
-        return Support(False, "the GPU is older than sm_80 (Ampere)")
-    if torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0):
-        slower = "" if device.gluon_known() else _slower(triton.__version__)
-        return Support(True, "; ".join(filter(None, (slower, _pack()))))
-    return Support(True, _pack())
-
-
-def _pack() -> str:
-    """What there is to know of kernel packs for this GPU."""
     if torch.version.hip is not None:
-        return ""
-    major, minor = torch.cuda.get_device_capability()
-    return lookup.summary(10 * major + minor)
+        return Support(True)
+    capability = torch.cuda.get_device_capability(None if index < 0 else index)
+    if capability < (8, 0):
+        return Support(False, "the GPU is older than sm_80 (Ampere)")
+    slower = ""
+    if capability == (9, 0) and not device.gluon_known():
+        slower = _slower(triton.__version__)
+    pack = lookup.summary(10 * capability[0] + capability[1])
+    return Support(True, "; ".join(filter(None, (slower, pack))))
 
 
 def _slower(version: str) -> str:
@@ -67,7 +63,7 @@ def support(request: Request) -> Support:
         return Support(
             False, f"head dimension {dim} is above {LARGEST_HEAD_DIM}, the Triton kernels' largest"
         )
-    return _environment()
+    return _environment(request.ordinal)
 
 
 def schedule(

@@ -35,4 +35,6 @@ def served(
     if backend == "auto" or device.type == "meta":
         return Support(True)
     dim = head_dim or _HEAD_DIM
-    return routing.support(Request(device.type, dtype, dim, dim, precision), backend)
+    ordinal = -1 if device.index is None else device.index
+    request = Request(device.type, dtype, dim, dim, precision, ordinal=ordinal)
+    return routing.support(request, backend)

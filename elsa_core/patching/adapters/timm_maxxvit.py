@@ -19,8 +19,8 @@ from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
     attend_windows,
+    keeps_original,
     must_call,
-    trains_original,
     why_not,
 )
 
@@ -55,7 +55,7 @@ class ElsaPartitionAttentionCl(Derives, PartitionAttentionCl):  # type: ignore[m
         # Sizes that do not divide are an error here, which the original words.
         uneven = x.shape[1] % rows or x.shape[2] % columns
         terms = (attn.qkv, attn.num_heads, self.partition_size)
-        left = must_call(attn, AttentionCl) or trains_original(self, x, *terms)
+        left = must_call(attn, AttentionCl) or keeps_original(self, x, *terms)
         if left or uneven:
             out: Tensor = super()._partition_attn(x)
             return out

@@ -26,10 +26,10 @@ from elsa_core.patching.adapters.windows import (
     as_table,
     attend_windows,
     is_small,
+    keeps_original,
     must_call,
     of_padding,
     read_bias,
-    trains_original,
     why_not,
 )
 from elsa_core.window import window_attention
@@ -74,7 +74,7 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         attn: Any = self.attn
         if "_attn" in vars(self) or calls.watched() or type(attn) is not WindowAttention:
             return False
-        return not trains_original(self, x, attn.qkv, attn.num_heads, self.window_size)
+        return not keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size)
 
     def _elsa_forward(self, x: Tensor) -> Tensor:
         norm = self.norm1
@@ -97,7 +97,7 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         """_attn(norm(x))."""
         attn = self.attn
         terms = (attn.qkv, attn.num_heads, self.window_size)
-        if must_call(attn, WindowAttention) or trains_original(self, x, *terms):
+        if must_call(attn, WindowAttention) or keeps_original(self, x, *terms):
             out: Tensor = super()._attn(x if norm is None else norm(x))
             return out
         bias: Bias = derived(self.elsa_derivation())

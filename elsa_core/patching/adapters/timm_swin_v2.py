@@ -23,10 +23,10 @@ from elsa_core.patching.adapters.windows import (
     as_table,
     cosine_scale,
     cosine_table,
+    keeps_original,
     must_call,
     of_padding,
     read_bias,
-    trains_original,
     why_not,
 )
 
@@ -59,7 +59,7 @@ class ElsaSwinTransformerV2Block(Derives, SwinTransformerV2Block):  # type: igno
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
         kind = (attn.qkv, attn.num_heads, self.window_size)
-        if must_call(attn, WindowAttention) or trains_original(self, x, *kind):
+        if must_call(attn, WindowAttention) or keeps_original(self, x, *kind):
             out: Tensor = super()._attn(x)
             return out
         terms: _Terms = derived(self.elsa_derivation())
@@ -130,7 +130,7 @@ class ElsaSwinTransformerV2CrBlock(Derives, SwinTransformerV2CrBlock):  # type: 
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
         called = must_call(attn, WindowMultiHeadAttention)
-        if called or trains_original(self, x, attn.qkv, attn.num_heads, self.window_size):
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._shifted_window_attn(x)
             return out
         bias, scale = derived(self.elsa_derivation())

@@ -24,9 +24,9 @@ from elsa_core.patching.adapters.windows import (
     has_hooked_parts,
     is_hooked,
     is_small,
+    keeps_original,
     of_padding,
     read_bias,
-    trains_original,
     why_not,
 )
 
@@ -42,7 +42,7 @@ class ElsaLocallyGroupedAttn(LocallyGroupedAttn):  # type: ignore[misc]  # timm 
     def forward(self, x: Tensor, size: Any) -> Tensor:
         image = x.unflatten(1, tuple(size))
         terms = (self.qkv, self.num_heads, (self.ws, self.ws))
-        left = has_hooked_parts(self) or trains_original(self, x, *terms)
+        left = has_hooked_parts(self) or keeps_original(self, x, *terms)
         if drop_p(self) > 0.0 or left:
             out: Tensor = super().forward(x, size)
             return out
@@ -76,7 +76,7 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
         terms = (attn.qkv, attn.num_heads, self.window_size)
-        if is_hooked(attn, WindowAttention) or trains_original(self, x, *terms):
+        if is_hooked(attn, WindowAttention) or keeps_original(self, x, *terms):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -133,7 +133,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
         terms = (attn.qkv, attn.num_heads, (window, window))
-        if is_hooked(attn, TinyVitAttention) or trains_original(self, x, *terms):
+        if is_hooked(attn, TinyVitAttention) or keeps_original(self, x, *terms):
             out: Tensor = super().forward(x)
             return out
         pad = None

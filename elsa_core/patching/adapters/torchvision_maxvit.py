@@ -21,8 +21,8 @@ from elsa_core.patching.adapters.windows import (
     attend_windows,
     is_hooked,
     is_small,
+    keeps_original,
     read_bias,
-    trains_original,
     why_not,
 )
 
@@ -53,7 +53,7 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         grid = tuple(self.grid_size)
         hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
         terms = (attn.to_qkv, attn.n_heads, (attn.size, attn.size))
-        hooked = hooked or trains_original(self, x, *terms)
+        hooked = hooked or keeps_original(self, x, *terms)
         if hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
             out: Tensor = super().forward(x)
             return out

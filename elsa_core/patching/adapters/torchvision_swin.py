@@ -24,8 +24,8 @@ from elsa_core.patching.adapters.windows import (
     cosine_scale,
     cosine_table,
     is_small,
+    keeps_original,
     read_bias,
-    trains_original,
 )
 
 
@@ -38,7 +38,7 @@ class ElsaShiftedWindowAttention(Derives, ShiftedWindowAttention):  # type: igno
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = self.training and self.attention_dropout > 0.0
-        if dropped or trains_original(self, x, self.qkv, self.num_heads, self.window_size):
+        if dropped or keeps_original(self, x, self.qkv, self.num_heads, self.window_size):
             out: Tensor = super().forward(x)
             return out
         terms = _Terms(derived(self.elsa_derivation()), None, self.qkv.bias)
@@ -60,7 +60,7 @@ class ElsaShiftedWindowAttentionV2(Derives, ShiftedWindowAttentionV2):  # type: 
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = self.training and self.attention_dropout > 0.0
-        if dropped or trains_original(self, x, self.qkv, self.num_heads, self.window_size):
+        if dropped or keeps_original(self, x, self.qkv, self.num_heads, self.window_size):
             out: Tensor = super().forward(x)
             return out
         return _attended(self, x, derived(self.elsa_derivation()))

@@ -63,23 +63,35 @@ def of_padding(projection: nn.Module, x: Tensor, window: Sequence[int]) -> Tenso
     return padding
 
 
-def trains_original(
+def keeps_original(
     site: Any, x: Tensor, projection: Any, num_heads: int, window: Sequence[int]
 ) -> bool:
-    """Whether a call that wants gradients keeps the original forward.
+    """Whether a call keeps the original forward.
 
-    That is so where the shipped table says that the operator's forward and gradients together are
-    slower than the original's, and no backend was asked for by name.
+    That is so on a GPU that no backend has kernels for, and where gradients are wanted and the
+    shipped table says that the operator's forward and gradients together are slower than the
+    original's; never where a backend was asked for by name.
 
     Args:
         site: the patched module. x: its input. projection: its first one, to 3 * C channels.
         num_heads, window: of the attention.
     """
-    if site.elsa_backend != "auto" or not wants_training(site, x, projection):
+    if site.elsa_backend != "auto":
         return False
-    kind = x.device.type
+    kind, learns = x.device.type, wants_training(site, x, projection)
+    if not learns and kind != "cuda":
+        return False
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     head_dim = getattr(projection, "out_features", 3 * x.shape[-1]) // (3 * num_heads)
+    if kind == "cuda" and dtype.itemsize <= 4 and not calls.exporting():
+        dims = (head_dim, head_dim)
+        name = routing.name_of(
+            "window_attention", calls.place(x), dtype, *dims, site.elsa_precision, "auto"
+        )
+        if name == routing.PLAIN:
+            return True
+    if not learns:
+        return False
     return routing.trains_original(
         "window_attention", kind, dtype, head_dim, site.elsa_precision, ("qkv",), math.prod(window)
     )

@@ -31,7 +31,7 @@ def support(request: Request) -> Support:
         return Support(False, f"takes float32, float16 and bfloat16, not {request.dtype}")
     if request.dtype == torch.float32 and request.precision == "ieee":
         return Support(False, "takes tensor cores: not with precision 'ieee'")
-    least = _least_served(torch.device(request.device_type))
+    least = _least_served(request.device)
     if least is None or (least > 0 and request.dtype != torch.float32):
         return Support(False, "is measured on sm_90 alone; see `elsa bench linear --tune`")
     return Support(True)
@@ -47,7 +47,7 @@ def support_form(request: Request) -> Support:
         return Support(False, "takes float32 alone")
     if request.gradient:
         return Support(False, "is for calls without gradients")
-    if not linear_form(form, torch.device(request.device_type)):
+    if not linear_form(form, request.device):
         return Support(False, "was not measured to be faster on this GPU")
     return Support(True)
 
