@@ -209,15 +209,38 @@ def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0.0 for rate in rates)
 
 
-def weights_are_hooked(module: Any) -> bool:
-    """Whether a hook reads the attention weights, which the operator does not return.
+# The modules of an eager branch that an operator stands for, and what they may be.
+_STANDING = {"softmax": (nn.Softmax,), "attn_drop": (nn.Dropout, nn.Identity)}
 
-    They pass through modules of the eager branch: its softmax and its dropout.
+
+def is_other(name: str, part: object) -> bool:
+    """Whether a part of an attention is of a class that the operator does not stand for."""
+    return name in _STANDING and type(part) not in _STANDING[name]
+
+
+def other_part(module: nn.Module) -> str:
+    """What of an attention's eager branch is of such a class, in words; empty where nothing is."""
+    for name in _STANDING:
+        part = module._modules.get(name)
+        if part is not None and is_other(name, part):
+            return f"its {name} is a {type(part).__qualname__}"
+    return ""
+
+
+def weights_are_hooked(module: Any) -> bool:
+    """Whether the attention weights pass through what the operator does not stand for: a hook, or
+    another module in the place of the eager branch's softmax or dropout.
     """
-    if getattr(module, "fused_attn", False):
-        return False
-    inner = (getattr(module, name, None) for name in ("softmax", "attn_drop"))
-    return any(isinstance(part, nn.Module) and has_hooks(part) for part in inner)
+    return not getattr(module, "fused_attn", False) and hooks_weights(module)
+
+
+def hooks_weights(module: Any) -> bool:
+    """As `weights_are_hooked`, of an eager branch that is taken."""
+    for name in _STANDING:
+        part = module._modules.get(name)
+        if part is not None and (has_hooks(part) or is_other(name, part)):
+            return True
+    return False
 
 
 def drop_p(module: Any) -> float:
@@ -254,7 +277,8 @@ def attend(
     """The operator with the patched module's precision and backend: [B, H, N, D] -> [B, H, N, Dv].
 
     `scale` is 1 / sqrt(D) if None; for `dropout_p` see `drop_p`. Small eager calls on a GPU are
-    PyTorch's, see `by_sdpa`. Where weights are dropped, none is left out for its size.
+    PyTorch's, see `by_sdpa`. Where weights are dropped, none is left out for its size. Of a model
+    in host memory that was patched with `offload` a GPU computes it.
     """
     sparsity = None if dropout_p else getattr(module, "elsa_sparsity", None)
     names = module.elsa_backend, module.elsa_precision
@@ -264,6 +288,15 @@ def attend(
             query, key, value, None, dropout_p, is_causal, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+    if getattr(module, "elsa_offload", None) is not None:
+        from elsa_core.offload.activations import streams
+
+        if streams(module, query, key, mask, dropout_p):
+            streamed: Any = attention(
+                query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True,
+                precision=module.elsa_precision, backend=module.elsa_backend, offload="host",
+            )  # fmt: skip
+            return streamed  # type: ignore[no-any-return]
     out: Any = attention(
         query,
         key,

@@ -30,7 +30,8 @@ from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import asked, table
-from elsa_core.patching.adapters.host import by_sdpa, has_hooks, is_original, is_within_original
+from elsa_core.patching.adapters.common import hooks_weights, other_part
+from elsa_core.patching.adapters.host import by_sdpa, is_original, is_within_original
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
 
 _PREFIX = "Redirected"
@@ -86,6 +87,10 @@ def support(cls: type[nn.Module], module: nn.Module) -> Support:
     answer = calls_sdpa(cls)  # type: ignore[arg-type]  # a class is hashable
     if answer.ok and getattr(module, "scaled_cosine", False):  # open_clip: branches off before SDPA
         return Support(False, "scaled cosine attention: its own forward raises in open_clip 3.3")
+    space = vars(module)
+    other = other_part(module)
+    if answer.ok and other and any(space.get(name) is False for name in table.SWITCHES):
+        return Support(False, other)
     return answer
 
 
@@ -188,7 +193,8 @@ def _with_replaced(value: Any, path: tuple[str, ...], replaced: Any) -> Any:
 def _always_on(switch: str, cls: Any, reader: str) -> property:
     """A data descriptor: it wins over the instance's own value, which stays as it is.
 
-    Off where a hook reads the weights of the eager branch and the instance's own value is off. The
+    Off where the weights of the eager branch pass through a hook or another module than its own
+    (`common.weights_are_hooked`) and the instance's own value is off. The
     instance's own value where the original `reader`, a method of cls, asks (`direct.py`).
     """
 
@@ -199,9 +205,7 @@ def _always_on(switch: str, cls: Any, reader: str) -> property:
             self
         ):
             return bool(space.get(switch, True))
-        drop = getattr(self, "attn_drop", None)
-        shown = isinstance(drop, nn.Module) and has_hooks(drop)
-        return not shown or bool(self.__dict__.get(switch, True))
+        return not hooks_weights(self) or bool(space.get(switch, True))
 
     def write(self: nn.Module, value: bool) -> None:
         self.__dict__[switch] = value

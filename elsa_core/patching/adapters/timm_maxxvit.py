@@ -54,9 +54,8 @@ class ElsaPartitionAttentionCl(Derives, PartitionAttentionCl):  # type: ignore[m
         rows, columns = self.partition_size
         # Sizes that do not divide are an error here, which the original words.
         uneven = x.shape[1] % rows or x.shape[2] % columns
-        terms = (attn.qkv, attn.num_heads, self.partition_size)
-        left = must_call(attn, AttentionCl) or keeps_original(self, x, *terms)
-        if left or uneven:
+        left = uneven or must_call(attn, AttentionCl)
+        if left or keeps_original(self, x, attn.qkv, attn.num_heads, self.partition_size):
             out: Tensor = super()._partition_attn(x)
             return out
         derivation = self.elsa_derivation()

@@ -15,7 +15,13 @@ from elsa_core import routing
 from elsa_core.linear import served_gated
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters import flat
-from elsa_core.patching.adapters.common import activation_of, norm_of, passed, project
+from elsa_core.patching.adapters.common import (
+    activation_of,
+    is_plain_linear,
+    norm_of,
+    passed,
+    project,
+)
 from elsa_core.patching.adapters.handing import ACTIVATION, leaves_out
 from elsa_core.patching.adapters.host import (
     all_original,
@@ -64,7 +70,7 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
         def by_elsa() -> Tensor:
             return _second(self, _activated(self, self.fc1, x, norm), residual, scale)
 
-        work = x.numel() * self.fc1.weight.shape[0]
+        work = _work(x, self.fc1)
         if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
             shown = all_original(self._original, x if norm is None else norm(x))
             return epilogue(shown, "none", residual, scale)
@@ -105,7 +111,7 @@ class _Gates:
                 hidden = self._apart(x if norm is None else norm(x))
             return _second(self, hidden, residual, scale)
 
-        work = x.numel() * getattr(self, self._layers[0]).weight.shape[0]
+        work = _work(x, getattr(self, self._layers[0]))
         if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
             shown = all_original(super().forward, x if norm is None else norm(x))  # type: ignore[misc]
             return epilogue(shown, "none", residual, scale)
@@ -159,12 +165,19 @@ def _why_not(module: Any, *layers: nn.Module) -> str:
     return reason
 
 
+def _work(x: Tensor, layer: Any) -> int:
+    """Multiply-adds of a product; 0 of what has taken a linear layer's place without its weight."""
+    weight = getattr(layer, "weight", None)
+    return x.numel() * weight.shape[0] if isinstance(weight, Tensor) else 0
+
+
 def _activated(module: Any, layer: nn.Module, x: Tensor, norm: nn.Module | None = None) -> Tensor:
     """The activation of a layer's output, in one call unless a hook sees the activation."""
-    if is_shown(module.act):
-        shown: Tensor = module.act(project(module, layer, x, norm=norm))
-        return shown
-    return project(module, layer, x, activation=activation_of(module.act) or "none", norm=norm)
+    activation = "" if is_shown(module.act) else activation_of(module.act)
+    if not activation:  # one without a name may have taken its place since
+        apart: Tensor = module.act(project(module, layer, x, norm=norm))
+        return apart
+    return project(module, layer, x, activation=activation, norm=norm)
 
 
 def _gated(module: Any, x: Tensor, norm: nn.Module | None) -> Tensor | None:
@@ -174,7 +187,9 @@ def _gated(module: Any, x: Tensor, norm: nn.Module | None) -> Tensor | None:
     layers = [getattr(module, name) for name in module._layers]
     if not routing.linear_form(routing.GATED, x.device) or leaves_out(ACTIVATION):
         return None
-    if any(map(is_shown, (module.act, *layers))):
+    if any(map(is_shown, (module.act, *layers))) or not activation_of(module.act):
+        return None
+    if not all(map(is_plain_linear, layers)):
         return None
     gate, value = map(_operands, layers) if len(layers) == 2 else _halved(module, layers[0])
     within = None if norm is None else norm_of(norm, x)

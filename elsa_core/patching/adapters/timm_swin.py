@@ -96,8 +96,8 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
     def _elsa_attn(self, x: Tensor, norm: Any) -> Tensor:
         """_attn(norm(x))."""
         attn = self.attn
-        terms = (attn.qkv, attn.num_heads, self.window_size)
-        if must_call(attn, WindowAttention) or keeps_original(self, x, *terms):
+        called = must_call(attn, WindowAttention)
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._attn(x if norm is None else norm(x))
             return out
         bias: Bias = derived(self.elsa_derivation())
@@ -131,7 +131,7 @@ def _row(module: Any, drops: flat.Drops) -> flat.Run | None:
         flat.of_mlp(module.mlp, drops),
     )
     parts = (module.drop_path1, module.drop_path2, attn.proj_drop, attn.attn_drop)
-    if not all(flat.idles(part, drops) for part in parts) or type(attn) is not WindowAttention:
+    if not all(flat.idles(part, drops) for part in parts) or why_not(attn, WindowAttention):
         return None
     if first is None or second is None or qkv is None or proj is None or change is None:
         return None
@@ -158,7 +158,7 @@ def _elsa_row(module: Any, drops: flat.Drops) -> flat.Run | None:
     attn, first, second = module.attn, flat.norm(module.norm1), flat.norm(module.norm2)
     qkv, proj, change = rows.linear(attn.qkv), rows.linear(attn.proj), rows.mlp(module.mlp, drops)
     paths = rows.path(module.drop_path1), rows.path(module.drop_path2)
-    plain = type(attn) is WindowAttention and flat.drops_weights(attn, drops)
+    plain = not why_not(attn, WindowAttention) and flat.drops_weights(attn, drops)
     if not plain or not flat.idles(attn.proj_drop, drops) or None in paths:
         return None
     if None in (first, second, qkv, proj, change):

@@ -58,8 +58,8 @@ class ElsaSwinTransformerV2Block(Derives, SwinTransformerV2Block):  # type: igno
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
         attn = self.attn
-        kind = (attn.qkv, attn.num_heads, self.window_size)
-        if must_call(attn, WindowAttention) or keeps_original(self, x, *kind):
+        called = must_call(attn, WindowAttention)
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._attn(x)
             return out
         terms: _Terms = derived(self.elsa_derivation())

@@ -75,8 +75,8 @@ class ElsaSpatialBlock(SpatialBlock):  # type: ignore[misc]  # timm is untyped
     @windows_or_original(1)
     def forward(self, x: Tensor) -> Tensor:
         attn = self.attn
-        terms = (attn.qkv, attn.num_heads, self.window_size)
-        if is_hooked(attn, WindowAttention) or keeps_original(self, x, *terms):
+        called = is_hooked(attn, WindowAttention)
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super().forward(x)
             return out
         tokens = self.cpe1(x).permute(0, 2, 3, 1)
@@ -132,8 +132,8 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
     @windows_or_original(-1)
     def forward(self, x: Tensor) -> Tensor:
         attn, window = self.attn, self.window_size
-        terms = (attn.qkv, attn.num_heads, (window, window))
-        if is_hooked(attn, TinyVitAttention) or keeps_original(self, x, *terms):
+        called = is_hooked(attn, TinyVitAttention)
+        if called or keeps_original(self, x, attn.qkv, attn.num_heads, (window, window)):
             out: Tensor = super().forward(x)
             return out
         pad = None

@@ -52,9 +52,8 @@ class ElsaPartitionAttentionLayer(Derives, PartitionAttentionLayer):  # type: ig
         norm, attn, drop = self.attn_layer
         grid = tuple(self.grid_size)
         hooked = is_hooked(attn, RelativePositionalMultiHeadAttention)
-        terms = (attn.to_qkv, attn.n_heads, (attn.size, attn.size))
-        hooked = hooked or keeps_original(self, x, *terms)
-        if hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid:
+        hooked = hooked or has_hooks(self.attn_layer) or tuple(x.shape[-2:]) != grid
+        if hooked or keeps_original(self, x, attn.to_qkv, attn.n_heads, (attn.size,) * 2):
             out: Tensor = super().forward(x)
             return out
         x = x.permute(0, 2, 3, 1)

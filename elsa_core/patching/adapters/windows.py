@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls, routing
-from elsa_core.patching.adapters.common import drop_p, is_plain_linear, wants_training
+from elsa_core.patching.adapters.common import (
+    drop_p,
+    is_other,
+    is_plain_linear,
+    other_part,
+    wants_training,
+)
 from elsa_core.patching.adapters.host import has_hooks
 from elsa_core.window import window_attention
 
@@ -26,8 +32,13 @@ _MAX_LOGIT_SCALE = math.log(1.0 / 0.01)  # of Swin-V2 (arXiv 2111.09883), Sec. 3
 
 
 def has_hooked_parts(module: nn.Module) -> bool:
-    """Whether a part of an attention has hooks: in the original they see padded windows."""
-    return any(part is not None and has_hooks(part) for part in module._modules.values())
+    """Whether a part of an attention must be called: it has hooks, which in the original see padded
+    windows, or another module has taken its place.
+    """
+    return any(
+        part is not None and (has_hooks(part) or is_other(name, part))
+        for name, part in module._modules.items()
+    )
 
 
 def is_hooked(attention: nn.Module, expected: type[nn.Module]) -> bool:
@@ -41,10 +52,10 @@ def must_call(attention: nn.Module, expected: type[nn.Module]) -> bool:
     return is_hooked(attention, expected) or drop_p(attention) > 0.0
 
 
-def why_not(attention: object, expected: type[nn.Module]) -> str:
-    """Why a block around another attention class than its library's stays as it is."""
+def why_not(attention: nn.Module, expected: type[nn.Module]) -> str:
+    """Why a block around another attention than its library's stays as it is."""
     if type(attention) is expected:
-        return ""
+        return other_part(attention)
     return f"its attention is a {type(attention).__qualname__}, not a {expected.__qualname__}"
 
 
