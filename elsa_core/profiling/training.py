@@ -42,7 +42,7 @@ def profile_training(
         dtype: "fp32", or "fp16" or "bf16" for autocast (fp16 with a scaled loss).
         baselines: "eager", "control", "sdpa", "compile" or "all"; default: "eager" on a CPU, with
             "compile" on CUDA. "compile" is also measured patched.
-        precision, backend, include, exclude: as for `elsa_core.patch`.
+        precision, backend, include, exclude, scope: as for `elsa_core.patch`.
         rounds: samples of each at least; more until the intervals decide.
         budget_seconds: of warming up and rounds; under it there are fewer, but never under 3.
         seed: of the labels and of the bootstrap.
@@ -62,7 +62,7 @@ def profile_training(
     found = measure_training(
         model, inputs, Settings(rounds, budget_seconds, seed, decide=True), dtype=dtype,
         baselines=baselines, precision=precision, backend=backend, include=include,
-        exclude=exclude, progress=progress,
+        exclude=exclude, scope=scope, progress=progress,
     )  # fmt: skip
     own = {each.name: getattr(found, each.name) for each in fields(ModelRuns)}
     return ProfileReport(**own, sites=(), cover={}, notes=())

@@ -58,7 +58,7 @@ class Subject:
         return copy.deepcopy(self.plain).double()
 
 
-def subject(kind: str, backend: str, **options: Any) -> Subject:
+def subject(kind: str, backend: str, scope: str = "attention", **options: Any) -> Subject:
     torch.manual_seed(0)
     plain = MODELS[kind](**options).train()
     with torch.no_grad():
@@ -66,15 +66,21 @@ def subject(kind: str, backend: str, **options: Any) -> Subject:
             if parameter.dim() > 1:
                 parameter.mul_(5.0)
     patched = copy.deepcopy(plain)
-    assert len(patch(patched, backend=backend).patched) == 2
+    sites = patch(patched, backend=backend, scope=scope).patched
+    assert len(sites) == 2 if scope == "attention" else len(sites) > 2
     return Subject(plain, patched, torch.randn(4, 3, 32, 32), torch.arange(4) % CLASSES)
 
 
 @pytest.fixture(params=["vit-auto", "vit-native", "swin-auto", "swin-native"])
 def small(request: pytest.FixtureRequest) -> Subject:
     """A ViT and a Swin, by the backends that a user gets and by elsa's own kernels."""
-    kind, backend = request.param.split("-")
-    return subject(kind, backend)
+    return subject(*request.param.split("-"))
+
+
+@pytest.fixture(params=list(MODELS))
+def whole(request: pytest.FixtureRequest) -> Subject:
+    """A ViT and a Swin of which every layer is patched, as float32 models on a GPU are."""
+    return subject(request.param, "auto", "model")
 
 
 def loss_of(model: Callable[..., Tensor], images: Tensor, labels: Tensor) -> Tensor:

@@ -148,10 +148,62 @@ class LowRank(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
+@pytest.mark.parametrize("how", ["plain", "bf16", "timm", "reentrant", "not reentrant"])
+def test_a_step_with_every_layer_patched(whole: Subject, how: str) -> None:
+    """Gradients as exact as the original's, and with checkpoints those without them."""
+
+    def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        images = whole.images.clone().requires_grad_()
+        if how == "timm":
+            model.set_grad_checkpointing()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "bf16"):
+            if how in ("reentrant", "not reentrant"):
+                out = checkpoint(model, images, use_reentrant=how == "reentrant")
+            else:
+                out = model(images)
+            loss = nn.functional.cross_entropy(out, whole.labels)
+        loss.backward()
+        return gradients(model)
+
+    expected = copy.deepcopy(step(whole.patched, whole.images, whole.labels))
+    found = gradients_of(whole.patched)
+    if how in ("plain", "timm", "not reentrant"):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    oracle = step(whole.exact(), whole.images.double(), whole.labels)
+    assert_as_exact(found, gradients_of(whole.plain), oracle)
+
+
+@pytest.mark.parametrize("power", [24, 40])
+def test_a_loss_that_overflows_is_skipped_alike(small: Subject, power: int) -> None:
+    """Steps that a GradScaler leaves out, and its scale, are the original's."""
+    seen = []
+    for model in (small.plain, small.patched):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=2)
+        weights = [torch.cat([p.detach().flatten() for p in model.parameters()])]
+        scales = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(model, small.images, small.labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        stepped = [not torch.equal(a, b) for a, b in itertools.pairwise(weights)]
+        assert not stepped[0]  # it overflowed
+        seen.append((scales, stepped))
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("order", ["wrapped first", "patched first"])
+@pytest.mark.parametrize("scope", ["attention", "model"])
 @pytest.mark.parametrize("kind", ["vit", "swin"])
-def test_wrapped_projections(kind: str, order: str) -> None:
-    found = subject(kind, "native")
+def test_wrapped_projections(kind: str, scope: str, order: str) -> None:
+    """Of the attention, and with every layer patched those of the MLP too."""
+    found = subject(kind, "native" if scope == "attention" else "auto", scope)
     if order == "wrapped first":
         unpatch(found.patched)
     for model in (found.plain, found.patched):
@@ -160,11 +212,16 @@ def test_wrapped_projections(kind: str, order: str) -> None:
         for block in model.blocks if kind == "vit" else model.layers[0].blocks:
             block.attn.qkv = LowRank(block.attn.qkv)
             block.attn.proj = LowRank(block.attn.proj)
+            if scope == "model":
+                block.mlp.fc1 = LowRank(block.mlp.fc1)
+                block.mlp.fc2 = LowRank(block.mlp.fc2)
     if order == "wrapped first":
-        assert len(patch(found.patched, backend="native").patched) == 2
+        backend = "native" if scope == "attention" else "auto"
+        assert len(patch(found.patched, backend=backend, scope=scope).patched) >= 2
     oracle = step(found.exact(), found.images.double(), found.labels)
     trained = [name for name, value in oracle.items() if value is not None]
-    assert len(trained) == 8 and all("down" in name or "up" in name for name in trained)
+    assert len(trained) == (8 if scope == "attention" else 16)
+    assert all("down" in name or "up" in name for name in trained)
     assert_as_exact(
         step(found.patched, found.images, found.labels),
         step(found.plain, found.images, found.labels),
