@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from elsa_cli import completion
 from elsa_cli.errors import MODEL, CommandError
 
-_LIBRARIES = ("timm", "open_clip", "torchvision")
 _SUFFIXES = (".safetensors", ".safetensors.index.json", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 # What papers and torch.hub call models, in timm's words.
 _SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge",
@@ -21,6 +21,36 @@ _SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h
 _SHORT = re.compile(r"vit[-_]?(ti|t|s|b|l|h|g)[-_/]?(\d+)")
 _ASKED_FOR = {"clip": "open_clip:ViT-B-32", "openclip": "open_clip:ViT-B-32"}
 _SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """How MODEL spells a library's names: what comes first, and the name without its tag.
+
+    `shortened`: a name may end at an underscore, and is completed.
+    """
+
+    library: str
+    prefix: str
+    bare: Callable[[str], str]
+    shortened: bool = False
+
+
+def _before_dot(name: str) -> str:
+    return name.split(".", maxsplit=1)[0]
+
+
+def _clip(name: str) -> str:
+    return (name.rpartition("/")[0] if "/" in name else name).replace("/", "-")
+
+
+# As `elsa_core.loading.libraries.LIBRARIES`, which imports torch. A test compares them.
+_SPELLINGS = (
+    _Spelling("timm", "", _before_dot, shortened=True),
+    _Spelling("open_clip", "open_clip:", _clip),
+    _Spelling("torchvision", "torchvision:", _before_dot),
+)
+LIBRARIES = {spelling.library: spelling for spelling in _SPELLINGS}
 
 
 class ModelNameError(CommandError):
@@ -39,13 +69,13 @@ def check(text: str) -> None:
         return
     library, colon, rest = given.partition(":")
     if colon:
-        if library in _LIBRARIES and rest and not rest.startswith("hf-hub:"):
+        if library in LIBRARIES and rest and not rest.startswith("hf-hub:"):
             _check_name(library, rest, given)
         return
     if given.startswith((".", "/", "~")) or given.lower().endswith(_SUFFIXES):
         _check_path(given)
     elif "/" not in given and "\\" not in given and not _exists(given):
-        _check_name("timm", given, given)
+        _check_name(_SPELLINGS[0].library, given, given)
 
 
 def _check_path(given: str) -> None:
@@ -66,15 +96,15 @@ def _check_name(library: str, name: str, given: str) -> None:
     names = completion.known(library)
     if not names or name.replace("/", "-") in names:
         return  # not installed, or right
-    bare = name.rpartition("/")[0] if library == "open_clip" and "/" in name else name
-    bare = bare.replace("/", "-") if library == "open_clip" else bare.split(".", maxsplit=1)[0]
+    spelling = LIBRARIES[library]
+    bare = spelling.bare(name)
     if bare in names:
         return
     if completion.mentions(library, bare):
         return
-    if library == "timm" and any(each.startswith(f"{bare.rstrip('_')}_") for each in names):
+    if spelling.shortened and any(each.startswith(f"{bare.rstrip('_')}_") for each in names):
         return  # an alias
-    what = "no file and no timm" if given == name else f"no {library}"
+    what = f"no file and no {library}" if given == name else f"no {library}"
     close = ", ".join(close_names(bare, library if given != name else None))
     hint = (
         f"close names: {close}" if close else f"`elsa inspect --all '{library}:*'` tries them all"
@@ -85,8 +115,8 @@ def _check_name(library: str, name: str, given: str) -> None:
 def close_names(name: str, library: str | None = None) -> list[str]:
     """Names that a user may have meant, the likeliest first, as they are typed for MODEL."""
     shown = {
-        each if source == "timm" else f"{source}:{each}": each
-        for source in ([library] if library else _LIBRARIES)
+        f"{LIBRARIES[source].prefix}{each}": each
+        for source in ([library] if library else LIBRARIES)
         for each in completion.known(source)
     }
     plain = _squashed(name)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from elsa_core.routing import Route
 
 _TIMM_NAME = re.compile(r"(timm:)?[\w.-]+")
-_CHOICES = ("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity")
+_CHOICES = (
+    *("precision", "backend", "include", "exclude", "scope", "all_sites", "sparsity", "offload"),
+)
 
 
 def import_torch(session: Session) -> None:
@@ -82,7 +84,9 @@ def open_model(
     return loaded
 
 
-def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool) -> PatchReport:
+def patch_model(
+    session: Session, loaded: Loaded, options: Options, strict: bool, offload: str | None = None
+) -> PatchReport:
     """Patch the loaded model in place. A directory that was saved patched keeps its plan, unless
     an option about sites or kernels was typed.
 
@@ -104,6 +108,7 @@ def patch_model(session: Session, loaded: Loaded, options: Options, strict: bool
             strict=strict,
             scope=options.scope,
             sparsity=options.sparsity,
+            offload=offload,
         )
 
 
@@ -115,7 +120,7 @@ def check_plan_alone() -> None:
     if typed(_CHOICES):
         raise click.UsageError(
             "--plan names sites and kernels itself: leave --include, --exclude, --scope, "
-            "--precision, --backend and --all-sites out"
+            "--precision, --backend, --offload and --all-sites out"
         )
 
 
@@ -189,7 +194,8 @@ def check_model(session: Session, loaded: Loaded, options: Options) -> CheckRepo
     from elsa_core.proof import check
 
     inputs = check_inputs(session, loaded, options)
-    compiler = ("torch._inductor.compile_fx",) if "compile" in (options.paths or ()) else ()
+    compiles = any(path.startswith("compile") for path in options.paths or ())
+    compiler = ("torch._inductor.compile_fx",) if compiles else ()
     import_ahead(session, "torch._dynamo", *compiler)
     with session.stage("checking") as update:
         return check(

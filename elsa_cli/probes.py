@@ -224,7 +224,8 @@ def _packs() -> Iterator[Probe]:
     group, none = "kernel packs", True
     for pack in lookup.shipped():
         none = False
-        held = f" ({pack.kernels} kernels, {human(pack.bytes)}, Triton {pack.triton})"
+        held = f" ({pack.kernels} kernels, {human(pack.bytes)}, Triton {pack.triton}"
+        held += ", PTX for newer GPUs)" if pack.ptx else ")"
         value = f"{pack.folder}{held if pack.kernels else ''}"
         off = "" if lookup.wanted() else f"not asked for: {lookup.VARIABLE}=1 does"
         ok = False if pack.reason else (True if lookup.wanted() else None)

@@ -10,7 +10,7 @@ from elsa_cli.options import Function, Listed, apply
 
 # As `elsa_core.proof.paths.PATHS`, which a command line that only helps does not import: it needs
 # torch. A test compares them.
-PATHS = ("eager", "graph", "compile")
+PATHS = ("eager", "graph", "compile", "compile+graph")
 
 
 class Sparsity(click.ParamType):  # type: ignore[type-arg]
@@ -39,7 +39,8 @@ def proof_options(function: Function) -> Function:
         click.option(
             "--path", "paths", type=Listed(click.Choice(PATHS), "|".join(PATHS)),
             help="How the whole patched model runs: as it is, as a CUDA graph, through "
-            "torch.compile.  [default: eager; on CUDA eager,graph]",
+            "torch.compile, as a CUDA graph of the compiled model.  [default: eager; on CUDA "
+            "eager,graph,compile]",
         ),
         click.option(
             "--grad", is_flag=True,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_core.attention import attention, explain
 from elsa_core.entmax import entmax_attention, explain_entmax_attention
+from elsa_core.entmax_varlen import entmax_varlen_attention, explain_entmax_varlen_attention
 from elsa_core.linear import explain_linear, linear
 from elsa_core.monoid import State, merge
 from elsa_core.routing import Route
@@ -82,9 +83,11 @@ __all__ = [
     "check",
     "distributed",
     "entmax_attention",
+    "entmax_varlen_attention",
     "evaluate",
     "explain",
     "explain_entmax_attention",
+    "explain_entmax_varlen_attention",
     "explain_linear",
     "explain_varlen_attention",
     "explain_window_attention",

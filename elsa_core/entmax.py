@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from numbers import Real
-from operator import index
-
-import torch
 from torch import Tensor
 
-from elsa_core import calls, operators, routing
-from elsa_core.attention import attention, explain
-from elsa_core.backends.support import Request
+from elsa_core import calls, dense_entmax
+from elsa_core.entmax_varlen import of_nested
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import autocast, explain_types, leading_dims, operands, require_tensor
+from elsa_core.operands import explain_types, require_tensor
 from elsa_core.routing import Route
-
-LEAST_ALPHA, MOST_ALPHA = 1.0, 4.0
 
 
 def entmax_attention(
@@ -36,6 +29,7 @@ def entmax_attention(
     A row of scores s has the weights [(alpha - 1) s_j - tau]_+^(1 / (alpha - 1)), with the
     threshold tau for which they sum to 1; scores at or below it weigh exactly 0. alpha = 1 is
     softmax (`elsa_core.attention` serves it), alpha = 2 is sparsemax. Inputs may have any strides.
+    Jagged nested tensors [B, H, j, D], without mask, are served by `entmax_varlen_attention`.
     Scores and sums are float32, or float64 for float64 inputs. Differentiable once in query, key,
     value, an additive mask and alpha; saved for the gradients are three numbers a row and a byte a
     tile of 64 queries and 64 keys. Forward-mode AD and the derivatives of `torch.func` hold all
@@ -74,29 +68,12 @@ def entmax_attention(
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     try:
-        if not isinstance(alpha, Tensor) and _number(alpha) == LEAST_ALPHA:
-            softmax = attention(
-                query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
-                precision=precision, backend=backend,
-            )  # fmt: skip
-            assert isinstance(softmax, Tensor)  # no lse was asked for
-            return softmax
         require_tensor("query", query)
-        if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
-            query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-        q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-        if scale is None:
-            scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-        number, head_alpha = _alpha(alpha, q)
-        kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
-        name = routing.name_of("entmax_attention", *kind, backend)
-        run = routing.RUNS["entmax_attention", name]
-        if calls.exporting_onnx() or routing.plain_alone(backend):
-            run = operators.ENTMAX_ATTENTION.exported
-        out: Tensor = run(q, k, v, mask, head_alpha, number, is_causal, scale, precision)[0]
-        if not query.dim() == key.dim() == value.dim() == 4:
-            out = out.reshape(*leading_dims(query, key, value), *out.shape[2:])
-        return out
+        compute = of_nested if query.is_nested else dense_entmax.attention
+        return compute(
+            query, key, value, attn_mask, alpha=alpha, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, precision=precision, backend=backend,
+        )  # fmt: skip
     except (AttributeError, RuntimeError, TypeError) as error:
         explain_types(
             error,
@@ -124,53 +101,7 @@ def explain_entmax_attention(
 ) -> Route:
     """Say which backend and arithmetic would serve `entmax_attention` with these arguments, and who
     its gradients; takes and raises what it does."""
-    if not isinstance(alpha, Tensor) and _number(alpha) == LEAST_ALPHA:
-        return explain(
-            query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
-            precision=precision, backend=backend,
-        )  # fmt: skip
-    q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-    _, head_alpha = _alpha(alpha, q)
-    dense = all(t.stride(-1) == 1 for t in (q, k, v))
-    gradient = calls.wanted(
-        query=query, key=key, value=value, attn_mask=attn_mask, head_alpha=head_alpha
-    )
-    request = Request(
-        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "entmax_attention",
-        routing.mask_kind(mask, is_causal), "dense" if dense else "strided", gradient,
+    return dense_entmax.explain(
+        query, key, value, attn_mask, alpha=alpha, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, precision=precision, backend=backend,
     )  # fmt: skip
-    alone = routing.plain_alone(backend)
-    if alone:
-        return routing.route(request, routing.PLAIN, schedule=(q, k), because=f"has no {alone}")
-    return routing.route(request, backend, schedule=(q, k))
-
-
-def _number(alpha: object) -> float:
-    if not isinstance(alpha, Real):
-        raise TypeError(f"alpha must be a number or a torch.Tensor, not {type(alpha).__name__}")
-    number = float(alpha)
-    if not LEAST_ALPHA <= number <= MOST_ALPHA:  # NaN too
-        raise ArgumentError(f"alpha={number} must be in [1, 4]")
-    return number
-
-
-def _alpha(alpha: float | Tensor, query: Tensor) -> tuple[float, Tensor | None]:
-    """The number, or 0 and the tensor as [B or 1, Hq or 1, 1, 1]."""
-    if not isinstance(alpha, Tensor):
-        return _number(alpha), None
-    if not alpha.dtype.is_floating_point:
-        raise ArgumentError(f"alpha must be floating, not {alpha.dtype}")
-    if alpha.device != query.device:
-        raise ArgumentError(f"alpha is on {alpha.device}, query on {query.device}")
-    shape, full = tuple(alpha.shape), (*query.shape[:2], 1, 1)
-    sizes = (1,) * (4 - len(shape)) + shape
-    fits = len(sizes) == 4 and all(
-        size in (1, wanted) for size, wanted in zip(sizes, full, strict=True)
-    )
-    if not fits:
-        raise ArgumentError(f"alpha of shape {list(shape)} does not broadcast to {list(full)}")
-    if alpha.device.type == "cpu" and alpha.numel() and not calls.watched():
-        low, high = (float(end) for end in alpha.detach().aminmax())
-        if not LEAST_ALPHA <= low <= high <= MOST_ALPHA:
-            raise ArgumentError(f"alpha has entries from {low} to {high}, which must lie in [1, 4]")
-    return 0.0, alpha.reshape(sizes)

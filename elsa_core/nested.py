@@ -32,12 +32,29 @@ def attention(
     Raises:
         TypeError, ArgumentError: an argument does not fit; the message names it.
     """
+    if dropout_p:
+        raise ArgumentError("nested tensors take no dropout_p: pad them")
+    out: Any = varlen_attention(
+        *packed(query, key, value, attn_mask), is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, precision=precision, backend=backend, return_lse=return_lse,
+    )  # fmt: skip
+    if return_lse:
+        return jagged(out[0].transpose(0, 1), query), jagged(out[1], query)
+    return jagged(out.transpose(0, 1), query)
+
+
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int | None, int | None]:
+    """The first arguments of `elsa_core.varlen_attention` for jagged [B, H, j, D].
+
+    Raises:
+        TypeError, ArgumentError: an argument does not fit; the message names it.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check(name, tensor)
     if attn_mask is not None:
         raise ArgumentError("nested tensors take no attn_mask: their padding is not there")
-    if dropout_p:
-        raise ArgumentError("nested tensors take no dropout_p: pad them")
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         raise ArgumentError(
             "query, key and value have different batch sizes: "
@@ -47,14 +64,8 @@ def attention(
     if others is not of_values and not calls.watched() and not torch.equal(others, of_values):
         raise ArgumentError("key and value have sequences of different lengths")
     q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))  # [T, H, D] each
-    out: Any = varlen_attention(
-        q, k, v, starts, None if others is starts else others, _longest(query), _longest(key),
-        is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, precision=precision,
-        backend=backend, return_lse=return_lse,
-    )  # fmt: skip
-    if return_lse:
-        return _jagged(out[0].transpose(0, 1), query), _jagged(out[1], query)
-    return _jagged(out.transpose(0, 1), query)
+    longest = _longest(query), _longest(key)
+    return q, k, v, starts, None if others is starts else others, *longest
 
 
 def _check(name: str, given: Any) -> None:
@@ -87,7 +98,7 @@ def _longest(nested: Any) -> int | None:
     return found
 
 
-def _jagged(values: Tensor, like: Any) -> Tensor:
+def jagged(values: Tensor, like: Any) -> Tensor:
     """[H, T, ...] as [B, H, j, ...] with the lengths of `like`, of one symbol with its j."""
     found: Tensor = torch.nested.nested_tensor_from_jagged(values, _offsets(like), jagged_dim=2)
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from elsa_core.entmax import LEAST_ALPHA, MOST_ALPHA, entmax_attention
+from elsa_core.dense_entmax import LEAST_ALPHA, MOST_ALPHA
+from elsa_core.entmax import entmax_attention
 from elsa_core.errors import ArgumentError
 
 

@@ -1,12 +1,28 @@
 """Packed sequences [T, ...] and padded batches [S, N, ...] of the same tokens, by index arithmetic.
 
-Nothing here waits for a device, and no shape depends on the lengths.
+But for `checked_bounds` nothing here waits for a device, and no shape depends on the lengths.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
+
+from elsa_core.errors import ArgumentError
+
+
+def checked_bounds(name: str, cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """Cumulative lengths as integers; on a GPU this waits for what was queued before it.
+
+    Raises:
+        ArgumentError: they do not start with 0, decrease, or do not end with `tokens`.
+    """
+    found: list[int] = cu_seqlens.tolist()
+    if found[0] != 0 or found[-1] != tokens or any(a > b for a, b in pairwise(found)):
+        raise ArgumentError(f"{name} must start with 0, not decrease and end with {tokens} tokens")
+    return found
 
 
 def inside(cu_seqlens: Tensor, longest: int) -> Tensor:

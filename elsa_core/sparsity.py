@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls, routing
-from elsa_core.backends.eager_sparse import exact_threshold
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
 from elsa_core.operands import (
@@ -24,6 +23,7 @@ from elsa_core.operands import (
 )
 from elsa_core.operators.sparse import FROZEN, ORDER, SUMMARIES
 from elsa_core.routing import Route
+from elsa_core.skipping import exact_threshold
 
 EXACT = "exact"
 RELIEF = {"summaries": SUMMARIES, "order": ORDER, "frozen": FROZEN}
@@ -128,7 +128,7 @@ def serve(
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
     name = routing.name_of("sparse_attention", *kind, backend)
     if backend == "auto" and name == routing.PLAIN:
         return None
@@ -182,7 +182,7 @@ def route(
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision,
         "sparse_attention", routing.mask_kind(attn_mask, is_causal),
-        "dense" if dense else "strided",
+        "dense" if dense else "strided", ordinal=query.get_device(),
     )  # fmt: skip
     name, _ = routing.select(request, backend)
     if backend == "auto" and name == routing.PLAIN:

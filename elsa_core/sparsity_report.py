@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import reference, routing
+from elsa_core import calls, reference, routing
 from elsa_core.attention import attention
-from elsa_core.backends.eager_sparse import exact_threshold
 from elsa_core.operands import operands, require_tensor
+from elsa_core.skipping import exact_threshold
 from elsa_core.sparsity import EXACT, TAKEN, checked, relief_bits, threshold
 
 
@@ -105,7 +105,7 @@ def sparsity_report(
     with torch.no_grad():
         q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
         scale = scale if scale is not None else q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-        kind = (q.device.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+        kind = (calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
         name = routing.name_of("sparse_attention", *kind, backend)
         run = routing.RUNS["sparse_attention", name]
         bits, limit = relief_bits(relief), threshold(found)

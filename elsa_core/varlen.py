@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls, operators, packing, routing
-from elsa_core.backends.eager_varlen import checked_bounds
 from elsa_core.backends.support import Request
 from elsa_core.dense import attention, explain
 from elsa_core.errors import ArgumentError
@@ -95,7 +94,13 @@ def varlen_attention(
         q = given.query
         if scale is None:
             scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-        kind = (q.device.type, q.dtype, index(q.shape[-1]), index(given.value.shape[-1]), precision)
+        kind = (
+            calls.place(q),
+            q.dtype,
+            index(q.shape[-1]),
+            index(given.value.shape[-1]),
+            precision,
+        )
         out: Tensor
         lse: Tensor
         if calls.exporting_onnx():
@@ -153,7 +158,7 @@ def explain_varlen_attention(
     request = Request(
         q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "varlen_attention",
         "causal" if is_causal else "none",
-        gradient=calls.wanted(query=query, key=key, value=value),
+        gradient=calls.wanted(query=query, key=key, value=value), ordinal=q.get_device(),
     )  # fmt: skip
     alone = routing.plain_alone(backend)
     if alone:
@@ -293,7 +298,7 @@ def _longest_of(side: str, tokens: int, cu_seqlens: Tensor, most: int | None) ->
     unread = cu_seqlens.device.type == "meta" or calls.watched()
     if unread or (most is not None and cu_seqlens.device.type != "cpu"):
         return most
-    starts = checked_bounds(f"cu_seqlens_{side}", cu_seqlens, tokens)
+    starts = packing.checked_bounds(f"cu_seqlens_{side}", cu_seqlens, tokens)
     longest = max((b - a for a, b in pairwise(starts)), default=0)
     if most is not None and most < longest:
         raise ArgumentError(f"max_seqlen_{side}={most}, but a sequence has {longest} tokens")

@@ -9,11 +9,13 @@
 #include <stdexcept>
 #include <utility>
 
+#include "sha256.h"
+
 namespace elsa_cuda {
 namespace {
 
 constexpr uint64_t kMagic = 0x534e414c50414c45;  // "ELAPLANS"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint32_t kMostText = 4096;
 constexpr uint32_t kMostItems = 1 << 16;
 constexpr uint64_t kMostCode = uint64_t{1} << 28;
@@ -21,16 +23,6 @@ constexpr int kMajor = 75, kMinor = 76;  // CUdevice_attribute: compute capabili
 
 [[noreturn]] void refuse(const char* why) {
   throw std::runtime_error(std::string("no plan file: ") + why);
-}
-
-uint64_t checksum(const uint8_t* bytes, uint64_t size) {  // FNV-1a over words
-  uint64_t hash = 0xcbf29ce484222325ULL;
-  for (uint64_t i = 0; i < size; i += 8) {
-    uint64_t word = 0;
-    std::memcpy(&word, bytes + i, std::min<uint64_t>(8, size - i));
-    hash = (hash ^ word) * 0x100000001b3ULL;
-  }
-  return hash;
 }
 
 class Reader {
@@ -165,13 +157,21 @@ void append(const T& value) {
 }  // namespace
 
 std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size) {
-  if (size < 16) refuse("the bytes end too soon");
-  uint64_t sum = 0;
-  std::memcpy(&sum, bytes + size - 8, 8);
-  Reader reader(bytes, size - 8);
+  Digest digest;
+  if (size < digest.size()) refuse("the bytes end too soon");
+  const uint64_t body = size - digest.size();
+  Reader reader(bytes, body);
   if (reader.read<uint64_t>() != kMagic) refuse("the bytes begin otherwise");
-  if (sum != checksum(bytes, size - 8)) refuse("its checksum is another: it was changed");
-  if (reader.read<uint32_t>() != kVersion) refuse("it is of another version");
+  // Of an older version the last bytes are no SHA-256.
+  const uint32_t version = reader.read<uint32_t>();
+  if (version != kVersion) {
+    const std::string why = "it is of version " + std::to_string(version) +
+                            ", and this library reads version " + std::to_string(kVersion) +
+                            ": export the bundle again";
+    refuse(why.c_str());
+  }
+  std::memcpy(digest.data(), bytes + body, digest.size());
+  if (digest != sha256(bytes, body)) refuse("its SHA-256 is another: it was changed");
   const uint32_t arch = reader.read<uint32_t>();
   std::string served = reader.text();
   std::vector<Signature> operators;

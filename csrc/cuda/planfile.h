@@ -18,7 +18,7 @@ struct Signature {
 
 // Reads a file as elsa_core/backends/cuda/planfile.py writes it, adds its kernels and its plans to
 // those that are there, and returns its operators. Throws std::runtime_error: the bytes are no such
-// file or were changed (a checksum finds every flipped byte; it is no signature).
+// file or were changed (their last 32 bytes are the SHA-256 of those before; it is no signature).
 std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size);
 
 // The plan of a call: an operator's name and the words of its layout, without its device. Throws

@@ -43,11 +43,17 @@ class Architecture(click.ParamType):  # type: ignore[type-arg]  # generic in new
 )
 @click.option("--jobs", type=click.IntRange(1, 256), help="Compiling processes [one a core].")
 @click.option("--only", metavar="GLOB", help="Kernels of the cases whose name matches alone.")
+@click.option(
+    "--wheel",
+    type=FilePath(folder=True),
+    metavar="DIR",
+    help="Build a wheel of elsa with the packs in it too; needs a checkout and hatchling.",
+)
 @output_options
 @pass_session
 def command(
     session: Session, /, force: bool, cuda: bool, arch: tuple[int, ...] | None,
-    output: Path | None, jobs: int | None, only: str | None,
+    output: Path | None, jobs: int | None, only: str | None, wheel: Path | None,
 ) -> None:  # fmt: skip
     """Compile the native CPU library into the user's cache (ELSA_CACHE_DIR moves it).
 
@@ -55,13 +61,15 @@ def command(
     there is an NVIDIA GPU, the CUDA library too.
 
     With --cuda, compile packs of GPU kernels, so that the first call on a GPU compiles nothing.
-    Takes minutes for each architecture; a second run compiles what has changed alone.
+    Takes minutes for each architecture; a second run compiles what has changed alone. With --wheel,
+    the packs go into a wheel of this package as well, for machines that compile none.
     """
-    given = {"--arch": arch, "--output": output, "--jobs": jobs, "--only": only}
+    given = {"--arch": arch, "--output": output, "--jobs": jobs, "--only": only,
+             "--wheel": wheel}  # fmt: skip
     if cuda:
         if force:
             raise click.UsageError("--force is for the native library: leave it out with --cuda")
-        _packs(session, arch, output, jobs or 0, only or "*")
+        _packs(session, arch, output, jobs or 0, only or "*", wheel)
         return
     named = [flag for flag, value in given.items() if value is not None]
     if named:
@@ -119,35 +127,59 @@ def _cuda_library(session: Session) -> dict[str, Any] | None:
 
 
 def _packs(
-    session: Session, archs: tuple[int, ...] | None, output: Path | None, jobs: int, only: str
-) -> None:
-    """One pack for each architecture."""
+    session: Session, archs: tuple[int, ...] | None, output: Path | None, jobs: int, only: str,
+    wheel: Path | None,
+) -> None:  # fmt: skip
+    """One pack for each architecture; with `wheel` a wheel of them, too."""
     with session.stage("importing torch and triton", imports=True):
-        import torch
-
-        from elsa_core.backends.triton.pack import build, lookup
-    if archs is None:
-        if not torch.cuda.is_available() or torch.version.hip:
-            raise click.UsageError("no NVIDIA GPU is here: name those to compile for, --arch sm_90")
-        major, minor = torch.cuda.get_device_capability()
-        archs = (10 * major + minor,)
+        from elsa_core.backends.triton.pack import lookup
+        from elsa_core.backends.triton.pack import wheel as wheels
+    archs = archs or _here()
+    if wheel is not None:
+        wheels.require()  # before minutes of compiling
     out = output or lookup.own_folder()
-    found = []
-    for arch in archs:
-        start = time.perf_counter()
-        with session.stage(f"compiling sm_{arch}", beats=True) as update:
-            built = build.build(arch, out, jobs=jobs, only=only, progress=update)
-        session.written.append(built.folder)
-        found.append({**built.to_dict(), "seconds": time.perf_counter() - start})
-        for kernel, reason in built.left_out.items():
-            session.warn(f"left out of sm_{arch}: {kernel}: {reason}")
-        compiled = built.kernels - built.reused
-        session.line(f"{built.folder}")
-        session.line(
-            f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)} · serves "
-            f"{built.served:.0%} of {built.calls} calls",
-            even_quiet=True,
-        )
-    session.document("build", environment(), {"packs": found})
-    where = "1" if output is None else str(output)
-    session.line(f"Next: ELSA_PACK={where} elsa doctor")
+    found = [_pack(session, arch, out, jobs, only) for arch in archs]
+    results: dict[str, Any] = {"packs": found}
+    if wheel is not None:
+        with session.stage("building the wheel"):
+            made = wheels.wheel([out / f"sm_{arch}" for arch in archs], wheel)
+        session.written.append(made)
+        results["wheel"] = {"path": str(made), "bytes": made.stat().st_size}
+        session.line(f"{made}")
+        session.line(f"a wheel with {len(found)} packs · {human(made.stat().st_size)}",
+                     even_quiet=True)  # fmt: skip
+    session.document("build", environment(), results)
+    if wheel is not None:
+        session.line(f"Next: pip install {results['wheel']['path']}, then ELSA_PACK=1 elsa doctor")
+    else:
+        session.line(f"Next: ELSA_PACK={'1' if output is None else output} elsa doctor")
+
+
+def _here() -> tuple[int, ...]:
+    """The architecture of this machine's GPU."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        raise click.UsageError("no NVIDIA GPU is here: name those to compile for, --arch sm_90")
+    major, minor = torch.cuda.get_device_capability()
+    return (10 * major + minor,)
+
+
+def _pack(session: Session, arch: int, out: Path, jobs: int, only: str) -> dict[str, Any]:
+    """Build one pack and say what is in it."""
+    from elsa_core.backends.triton.pack import build
+
+    start = time.perf_counter()
+    with session.stage(f"compiling sm_{arch}", beats=True) as update:
+        built = build.build(arch, out, jobs=jobs, only=only, progress=update)
+    session.written.append(built.folder)
+    for kernel, reason in built.left_out.items():
+        session.warn(f"left out of sm_{arch}: {kernel}: {reason}")
+    compiled = built.kernels - built.reused
+    session.line(f"{built.folder}")
+    session.line(
+        f"{built.kernels} kernels ({compiled} compiled) · {human(built.bytes)} · serves "
+        f"{built.served:.0%} of {built.calls} calls",
+        even_quiet=True,
+    )
+    return {**built.to_dict(), "seconds": time.perf_counter() - start}

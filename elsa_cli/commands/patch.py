@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 @click.option("--all-sites", is_flag=True, help="Fail when any attention site cannot be patched.")
 @kernel_options
 @click.option(
+    "--offload",
+    type=click.Choice(("host",)),
+    help="Training keeps what its backward needs in host memory.",
+)
+@click.option(
     "--plan",
     type=FilePath(),
     metavar="FILE",
@@ -62,6 +67,7 @@ def command(
     model: str,
     check: bool,
     all_sites: bool,
+    offload: str | None,
     plan: Path | None,
     output: Path | None,
     force: bool,
@@ -80,7 +86,7 @@ def command(
         pipeline.check_plan_alone()
     loaded = pipeline.open_model(session, model, options)
     if plan is None:
-        report = pipeline.patch_model(session, loaded, options, strict=all_sites)
+        report = pipeline.patch_model(session, loaded, options, all_sites, offload)
     else:
         report = pipeline.patch_by_plan(session, loaded, plan)
     routes = pipeline.routes(session, loaded, report)
@@ -109,6 +115,8 @@ def command(
         render.kernels(routes) + (f" · batch {options.batch_size}" if check else ""),
     )
     render.patched(session, report)
+    if report.offload is not None:
+        session.line("offload host: what a backward needs stays in host memory")
     if outcome is not None:
         render.checked(session, outcome)
     session.line(_verdict(report, outcome, dry_run), "bold" if good else "bold red",

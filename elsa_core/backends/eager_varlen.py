@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import eager
-from elsa_core.errors import ArgumentError
+from elsa_core.packing import checked_bounds
 
 
 class Part(NamedTuple):
@@ -22,18 +22,6 @@ class Part(NamedTuple):
 
     queries: slice
     keys: slice
-
-
-def checked_bounds(name: str, cu_seqlens: Tensor, tokens: int) -> list[int]:
-    """Cumulative lengths as integers.
-
-    Raises:
-        ArgumentError: they do not start with 0, decrease, or do not end with `tokens`.
-    """
-    found: list[int] = cu_seqlens.tolist()
-    if found[0] != 0 or found[-1] != tokens or any(a > b for a, b in pairwise(found)):
-        raise ArgumentError(f"{name} must start with 0, not decrease and end with {tokens} tokens")
-    return found
 
 
 def attention(

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elsa_core.backends import eager_entmax
-
 _SCHEMA = (
     "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
     "Tensor? head_alpha, Tensor rows, Tensor tiles, float alpha, bool is_causal, float scale, "
@@ -44,9 +42,10 @@ def entmax_attention_backward(
     precision: str,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `elsa::entmax_attention_backward`: half precision is widened, and the gradient of an
-    additive mask is plain PyTorch's."""
-    of_mask = needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool
+    """As `elsa::entmax_attention_backward`, but for the gradient of a mask, which is left out.
+
+    Half precision is widened.
+    """
     others = (*needs[:3], needs[4])
     nothing = query.new_empty(0)
     grads = [nothing] * 4
@@ -60,14 +59,8 @@ def entmax_attention_backward(
                 *wide, mask, head_alpha, rows, tiles, alpha, is_causal, scale, *others
             )
         )
-    grad_mask = nothing
-    if of_mask:
-        grad_mask = eager_entmax.backward(
-            grad_out, query, key, value, attn_mask, head_alpha, rows, tiles, alpha, is_causal,
-            scale, precision, [False, False, False, True, False],
-        )[3]  # fmt: skip
     grad_alpha = nothing
     if needs[4] and head_alpha is not None:
         grad_alpha = grads[3].sum_to_size(head_alpha.shape).to(head_alpha.dtype)
     grad_query, grad_key, grad_value = (grad.to(query.dtype) for grad in grads[:3])
-    return grad_query, grad_key, grad_value, grad_mask, grad_alpha
+    return grad_query, grad_key, grad_value, nothing, grad_alpha

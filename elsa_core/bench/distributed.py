@@ -3,6 +3,10 @@
 Attention of long sequences on one device and sharded over all ranks, and a ViT-B of 4096 pixels in
 patches of 8 (262 145 tokens). Rank 0 prints one JSON document: seconds (medians; of ranks the
 slowest), their ratio, peak memory, and errors of sampled rows against float64.
+
+`--model 4,8` adds to each forward what the model of cost that chooses between the methods
+(`elsa_core.distributed.plan`) says of as many ranks, and of those that were measured. It is
+arithmetic on three numbers of a device, not a measurement.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from elsa_core import reference
 from elsa_core.attention import attention
 from elsa_core.distributed import attention as sharded_attention
 from elsa_core.distributed import explain
+from elsa_core.distributed import plan as costs
+from elsa_core.distributed.agreement import Agreement
 from elsa_core.distributed.plan import shard_lengths
-from elsa_core.distributed.scaling import scaling
 from elsa_core.measuring import environment
+from elsa_core.measuring.timing import synchronize
+from elsa_core.model_runs.scaling import scaling
 
 _SAMPLED: Final = 16  # rows of each rank and head
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16}
@@ -62,6 +69,42 @@ def operands(case: Case, rank: int, device: torch.device) -> list[Tensor]:
         )
         for _ in range(4)
     ]
+
+
+def modelled(case: Case, world: int, device_type: str) -> dict[str, dict[str, float]]:
+    """What the model of cost says of a case's forward over `world` ranks, by method.
+
+    Of each: bytes that the last rank sends, seconds, the share of the messages' time that runs
+    under a fold, and the efficiency: seconds of one rank / (ranks x seconds). Methods that cannot
+    serve the case are left out.
+    """
+    batch, heads, tokens, head_dim = case.shape
+
+    def agreed(ranks: int, method: str) -> Agreement:
+        lengths = shard_lengths(tokens, ranks)
+        common = {
+            "the device": device_type, "the dtype": str(_DTYPES[case.dtype]).removeprefix("torch."),
+            "the batch": batch, "the number of query heads": heads,
+            "the number of key heads": heads, "head_dim": head_dim, "the width of value": head_dim,
+            "method": method,
+        }  # fmt: skip
+        return Agreement(lengths, lengths, ranks - 1, common)
+
+    device = costs._DEVICES[device_type, _DTYPES[case.dtype].itemsize]
+    one = costs.plan(agreed(1, "ring")).seconds["ring"]
+    found = {}
+    for method, seconds in costs.plan(agreed(world, "auto")).seconds.items():
+        sent = costs.plan(agreed(world, method)).bytes_sent
+        messages = {"ring": 2 * (world - 1), "gather": 1, "heads": 4}[method]
+        moving = sent / device.bandwidth + messages * device.latency
+        exposed = seconds - one / world
+        found[method] = {
+            "bytes_sent": sent,
+            "seconds": seconds,
+            "overlap": max(0.0, 1 - exposed / moving),
+            "efficiency": one / world / seconds,
+        }
+    return found
 
 
 def measure(case: Case, rounds: int, device: torch.device, method: str) -> dict[str, Any]:
@@ -123,13 +166,13 @@ def _timed(
         out = call(*inputs) if case.backward else None
         if group is not None:
             dist.barrier(group)
-        _wait(device)
+        synchronize(device)
         begun = time.perf_counter()
         if out is None:
             out = call(*inputs)
         else:
             torch.autograd.grad(out, inputs, grad)
-        _wait(device)
+        synchronize(device)
         times.append(time.perf_counter() - begun)
     assert isinstance(out, Tensor)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -162,11 +205,6 @@ def model(quick: bool, rounds: int, device: torch.device) -> dict[str, Any]:
     return {"model": name, "image_size": side, "dtype": "fp32", **found.to_dict()}
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _release(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -179,15 +217,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--method", default="auto", help="auto, ring, gather or heads.")
     parser.add_argument("--no-model", action="store_true")
+    parser.add_argument("--model", default="", help="Ranks that the model of cost is asked of: 4,8")
     given = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
+    asked = {int(count) for count in given.model.split(",") if count}
+    worlds = sorted(asked | {dist.get_world_size()}) if asked else []
     rows: list[dict[str, Any]] = []
     for case in QUICK if given.quick else CASES:
         rows.append(measure(case, given.rounds, device, given.method))
+        if worlds and not case.backward:
+            rows[-1]["model_of_cost"] = {
+                str(world): modelled(case, world, device.type) for world in worlds
+            }
         if dist.get_rank() == 0:
             sys.stderr.write(f"{json.dumps(rows[-1])}\n")
     document = {

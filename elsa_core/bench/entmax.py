@@ -1,4 +1,7 @@
-"""What the record of alpha-entmax attention says of `elsa bench attention`, at alpha = 1.5."""
+"""What the record of alpha-entmax attention says of `elsa bench attention`, at alpha = 1.5.
+
+Causal calls, training and sparse operands are measured by `elsa_core.bench.entmax_steps`.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,10 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
         found["entmax"] = "the package entmax is not installed"
     if device.type != "cuda":
         return found
+    # its second version is causal alone: see `entmax_steps`
     if importlib.util.find_spec("adasplash") is None:
-        return found | {"adasplash": "the package adasplash is not installed"}
-    return found | {"adasplash": lambda: _adasplash(tensors)}
+        return found | {"adasplash_v1": "the package adasplash is not installed"}
+    return found | {"adasplash_v1": lambda: _adasplash(tensors)}
 
 
 def _entmax(tensors: Inputs) -> Contender:
@@ -80,13 +84,13 @@ def _entmax(tensors: Inputs) -> Contender:
 
 
 def _adasplash(tensors: Inputs) -> Contender:
-    from adasplash import adasplash
+    from adasplash import adasplash_v1
 
     query, key, value, mask = tensors
     if mask is not None:
         raise NotImplementedError("it takes no mask")
     return Contender(
-        "adasplash", lambda: adasplash(query, key, value, alpha=ALPHA, is_causal=False)
+        "adasplash_v1", lambda: adasplash_v1(query, key, value, alpha=ALPHA, is_causal=False)
     )
 
 

@@ -2,16 +2,17 @@
 
 Groups: `million` (1 048 576 tokens, one head), `host` (16 heads, keys and values in host memory),
 `exceeding` (a device too small for keys and values), `vggt` (the global attention of 416 400
-tokens, of random operands) and `llama` (layers of LLaMA-13B with random weights, prefilled through
-transformers, weights resident and streamed from host memory layer by layer). One JSON document on
-stdout, a line on stderr for each case: seconds (medians), ratios, errors of sampled rows against
-float64.
+tokens, of random operands) and `llama` (LLaMA-13B with random weights, of as many layers as fit,
+prefilled through transformers, weights resident and streamed from host memory layer by layer). One
+JSON document on stdout, a line on stderr for each case: seconds (medians), ratios, errors of
+sampled rows against float64.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -32,6 +33,9 @@ from elsa_core.precision import DTYPES
 
 _SAMPLED: Final = 8  # rows of each head
 _WARM: Final = 8192  # tokens of the calls that compile
+_LAYERS: Final = 40  # of LLaMA-13B
+_ALIVE: Final = 10  # tensors [tokens, hidden] of a layer at its peak, beside its MLP's three
+_SHARE: Final = 0.9  # of the free memory: the rest is for kernels and fragments
 
 Found = dict[str, Any]
 
@@ -114,21 +118,26 @@ def vggt(sizes: Sizes, device: torch.device, rounds: int) -> Iterator[Found]:
 
 
 def llama(
-    sizes: Sizes, device: torch.device, rounds: int, layers: int, dtypes: tuple[str, ...]
+    sizes: Sizes, device: torch.device, rounds: int, layers: int | None, dtypes: tuple[str, ...]
 ) -> Iterator[Found]:
-    """Prefill of a LLaMA through transformers, with weights resident and streamed."""
+    """Prefill of a LLaMA through transformers, with weights resident and streamed.
+
+    layers: None for as many as fit in each dtype.
+    """
     from transformers import LlamaConfig, LlamaModel
 
     from elsa_core.patching import register
 
     register()
-    config = LlamaConfig(
-        hidden_size=sizes.hidden, intermediate_size=sizes.intermediate, vocab_size=1000,
-        num_attention_heads=sizes.llama_heads, num_hidden_layers=layers,
-        max_position_embeddings=max(sizes.prefill), use_cache=False,
-    )  # fmt: skip
     for dtype in dtypes:
         torch.manual_seed(0)
+        release(device)
+        count = layers or fitting(sizes, dtype, _free(device), _free(torch.device("cpu")))
+        config = LlamaConfig(
+            hidden_size=sizes.hidden, intermediate_size=sizes.intermediate, vocab_size=1000,
+            num_attention_heads=sizes.llama_heads, num_hidden_layers=count,
+            max_position_embeddings=max(sizes.prefill), use_cache=False,
+        )  # fmt: skip
         with device:
             model = LlamaModel(config).to(DTYPES[dtype]).eval()
         with torch.inference_mode():
@@ -138,6 +147,25 @@ def llama(
                     yield _prefill(model, runner, tokens, dtype, rounds)
         del model, runner
         release(device)
+
+
+def fitting(sizes: Sizes, dtype: str, free: int, host: int) -> int:
+    """Layers whose weights fit into the free bytes of a device beside the longest prefill, and once
+    more into those of the host, from which they are streamed: 1 to LLaMA-13B's 40.
+    """
+    width = DTYPES[dtype].itemsize
+    hidden, within = sizes.hidden, sizes.intermediate
+    layer = width * (4 * hidden**2 + 3 * hidden * within)
+    prefill = width * max(sizes.prefill) * (_ALIVE * hidden + 3 * within)
+    on_device = int(_SHARE * free - prefill) // layer
+    return max(1, min(_LAYERS, on_device, int(_SHARE * host) // layer))
+
+
+def _free(device: torch.device) -> int:
+    """Free bytes of a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _prefill(model: Any, runner: Streamed | None, tokens: int, dtype: str, rounds: int) -> Found:
@@ -327,7 +355,10 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="Small cases, on a CPU too.")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=4, help="Of the LLaMA.")
+    parser.add_argument(
+        "--layers", type=int, default=None,
+        help="Of the LLaMA; default: as many as fit into the free memory, 40 at most.",
+    )  # fmt: skip
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "fp16"), default=["fp32", "fp16"])
     given = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,8 +1,22 @@
-"""Tables of training steps and gradients in Markdown, rendered from their JSON files."""
+"""Tables of linear layers, training steps and gradients in Markdown, from their JSON files.
+
+No table has an error beside the time of another call: those of `layers_h200.json` are of the first
+image or the first 512 rows, and stay in the file.
+`python -m elsa_core.bench.training_tables` rewrites them in docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from elsa_core.errors import ArgumentError
+
+_TUNING: Final = Path(__file__).parents[1] / "backends" / "triton" / "tuning" / "backward"
 
 
 def table(document: dict[str, Any]) -> str:
@@ -58,3 +72,64 @@ def gradients_table(document: dict[str, Any]) -> str:
             f"{peer:.3f} ({name}) | {case['ratio']:.2f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def layers_table(document: dict[str, Any]) -> str:
+    """The models of `docs/layers_h200.json` in Markdown: CUDA graphs, in milliseconds."""
+    lines = [
+        "| model | px | batch | original, ms | attention, ms | whole model, ms | gain "
+        "| original with TF32, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in document["models"]:
+        about = " | ".join(str(case[key]) for key in ("model", "px", "batch"))
+        taken = case["graph_ms"]
+        times = " | ".join(f"{taken[way]:.3g}" for way in ("original", "attention", "model"))
+        gain = taken["original"] / taken["model"]
+        lines.append(f"| {about} | {times} | {gain:.2f} | {case['tf32_graph_ms']:.3g} |")
+    return "\n".join(lines) + "\n"
+
+
+def products_table(document: dict[str, Any]) -> str:
+    """The products of `docs/layers_h200.json` in Markdown."""
+    lines = [
+        "| rows x channels x columns | PyTorch, ms | elsa, ms | gain |",
+        "|---|---:|---:|---:|",
+    ]
+    for case in document["products"]:
+        shape = "x".join(str(case[name]) for name in ("rows", "depth", "columns"))
+        ours, theirs = case["elsa_ms"], case["pytorch_ms"]
+        lines.append(f"| {shape} | {theirs:.3g} | {ours:.3g} | {theirs / ours:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: Final[dict[str, tuple[Callable[[dict[str, Any]], str], str | Path]]] = {
+    "layers": (layers_table, "layers_h200.json"),
+    "products": (products_table, "layers_h200.json"),
+    "training": (steps_table, "training_steps_h200.json"),
+    "training_cpu": (table, "training_cpu.json"),
+    "gradients": (gradients_table, _TUNING / "measured_h200.json"),
+}
+"""By the name in the page's markers: what renders a table, and its JSON beside the page."""
+
+
+def rendered(page: Path) -> str:
+    """The text of a page with every table of `TABLES` as its JSON gives it.
+
+    Raises:
+        ArgumentError: the page has no pair of markers for one of them.
+    """
+    text = page.read_text(encoding="utf-8")
+    for name, (render, file) in TABLES.items():
+        markdown = render(json.loads((page.parent / file).read_text(encoding="utf-8")))
+        begin, end = f"<!-- begin:{name} -->\n", f"<!-- end:{name} -->"
+        block = re.compile(f"{begin}.*?{end}", re.DOTALL)
+        if not block.search(text):
+            raise ArgumentError(f"{page}: no {begin.strip()} and {end}")
+        text = block.sub(lambda _, new=f"{begin}{markdown}{end}": new, text)  # type: ignore[misc]
+    return text
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:] or ["docs/benchmarks.md"]:
+        Path(argument).write_text(rendered(Path(argument)), encoding="utf-8")

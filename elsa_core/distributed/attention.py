@@ -139,7 +139,7 @@ def _arguments(
         if scale is None:
             scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
         scale = float(scale)
-        kind = (query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision)
+        kind = (calls.place(query), query.dtype, query.shape[-1], value.shape[-1], precision)
         routing.name_of("attention", *kind, backend)
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
         if not calls.watched() and isinstance(query, Tensor):

@@ -90,7 +90,9 @@ def watching(group: dist.ProcessGroup, doing: str) -> Iterator[None]:
 def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     """[P, *shape] of all ranks' tensors of one shape."""
     gathered = tensor.new_empty((group.size(), *tensor.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous().view(-1), group=group)
+    # its name until torch 2.13
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered.view(-1), tensor.contiguous().view(-1), group=group)
     return gathered
 
 

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from elsa_core.exporting.onnx_operator import (
@@ -18,6 +17,7 @@ from elsa_core.exporting.onnx_operator import (
     take_over,
     value_of,
 )
+from elsa_core.operators.window import fake
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -52,10 +52,6 @@ def _dense_bias(graph: Graph, node: Node, bias: Any, bias_index: Any) -> Node:
     picked = call(graph, node, ops.index.Tensor, (bias, [inside]), rows)
     picked = call(graph, node, ops.masked_fill.Scalar, (picked, outside, math.nan), rows)
     return call(graph, node, ops.permute.default, (picked, [2, 0, 1]), rows.permute(2, 0, 1))
-
-
-def _fake(qkv: Tensor, *rest: Any) -> Tensor:
-    return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
 
 
 def _needs(node: ir.Node, given: dict[str, ir.Value], newest: bool) -> tuple[set[str], set[str]]:
@@ -313,7 +309,7 @@ WINDOW = OnnxOperator(
         ("layout", "str"),
         ("grid", "bool"),
     ),
-    fake=_fake,
+    fake=fake,
     lines=_lines,
     needs=_needs,
 )

@@ -11,7 +11,7 @@ from elsa_core import lazy
 
 if TYPE_CHECKING:
     from elsa_core.loading.architecture import check_sizes, files_of, meta_model, small_model
-    from elsa_core.loading.libraries import UninitialisedParameters
+    from elsa_core.loading.building import UninitialisedParameters
     from elsa_core.loading.loader import Loaded, load, load_model
     from elsa_core.loading.plan import Plan, apply_plan, read_plan
     from elsa_core.loading.recipe import Given, Preprocess
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "architecture": ("check_sizes", "files_of", "meta_model", "small_model"),
-    "libraries": ("UninitialisedParameters",),
+    "building": ("UninitialisedParameters",),
     "loader": ("Loaded", "load", "load_model"),
     "plan": ("Plan", "apply_plan", "read_plan"),
     "recipe": ("Given", "Preprocess"),

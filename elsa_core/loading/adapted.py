@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
-from elsa_core.loading.alike import label
 from elsa_core.loading.constructor import HEADS, WIDTH, Args, scaled, unshown, watched, with_args
 from elsa_core.loading.fit import differences, fitted
 from elsa_core.loading.imagesize import problem
-from elsa_core.loading.libraries import resized
+from elsa_core.loading.libraries import label, resized
 from elsa_core.loading.recipe import BLOCKS, MAX_BLOCKS, MAX_IMAGE_SIZE, Recipe
 from elsa_core.loading.shown import Shapes
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
-from elsa_core.loading.weights import Weights, check_name, check_numbers, line
+from elsa_core.loading.weights import Weights, check_name, check_numbers, line, read_header
 from elsa_core.reading import check_fits, open_regular
 
 # What views may make of the bytes that a checkpoint stores; tied weights are twice theirs.
@@ -65,6 +65,18 @@ def read_checkpoint(path: Path) -> Weights:
     check_numbers(path, tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Weights(shapes, _recorded_architecture(content), path, lambda: tensors, notes)
+
+
+def check_file(path: Path) -> None:
+    """Refuse a weights file that is malformed, or that needs pickle to run code.
+
+    Raises:
+        ModelError: names the file.
+    """
+    if path.suffix == ".safetensors":
+        read_header(path)
+    elif path.suffix in (".bin", ".pt", ".pth"):
+        read_checkpoint(path)
 
 
 def _check_stored(path: Path, tensors: Mapping[str, Tensor]) -> None:

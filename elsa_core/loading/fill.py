@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
-from elsa_core.files import scratch
+from elsa_core.loading import libraries
 from elsa_core.loading.accounted import changed
-from elsa_core.loading.alike import label
+from elsa_core.loading.building import BUILD_ERRORS
 from elsa_core.loading.fit import differences, matches
 from elsa_core.loading.imagesize import with_image_size
-from elsa_core.loading.libraries import (
-    BUILD_ERRORS,
-    build,
-    build_meta,
-    load_open_clip,
-    timm_args,
-)
-from elsa_core.loading.published import torchvision_resized
+from elsa_core.loading.libraries import build, build_meta, label
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.recognise import explain_misfit
 from elsa_core.loading.shown import Shapes
 from elsa_core.loading.weights import Weights
 from elsa_core.messages import first_line, quiet
 
-# Arguments of constructors that change the shape of position tensors or of the patch embedding.
 # How much more than a model's numbers a file may hold, and be read: another tower, a decoder.
 _FAR = 4
 _FEW = 2**24
 _ADVICE = "name the architecture it was made for (--arch, --model-kwargs KEY=VALUE)"
+# Arguments of constructors that change the shape of position tensors or of the patch embedding.
 _RESAMPLING = frozenset(("img_size", "window_size", "patch_size"))
 
 Size = tuple[int, int] | None
@@ -191,54 +183,11 @@ def _check_scale(model: nn.Module, shapes: Shapes, path: Path, recipe: Recipe) -
         )
 
 
-@contextmanager
-def _one_file(weights: Weights) -> Iterator[Path]:
-    """One file of the tensors under their plain names, which vanishes afterwards."""
-    from safetensors.torch import save_file
-
-    with scratch("elsa-weights-") as folder:
-        path = folder / "model.safetensors"
-        save_file(separate(weights.tensors), path)
-        yield path
-
-
 def _convert(target: Recipe, recipe: Recipe, weights: Weights) -> nn.Module:
     """Let the library read the file its own way: renamed tensors, resized position embeddings."""
-    if target.library == "open_clip":
-        with _one_file(weights) as file:
-            return load_open_clip(target, recipe, str(file))
-    if target.library == "torchvision":
-        model = build(target)
-        model.load_state_dict(torchvision_resized(model, weights.tensors))
-        return model
-    import timm
-    from timm.models import get_pretrained_cfg
-
-    published = get_pretrained_cfg(recipe.name)
-    cfg: dict[str, Any] = published.to_dict(remove_source=True) if published is not None else {}
-    cfg.pop("label_offset", None)
-    cfg.update(state_dict=dict(weights.tensors), custom_load=False)
-    cfg["input_size"] = recipe.preprocess.input_size
-    if recipe.num_classes is not None:
-        cfg["num_classes"] = recipe.num_classes
-    converted: nn.Module = timm.create_model(
-        target.name, pretrained=True, pretrained_cfg=cfg, **timm_args(target)
-    )
-    return converted
-
-
-def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name.
-
-    So the file loads strictly into any model that has those names, tied or not.
-    """
-    seen: set[int] = set()
-    result: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        plain = tensor.detach().cpu().contiguous()
-        address = plain.untyped_storage().data_ptr()
-        if plain.numel() and (address in seen or plain.untyped_storage().nbytes() != plain.nbytes):
-            plain = plain.clone()
-        seen.add(address)
-        result[name] = plain
-    return result
+    converted = libraries.of(target.library).converted
+    if converted is not None:
+        return converted(target, recipe, weights)
+    model = build(target)
+    model.load_state_dict(dict(weights.tensors))
+    return model

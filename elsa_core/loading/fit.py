@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ElsaError
+from elsa_core.loading import libraries
 from elsa_core.loading.libraries import build_meta, default_recipe, patch_step, resized
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
 from elsa_core.loading.shown import Shapes, table_grid
@@ -42,7 +43,9 @@ def recipe_of(
     Raises:
         ArgumentError: the library takes no such arguments.
     """
-    recipe = _as_in(default_recipe(spec), shapes)
+    recipe = default_recipe(spec)
+    if shapes is not None:
+        recipe = libraries.of(recipe.library).as_in(recipe, shapes)
     return with_given(recipe, given) if given else recipe
 
 
@@ -52,11 +55,7 @@ def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
     Raises:
         ArgumentError: a CLIP, whose towers a configuration describes, or a value that cannot be.
     """
-    if recipe.library == "open_clip":
-        raise ArgumentError(
-            f"model_kwargs (--model-kwargs) are for timm and torchvision; open_clip's {recipe.name}"
-            " is described by an open_clip_config.json"
-        )
+    libraries.refuse_arguments(recipe)
     args = {**recipe.args, **{k: v for k, v in given.items() if k not in _OF_RECIPE}}
     recipe = dataclasses.replace(recipe, args=args)
     if "num_classes" in given:
@@ -80,33 +79,6 @@ def with_given(recipe: Recipe, given: Mapping[str, Any]) -> Recipe:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
-
-
-def _as_in(recipe: Recipe, shapes: Shapes | None) -> Recipe:
-    if shapes is None or recipe.library == "open_clip":
-        return recipe
-    if recipe.library == "torchvision":
-        heads = (
-            *("heads.head.weight", "head.weight", "fc.weight", "classifier.weight"),
-            "classifier.5.weight",  # of MaxViT
-        )
-        head = next((shapes[name] for name in heads if name in shapes), None)
-        return dataclasses.replace(recipe, num_classes=head[0] if head else None)
-    from timm.models import get_pretrained_cfg
-
-    cfg = get_pretrained_cfg(recipe.name)
-    classifier = cfg.classifier if cfg is not None else "head"
-    first = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
-    head = shapes.get(f"{first}.weight")
-    stem = shapes.get(f"{cfg.first_conv if cfg is not None else ''}.weight", ())
-    args: dict[str, Any] = dict(recipe.args)
-    preprocess = recipe.preprocess
-    if len(stem) == 4 and stem[1] != preprocess.input_size[0]:
-        args["in_chans"] = stem[1]
-        preprocess = preprocess.with_channels(stem[1])
-    return dataclasses.replace(
-        recipe, args=args, num_classes=head[0] if head else 0, preprocess=preprocess
-    )
 
 
 def fitted(
@@ -207,7 +179,7 @@ def _grid(
 
 def _visual(name: str, recipe: Recipe) -> bool:
     """The text tower of CLIP has position embeddings too; they say nothing about images."""
-    return recipe.library != "open_clip" or name.startswith("visual.")
+    return not recipe.two_towers or name.startswith("visual.")
 
 
 def _usual_patches(tower: Any, recipe: Recipe, tokens: int) -> int:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from elsa_core.errors import ArgumentError, ElsaError, ModelError
-from elsa_core.loading.alike import label
+from elsa_core.loading import libraries
 from elsa_core.loading.checkpoint import read_checkpoint
+from elsa_core.loading.configuration import from_config
 from elsa_core.loading.constructor import usual_size
 from elsa_core.loading.fit import with_given
-from elsa_core.loading.recipe import Recipe, from_config
+from elsa_core.loading.libraries import label
+from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.loading.shown import Shapes
@@ -118,7 +120,8 @@ def choose_recipe(
         recipe = named_recipe(arch, shapes, image_size, given)
         told = _told(recipe, given)
         notes = (f"architecture {label(recipe)}{told}",) if told else ()
-        return Choice(recipe, notes, described=recipe.library == "timm" and "." in arch)
+        described = libraries.of(recipe.library).says_preprocessing(arch)
+        return Choice(recipe, notes, described=described)
     embedded = weights.metadata.get(CONFIG_METADATA)
     if embedded is not None and not config_required:
         where = f"{weights.path} (metadata {CONFIG_METADATA})"
@@ -168,7 +171,7 @@ def _args_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
 
 def _size_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
     """The image size where it is neither the name's nor typed; not every shape tells it."""
-    if recipe.library == "open_clip" or _SIZES & set(given or {}):
+    if recipe.two_towers or _SIZES & set(given or {}):
         return ""
     return "" if recipe.size == usual_size(recipe) else f" at {side(recipe.size)} pixels"
 
@@ -183,7 +186,7 @@ def named_recipe(
         ModelError: unknown name.
     """
     spec = parse(arch)
-    if spec.source not in ("timm", "open_clip", "torchvision"):
+    if spec.source not in libraries.names():
         raise ArgumentError(f"arch (--arch) must name an architecture, not {arch!r}")
     return fit_named(spec, shapes, image_size, given)
 

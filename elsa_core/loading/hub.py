@@ -65,6 +65,13 @@ def fetch(repository: str, names: Sequence[str], *, need: str) -> Path:
     raise ModelError(f"hub repository {repository} has none of {', '.join(names)}")
 
 
+def in_torch_cache(url: str) -> bool:
+    """True where torch.hub has downloaded the file of this address."""
+    from torch.hub import get_dir
+
+    return (Path(get_dir()) / "checkpoints" / url.rpartition("/")[2]).is_file()
+
+
 def require_network(url: str, *, need: str) -> None:
     """Raise UnavailableError unless the host of `url` answers within seconds.
 

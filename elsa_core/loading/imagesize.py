@@ -10,12 +10,9 @@ import torch
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError, TooLargeError
-from elsa_core.loading.libraries import (
-    BUILD_ERRORS,
-    build_meta,
-    patch_step,
-    resized,
-)
+from elsa_core.loading import libraries
+from elsa_core.loading.building import BUILD_ERRORS
+from elsa_core.loading.libraries import build_meta, patch_step, resized
 from elsa_core.loading.recipe import MAX_IMAGE_SIZE, Recipe
 from elsa_core.messages import first_line, side
 
@@ -61,9 +58,10 @@ def with_image_size(recipe: Recipe, image_size: int | Sequence[int]) -> Recipe:
     size = checked_size(image_size)
     if size == recipe.size:
         return recipe
-    if recipe.library == "torchvision" and recipe.name.startswith("vit_") and size[0] != size[1]:
+    if size[0] != size[1] and libraries.of(recipe.library).takes_squares(recipe):
         raise ArgumentError(
-            f"image_size (--img-size) must be square for torchvision's {recipe.name}, not {size}"
+            f"image_size (--img-size) must be square for {recipe.library}'s {recipe.name},"
+            f" not {size}"
         )
     original = build_meta(recipe)
     step = patch_step(original, recipe)
@@ -100,7 +98,7 @@ def problem(recipe: Recipe, model: nn.Module | None = None) -> str | None:
         return first_line(error)
     _check_memory(_bytes([*model.parameters(), *model.buffers()]), recipe)
     images = torch.empty(1, *recipe.preprocess.input_size, device="meta")
-    tower: Any = model.visual if recipe.library == "open_clip" else model
+    tower: Any = model.visual if recipe.two_towers else model
     largest = 0
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.inputs.cases import generated_inputs, text_shape
-from elsa_core.loading import hub, preprocessing, unsaid
+from elsa_core.loading import hub, libraries, preprocessing, unsaid
+from elsa_core.loading.configuration import from_config
 from elsa_core.loading.fill import apply, drops_classifier
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.fromfile import choose_recipe, read_weights, refuse_links, weights_in
@@ -21,7 +22,7 @@ from elsa_core.loading.imagesize import checked_size, with_image_size
 from elsa_core.loading.libraries import build, classes, default_recipe, explicit
 from elsa_core.loading.plan import PLAN_NAME, apply_plan, read_plan
 from elsa_core.loading.published import build_published
-from elsa_core.loading.recipe import Given, Recipe, checked_args, from_config
+from elsa_core.loading.recipe import Given, Recipe, checked_args
 from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.reading import read_json
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from elsa_core.patching import PatchReport
 
 _SAVED_FROM = ", saved from "
-_LIBRARIES = ("timm", "open_clip", "torchvision")
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Loaded:
     Attributes:
         model: on the device and in the dtype that were asked for.
         spec: what the user named.
-        name: the architecture, as timm, open_clip or torchvision call it.
+        name: the architecture, as its library calls it.
         input_size: channels, height and width of its images in pixels.
         mean: per channel, on images scaled to 0..1; likewise `std`.
         interpolation: how images are resized ("bicubic", ...).
@@ -189,7 +189,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         # The generator itself: torch.manual_seed would seed the caller's GPUs as well.
         torch.default_generator.manual_seed(seed)
-        if parsed.source in _LIBRARIES:
+        if parsed.source in libraries.names():
             loaded = _from_library(parsed, size, pretrained, seed, given)
         elif parsed.source == "hub":
             loaded = _from_hub(parsed, size, pretrained, dtype, seed, given)
@@ -251,7 +251,7 @@ def _from_hub(
     if not pretrained:
         recipe = recipe if size is None else with_image_size(recipe, size)
         return _loaded(build(recipe), spec, recipe, f"random (seed {seed})", ())
-    names = hub.OPEN_CLIP_WEIGHTS if recipe.library == "open_clip" else hub.TIMM_WEIGHTS
+    names = libraries.of(recipe.library).hub_files
     path = hub.fetch(spec.name, names, need=f"the weights of {spec.name}")
     model, recipe, notes = apply(recipe, read_weights(path), size, dtype, given)
     return _loaded(model, spec, recipe, f"pretrained ({spec.name})", notes)

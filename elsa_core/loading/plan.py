@@ -36,6 +36,7 @@ class Plan:
     sites: tuple[str, ...]
     kept: tuple[tuple[str, str], ...] = ()
     scope: str = "attention"
+    offload: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return elsa_plan.json."""
@@ -49,6 +50,7 @@ class Plan:
             "sites": list(self.sites),
             "kept": dict(self.kept),
             "scope": self.scope,
+            **({} if self.offload is None else {"offload": self.offload}),
         }
 
 
@@ -61,6 +63,7 @@ def plan_of(report: PatchReport) -> Plan:
         _names(report.exclude),
         tuple(site.path for site in report.patched),
         scope=report.scope,
+        offload=report.offload,
     )
 
 
@@ -91,9 +94,13 @@ def read_plan(path: Path) -> Plan:
     scope = content.get("scope", "attention")  # plans of elsa 0.1 do not say it
     if scope not in ("attention", "model"):
         raise ModelError(f"{path}: scope must be attention or model")
+    offload = content.get("offload")
+    if offload not in (None, "host"):
+        raise ModelError(f"{path}: offload must be host")
     include, exclude, sites = (tuple(values or ()) for values in lists)
     reasons = tuple((str(site), why[:200]) for site, why in kept.items())
-    return Plan(str(texts[0]), str(texts[1]), include, exclude, sites, reasons, str(scope))
+    names = str(texts[0]), str(texts[1])
+    return Plan(*names, include, exclude, sites, reasons, str(scope), offload)
 
 
 def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
@@ -118,8 +125,9 @@ def apply_plan(model: nn.Module, plan: Plan, path: Path) -> PatchReport:
     include = [_literal(site) for site in (*plan.sites, *within)]
     try:
         report = patch(
-            model, precision=plan.precision, backend=plan.backend, include=include, scope=plan.scope
-        )
+            model, precision=plan.precision, backend=plan.backend, include=include,
+            scope=plan.scope, offload=plan.offload,
+        )  # fmt: skip
     except (ArgumentError, NothingPatchedError) as error:
         raise ModelError(f"{path} cannot be applied: {error}") from None
     why_kept = dict(plan.kept)

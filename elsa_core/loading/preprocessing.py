@@ -8,13 +8,12 @@ for torchvision's ViTs, some of whose weights were trained on images resized in 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from elsa_core.errors import ArgumentError
-from elsa_core.loading.libraries import torchvision_preprocess
-from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, INTERPOLATIONS, Given, Preprocess, Recipe
+from elsa_core.loading import libraries
+from elsa_core.loading.recipe import INTERPOLATIONS, Given, Preprocess, Recipe
 
 KEYS = ("mean", "std", "crop_pct", "interpolation")
 _FLAGS = "--mean, --std, --crop-pct, --interpolation"
@@ -64,7 +63,7 @@ def assumed(
     others = {
         name: other
         for each in (recipe, *alike)
-        for name, other in _published(each).items()
+        for name, other in libraries.of(each.library).preprocessings(each).items()
         if len(other.mean) == len(mine.mean)
     }
     keys = tuple(
@@ -83,7 +82,7 @@ def _line(where: str, recipe: Recipe, others: dict[str, Preprocess]) -> str:
     name = max(differ, key=lambda n: sum(_differ(differ[n], mine, k) for k in mine.assumed))
     keys = [key for key in mine.assumed if _differ(differ[name], mine, key)]
     more = f" and {len(differ) - 1} more have others" if len(differ) > 1 else " has others"
-    tag = "" if recipe.library == "torchvision" else ", or --arch with a tag"
+    tag = ", or --arch with a tag" if libraries.of(recipe.library).has_tags else ""
     return (
         f"{where} does not say its preprocessing: {_text(mine, mine.assumed)} assumed, as published"
         f" for {recipe.name}; {name}{more} ({_text(differ[name], keys)}): give {_FLAGS}{tag}"
@@ -92,44 +91,6 @@ def _line(where: str, recipe: Recipe, others: dict[str, Preprocess]) -> str:
 
 def _differ(one: Preprocess, other: Preprocess, key: str) -> bool:
     return bool(getattr(one, key) != getattr(other, key))
-
-
-def _published(recipe: Recipe) -> dict[str, Preprocess]:
-    """Return the preprocessing of each set of published weights, by full name."""
-    if recipe.library == "open_clip":
-        return _published_clips(recipe)
-    if recipe.library == "torchvision":
-        from torchvision.models import get_model_weights
-
-        return {str(w): torchvision_preprocess(w) for w in get_model_weights(recipe.name)}
-    from timm.models import get_arch_pretrained_cfgs
-
-    found = {}
-    for name, cfg in get_arch_pretrained_cfgs(recipe.name).items():
-        if cfg.has_weights and math.prod(cfg.std) > 0:
-            found[name] = dataclasses.replace(
-                recipe.preprocess,
-                mean=tuple(cfg.mean),
-                std=tuple(cfg.std),
-                interpolation=cfg.interpolation,
-                crop_pct=cfg.crop_pct,
-            )
-    return found
-
-
-def _published_clips(recipe: Recipe) -> dict[str, Preprocess]:
-    import open_clip
-
-    found = {}
-    for tag in open_clip.list_pretrained_tags_by_model(recipe.name):
-        cfg = open_clip.get_pretrained_cfg(recipe.name, tag)
-        found[f"open_clip:{recipe.name}/{tag}"] = dataclasses.replace(
-            recipe.preprocess,
-            mean=tuple(cfg.get("mean") or CLIP_MEAN),
-            std=tuple(cfg.get("std") or CLIP_STD),
-            interpolation=cfg.get("interpolation") or "bicubic",
-        )
-    return found
 
 
 def _text(given: Preprocess, keys: Sequence[str]) -> str:

@@ -11,35 +11,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
+from elsa_core.loading import libraries
 from elsa_core.loading.adapted import SECONDS, adapted
-from elsa_core.loading.alike import groups, label
+from elsa_core.loading.alike import groups
 from elsa_core.loading.fit import differences, fitted, is_unused, matches, recipe_of, with_given
-from elsa_core.loading.libraries import build_meta, resized
+from elsa_core.loading.libraries import build_meta, label, resized
+from elsa_core.loading.library import Library
 from elsa_core.loading.recipe import Recipe
-from elsa_core.loading.shown import Shapes, Shown, depth_of, shown
+from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.spec import ModelSpec
 
-# timm modules of plain transformers; a part of a tensor name that only theirs have, or none.
-_VIT_MODULES = {
-    "patch_embed.backbone.": ("vision_transformer_hybrid",),
-    "shared_rel_pos.": ("vision_transformer_relpos",),
-    ".rel_pos": ("vision_transformer_relpos", "vision_transformer_sam"),
-    "neck.": ("vision_transformer_sam",),
-    "": ("vision_transformer", "deit", "eva", "beit"),
-}
-_SWIN_MODULES = {
-    "relative_position_bias_table": "swin_transformer",
-    "cpb_mlp.0.weight": "swin_transformer_v2",
-    "meta_mlp.fc1.weight": "swin_transformer_v2_cr",
-}
-_TORCHVISION_PREFIXES = {"encoder.layers.encoder_layer_0.": "vit_", "features.1.0.": "swin_"}
 _Args = Mapping[str, Any]
 # Parts of names that attention has in the libraries that elsa reads, and in most others.
 _ATTENTION = re.compile(r"attn|attention|qkv|q_proj|in_proj|query|to_q|relative_position|rel_pos")
@@ -109,19 +97,11 @@ def fit_named(
         ModelError: another width would fit, with heads that no tensor shows.
     """
     usual = recipe_of(spec, shapes, given)
-    if usual.library == "open_clip":
-        tries = [usual, *_with_config(usual, shapes)]
-    elif usual.library == "timm":
-        tries = [
-            _with(usual, {**extra, **setting.args}, setting.size, given or {})
-            for extra in _variants(shapes)
-            for setting in (Shown(), *shown(shapes))
-        ]
-    else:
-        tries = [usual]
+    variants = libraries.of(usual.library).variants(usual, shapes)
+    tries = [_with(usual, setting, given or {}) for setting in variants]
     fits = (fitted(recipe, shapes, image_size) for recipe in tries)
     fit = next((fit for fit in fits if fit is not None), None)
-    if fit is None and usual.library != "open_clip":
+    if fit is None and not usual.two_towers:
         fit = adapted(usual, shapes, image_size, given or {})
     return _pruned(fit or usual, shapes, usual.args)
 
@@ -137,10 +117,11 @@ def _pruned(recipe: Recipe, shapes: Shapes, kept: Iterable[str]) -> Recipe:
     return recipe
 
 
-def _with(recipe: Recipe, args: _Args, size: tuple[int, int] | None, given: _Args) -> Recipe:
-    """Return the recipe with further arguments and another size; what the user typed wins."""
-    recipe = dataclasses.replace(recipe, args={**recipe.args, **args})
-    recipe = recipe if size is None else resized(recipe, size)
+def _with(recipe: Recipe, setting: Shown, given: _Args) -> Recipe:
+    """Return the recipe with what the shapes show; what the user typed wins."""
+    cfg = setting.model_cfg or recipe.model_cfg
+    recipe = dataclasses.replace(recipe, args={**recipe.args, **setting.args}, model_cfg=cfg)
+    recipe = recipe if setting.size is None else resized(recipe, setting.size)
     return with_given(recipe, given) if given else recipe
 
 
@@ -164,94 +145,67 @@ def _is_convolutional(shapes: Shapes) -> bool:
 
 def _candidates(
     shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
-) -> Iterator[Recipe]:
-    if any(name.startswith("visual.") for name in shapes):
-        yield from _open_clip(shapes, image_size, given)
-        return
-    for key, prefix in _TORCHVISION_PREFIXES.items():
-        if any(name.startswith(key) for name in shapes):
-            yield from _torchvision(shapes, prefix, image_size, given)
-            return
-    yield from _timm(shapes, image_size, given)
+) -> Iterable[Recipe]:
+    first, *others = libraries.LIBRARIES
+    library = next((other for other in others if other.marks(shapes)), first)
+    if library.candidates is None:
+        return ()
+    return library.candidates(Search(library, shapes, image_size, given))
 
 
-# --- timm --------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What a library's candidates are found with.
 
+    Attributes:
+        library: whose names are tried.
+        shapes: of the file's tensors, by name.
+        image_size: (height, width) in pixels, to settle a grid that is not square.
+        given: arguments of the constructor that the user has typed.
+    """
 
-def _timm(shapes: Shapes, image_size: tuple[int, int] | None, given: _Args) -> list[Recipe]:
-    """The timm names that fit as they are; failing those, the ones that fit with what shows."""
-    names = _timm_names(shapes)
-    stem = shapes.get("patch_embed.proj.weight", ())
-    usual = [n for n in names if _said_patch(n) in (None, *stem[2:3])]
-    for extra in _variants(shapes):
-        for setting in (Shown(), *shown(shapes)):
-            args = {**extra, **setting.args}
-            pool = _one_a_kind(names) if "patch_size" in args else usual
-            sieved = (_sieve(name, shapes, args, setting.size, given) for name in pool)
-            fits = (fitted(r, shapes, image_size) for r in sieved if r is not None)
-            found = [recipe for recipe in fits if recipe is not None]
-            if found:
-                return [_pruned(recipe, shapes, given) for recipe in found]
-    return []
+    library: Library
+    shapes: Shapes
+    image_size: tuple[int, int] | None
+    given: _Args
 
+    def recipe(self, name: str, setting: Shown | None = None) -> Recipe:
+        """Return the recipe of a name as in the shapes, with what else they show."""
+        usual = recipe_of(ModelSpec(self.library.name, name, name), self.shapes)
+        return _with(usual, setting or Shown(), self.given)
 
-def _said_patch(name: str) -> int | None:
-    said = re.search(r"_patch(\d+)", name)
-    return int(said.group(1)) if said else None
+    def fitted(self, recipes: Iterable[Recipe]) -> list[Recipe]:
+        """Return those that fit, at the image size of the tensors."""
+        fits = (fitted(recipe, self.shapes, self.image_size) for recipe in recipes)
+        return [recipe for recipe in fits if recipe is not None]
 
+    def adapted(self, recipes: Iterable[Recipe]) -> list[Recipe]:
+        """Return those that fit with the fewest other arguments.
 
-def _one_a_kind(names: Iterable[str]) -> list[str]:
-    """One name for each that differs in patch, window and image size alone."""
-    kinds = {re.sub(r"_(patch|window)?\d+(?=_|$)", "", name): name for name in sorted(names)[::-1]}
-    return list(kinds.values())
+        Widths stay those of a name, which says the heads of a ViT.
+        """
+        until = time.thread_time() + 2 * SECONDS
+        other = (
+            adapted(r, self.shapes, self.image_size, self.given, named=False, until=until)
+            for r in recipes
+        )
+        found = self.pruned(fit for fit in other if fit is not None)
+        fewest = min((len(fit.args) for fit in found), default=0)
+        return [fit for fit in found if len(fit.args) == fewest]
 
+    def pruned(self, recipes: Iterable[Recipe]) -> list[Recipe]:
+        """Return the recipes without the arguments that their names imply."""
+        return [_pruned(recipe, self.shapes, self.given) for recipe in recipes]
 
-def _timm_names(shapes: Shapes) -> list[str]:
-    """The names of the families whose tensors look like these."""
-    import timm
-
-    swin = next(
-        (module for key, module in _SWIN_MODULES.items()
-         if f"layers.0.blocks.0.attn.{key}" in shapes or f"stages.0.blocks.0.attn.{key}" in shapes),
-        None,
-    )  # fmt: skip
-    if swin is None and not any(name.startswith("blocks.0.") for name in shapes):
-        return []
-    vit = next(found for part, found in _VIT_MODULES.items() if any(part in key for key in shapes))
-    modules = (swin,) if swin is not None else vit
-    return [name for module in modules for name in timm.list_models(module=module)]
-
-
-def _variants(shapes: Shapes) -> list[dict[str, Any]]:
-    """Common fine-tuning changes that rename tensors: the pooling, and no class token."""
-    variants: list[dict[str, Any]] = [{}]
-    if "fc_norm.weight" in shapes and "norm.weight" not in shapes:
-        variants.append({"global_pool": "avg"})
-        if "cls_token" not in shapes:
-            variants.append({"global_pool": "avg", "class_token": False})
-    return variants
-
-
-def _sieve(
-    name: str, shapes: Shapes, args: _Args, size: tuple[int, int] | None, given: _Args
-) -> Recipe | None:
-    """Return the recipe of `name` when a model of one block already fits, else None."""
-    recipe = _with(recipe_of(ModelSpec("timm", name, name), shapes), args, size, given)
-    stages = len({key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)})
-    short: dict[str, Any] = {"depths": [1] * stages} if stages else {"depth": 1}
-    if "global_attn_indexes" in recipe.args:
-        short["global_attn_indexes"] = [i for i in recipe.args["global_attn_indexes"] if i < 1]
-    small = dataclasses.replace(recipe, args={**recipe.args, **short})
-    for attempt in (
-        small,
-        dataclasses.replace(small, args={**recipe.args, "depth": depth_of(shapes)}),
-    ):
-        try:
-            model = build_meta(attempt)
-        except ElsaError:
-            continue
-        return recipe if _block_fits(model, shapes) else None
-    return None
+    def blocks_fit(self, attempts: Iterable[Recipe]) -> bool:
+        """True where the tensors of a short model, the first that builds, are all there."""
+        for attempt in attempts:
+            try:
+                model = build_meta(attempt)
+            except ElsaError:
+                continue
+            return _block_fits(model, self.shapes)
+        return False
 
 
 def _block_fits(model: nn.Module, shapes: Shapes) -> bool:
@@ -273,94 +227,6 @@ def _of_grid(name: str) -> bool:
         *("pos_embed", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"),
         *("relative_position_index", "attn_mask", "relative_coords_table", "freqs"),
     )
-
-
-# --- torchvision and open_clip -----------------------------------------------------------------
-
-
-def _torchvision(
-    shapes: Shapes, prefix: str, image_size: tuple[int, int] | None, given: _Args
-) -> Iterator[Recipe]:
-    try:
-        import torchvision
-    except ImportError:
-        return
-    names = torchvision.models.list_models(module=torchvision.models)
-    recipes = [
-        recipe_of(ModelSpec("torchvision", name, name), shapes, given)
-        for name in names
-        if name.startswith(prefix)
-    ]
-    found = [fit for r in recipes if (fit := fitted(r, shapes, image_size)) is not None]
-    if not found:
-        # Widths stay those of a name, which says the heads of a ViT.
-        until = time.thread_time() + 2 * SECONDS
-        other = (adapted(r, shapes, image_size, given, named=False, until=until) for r in recipes)
-        found = [_pruned(fit, shapes, given) for fit in other if fit is not None]
-        fewest = min((len(fit.args) for fit in found), default=0)
-        found = [fit for fit in found if len(fit.args) == fewest]
-    yield from found
-
-
-def _open_clip(
-    shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
-) -> Iterator[Recipe]:
-    try:
-        import open_clip
-    except ImportError:
-        return
-    recipes = [
-        recipe_of(ModelSpec("open_clip", name, name), None, given)
-        for name in open_clip.list_models()
-    ]
-    usual = [r for r in recipes if _open_clip_plausible(r.model_cfg or {}, shapes)]
-    found = [fit for r in usual if (fit := fitted(r, shapes, image_size)) is not None]
-    if not found:
-        # Names that differ in what the shapes show become one and the same here.
-        other = {str(r.model_cfg): r for each in recipes for r in _with_config(each, shapes)}
-        found = [f for r in other.values() if (f := fitted(r, shapes, image_size)) is not None]
-    yield from found
-
-
-def _with_config(recipe: Recipe, shapes: Shapes) -> list[Recipe]:
-    """Return a CLIP's recipe with depths, patch, vocabulary and context as in the shapes."""
-    cfg: Any = recipe.model_cfg
-    stem = shapes.get("visual.conv1.weight", ())
-    words = shapes.get("token_embedding.weight", ())
-    context = shapes.get("positional_embedding", ())
-    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
-    plain = isinstance(vision.get("layers"), int) and len(stem) == 4 and len(words) == 2
-    if not plain or (vision.get("width"), text.get("width")) != (stem[0], words[1]):
-        return []
-    blocks = {
-        side: {k.split(".resblocks.")[1].split(".")[0] for k in shapes if k.startswith(f"{side}.")}
-        for side in ("visual.transformer.resblocks", "transformer.resblocks")
-    }
-    vision = {
-        **vision,
-        "patch_size": stem[2],
-        "layers": len(blocks["visual.transformer.resblocks"]),
-    }
-    text = {**text, "vocab_size": words[0], "layers": len(blocks["transformer.resblocks"])}
-    if len(context) == 2:
-        text["context_length"] = context[0]
-    cfg = {**cfg, "vision_cfg": vision, "text_cfg": text}
-    return [dataclasses.replace(recipe, model_cfg=cfg)]
-
-
-def _open_clip_plausible(cfg: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Compare the numbers of a configuration with the shapes before anything is built."""
-    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
-    if text.get("hf_model_name"):
-        return False
-    if ("timm_model_name" in vision) != any(name.startswith("visual.trunk.") for name in shapes):
-        return False
-    for name in ("token_embedding.weight", "text.token_embedding.weight"):
-        if name in shapes and shapes[name] != (text.get("vocab_size"), text.get("width")):
-            return False
-    stem = shapes.get("visual.conv1.weight")
-    width, patch = vision.get("width"), vision.get("patch_size")
-    return stem is None or patch is None or stem == (width, 3, patch, patch)
 
 
 def explain_misfit(recipe: Recipe, shapes: Shapes) -> str:

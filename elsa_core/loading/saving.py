@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError
-from elsa_core.loading.fill import separate
+from elsa_core.loading import libraries
 from elsa_core.loading.fromfile import CONFIG_METADATA
 from elsa_core.loading.loader import Loaded
 from elsa_core.loading.plan import PLAN_NAME, Plan, plan_of
+from elsa_core.loading.weights import separate
 
 if TYPE_CHECKING:
     from elsa_core.patching import PatchReport
@@ -85,17 +86,17 @@ def write_model(directory: Path, model: nn.Module, plan: Plan, loaded: Loaded | 
     }
     _write_tensors(model.state_dict(), directory / WEIGHTS_NAME, metadata)
     files.write_json(directory / CONFIG_NAME, config)
-    if loaded.recipe.library == "open_clip":
+    if loaded.recipe.two_towers:
         files.write_json(directory / OPEN_CLIP_CONFIG_NAME, loaded.recipe.to_open_clip_config())
 
 
 def _config(loaded: Loaded) -> dict[str, Any]:
-    """Return config.json, with the names that timm needs to fit another classifier."""
+    """Return config.json, with the names that its library needs to fit another classifier."""
     config = loaded.recipe.to_config()
     known = getattr(loaded.model, "pretrained_cfg", None)
-    if loaded.recipe.library == "timm" and isinstance(known, dict):
-        named = {key: known.get(key) for key in ("classifier", "first_conv")}
-        config["pretrained_cfg"].update(named)
+    keys = libraries.of(loaded.recipe.library).config_keys
+    if keys and isinstance(known, dict):
+        config["pretrained_cfg"].update({key: known.get(key) for key in keys})
     return config
 
 

@@ -26,10 +26,12 @@ _CLASS_OFFSETS = 3  # BEiT's table: token to class, class to token, class to cla
 
 @dataclass(frozen=True)
 class Shown:
-    """Arguments of a timm constructor, and the image (height, width) in pixels where it shows."""
+    """Arguments of a constructor, the image (height, width) in pixels where it shows, and of a
+    CLIP its configuration."""
 
     args: dict[str, Any] = field(default_factory=dict)
     size: tuple[int, int] | None = None
+    model_cfg: Mapping[str, Any] | None = None
 
 
 def shown(shapes: Shapes) -> list[Shown]:

@@ -1,7 +1,7 @@
 """What a user typed for MODEL, understood: a library and a name, a file, a directory or a hub id.
 
-Parsing reads no weights and builds nothing. timm, open_clip and torchvision are imported only when
-a name of theirs has to be looked up, because timm alone takes seconds.
+Parsing reads no weights and builds nothing. A library is imported only when a name of its models
+has to be looked up, because timm alone takes seconds.
 """
 
 from __future__ import annotations
@@ -9,21 +9,17 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.files import located
-
-Source = Literal[
-    "timm", "open_clip", "torchvision", "hub", "safetensors", "checkpoint", "directory"
-]
+from elsa_core.loading import libraries
+from elsa_core.loading.library import Library
 
 CHECKPOINT_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 CONFIG_NAMES = ("config.json", "open_clip_config.json")
-_PREFIXES = ("timm", "open_clip", "torchvision", "hf-hub", "local-dir")
+_PLACES = ("hf-hub", "local-dir")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -32,14 +28,15 @@ class ModelSpec:
     """One model, named without doubt.
 
     Attributes:
-        source: the library that knows the name, or the kind of file.
+        source: the library that knows the name, or "hub", "safetensors", "checkpoint" or
+            "directory".
         name: the full name in that library (aliases resolved), the hub id, or the path as text.
         given: what the user typed; differs from `name` where an alias or a prefix was resolved.
         tag: which published weights (`ms_in1k` in `swin_tiny_patch4_window7_224.ms_in1k`), or None.
         path: the file or directory, for the sources that are one.
     """
 
-    source: Source
+    source: str
     name: str
     given: str
     tag: str | None = None
@@ -48,8 +45,10 @@ class ModelSpec:
     @property
     def alias(self) -> str | None:
         """One line for the user when a short name was completed, otherwise None."""
-        typed = self.given.removeprefix("timm:").removeprefix("timm/").split(".")[0]
-        if self.source != "timm" or typed == self.name or ":" in typed:
+        plain = libraries.first()
+        typed = self.given.removeprefix(f"{plain.name}:").removeprefix(f"{plain.hub_owner}/")
+        typed = typed.split(".")[0]
+        if self.source != plain.name or typed == self.name or ":" in typed:
             return None
         return f"{typed} is short for {self.name}"
 
@@ -76,14 +75,15 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
     if not isinstance(text, str):
         return _from_path(given, given)
     prefix, colon, rest = given.partition(":")
-    if colon and prefix.replace("_", "-") in (p.replace("_", "-") for p in _PREFIXES):
+    prefixes = (*libraries.names(), *_PLACES)
+    if colon and prefix.replace("_", "-") in (p.replace("_", "-") for p in prefixes):
         return _from_prefix(prefix.replace("_", "-"), rest, given)
     if _looks_like_path(given):
         return _from_path(given, given)
-    if given.startswith("timm/"):
+    if _owner(given) is not None:
         return _from_hub(given, given)
     if colon and re.fullmatch(r"[A-Za-z][\w-]+", prefix):
-        known = ", ".join(f"{p}:" for p in _PREFIXES)
+        known = ", ".join(f"{p}:" for p in prefixes)
         raise ModelError(f"unknown model source {prefix!r} in {given!r}: the sources are {known}")
     return _from_bare(given)
 
@@ -91,12 +91,9 @@ def parse(text: str | os.PathLike[str]) -> ModelSpec:
 def _from_prefix(prefix: str, rest: str, given: str) -> ModelSpec:
     if not rest:
         raise ModelError(f"{given!r} names no model after the colon")
-    if prefix == "timm":
-        return _from_timm(rest, given)
-    if prefix == "open-clip":
-        return _from_open_clip(rest, given)
-    if prefix == "torchvision":
-        return _from_torchvision(rest, given)
+    for library in libraries.LIBRARIES:
+        if prefix == library.name.replace("_", "-"):
+            return _from_library(library, rest, given)
     if prefix == "hf-hub":
         return _from_hub(rest, given)
     return _from_path(rest, given)
@@ -108,13 +105,13 @@ def _looks_like_path(text: str) -> bool:
         return True
     if text.endswith((".safetensors", ".onnx", ".txt", ".json", *CHECKPOINT_SUFFIXES)):
         return True
-    return ("/" in text or os.sep in text) and not text.startswith("timm/")
+    return ("/" in text or os.sep in text) and _owner(text) is None
 
 
 def _from_bare(given: str) -> ModelSpec:
-    if located(given, ModelError).exists() and not _is_timm_name(given):
+    if located(given, ModelError).exists() and not _is_plain_name(given):
         return _from_path(given, given)
-    return _from_timm(given, given)
+    return _from_library(libraries.first(), given, given)
 
 
 # --- paths -------------------------------------------------------------------------------------
@@ -144,141 +141,63 @@ def _from_path(text: str, given: str) -> ModelSpec:
     raise ModelError(f"{text} is not a model file: expected {suffixes} or a directory")
 
 
-# --- timm --------------------------------------------------------------------------------------
+# --- libraries and the hub ---------------------------------------------------------------------
 
 
-def _timm_names() -> list[str]:
-    try:
-        import timm
-    except ImportError as error:
-        raise UnavailableError(
-            f"timm is needed for model names: pip install timm ({error})"
-        ) from None
-    names: list[str] = timm.list_models()
-    return names
+def _is_plain_name(text: str) -> bool:
+    """True for a name, with or without a tag, of the library whose names need no prefix."""
+    return text.split(".", maxsplit=1)[0] in libraries.first().names()
 
 
-def _is_timm_name(text: str) -> bool:
-    return text.split(".", maxsplit=1)[0] in _timm_names()
+def _from_library(library: Library, text: str, given: str) -> ModelSpec:
+    if library.takes_hub_ids and text.startswith("hf-hub:"):
+        return _from_hub(text.removeprefix("hf-hub:"), given)
+    found = library.lookup(text)
+    if found is None:
+        raise ModelError(_unknown(library, text, given))
+    name, tag = found
+    return ModelSpec(library.name, name, given, tag)
 
 
-def _from_timm(text: str, given: str) -> ModelSpec:
-    arch, _, tag = text.partition(".")
-    names = _timm_names()
-    name = arch if arch in names else _complete(arch, names) or _deprecated(arch)
-    if name is None:
-        raise ModelError(_unknown(text, given, names))
-    if tag:
-        _check_tag("timm", name, tag, _timm_tags(name))
-    return ModelSpec("timm", name, given, tag or None)
-
-
-def _complete(prefix: str, names: Iterable[str]) -> str | None:
-    """Return the shortest name that continues `prefix` at an underscore; the first of equals."""
-    fitting = [name for name in names if name.startswith(prefix.rstrip("_") + "_")]
-    return min(fitting, key=lambda name: (len(name), name), default=None) if prefix else None
-
-
-def _deprecated(name: str) -> str | None:
-    """Return `name` when timm keeps it as an old name of another model."""
-    import timm
-
-    return name if timm.is_model(name) else None
-
-
-def _timm_tags(name: str) -> list[str]:
-    import timm
-
-    return [full.partition(".")[2] for full in timm.list_pretrained(f"{name}.*")]
-
-
-def _check_tag(library: str, name: str, tag: str, tags: list[str]) -> None:
-    if tag in tags:
-        return
-    known = ", ".join(sorted(tags)) if tags else "none are published"
-    raise ModelError(f"{library} model {name} has no weights named {tag!r}: {known}")
-
-
-def _unknown(text: str, given: str, names: list[str]) -> str:
+def _unknown(library: Library, text: str, given: str) -> str:
     """One line with close names of every installed library, the exact ones of others first."""
-    others = {name: f"open_clip:{name}" for name in _optional_names("open_clip")}
-    others.update({name: f"torchvision:{name}" for name in _optional_names("torchvision")})
+    names = library.names()
+    others = {
+        name: f"{other.name}:{name}"
+        for other in libraries.LIBRARIES
+        if other is not library
+        for name in _installed_names(other)
+    }
     if text in others:
-        return f"no timm model is named {given!r}: did you mean {others[text]}?"
+        return f"no {library.name} model is named {given!r}: did you mean {others[text]}?"
     arch = text.split(".", maxsplit=1)[0]
     close = difflib.get_close_matches(arch, [*names, *others], n=4, cutoff=0.6)
     shown = ", ".join(others.get(name, name) for name in close)
-    hint = f"close names: {shown}" if close else "see timm.list_models() for the names"
-    return f"no file and no timm model is named {given!r}; {hint}"
+    hint = f"close names: {shown}" if close else f"see {library.name}.list_models() for the names"
+    return f"no file and no {library.name} model is named {given!r}; {hint}"
 
 
-def _optional_names(library: str) -> list[str]:
+def _installed_names(library: Library) -> list[str]:
     """Return the library's model names, or none where it is not installed."""
     try:
-        return _open_clip_names() if library == "open_clip" else _torchvision_names()
+        return library.names()
     except UnavailableError:
         return []
 
 
-# --- open_clip, torchvision, the hub -----------------------------------------------------------
-
-
-def _open_clip_names() -> list[str]:
-    try:
-        import open_clip
-    except ImportError as error:
-        raise UnavailableError(
-            f"open_clip is not installed: pip install open_clip_torch ({error})"
-        ) from None
-    names: list[str] = open_clip.list_models()
-    return names
-
-
-def _from_open_clip(text: str, given: str) -> ModelSpec:
-    if text.startswith("hf-hub:"):
-        return _from_hub(text.removeprefix("hf-hub:"), given)
-    names = _open_clip_names()
-    # OpenAI writes ViT-B/32 where open_clip writes ViT-B-32.
-    name, tag = (text.replace("/", "-"), "") if text.replace("/", "-") in names else ("", "")
-    if not name:
-        name, _, tag = text.rpartition("/") if "/" in text else (text, "", "")
-        name = name.replace("/", "-")
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
-        hint = f"; close names: {', '.join(f'open_clip:{c}' for c in close)}" if close else ""
-        raise ModelError(f"no open_clip model is named {name!r}{hint}")
-    if tag:
-        import open_clip
-
-        _check_tag("open_clip", name, tag, list(open_clip.list_pretrained_tags_by_model(name)))
-    return ModelSpec("open_clip", name, given, tag or None)
-
-
-def _torchvision_names() -> list[str]:
-    try:
-        import torchvision
-    except ImportError as error:
-        raise UnavailableError(
-            f"torchvision is not installed: pip install torchvision ({error})"
-        ) from None
-    names: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return names
-
-
-def _from_torchvision(text: str, given: str) -> ModelSpec:
-    names = _torchvision_names()
-    if text not in names:
-        close = difflib.get_close_matches(text, names, n=4, cutoff=0.5)
-        hint = f"; close names: {', '.join(f'torchvision:{c}' for c in close)}" if close else ""
-        raise ModelError(f"no torchvision classification model is named {text!r}{hint}")
-    return ModelSpec("torchvision", text, given)
+def _owner(text: str) -> Library | None:
+    """The library that owns a repository "OWNER/NAME" of the hub."""
+    owner, slash, _ = text.partition("/")
+    owners = (one for one in libraries.LIBRARIES if one.hub_owner == owner)
+    return next(owners, None) if slash else None
 
 
 def _from_hub(text: str, given: str) -> ModelSpec:
     if not _HUB_ID.fullmatch(text):
         raise ModelError(f"{text!r} is not a Hugging Face hub id: expected OWNER/NAME[@REVISION]")
-    owner, _, repository = text.partition("/")
-    # timm's own repositories are its registered models: their configuration needs no network.
-    if owner == "timm" and "@" not in repository and _is_timm_name(repository):
-        return _from_timm(repository, given)
+    library, repository = _owner(text), text.partition("/")[2]
+    arch = repository.split(".", maxsplit=1)[0]
+    # A library's own repositories are its models: their configuration needs no network.
+    if library is not None and "@" not in repository and arch in library.names():
+        return _from_library(library, repository, given)
     return ModelSpec("hub", text, given)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ElsaError
+from elsa_core.loading import libraries
 from elsa_core.loading.constructor import unshown, watched
 from elsa_core.loading.fit import differences
 from elsa_core.loading.libraries import build_meta
@@ -39,7 +40,7 @@ def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Rec
     except ElsaError:
         return recipe  # building it says why
     found: dict[str, int | list[int]]
-    if recipe.library == "open_clip":
+    if recipe.two_towers:
         found = {
             f"{tower}_heads": heads
             for tower, modules in _towers(model).items()
@@ -59,7 +60,7 @@ def _of_modules(
     recipe: Recipe, model: nn.Module, shapes: Shapes, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Heads and windows as the modules hold them, which some constructors derive."""
-    if recipe.library == "torchvision":
+    if not libraries.of(recipe.library).takes_heads:
         heads = _heads_of_torch(model.modules())
         return {"heads": heads} if heads and "num_heads" not in given else {}
     return {

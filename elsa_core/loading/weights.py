@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.errors import ModelError
+from elsa_core.files import scratch
 from elsa_core.loading.names import bare_names
 from elsa_core.reading import check_fits, json_problem, open_regular, unique_pairs
 
@@ -295,3 +297,31 @@ def line(error: BaseException) -> str:
     """The first line of an exception's text, short enough for one line of a terminal."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200].replace(os.linesep, " ")
+
+
+@contextmanager
+def one_file(weights: Weights) -> Iterator[Path]:
+    """One file of the tensors under their plain names, which vanishes afterwards."""
+    from safetensors.torch import save_file
+
+    with scratch("elsa-weights-") as folder:
+        path = folder / "model.safetensors"
+        save_file(separate(weights.tensors), path)
+        yield path
+
+
+def separate(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors, none sharing memory: tied weights are written under each name.
+
+    So the file loads strictly into any model that has those names, tied or not.
+    """
+    seen: set[int] = set()
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        plain = tensor.detach().cpu().contiguous()
+        address = plain.untyped_storage().data_ptr()
+        if plain.numel() and (address in seen or plain.untyped_storage().nbytes() != plain.nbytes):
+            plain = plain.clone()
+        seen.add(address)
+        result[name] = plain
+    return result

@@ -228,10 +228,6 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
     """The replay of a call, which returns its output, and the memory that its graph holds at its
     peak."""
     before = 0
-    output: list[object] = []
-
-    def kept() -> None:
-        output[:] = [call()]
 
     def ready() -> None:  # the libraries' workspaces exist from here on and are not counted
         nonlocal before
@@ -240,17 +236,9 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], int]:
         torch.cuda.reset_peak_memory_stats()
 
     with torch.inference_mode():
-        for _ in range(3):  # compiled code is tuned
-            call()
-        replay = capture.captured(kept, ready)
+        replay = capture.replayed(call, ready)
         torch.cuda.synchronize()
-    peak = max(0, torch.cuda.max_memory_allocated() - before)
-
-    def replayed() -> object:
-        replay()
-        return output[0]
-
-    return replayed, peak
+    return replay, max(0, torch.cuda.max_memory_allocated() - before)
 
 
 def forget_compiled() -> None:

@@ -107,7 +107,7 @@ def attention(
     precisions.validate(precision, q.dtype)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
-    kind = (place.type, q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
+    kind = (str(place), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision)
     routing.name_of("attention", *kind, backend)
     out, lse = torch.ops.elsa.offloaded_attention(
         q, k, v, mask, is_causal, float(scale), precision, backend, str(place), *blocks

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core import skipping
 from elsa_core.backends import eager_sparse
 from elsa_core.operators import attention as plain
 from elsa_core.operators.record import Gradients, Grads, Operator, implement, needed, register
@@ -40,7 +41,7 @@ _SCHEMA = (
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query = arguments[0]
-    counts = query.new_empty((*query.shape[:2], eager_sparse.COUNTS), dtype=torch.int64)
+    counts = query.new_empty((*query.shape[:2], skipping.COUNTS), dtype=torch.int64)
     return *plain.fake(*arguments[:7]), counts
 
 

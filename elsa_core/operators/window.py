@@ -18,13 +18,15 @@ from elsa_core import calls
 from elsa_core.backends import eager_window
 from elsa_core.backends.window_call import SCHEMA, WindowCall
 from elsa_core.operators import portable
+from elsa_core.operators.attention import twice
 from elsa_core.operators.record import Backward, Gradients, Grads, Operator, needed, register
 
 _SCHEMA = f"({SCHEMA}) -> Tensor"
 _BACKWARD_SCHEMA = f"(Tensor grad_out, {SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-def _fake(qkv: Tensor, *rest: Any) -> Tensor:
+def fake(qkv: Tensor, *rest: Any) -> Tensor:
+    """What the operator returns, on fake tensors."""
     return qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
 
 
@@ -54,6 +56,14 @@ def _gradients(operator: Any, ctx: Any, wanted: Sequence[bool], grad_out: Tensor
     return grad_qkv, grad_bias, None, grad_pad, grad_scale, *(None,) * 8
 
 
+def largest_score(**call: Any) -> float:
+    """The largest |score| of a call of the operator, masked ones left out; 0 where none is finite.
+
+    Takes what the operator takes.
+    """
+    return eager_window.largest_score(WindowCall(**call))
+
+
 class Eager(torch.autograd.Function):
     """`elsa::window_attention` by the first argument, its gradients by the second, which take what
     the two operators take. See `elsa_core.routing.gradients.recorded`."""
@@ -69,16 +79,38 @@ class Eager(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Grads:
         compute = ctx.compute
         if calls.by_operator(grad_out):
-            # of a second derivative, which the operator refuses in words
+            # of a second derivative, which the operator has a formula for
             compute = torch.ops.elsa.window_attention_backward.default
         return None, None, *_gradients(compute, ctx, ctx.needs_input_grad[2:], grad_out)
 
 
+def _twice_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.terms = inputs[6:]
+
+
 def _twice(ctx: Any, *grads: Tensor) -> Grads:
-    raise RuntimeError(
-        "elsa.window_attention is differentiable once by torch.autograd; second derivatives come "
-        "from torch.func (torch.func.hessian, or torch.func.grad of torch.func.grad)"
-    )
+    """Second derivatives of `elsa::window_attention`: those of the reference, all its windows'
+    weights alive."""
+    *terms, needs = ctx.terms
+
+    def again(grad_out: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+        sources = [
+            t if t is None or t.requires_grad else t.detach().requires_grad_(t.is_floating_point())
+            for t in tensors
+        ]
+        out = eager_window.attention(*sources, *terms)
+        places = zip((0, 1, 3, 4), needs, strict=True)
+        asked = [sources[i] if wanted else None for i, wanted in places]
+        found = iter(
+            torch.autograd.grad(
+                out, [t for t in asked if t is not None], grad_out,
+                create_graph=True, materialize_grads=True,
+            )
+        )  # fmt: skip
+        return [out.new_empty(0) if t is None else next(found) for t in asked]
+
+    return twice(ctx, ctx.saved_tensors, again, grads)
 
 
 WINDOW_ATTENTION = register(
@@ -87,7 +119,7 @@ WINDOW_ATTENTION = register(
         schema=_SCHEMA,
         reference=eager_window.attention,
         portable=portable.window_attention,
-        fake=_fake,
+        fake=fake,
         gradients=Gradients(
             setup_context=_setup_context,
             formula=_backward,
@@ -96,6 +128,7 @@ WINDOW_ATTENTION = register(
                 fake=_backward_fake,
                 reference=eager_window.backward,
                 formula=_twice,
+                setup_context=_twice_setup_context,
             ),
         ),
         kind="window",

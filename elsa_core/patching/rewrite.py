@@ -2,9 +2,9 @@
 
 A patched module is the same object with the same parameters, buffers, hooks and `__dict__`, plus
 two strings (`elsa_precision`, `elsa_backend`), of a ViT's blocks a third one (`elsa_scope`), and,
-where it was asked for, `elsa_sparsity`; only its class differs. So state dicts, deepcopy, pickle,
-`torch.compile` and `torch.export` see the model that they saw before. The model itself gets
-a subclass of its class, of the same name (`elsa_core.patching.adapters.model`).
+where asked for, `elsa_sparsity` and `elsa_offload`; only its class differs. So state dicts,
+deepcopy, pickle, `torch.compile` and `torch.export` see the model that they saw before. The model
+itself gets a subclass of its class, of the same name (`elsa_core.patching.adapters.model`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from elsa_core import calls
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
-from elsa_core.patching import adapters, layers
+from elsa_core.patching import adapters, globs, layers
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
 from elsa_core.patching.adapters.direct import withdraw
-from elsa_core.patching.adapters.model import asking, may_ask
+from elsa_core.patching.adapters.model import asking, is_asking, may_ask
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
 from elsa_core.patching.text import reasons, sites_of, sites_table
@@ -34,6 +33,7 @@ from elsa_core.summary import Summarised, Summary
 
 _ATTRIBUTES = (
     "elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_scope", "elsa_group", "elsa_lengths",
+    "elsa_offload",
 )  # fmt: skip
 _MAX_NAMED = 3  # classes that an error line spells out
 
@@ -51,6 +51,7 @@ class PatchReport(Summarised):
         exclude: the globs given.
         scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
         sparsity: what the sites may leave out, None for nothing.
+        offload: "host" where what a backward needs is kept in host memory.
     """
 
     patched: tuple[AttentionSite, ...]
@@ -61,6 +62,7 @@ class PatchReport(Summarised):
     exclude: tuple[str, ...] = ()
     scope: str = layers.ATTENTION
     sparsity: str | float | None = None
+    offload: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -73,14 +75,16 @@ class PatchReport(Summarised):
             "exclude": list(self.exclude),
             "scope": self.scope,
             "sparsity": self.sparsity,
+            "offload": self.offload,
         }
 
     def summary(self) -> Summary:
         """The patched sites as a table, and why the others were kept."""
         done, found = len(self.patched), len(self.patched) + len(self.kept)
         title = f"{done} of {found} {sites_of(self.scope)} patched"
+        stored = "" if self.offload is None else f" · offload {self.offload}"
         return Summary(
-            f"{title} · precision {self.precision} · backend {self.backend}",
+            f"{title} · precision {self.precision} · backend {self.backend}{stored}",
             *sites_table(self.patched),
             reasons(self.kept, "kept"),
         )
@@ -97,6 +101,7 @@ def patch(
     scope: str = layers.AUTO,
     mesh: Any = None,
     sparsity: str | float | None = None,
+    offload: str | None = None,
 ) -> PatchReport:
     """Make the sites of a model run on elsa, in place.
 
@@ -120,14 +125,17 @@ def patch(
             and sites whose own call of PyTorch's attention is redirected, leave out nothing). A
             number costs an error, which `check` reports, and has no gradients. Saved models and
             exported ones leave out nothing.
+        offload: "host": what a backward needs stays in host memory from the forward of the model on
+            (pinned where it comes from a GPU), and attention of a model in host memory streams
+            through a GPU in inference, see docs/offload.md. Excludes mesh.
 
     Returns:
         The sites patched and those kept, with reasons.
 
     Raises:
         TypeError: `model` is no `nn.Module`, or include or exclude no text.
-        ArgumentError: precision, backend or scope is unknown, the model's dtype does not take it,
-            or a glob matches no site.
+        ArgumentError: precision, backend, scope or offload is unknown, the model's dtype or class
+            does not take it, or a glob matches no site.
         UnavailableError: the backend asked for by name does not serve the model's device or dtype.
         NothingPatchedError: no site could be patched, or, with `strict`, not all of them.
         ModelError: with `mesh`, the model cannot be sharded.
@@ -138,32 +146,34 @@ def patch(
 
         sharding.require_shardable(model)
     asked.check_names(precision, backend)
-    sparsity = checked(sparsity)
-    wanted, unwanted = _globs("include", include), _globs("exclude", exclude)
+    sparsity, offload = checked(sparsity), _offload(offload, mesh)
+    wanted, unwanted = globs.texts("include", include), globs.texts("exclude", exclude)
     scope = layers.scope_of(model, scope)
     withdraw(model)
     sites = find_sites(model, scope)
     selected, kept = [], []
     for site in sites:
-        reason = _why_not_selected(site.path, wanted, unwanted)
+        reason = globs.why_left_out(site.path, wanted, unwanted)
         if reason is None and site.patchable:
             selected.append(site)
         else:
             kept.append(replace(site, reason=reason or site.reason))
-    refused = [site for site in kept if _why_not_selected(site.path, wanted, unwanted) is None]
+    refused = [site for site in kept if globs.why_left_out(site.path, wanted, unwanted) is None]
     if not selected:
         raise NothingPatchedError(_nothing_line(model, sites, refused, sites_of(scope)))
-    _check_globs(sites, sites_of(scope), include=wanted, exclude=unwanted)
+    globs.check(sites, sites_of(scope), include=wanted, exclude=unwanted)
     if strict and refused:
         raise NothingPatchedError(
             f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
             + _named(refused)
         )
-    _swap(model, selected, precision, backend, sparsity)
+    _swap(model, selected, precision, backend, sparsity, offload)
     if mesh is not None:
         sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
-    return PatchReport(done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity)
+    return PatchReport(
+        done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity, offload
+    )
 
 
 def unpatch(model: nn.Module) -> int:
@@ -228,6 +238,7 @@ def _swap(
     precision: str,
     backend: str,
     sparsity: str | float | None,
+    offload: str | None,
 ) -> None:
     modules = [model.get_submodule(site.path) for site in selected]
     for module, site in zip(modules, selected, strict=True):
@@ -243,20 +254,42 @@ def _swap(
     whole = None
     if not adapters.is_patched(model) and model not in modules and may_ask(model):
         whole = asking(type(model))
+    if offload is not None and whole is None and not is_asking(model):
+        raise ArgumentError(
+            f"offload={offload!r} cannot change the class of {type(model).__name__}, which is "
+            "patched or called in a way of its own: call it within "
+            "torch.autograd.graph.save_on_cpu(pin_memory=True)"
+        )
     calls.forget_kinds()
     for module, cls in zip(modules, classes, strict=True):
         module.__class__ = cls
         module.__dict__["elsa_precision"] = precision
         module.__dict__["elsa_backend"] = backend
-        module.__dict__.pop("elsa_sparsity", None)
-        if sparsity is not None:
-            module.__dict__["elsa_sparsity"] = sparsity
+        _set(module, elsa_sparsity=sparsity, elsa_offload=offload)
     if whole is not None:
         model.__class__ = whole
         model.__dict__.update(elsa_precision="strict", elsa_backend="auto")
+    if is_asking(model):
+        _set(model, elsa_offload=offload)
     for module in modules:
         if hasattr(module, "elsa_scope"):  # a block, which asks in each call
             module.__dict__["elsa_scope"] = layers.patched_scope(module)
+
+
+def _set(module: nn.Module, **options: Any) -> None:
+    """What was asked for beside the names; nothing is kept of what was not."""
+    for name, value in options.items():
+        module.__dict__.pop(name, None)
+        if value is not None:
+            module.__dict__[name] = value
+
+
+def _offload(given: str | None, mesh: Any) -> str | None:
+    if given is not None and mesh is not None:
+        raise ArgumentError("offload and mesh exclude each other")
+    if given not in (None, "host"):
+        raise ArgumentError(f"offload={given!r}: offload must be 'host'")
+    return given
 
 
 def _check_served(module: nn.Module, site: AttentionSite, precision: str, backend: str) -> None:
@@ -281,36 +314,6 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
         if "elsa_asks" in getattr(adapters.patched_class(module), "__dict__", {}):
             return type(module)
         raise
-
-
-def _globs(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    found = (given,) if isinstance(given, str) else given
-    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
-        raise TypeError(f"{name} must be a glob or several, as text, not {given!r}")
-    return tuple(found)
-
-
-def _check_globs(sites: Sequence[AttentionSite], what: str, **given: tuple[str, ...]) -> None:
-    """A glob that matches nothing is a mistake: the site that it means is not treated as asked."""
-    for name, globs in given.items():
-        for glob in globs:
-            if not any(fnmatchcase(site.path, glob) for site in sites):
-                raise ArgumentError(
-                    f"{name} (--{name}) {glob!r} matches none of the {len(sites)} {what} "
-                    f"(the first is {sites[0].path!r})"
-                )
-
-
-def _why_not_selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> str | None:
-    """Why include and exclude leave a site out; None where they do not."""
-    hit = next((glob for glob in exclude if fnmatchcase(path, glob)), None)
-    if hit is not None:
-        return f"excluded by {hit!r}"
-    if include and not any(fnmatchcase(path, glob) for glob in include):
-        return "not named by include"
-    return None
 
 
 def layers_within(
@@ -339,7 +342,7 @@ def layers_within(
     named = {*sites, *kept}
     for site in found:
         within = site.kind in LAYERS and site.path.startswith(around) and site.path not in named
-        if within and site.patchable and _why_not_selected(site.path, include, exclude) is None:
+        if within and site.patchable and globs.why_left_out(site.path, include, exclude) is None:
             yield site.path
 
 

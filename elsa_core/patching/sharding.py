@@ -113,6 +113,8 @@ def require_shardable(model: nn.Module) -> None:
         ModelError: names the module and says why.
     """
     cls = adapters.base_class(model)
+    if "elsa_offload" in vars(model):
+        raise ModelError(f"{cls.__name__} was patched with offload, which excludes a mesh")
     if cls not in _MODELS:
         known = ", ".join(each.__name__ for each in _MODELS)
         raise ModelError(f"{cls.__name__} cannot be sharded: only timm's {known} are known")

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import calls, operators, reference
-from elsa_core.backends import eager_window
-from elsa_core.backends.window_call import WindowCall
+from elsa_core.operators.window import largest_score
 from elsa_core.proof.compare import TURBO_EPS
 from elsa_core.proof.samples import jittered
 from elsa_core.reference import Drift
@@ -241,20 +240,21 @@ def _measure_windows(
     images = _spread(qkv.shape[0], most, qkv.device)
     given = given | {"qkv": qkv[images]}
     exact, wide = _cast(given, torch.float64), _cast(given, torch.float32)
-    y_ref = eager_window.attention(**exact)
+    plain = operators.WINDOW_ATTENTION.reference
+    y_ref = plain(**exact)
     y = out[images]
 
     def again(seed: int) -> tuple[float, float]:
         other = {"qkv": jittered(given["qkv"], seed)}
         return _errors(
             operator(**(given | other)),
-            eager_window.attention(**(wide | _cast(other, torch.float32))),
-            eager_window.attention(**(exact | _cast(other, torch.float64))),
+            plain(**(wide | _cast(other, torch.float32))),
+            plain(**(exact | _cast(other, torch.float64))),
         )
 
     turbo = given["precision"] == "turbo" and out.dtype == torch.float32
     y_error, y_allowed = _settled(
-        _errors(y, eager_window.attention(**wide), y_ref),
+        _errors(y, plain(**wide), y_ref),
         factor,
         TURBO_EPS if turbo else torch.finfo(out.dtype).eps,
         again,
@@ -263,7 +263,7 @@ def _measure_windows(
     return OperatorCall(
         drift=reference.drift(None, None, y.reshape(heads), y_ref.reshape(heads)),
         rows=y_ref.reshape(heads).shape[:2].numel(),
-        largest_logit=eager_window.largest_score(WindowCall(**wide)),
+        largest_logit=largest_score(**wide),
         p_error=0.0,
         p_allowed=0.0,
         y_error=y_error,

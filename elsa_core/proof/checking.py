@@ -18,10 +18,11 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.operands import require_number
 from elsa_core.patching import is_layer, original, patched_sites
+from elsa_core.proof import gradients, timing
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
 from elsa_core.proof.run import CheckRun
-from elsa_core.proof.sides import Fault
+from elsa_core.proof.sides import Fault, Given
 from elsa_core.proof.site_run import Asked, Progress, is_inexact
 
 __all__ = [
@@ -70,8 +71,10 @@ def check(
         batch_size: Rows for one forward. Sites are judged on the first batch of each case. Inputs
             of one row show nothing of the rows after the first.
         paths: How the whole patched model runs, "eager", "graph" (a CUDA graph), "compile"
-            (`torch.compile`) or several of them; the original runs eagerly. Default: "eager", and
-            on CUDA "graph" too unless the original cannot be captured. Sites run eagerly.
+            (`torch.compile`), "compile+graph" (a CUDA graph of the compiled model) or several of
+            them; the original runs eagerly. Default: "eager", and on CUDA "graph" and "compile"
+            too, unless the original cannot be captured or compiled, or this machine lacks the
+            compiler; the report gives the reason. Sites run eagerly.
         grad: Also gradients, of the first case: of every parameter that wants one and of each
             input, for each site (its hard cases too) and for the model, by the same rule.
         sparsity_bound: The relative error that sites patched with a number as `sparsity` whose
@@ -115,10 +118,15 @@ def check(
     with _undisturbed(model, device):
         with original(model):
             oracle = _oracle(model)
-        run = CheckRun(model, sites, oracle, asked, dtype, device, fault, progress)
+        steps = len(cases) * (len(sites) + 1) + int(grad) + 1  # the last: the timing
+        run = CheckRun(model, sites, oracle, asked, dtype, device, fault, progress, steps)
         checks = run.cases(cases)
-        seconds, timed_runs = run.timings(next(iter(cases.values())))
-    results, slopes = run.site_run.checks(), run.gradient_checks()
+        name, case = next(iter(cases.items()))
+        batch = run.first_batch(case)
+        slopes = _slopes(run, name, batch) if grad else ()
+        seconds, timed_runs = timing.forwards(model, batch, device)
+        run.tick("timing", 1)
+    results = run.site_run.checks()
     attends = not all(is_layer(site) for site in sites.values())
     failures = _bad_weights(model) + _failures(results, checks, slopes, attends)
     return CheckReport(
@@ -138,6 +146,13 @@ def check(
         left_out=run.left_out,
         gradients=slopes,
     )
+
+
+def _slopes(run: CheckRun, case: str, batch: Given) -> tuple[GradientCheck, ...]:
+    """The verdict on the gradients of the sites and of the model."""
+    model = gradients.of_model(case, run.judgement(), run.sides, batch, run.dtype)
+    run.tick("gradients", 1)
+    return (*run.site_run.gradient_checks(), model)
 
 
 def _failures(

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from elsa_core.proof.compare import floating_outputs
-from elsa_core.proof.judge import Judgement, settle
+from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
+from elsa_core.proof.report import GradientCheck, GradientRecord
 from elsa_core.proof.samples import jittered
 from elsa_core.proof.sides import Given, PatchedError, Sides, finding
 
 Gradients = dict[str, Tensor]
+
+MODEL = "model"
+"""Where a site has its path, the whole model's gradients have this."""
 
 
 def judge(
@@ -43,6 +47,16 @@ def judge(
         )
     except PatchedError as error:
         judgement.error = str(error)
+
+
+def of_model(
+    case: str, judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype
+) -> GradientCheck:
+    """The verdict on the gradients of a whole model, as `judge` finds them for one case."""
+    judge(judgement, sides, given, dtype, MODEL_SAMPLES)
+    record = GradientRecord()
+    record.add(case, judgement)
+    return record.result(MODEL)
 
 
 def _add(judgement: Judgement, sides: Sides, given: Given, dtype: torch.dtype, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The ways to run a patched model that `check` judges: eager, as a CUDA graph, compiled.
+"""The ways to run a patched model that `check` judges: eager, compiled, either as a CUDA graph.
 
 They are made as `elsa_core.model_runs.variants` makes what is timed: over the same weights, in
 inference mode, `torch.compile(dynamic=False)`, one graph for each shape.
@@ -22,12 +22,16 @@ from elsa_core.proof.sides import Fault, Given
 EAGER: Final = "eager"
 GRAPH: Final = "graph"
 COMPILE: Final = "compile"
+COMPILED_GRAPH: Final = "compile+graph"
 PATHS: Final = {
     EAGER: "the patched model as it is",
     GRAPH: "replayed as a CUDA graph",
     COMPILE: "through torch.compile",
+    COMPILED_GRAPH: "through torch.compile, replayed as a CUDA graph",
 }
-_DEFAULTS: Final = {"cuda": (EAGER, GRAPH)}
+_GRAPHS: Final = (GRAPH, COMPILED_GRAPH)
+_DEFAULTS: Final = {"cuda": (EAGER, GRAPH, COMPILE)}
+_MOST_PROGRAMS: Final = 1 << 16
 # What torch.compile raises where a machine lacks the compiler that it needs.
 _NO_COMPILER: Final = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 
@@ -36,7 +40,8 @@ def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
     """The paths to judge, in the order of `PATHS`.
 
     Args:
-        paths: names of `PATHS`; None for the device's own: eager, and on CUDA a graph too.
+        paths: names of `PATHS`; None for the device's own: eager, and on CUDA graph and compile
+            too.
         device: where the model runs.
 
     Raises:
@@ -55,13 +60,16 @@ def chosen(paths: Sequence[str] | None, device: torch.device) -> tuple[str, ...]
             raise ArgumentError(f"paths: {name!r} is unknown; choose from {', '.join(PATHS)}")
     if not paths:
         raise ArgumentError(f"paths: none is given; choose from {', '.join(PATHS)}")
-    if GRAPH in paths and device.type != "cuda":
-        raise UnavailableError(f"path graph needs a CUDA GPU, and this model is on {device.type}")
+    for name in _GRAPHS:
+        if name in paths and device.type != "cuda":
+            raise UnavailableError(
+                f"path {name} needs a CUDA GPU, and this model is on {device.type}"
+            )
     return tuple(name for name in PATHS if name in paths)
 
 
 def runner(name: str, model: nn.Module, fault: Fault | None) -> Callable[[Given], Any]:
-    """What runs a copy of the model by the path `name`, "graph" or "compile".
+    """What runs a copy of the model by the path `name`, any but "eager".
 
     A deliberate error is part of the copy.
     """
@@ -69,7 +77,10 @@ def runner(name: str, model: nn.Module, fault: Fault | None) -> Callable[[Given]
     held: AbstractContextManager[None]
     held = nullcontext() if fault is None else fault.on(copied.get_submodule(fault.path))
     held.__enter__()  # for the life of the copy
-    return _Graphs(copied, held) if name == GRAPH else _Compiled(copied, held)
+    if name == GRAPH:
+        return _Graphs(copied, held)
+    compiled: Callable[..., Any] = torch.compile(copied, dynamic=False)
+    return _Compiled(compiled, held) if name == COMPILE else _Graphs(compiled, held, _compiling)
 
 
 def lacks_compiler(error: BaseException | None) -> bool:
@@ -83,9 +94,8 @@ def lacks_compiler(error: BaseException | None) -> bool:
 
 
 class _Compiled:
-    def __init__(self, model: nn.Module, held: object) -> None:
-        self._held = held
-        self._run: Callable[..., Any] = torch.compile(model, dynamic=False)
+    def __init__(self, run: Callable[..., Any], held: object) -> None:
+        self._run, self._held = run, held
 
     def __call__(self, given: Given) -> Any:
         args, kwargs = given
@@ -94,11 +104,19 @@ class _Compiled:
 
 
 class _Graphs:
-    """A graph for each shape of the arguments; its inputs are written before each replay."""
+    """A graph for each shape of the arguments; its inputs are written before each replay.
 
-    def __init__(self, model: nn.Module, held: object) -> None:
-        self._model, self._held = model, held
-        self._graphs: dict[Any, tuple[Given, Callable[[], object], list[Any]]] = {}
+    `capturing` is entered while a graph is made.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        held: object,
+        capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._run, self._held, self._capturing = run, held, capturing
+        self._graphs: dict[Any, tuple[Given, Callable[[], Any]]] = {}
 
     def __call__(self, given: Given) -> Any:
         leaves, spec = pytree.tree_flatten(given)
@@ -106,25 +124,19 @@ class _Graphs:
         with torch.inference_mode():
             if key not in self._graphs:
                 self._graphs[key] = self._captured(given)
-            held, replay, result = self._graphs[key]
+            held, replay = self._graphs[key]
             for mine, leaf in zip(pytree.tree_leaves(held), leaves, strict=True):
                 if isinstance(leaf, Tensor):
                     mine.copy_(leaf)
-            replay()
+            result = replay()
             torch.cuda.synchronize()
-            return _copied(result[0])
+            return _copied(result)
 
-    def _captured(self, given: Given) -> tuple[Given, Callable[[], object], list[Any]]:
+    def _captured(self, given: Given) -> tuple[Given, Callable[[], Any]]:
         held: Given = _copied(given)
-        result: list[Any] = []
-
-        def run() -> None:
-            args, kwargs = held
-            result[:] = [self._model(*args, **kwargs)]
-
-        for _ in range(3):  # what is tuned or built at first calls is there before the capture
-            run()
-        return held, capture.captured(run), result
+        args, kwargs = held
+        with self._capturing():
+            return held, capture.replayed(lambda: self._run(*args, **kwargs))
 
 
 def _kind(leaf: Any) -> Any:
@@ -140,11 +152,16 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """The compiler at work, also where it is turned off around; and no silent return to eager."""
+    """The compiler at work, also where it is turned off around; and no silent return to eager.
+
+    Every shape has a program of its own, however many there are.
+    """
     import torch._dynamo
 
-    with (
-        torch.compiler.set_stance("default"),
-        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
-    ):
+    limits = torch._dynamo.config.patch(
+        fail_on_recompile_limit_hit=True,
+        recompile_limit=_MOST_PROGRAMS,
+        accumulated_recompile_limit=_MOST_PROGRAMS,
+    )
+    with torch.compiler.set_stance("default"), limits:
         yield

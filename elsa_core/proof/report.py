@@ -62,7 +62,7 @@ class SiteCheck:
 class ModelCheck:
     """The whole model on one case by one path: numbers as in `SiteCheck`, for its worst output.
 
-    `path` says how the patched model ran: "eager", "graph" (a CUDA graph) or "compile".
+    `path` says how the patched model ran, one of `elsa_core.proof.paths.PATHS`.
     `top1_rows` is 0 where the output is no [rows, classes]. `top1_ties` are rows whose two best
     classes the original's own rounding can swap; `top1_tie_flips` of them did swap.
     """

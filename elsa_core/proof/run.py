@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,21 +12,15 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError, ModelError, UnavailableError
 from elsa_core.inputs.cases import chunks
-from elsa_core.measuring.timing import synchronize
 from elsa_core.messages import first_line
 from elsa_core.patching import original
-from elsa_core.proof import gradients, paths
+from elsa_core.proof import paths
 from elsa_core.proof.compare import TURBO_EPS, map_floating
 from elsa_core.proof.judge import MODEL_SAMPLES, Judgement, settle
-from elsa_core.proof.report import GradientCheck, GradientRecord, ModelCheck, model_check
+from elsa_core.proof.report import ModelCheck, model_check
 from elsa_core.proof.samples import jittered, nearby
-from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model, own
+from elsa_core.proof.sides import Fault, Given, PatchedError, Sides, finding, of_model
 from elsa_core.proof.site_run import Asked, Progress, SiteRun
-
-TIMED_RUNS = 5
-TIMED_SECONDS = 3.0
-
-MODEL = "model"
 
 Judgements = dict[str, Judgement]
 
@@ -44,7 +36,8 @@ class CheckRun:
         dtype, device: of the model.
         fault: a deliberate error.
         progress: called with (what, steps done, steps in all).
-        left_out: paths that the original cannot take, with the reason.
+        steps: of the whole check: one for each case, and for each site in it, and what follows.
+        left_out: paths that the original or this machine cannot take, with the reason.
     """
 
     model: nn.Module
@@ -55,8 +48,8 @@ class CheckRun:
     device: torch.device
     fault: Fault | None
     progress: Progress | None
+    steps: int
     left_out: dict[str, str] = field(default_factory=dict)
-    steps: int = 0
     done: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +61,6 @@ class CheckRun:
             path: self.sides if path == paths.EAGER else self._through(path)
             for path in self.asked.paths
         }
-        self.gradients = GradientRecord()
 
     def tick(self, what: str, steps: int) -> None:
         """Say that so many steps more are done."""
@@ -77,40 +69,22 @@ class CheckRun:
             self.progress(what, self.done, self.steps)
 
     def cases(self, cases: Mapping[str, tuple[Any, ...]]) -> tuple[ModelCheck, ...]:
-        """Every case; hard cases for a site, and gradients, come from the first."""
+        """Every case by every path; a site's hard cases come from the first that reaches it."""
         each = len(self.sites) + 1
-        self.steps = len(cases) * each + 1 + int(self.asked.grad)
         results: list[ModelCheck] = []
         for index, (name, case) in enumerate(cases.items()):
             results += self._case(name, case)
             self.tick(name, (index + 1) * each - self.done)
-        if self.asked.grad:
-            name, case = next(iter(cases.items()))
-            self._gradients(name, self._prepared(next(chunks(case, self.asked.batch_size))))
-            self.tick("gradients", 1)
         return tuple(one for one in results if one.path not in self.left_out)
 
-    def gradient_checks(self) -> tuple[GradientCheck, ...]:
-        """The verdict on the gradients of the sites and of the model; empty if not asked for."""
-        if not self.asked.grad:
-            return ()
-        return (*self.site_run.gradient_checks(), self.gradients.result(MODEL))
+    def first_batch(self, case: tuple[Any, ...]) -> Given:
+        """The first `batch_size` rows of a case, in the model's dtype and on its device."""
+        return self._prepared(next(chunks(case, self.asked.batch_size)))
 
-    def timings(self, case: tuple[Any, ...]) -> tuple[tuple[float, float], int]:
-        """Median seconds of (original, patched) forwards of the first batch, run in turns."""
-        batch = self._prepared(next(chunks(case, self.asked.batch_size)))
-        seconds: tuple[list[float], list[float]] = ([], [])
-        start = time.perf_counter()
-        while len(seconds[0]) < TIMED_RUNS:
-            classes: list[AbstractContextManager[Any]] = [original(self.model), nullcontext()]
-            for index, swapped in enumerate(classes):
-                with swapped:
-                    seconds[index].append(_seconds(self.model, own(batch), self.device))
-            if time.perf_counter() - start > TIMED_SECONDS:
-                break
-        medians = (statistics.median(seconds[0]), statistics.median(seconds[1]))
-        self.tick("timing", 1)
-        return medians, len(seconds[0])
+    def judgement(self) -> Judgement:
+        """What takes outputs or gradients of the whole model, by the rule that was asked for."""
+        eps = TURBO_EPS if self.site_run.turbo else None
+        return Judgement(self.asked.factor, eps)
 
     def _prepared(self, batch: tuple[Any, ...]) -> Given:
         moved = tuple(x.to(self.device) if isinstance(x, Tensor) else x for x in batch)
@@ -118,13 +92,13 @@ class CheckRun:
 
     def _case(self, name: str, case: tuple[Any, ...]) -> list[ModelCheck]:
         """One case by every path, each over as many samples as it takes."""
-        judged = {path: self._judgement() for path in self.by_path}
+        judged = {path: self.judgement() for path in self.by_path}
         inputs = 0
         for index, raw in enumerate(chunks(case, self.asked.batch_size)):
             watch = self.site_run.watch(name) if index == 0 else nullcontext()
             self._batch(name, self._prepared(raw), judged, watch, top1=True)
             inputs += next(len(x) for x in raw if isinstance(x, Tensor) and x.ndim)
-        first = self._prepared(next(chunks(case, self.asked.batch_size)))
+        first = self.first_batch(case)
         for seed in range(max((each.too_few for each in judged.values()), default=0)):
             self._batch(name, (nearby(first[0], seed), {}), judged)
         doubtful = {path: each for path, each in judged.items() if each.in_doubt and not each.error}
@@ -183,14 +157,20 @@ class CheckRun:
     def _require(self, path: str, batch: Given, error: PatchedError) -> None:
         """Where the original cannot take this path either, that is no finding about elsa.
 
+        It, and a path for which this machine has no compiler, is left out with the reason.
+
         Raises:
-            UnavailableError: this machine has no compiler for the path.
-            ModelError: the path was asked for by name.
+            UnavailableError: a path that was asked for by name lacks its compiler.
+            ModelError: the original does not run by a path that was asked for by name.
         """
         if path == paths.EAGER:
             return
         if paths.lacks_compiler(error.__cause__):
-            raise UnavailableError(f"path {path}: {first_line(error.__cause__ or error)}")
+            reason = first_line(error.__cause__ or error)
+            if self.asked.by_name:
+                raise UnavailableError(f"path {path}: {reason}")
+            self._leave_out(path, f"this machine lacks its compiler: {reason}")
+            return
         try:
             with original(self.model):
                 run = paths.runner(path, self.model, None)
@@ -201,26 +181,8 @@ class CheckRun:
                 raise ModelError(
                     f"path {path}: the original model does not run by it either ({reason})"
                 ) from error
-            self.left_out[path] = f"the original does not run by it either: {reason}"
-            self.by_path.pop(path)
+            self._leave_out(path, f"the original does not run by it either: {reason}")
 
-    def _judgement(self) -> Judgement:
-        eps = TURBO_EPS if self.site_run.turbo else None
-        return Judgement(self.asked.factor, eps)
-
-    def _gradients(self, name: str, batch: Given) -> None:
-        judgement = self._judgement()
-        gradients.judge(judgement, self.sides, batch, self.dtype, MODEL_SAMPLES)
-        self.gradients.add(name, judgement)
-
-
-def _seconds(model: nn.Module, given: Given, device: torch.device) -> float:
-    args, kwargs = given
-    synchronize(device)
-    start = time.perf_counter()
-    try:
-        model(*args, **kwargs)
-    except Exception:  # what it raises is in the report already, as the case that failed
-        return float("nan")
-    synchronize(device)
-    return time.perf_counter() - start
+    def _leave_out(self, path: str, reason: str) -> None:
+        self.left_out[path] = reason
+        self.by_path.pop(path)

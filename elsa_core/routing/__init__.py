@@ -24,7 +24,6 @@ from elsa_core.routing.choose import (
     names,
     plain_alone,
     register,
-    route,
     select,
     support,
     training_name,
@@ -32,6 +31,7 @@ from elsa_core.routing.choose import (
     unregister,
     whole_name,
 )
+from elsa_core.routing.explained import route
 from elsa_core.routing.gradients import recorded, shard_backward
 from elsa_core.routing.measured import (
     CENTRED,

@@ -1,4 +1,4 @@
-"""The choice of a backend for a call, its reasons, and the order of those asked for gradients."""
+"""The choice of a backend for a call, and the order of those asked for gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from elsa_core import precision as precisions
 from elsa_core.backends import cuda
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.limits import HALF_KEYS_MAX
 from elsa_core.routing import measured
 from elsa_core.routing.measured import Row
-from elsa_core.routing.route import Route
 from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED, reference
 
 
@@ -344,56 +342,6 @@ def mask_kind(attn_mask: Tensor | None, is_causal: bool) -> str:
     if attn_mask is None:
         return "causal" if is_causal else "none"
     return "bool" if attn_mask.dtype == torch.bool else "additive"
-
-
-def route(
-    request: Request, backend: str = "auto", *, schedule: tuple[Any, ...] = (), because: str = ""
-) -> Route:
-    """How calls like `request` are served, gradients included; lengths are not looked at.
-
-    Args:
-        request: what the call is.
-        backend: as the caller asks for it.
-        schedule: what the backends' `schedule` takes, to have it in words.
-        because: why the backend that `auto` takes for such calls does not serve this one.
-
-    Raises:
-        ArgumentError, UnavailableError: as `select`.
-    """
-    name, reasons = select(request, backend)
-    found = implementation(request.operator, name)
-    if because:
-        first, reasons = select(request)
-        reasons = (*reasons, f"{first}: {because}") if first != name else reasons
-    if request.gradient:
-        reasons = (*reasons, *_of_gradients(request, found))
-    return Route(
-        backend=name,
-        schedule=found.schedule(*schedule) if schedule else "",
-        precision=request.precision,
-        arithmetic=found.arithmetic(request),
-        reasons=reasons,
-    )
-
-
-def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
-    """Who computes the gradients of what `found` serves, and why not others."""
-    if found.whole:
-        return ("gradients: PyTorch's own kernels, forward and backward",)
-    if found.asked and found.gradient is not None and found.backward is None:
-        return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
-    record = operators.record(request.operator)
-    if found.gradient is not None and not (record.twin and found.run is record.eager):
-        name, reasons = gradient_name(request)
-        if name != PLAIN:
-            of = " from our output and lse" if request.operator == "attention" else ""
-            if name == "native" and request.operator == "attention" and request.dtype.itemsize == 2:
-                of += f" up to {HALF_KEYS_MAX} keys, beyond by PyTorch's kernels or plain PyTorch"
-            return (*reasons, f"gradients: by {name}{of}")
-        if request.operator != "attention":
-            return (*reasons, "gradients: recomputed in plain PyTorch")
-        return (*reasons, "gradients: recomputed block by block in plain PyTorch from the lse")
-    return ("gradients: recomputed in plain PyTorch",)
 
 
 measured.ON_CHANGE.append(cuda.forget)

@@ -185,21 +185,26 @@ def entmax_backward_cpu(*arguments: Any) -> Any:
         ordinal=query.get_device(),
     )  # fmt: skip
     grads = _by_the_table(request, arguments)
-    return record.recomputed(*arguments) if grads is None else grads
+    return record.recomputed(*arguments) if grads is None else _with_mask(grads, arguments)
 
 
 def entmax_backward_cuda(*arguments: Any) -> Any:
     """`elsa::entmax_attention_backward` on CUDA: Triton's kernels; of a mask plain PyTorch."""
     from elsa_core.backends.triton.attention.entmax import entmax_backward
 
+    with _without_autocast("cuda"):
+        grads = entmax_backward(*arguments)
+    return _with_mask(grads, arguments)
+
+
+def _with_mask(grads: Sequence[Tensor], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Entmax's gradients, with that of an additive mask by plain PyTorch: no kernel computes it."""
     *terms, needs = arguments
     attn_mask = terms[4]
-    with _without_autocast("cuda"):
-        grads = list(entmax_backward(*arguments))
-    if needs[3] and attn_mask is not None and attn_mask.dtype != torch.bool:
-        of_mask = [False, False, False, True, False]
-        grads[3] = operators.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3]
-    return tuple(grads)
+    if not needs[3] or attn_mask is None or attn_mask.dtype == torch.bool or grads[3].numel():
+        return tuple(grads)
+    of_mask = [False, False, False, True, False]
+    return *grads[:3], operators.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3], grads[4]
 
 
 def recorded(operator: str, backend: str) -> Callable[..., Any] | None:

@@ -14,6 +14,8 @@ import torch
 from elsa_core.precision import dtype_name
 
 TABLE = Path(__file__).with_name("measured.json")
+# In the driver's name of a part of a GPU: "NVIDIA H200 MIG 1g.18gb".
+_SLICE = " MIG "
 
 
 class Row(NamedTuple):
@@ -62,10 +64,12 @@ class Training(NamedTuple):
 
 
 def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
-    """The rows for a device: none but for the GPU that they were measured on."""
+    """The rows for a device: none but for the GPU that they were measured on, as a whole."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ()
     gpu = torch.cuda.get_device_name(device)
+    if _SLICE in gpu:
+        return ()
     return tuple(
         Row(
             row["backend"], row["head_dim"], tuple(row["batch_heads"]), tuple(row["tokens"]),

@@ -1,6 +1,7 @@
 // Runs a bundle that `elsa export` wrote on an image, without Python:
-//   elsa_run BUNDLE IMAGE.ppm [BATCH]
+//   elsa_run [--device cpu|cuda] BUNDLE IMAGE.ppm [BATCH]
 // Prints the five largest outputs of the first image (index, value), or the output's shape.
+// A bundle runs where it was exported for, which is what --device is without it.
 // IMAGE is a binary PPM (P6, 8 bits), of any size: `convert cat.jpg cat.ppm`, or
 // `python -c "from PIL import Image; Image.open('cat.jpg').convert('RGB').save('cat.ppm')"`.
 #include <dlfcn.h>
@@ -93,12 +94,25 @@ void* opened(const std::string& library) {
   return found;
 }
 
+// What the command line asks for.
+struct Asked {
+  std::string device;  // "cpu", "cuda" or empty: what the bundle is for
+  std::vector<std::string> words;
+};
+
 // Gives torch the operators that model.ts names; where the bundle runs. One for a GPU brings a
 // library and the plans of its calls, at the batch sizes that it was exported with.
-torch::Device load_operators(const std::string& bundle) {
+torch::Device load_operators(const std::string& bundle, const std::string& asked) {
   const std::string on_gpu = bundle + "/lib/libelsa_cuda.so";
-  if (!std::filesystem::exists(on_gpu)) {
-    opened(bundle + "/lib/libelsa_torch.so");
+  const bool has_gpu = std::filesystem::exists(on_gpu);
+  const std::string device = !asked.empty() ? asked : has_gpu ? "cuda" : "cpu";
+  const std::string name = device == "cuda" ? "lib/libelsa_cuda.so" : "lib/libelsa_torch.so";
+  if (!std::filesystem::exists(bundle + "/" + name)) {
+    throw std::runtime_error(bundle + " has no " + name + ": it was not exported with --device " +
+                             device);
+  }
+  if (device == "cpu") {
+    opened(bundle + "/" + name);
     return torch::kCPU;
   }
   opened("libtorch_cuda.so");
@@ -112,8 +126,11 @@ torch::Device load_operators(const std::string& bundle) {
   return torch::kCUDA;
 }
 
-void run(const std::string& bundle, const std::string& image, int64_t batch) {
-  const torch::Device device = load_operators(bundle);
+void run(const Asked& asked) {
+  const std::string& bundle = asked.words[0];
+  const std::string& image = asked.words[1];
+  const int64_t batch = asked.words.size() == 3 ? std::stoll(asked.words[2]) : 1;
+  const torch::Device device = load_operators(bundle, asked.device);
   torch::jit::ExtraFilesMap extra{{"elsa.txt", ""}};
   torch::jit::Module model = torch::jit::load(bundle + "/model.ts", device, extra);
   model.eval();
@@ -126,15 +143,35 @@ void run(const std::string& bundle, const std::string& image, int64_t batch) {
   print_outputs(model.forward({input.expand({batch, -1, -1, -1})}).toTensor());
 }
 
+// Throws std::invalid_argument: these are no arguments of this program.
+Asked parse_arguments(int count, char** given) {
+  Asked asked;
+  for (int i = 1; i < count; ++i) {
+    const std::string word = given[i];
+    if (word.rfind("--", 0) != 0) {
+      asked.words.push_back(word);
+      continue;
+    }
+    if (word != "--device" || i + 1 == count) throw std::invalid_argument(word);
+    asked.device = given[++i];
+    if (asked.device != "cpu" && asked.device != "cuda") throw std::invalid_argument(word);
+  }
+  if (asked.words.size() < 2 || asked.words.size() > 3) throw std::invalid_argument("words");
+  return asked;
+}
+
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (argc < 3 || argc > 4) {
-    std::cerr << "usage: elsa_run BUNDLE IMAGE.ppm [BATCH]\n";
+int main(int count, char** given) {
+  Asked asked;
+  try {
+    asked = parse_arguments(count, given);
+  } catch (const std::invalid_argument&) {
+    std::cerr << "usage: elsa_run [--device cpu|cuda] BUNDLE IMAGE.ppm [BATCH]\n";
     return 2;
   }
   try {
-    run(argv[1], argv[2], argc == 4 ? std::stoll(argv[3]) : 1);
+    run(asked);
   } catch (const std::exception& error) {
     std::cerr << "error: " << std::string(error.what()).substr(0, 300) << '\n';
     return 1;

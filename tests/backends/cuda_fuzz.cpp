@@ -1,5 +1,5 @@
 // Reads, loads and runs mutations of a plan under sanitizers: `fuzz PLAN STUB COUNT`; with a fourth
-// argument of a file of plans, whose checksum is made right again.
+// argument of a file of plans, whose SHA-256 is made right again.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -13,19 +13,16 @@
 
 #include "plan.h"
 #include "planfile.h"
+#include "sha256.h"
 
 namespace {
 
 void resum(std::vector<char>& bytes) {
-  if (bytes.size() < 8) return;
-  const size_t size = bytes.size() - 8;
-  uint64_t hash = 0xcbf29ce484222325ULL;
-  for (size_t i = 0; i < size; i += 8) {
-    uint64_t word = 0;
-    std::memcpy(&word, bytes.data() + i, std::min<size_t>(8, size - i));
-    hash = (hash ^ word) * 0x100000001b3ULL;
-  }
-  std::memcpy(bytes.data() + size, &hash, 8);
+  elsa_cuda::Digest digest;
+  if (bytes.size() < digest.size()) return;
+  const size_t body = bytes.size() - digest.size();
+  digest = elsa_cuda::sha256(reinterpret_cast<const uint8_t*>(bytes.data()), body);
+  std::memcpy(bytes.data() + body, digest.data(), digest.size());
 }
 
 }  // namespace

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -124,6 +126,10 @@ def travels(stub: str) -> None:
     assert done.returncode == 1 and done.stderr.strip().endswith(line), done.stderr
 
 
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+
+
 def refuses(stub: str) -> None:
     """Another GPU, a changed file, a file cut short, a call for Python."""
     loaded = started(stub)
@@ -135,16 +141,21 @@ def refuses(stub: str) -> None:
         done = fresh(stub, folder, 2)
     assert "the kernels are for sm_80, and this GPU is sm_90" in done.stderr, done.stderr
     good = write([found], 90, SERVED)
-    changed = bytearray(good)
-    changed[len(good) // 2] ^= 4
+    assert good[-32:] == hashlib.sha256(good[:-32]).digest()
+    older = good[:8] + struct.pack("<I", 1) + good[12:-32]
+    step = max(1, len(good) // 50)
+    changes = [(flipped(good, at), "its SHA-256 is another: it was changed")
+               for at in (*range(12, len(good), step), len(good) - 1)]  # fmt: skip
     for bytes_of, why in (
-        (bytes(changed), "it was changed"), (good[:-9], "it was changed"),
+        *changes, (good[:-9], "it was changed"),
+        (older + bytes(8), "it is of version 1, and this library reads version 2: export the"),
         (good[:7], "end too soon"), (b"\0" * 64, "begin otherwise"), (b"", "end too soon"),
     ):  # fmt: skip
         try:
             loaded.serve_file(bytes_of, "CPU")
         except UnavailableError as error:
-            assert str(error).startswith("no plan file: ") and why in str(error)
+            assert str(error).startswith("no plan file: ") and why in str(error), error
+            assert "\n" not in str(error)
         else:
             raise AssertionError("a file that is none was served")
     rows = linear_inputs(8)  # few rows are PyTorch's product

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elsa_core import reference
 from elsa_core.backends import native
-from elsa_core.backends.eager_sparse import exact_threshold
+from elsa_core.skipping import exact_threshold
 
 NONE, EXACT = -math.inf, 0.0
 SUMMARIES, ORDER, FROZEN = 1, 2, 4

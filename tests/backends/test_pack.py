@@ -432,6 +432,8 @@ def test_what_doctor_and_explain_say(packs: Path, tmp_path, monkeypatch) -> None
     assert lookup.summary(90) == f"{said} is not used: ELSA_PACK=1 asks for it"
     monkeypatch.setenv(lookup.VARIABLE, "1")
     assert lookup.summary(90) == said
-    assert lookup.summary(89) == "no kernel pack is here: Triton compiles"
+    older = said.replace("sm_90", "sm_80")
+    assert lookup.summary(89) == f"{older}, as PTX that the driver compiles for sm_89"
+    assert lookup.summary(75) == "no kernel pack is here: Triton compiles"
     monkeypatch.setattr(triton, "__version__", "3.8.7")
     assert "this is 3.8.7" in lookup.summary(90)

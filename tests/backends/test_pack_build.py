@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import logging
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +28,11 @@ import triton
 
 from elsa_core.backends.triton.pack import build as building
 from elsa_core.backends.triton.pack import cases, lookup, specialize, store
+from elsa_core.backends.triton.pack import wheel as wheels
 from elsa_core.backends.triton.pack.build import build
 from elsa_core.backends.triton.pack.plan import Planner
 from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared.launch import recording
 from elsa_core.errors import ArgumentError, UnavailableError
 
 pytestmark = pytest.mark.skipif(
@@ -140,6 +147,133 @@ def test_the_cuda_library_takes_a_pack_for_a_compiled_kernel(packs: Path) -> Non
         first, second = kernel_of(ours), kernel_of(theirs)
         assert dataclasses.replace(first, code=b"") == dataclasses.replace(second, code=b"")
         assert code_of(first.code) == code_of(second.code)
+
+
+class Driver:
+    """A driver as Triton asks it; what it is to load is kept."""
+
+    def __init__(self, arch: int, shared: int = 101376):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", arch, 32)
+        self.loaded: list[tuple[str, bytes]] = []
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, code, *_: (
+                self.loaded.append((name, code)) or (1, 2, 32, 0, 1024)
+            ),
+            get_device_properties=lambda _: {"max_shared_mem": shared},
+            unload_module=lambda module: None,
+        )
+        self.metadata: list[Any] = []
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        self.metadata.append(metadata)
+        return lambda *given: None
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def newer(packs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A GPU of sm_100 that has no pack of its own."""
+    from triton.compiler import compiler
+    from triton.runtime import driver
+
+    active = Driver(100)
+    monkeypatch.setattr(type(driver), "active", active, raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (10, 0))
+    monkeypatch.setenv(lookup.VARIABLE, str(packs))
+
+    def clear() -> None:
+        compiler.max_shared_mem.cache_clear()
+        lookup.forget()
+        lookup.COUNTS.clear()
+        lookup._warn.cache_clear()
+
+    clear()
+    yield active
+    for loaded in lookup._LOADED.values():
+        loaded.module = None  # no driver unloads it
+    clear()
+
+
+def first_launch(arch: int) -> tuple[Any, tuple[Any, ...]]:
+    """What a GPU of an architecture launches first for the first case."""
+    seen: list[tuple[Any, tuple[Any, ...]]] = []
+    facts = cases.gpus(arch)[0].facts
+    with device.describing(facts), recording(lambda *given: seen.append(given)):
+        next(cases.expanded(ONLY)).launch()
+    return seen[0]
+
+
+def test_a_newer_gpu_takes_the_ptx(packs: Path, newer: Driver, caplog) -> None:
+    """Its own kernel may overlap the launch before it, the older architecture's does not."""
+    from elsa_core.backends.cuda.kernels import kernel_of
+
+    launch, tensors = first_launch(100)
+    tail, options = {**launch.tail, "OVERLAP": True}, {**launch.options, "launch_pdl": True}
+    launch.kernel.device_caches.clear()
+    with caplog.at_level(logging.WARNING, "elsa"):
+        found = lookup.find(launch.kernel, tensors, tail, options)
+    assert lookup.COUNTS == {"hits": 1}
+    ((name, code),) = newer.loaded
+    assert code.startswith(b"//") and code.endswith(b"\0") and b".target sm_80" in code
+    assert code.count(b"\0") == 1 and f".entry {name}(".encode() in code
+    assert b"griddepcontrol" not in code
+    (metadata,) = newer.metadata
+    assert not metadata.launch_pdl and metadata.target.arch == 80
+    (line,) = caplog.messages
+    assert line.startswith("no kernel pack is for sm_100: the driver compiles the PTX of ")
+    pack = store.read(packs / "sm_80")
+    texts = {pack.ptx_of(entry.kernel) for entry in pack.entries.values()}
+    assert code[:-1] in texts
+    kernel = kernel_of(found)  # for the CUDA library, which loads it by the same function
+    assert kernel.code == code and not kernel.overlap
+    launch.kernel.device_caches.clear()
+
+
+def test_a_newer_gpu_with_too_little_memory(newer: Driver, caplog) -> None:
+    newer.utils.get_device_properties = lambda _: {"max_shared_mem": 64}
+    launch, tensors = first_launch(100)
+    launch.kernel.device_caches.clear()
+    with caplog.at_level(logging.WARNING, "elsa"):
+        assert lookup.find(launch.kernel, tensors, launch.tail, launch.options) is None
+    assert "out of resource: shared memory" in caplog.messages[-1] and not newer.loaded
+    launch.kernel.device_caches.clear()
+
+
+def test_who_is_served_by_ptx(packs: Path, tmp_path: Path, monkeypatch) -> None:
+    """GPUs that are newer and without a pack of theirs, even a damaged one."""
+    monkeypatch.setenv(lookup.VARIABLE, str(tmp_path))
+    (tmp_path / "sm_80").mkdir()
+    for name, data in content(packs / "sm_80").items():
+        (tmp_path / "sm_80" / name).write_bytes(data)
+    for arch in (80, 86, 90, 100, 120):
+        assert [pack.arch for pack in lookup.packs_for(arch)] == [80]
+    assert lookup.packs_for(75) == ()
+    said = f"kernel pack sm_80 (2 kernels, Triton {triton.__version__})"
+    assert lookup.summary(100) == f"{said}, as PTX that the driver compiles for sm_100"
+    assert lookup.summary(80) == said
+    assert lookup.summary(75) == "no kernel pack is here: Triton compiles"
+    (found,) = lookup.shipped()
+    assert found.ptx and not found.reason
+    (tmp_path / "sm_100").mkdir()
+    (tmp_path / "sm_100" / "index.json").write_bytes(b"damaged")
+    assert lookup.packs_for(100) == ()
+    assert lookup.summary(100) == "no kernel pack is here: Triton compiles"
+    (data,) = (tmp_path / "sm_80").glob("ptx-*")
+    data.write_bytes(bytes(len(data.read_bytes())))
+    (pack,) = lookup.packs_for(120)
+    for entry in pack.entries.values():
+        with pytest.raises(UnavailableError, match="damaged"):
+            pack.ptx_of(entry.kernel)
 
 
 TYPES = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
@@ -269,6 +403,112 @@ def test_the_command_and_doctor_say_what_is_there(packs: Path, capsys, monkeypat
     monkeypatch.delenv("ELSA_PACK")
     assert run(["doctor", "--json"]) == 0
     assert "none here: `elsa build --cuda` compiles them" in capsys.readouterr().out
+
+
+INSTALLED = """
+import json
+import elsa_core
+from elsa_core.backends.triton.pack import lookup, store
+assert "site" in elsa_core.__file__, elsa_core.__file__
+(place,) = [place for place in lookup.places() if place.trusted]
+found = [(pack.folder.parent == place.folder, pack.arch, pack.kernels, pack.reason)
+         for pack in lookup.shipped()]
+store.read(place.folder / "sm_80", trusted=True).verify()
+print(json.dumps([found, [pack.arch for pack in lookup.packs_for(80)]]))
+"""
+
+
+def test_a_wheel_with_packs(packs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Unpacked, it is a package that finds the packs in itself."""
+    from elsa_cli.main import run
+
+    command = ["build", "--cuda", "--arch", "80", "--only", ONLY, "-o", str(packs)]
+    assert run([*command, "--wheel", "wheels", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    (made,) = Path("wheels").iterdir()
+    assert results["wheel"] == {"path": str(made), "bytes": made.stat().st_size}
+    assert made.suffix == ".whl" and results["packs"][0]["reused"] == 2
+    with zipfile.ZipFile(made) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    held = {name.removeprefix("elsa_core/packs/") for name in names if "/packs/" in name}
+    expected = {name for name in content(packs / "sm_80") if not name.endswith(".lock")}
+    assert held == {f"sm_80/{name}" for name in expected}
+    assert not [name for name in names if "__pycache__" in name or "/results/" in name]
+    assert {"elsa_cli/main.py", "elsa_core/csrc/cuda/driver.cpp"} <= set(names)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "ELSA_PACK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALLED], capture_output=True, text=True, check=False,
+        env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[[True, 80, 2, ""]], [80]]
+
+
+def test_no_wheel_without_hatchling_or_a_checkout(tmp_path: Path, capsys, monkeypatch) -> None:
+    """One line, before anything is compiled."""
+    from elsa_cli.main import run
+
+    monkeypatch.setattr(building, "build", lambda *_, **__: pytest.fail("compiles"))
+    command = ["build", "--cuda", "--arch", "80", "--wheel", "wheels"]
+    monkeypatch.setitem(sys.modules, "hatchling", None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "hatchling" else find(name)
+    )
+    assert run(command) == 3
+    out, err = capsys.readouterr()
+    said = "error: hatchling is not installed, and it builds wheels: install it"
+    assert (out, err.splitlines()) == ("", [said])
+    monkeypatch.undo()
+    with pytest.raises(UnavailableError, match=r"from a checkout of elsa: .* has no elsa_core"):
+        wheels.require(tmp_path)
+    assert not list(tmp_path.glob("wheels"))
+    assert run(["build", "--wheel", "wheels"]) == 2
+    assert "--wheel needs --cuda" in capsys.readouterr().err
+
+
+def test_a_wheel_that_fails_leaves_the_one_before(packs: Path, tmp_path: Path, monkeypatch) -> None:
+    name = "elsa_attention-0-py3-none-any.whl"
+    out = tmp_path / "wheels"
+    out.mkdir()
+    (out / name).write_bytes(b"before")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    def interrupted(source: Path, target: Path) -> None:
+        Path(target).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    def built(copy: Path, place: Path) -> Path:
+        assert (copy / "elsa_core" / "packs" / "sm_80" / store.INDEX).exists()
+        monkeypatch.setattr(wheels.shutil, "copyfile", interrupted)
+        return place / name
+
+    monkeypatch.setattr(wheels, "_built", built)
+    for place in (out, tmp_path / "new" / "folder"):
+        with pytest.raises(KeyboardInterrupt):
+            wheels.wheel([packs / "sm_80"], place)
+        monkeypatch.setattr(wheels.shutil, "copyfile", COPYFILE)
+    assert content(out) == {name: b"before"}
+    assert not (tmp_path / "new").exists() and not list(temporary.iterdir())
+    monkeypatch.setattr(wheels, "running", lambda *_, **options: failing(**options))
+    monkeypatch.setattr(wheels, "_built", BUILT)
+    with pytest.raises(UnavailableError, match="hatchling builds no wheel: no luck"):
+        wheels.wheel([packs / "sm_80"], out)
+    assert content(out) == {name: b"before"}
+    damaged = tmp_path / "sm_80"
+    damaged.mkdir()
+    with pytest.raises(UnavailableError, match="holds no kernel pack"):
+        wheels.wheel([damaged], out)
+
+
+COPYFILE, BUILT = shutil.copyfile, wheels._built
+
+
+def failing(**options: Any) -> Any:
+    return building.running([sys.executable, "-c", "import sys; sys.exit('no luck')"], **options)
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -131,3 +132,38 @@ def test_replays():
         found = attention_backward(*terms)
     graph.replay()
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_random_delays_change_no_bit(dtype):
+    """Two streams at once, each held up for a random time ahead of its inputs and of its calls: a
+    launch that waits for the wrong one, or memory that two calls share, would show.
+    """
+    from elsa_core.backends.triton import attention_forward
+    from elsa_core.backends.triton.attention.backward import attention_backward
+
+    def call(q, k, v, g):
+        out, lse = attention_forward(q, k, v, None, False, 0.125, "strict")
+        if draw.random() < 0.5:
+            torch.cuda._sleep(draw.randrange(100_000))
+        zeros = torch.zeros_like(lse)
+        terms = (g, zeros, q, k, v, None, out, lse, False, 0.125, "strict", NEEDS)
+        return (out, lse, *attention_backward(*terms))
+
+    draw, sides = random.Random(0), [torch.cuda.Stream(), torch.cuda.Stream()]
+    cases = [tensors((2, 4, 4, 197 + 60 * i, 197, 64, 64), dtype, seed=i) for i in range(2)]
+    expected = [call(*each) for each in cases]
+    torch.cuda.synchronize()
+    for _ in range(30):
+        found = [[], []]
+        for lane in (0, 1, 0, 1):
+            with torch.cuda.stream(sides[lane]):
+                torch.cuda._sleep(draw.randrange(400_000))
+                late = [t.clone() for t in cases[lane]]
+                torch.full((1 << 20,), math.nan, device="cuda")
+                found[lane].append(call(*late))
+                late[0].zero_()  # behind the call, which has read it
+        torch.cuda.synchronize()
+        for lane, calls in enumerate(found):
+            for each in calls:
+                assert all(map(torch.equal, each, expected[lane]))

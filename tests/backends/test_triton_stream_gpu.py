@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -185,6 +186,33 @@ def test_graphs_and_streams_at_once():
             torch.cuda.synchronize()
             for found in (outs, eager):
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["vision", "vision half", "row", "heads that share keys"])
+def test_random_delays_change_no_bit(name):
+    """Two streams at once, each held up for a random time ahead of its inputs and of its calls: a
+    launch that waits for the wrong one, or memory that two calls share, would show.
+    """
+    shape, dtype, options = DENSE[name]
+    draw, sides = random.Random(0), [torch.cuda.Stream(), torch.cuda.Stream()]
+    cases = [operands(shape, dtype, seed) for seed in range(2)]
+    with within(least=1):
+        expected = [[t.clone() for t in attend(given, **options)] for given in cases]
+        torch.cuda.synchronize()
+        for _ in range(30):
+            found = [[], []]
+            for lane in (0, 1, 0, 1):
+                with torch.cuda.stream(sides[lane]):
+                    torch.cuda._sleep(draw.randrange(400_000))
+                    late = [t.clone() for t in cases[lane]]
+                    torch.cuda._sleep(draw.randrange(100_000))
+                    poison(*late)
+                    found[lane].append(attend(late, **options))
+                    late[0].zero_()  # behind the call, which has read it
+            torch.cuda.synchronize()
+            for lane, calls in enumerate(found):
+                for call in calls:
+                    assert all(map(torch.equal, call, expected[lane]))
 
 
 def test_new_lengths_in_a_recorded_graph():

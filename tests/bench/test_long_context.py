@@ -50,6 +50,26 @@ def test_llama(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert streamed["wait_per_layer_elsa"] >= 0
 
 
+def test_as_many_layers_as_fit() -> None:
+    sizes, much = long_context.Sizes(), 1 << 40
+    assert long_context.fitting(sizes, "fp32", much, much) == 40
+    layer = 4 * (4 * 5120**2 + 3 * 5120 * 13824)
+    prefill = 4 * 65536 * (10 * 5120 + 3 * 13824)
+    assert long_context.fitting(sizes, "fp32", int((prefill + 7.5 * layer) / 0.9), much) == 7
+    assert long_context.fitting(sizes, "fp32", much, int(3.6 * layer / 0.9)) == 3
+    assert long_context.fitting(sizes, "fp16", much, int(3.6 * layer / 0.9)) == 7
+    assert long_context.fitting(sizes, "fp32", 0, much) == 1
+
+
+def test_layers_are_counted_for_each_dtype(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(long_context, "_LAYERS", 2)
+    document = run(capsys, monkeypatch, "--only", "llama", "--dtypes", "fp32")
+    assert [case["layers"] for case in document["cases"]] == [2, 2]
+
+
 def test_streamed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the two buffers the weights are the layers' own, in every forward."""
     monkeypatch.setattr(long_context.streaming, "stays", lambda tensor, device: False)

@@ -172,6 +172,17 @@ def test_check_with_sparsity(elsa: Elsa) -> None:
     assert wrong.code == 2 and "neither exact nor a number in (0, 1)" in wrong.err
 
 
+def test_patch_with_offload(elsa: Elsa, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    answer = elsa("patch", *FEW, "--offload", "host", "-o", str(saved))
+    assert answer.code == 0
+    assert "offload host: what a backward needs stays in host memory" in answer.out.splitlines()
+    assert json.loads((saved / "elsa_plan.json").read_text())["offload"] == "host"
+    again = document(elsa("patch", str(saved), "--json"))["results"]["patch"]
+    assert again["offload"] == "host" and len(again["patched"]) == 2
+    elsa("patch", *FEW, "--offload", "disk").fails(2, "'disk' is not 'host'")
+
+
 def test_check_by_paths(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     answer = elsa("check", *FEW, "--path", "eager,compile")

@@ -94,6 +94,8 @@ def everything(rank: int, port: int, world: int, folder: str) -> None:
         found["undone"] = models.undone("class token")
         found["refused"] = models.refused()
         found["again"] = lengths_are_kept(rank)
+        short = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
+        found["faults"] = {"backward by heads": dies_in_backward(short, "heads", rank == 1)}
     else:
         found["order"] = order_of_a_ring(rank)
         found["faults"] = faults(rank)
@@ -339,12 +341,15 @@ def _hang(module: torch.nn.Module, inputs: Any) -> None:
 
 
 def faults(rank: int) -> dict[str, Any]:
-    """A rank that hangs, in groups with a short timeout; then one that has ended."""
+    """A rank that hangs, in groups with a short timeout; ranks that end in a backward; then calls
+    after that.
+    """
     x = torch.randn(1, 2, 5, 8)
     found: dict[str, Any] = {}
     timeout = datetime.timedelta(seconds=SHORT)
     ways = {"hangs before": None, "hangs after": (5, 5, 5), "ended": None}
-    groups = {name: dist.new_group(timeout=timeout) for name in (*ways, "swin")}
+    groups = {name: dist.new_group(timeout=timeout) for name in (*ways, "swin", "ring")}
+    pair: Any = dist.new_group([0, 2], timeout=timeout)
     swin: Any = elsa.distributed.shard(swins.swin("even"), groups["swin"])
     batch = swins.batches("even")[0]
     with torch.no_grad():
@@ -355,6 +360,10 @@ def faults(rank: int) -> dict[str, Any]:
     found["swin"] = (said(lambda: swin(batch)), time.monotonic() - begun)
     dist.barrier()
     for name, lengths in ways.items():
+        if name == "ended":
+            found["backward by ring"] = dies_in_backward(groups["ring"], "ring", rank == 1)
+            if rank == 1:
+                return found
         attention = partial(
             elsa.distributed.attention, x, x, x,
             group=groups[name], method="ring", lengths=lengths,
@@ -367,4 +376,21 @@ def faults(rank: int) -> dict[str, Any]:
         if name == "ended":
             break
         dist.barrier()  # in which rank 1 waits for the others
+    found["backward by gather"] = dies_in_backward(pair, "gather", rank == 2)
     return found
+
+
+def dies_in_backward(group: Any, method: str, dies: bool) -> tuple[str, float]:
+    """What a rank is told, and after how many seconds, where another one ends in its backward; the
+    one that `dies` has to end when this returns.
+    """
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    out: Any = elsa.distributed.attention(x, x, x, group=group, method=method)
+    if dies:
+        out.register_hook(_stop)
+    begun = time.monotonic()
+    return said(lambda: out.sum().backward()), time.monotonic() - begun
+
+
+def _stop(grad: Tensor) -> None:
+    raise RuntimeError("this rank stops here")

@@ -61,6 +61,21 @@ def test_a_rank_that_is_lost(name: str, results: Results) -> None:
         assert seconds < (SHORT if name == "ended" else 3 * SHORT)
 
 
+@pytest.mark.parametrize(
+    ("method", "world", "rank", "dies"),
+    [("heads", 2, 0, 1), ("ring", 3, 0, 1), ("ring", 3, 2, 1), ("gather", 3, 0, 2)],
+)
+def test_a_rank_that_ends_in_its_backward(
+    results: Results, method: str, world: int, rank: int, dies: int
+) -> None:
+    found = [results[world][each]["faults"][f"backward by {method}"] for each in (rank, dies)]
+    assert found[1][0] == "RuntimeError: this rank stops here"
+    line, seconds = found[0]
+    assert line.startswith("UnavailableError: rank ") and "waited in vain while " in line
+    assert "a rank has ended or hangs" in line and "\n" not in line
+    assert seconds < 3 * SHORT
+
+
 def test_no_process_group() -> None:
     import torch
 

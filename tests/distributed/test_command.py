@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 
 import elsa_cli
 from elsa_cli import main
+
+from .ranks import ports
 
 SCHEMA = Path(elsa_cli.__file__).parent / "schemas" / "result-1.json"
 _SMALL = [
@@ -68,6 +71,46 @@ def test_a_swin() -> None:
     # 3 rows in stage 2; then all 7 rows of rank 1, because stage 3 has one row of windows.
     first, second = 28 * 96 * 4, 14 * 192 * 4
     assert found["bytes_sent"] == 2 * 3 * first + (3 + 7) * second
+
+
+_DYING = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    from elsa_core.distributed import groups
+    gather, calls = groups.all_gather, []
+    def dying(*given):
+        calls.append(given)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(*given)
+    groups.all_gather = dying
+"""
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    """In the middle of a forward: the other one says so in a line, and prints no document."""
+    (tmp_path / "sitecustomize.py").write_text(_DYING)
+    given = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports(1)[0]), "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "elsa_cli", *_SMALL, "--rounds", "3", "--json"]
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [each.communicate(timeout=200) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [each.returncode for each in ranks] == [3, -signal.SIGKILL]
+    assert said[0][0] == said[1][0] == ""
+    lines = [line for line in said[0][1].splitlines() if "rank 0 of 2 waited in vain" in line]
+    assert len(lines) == 1 and "Traceback" not in said[0][1], said[0][1]
 
 
 @pytest.mark.parametrize(

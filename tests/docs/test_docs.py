@@ -6,13 +6,16 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import elsa_core
 from elsa_core.bench import training_tables
+from elsa_core.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -72,17 +75,36 @@ def test_convergence_is_that_of_the_result() -> None:
     assert chart["tabled"](page, document) == page, hint
 
 
-@pytest.mark.parametrize("name", ["training", "training_cpu", "gradients"])
-def test_the_tables_of_training_are_those_of_the_results(name: str) -> None:
-    tuning = ROOT / "elsa_core" / "backends" / "triton" / "tuning"
-    render, path = {
-        "training": (training_tables.steps_table, DOCS / "training_steps_h200.json"),
-        "training_cpu": (training_tables.table, DOCS / "training_cpu.json"),
-        "gradients": (training_tables.gradients_table, tuning / "backward" / "measured_h200.json"),
-    }[name]
-    table = render(json.loads(path.read_text(encoding="utf-8")))
-    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    assert f"<!-- begin:{name} -->\n{table}<!-- end:{name} -->" in page
+def test_the_tables_of_layers_and_training_are_those_of_the_results() -> None:
+    page = DOCS / "benchmarks.md"
+    hint = "run: python -m elsa_core.bench.training_tables docs/benchmarks.md"
+    assert training_tables.rendered(page) == page.read_text(encoding="utf-8"), hint
+    assert set(training_tables.TABLES) == {
+        "layers", "products", "training", "training_cpu", "gradients",
+    }  # fmt: skip
+
+
+def test_a_page_without_a_table_s_markers_is_refused(tmp_path: Path) -> None:
+    for file in ("layers_h200.json", "training_steps_h200.json", "training_cpu.json"):
+        shutil.copy(DOCS / file, tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin:layers -->\n", encoding="utf-8")
+    with pytest.raises(ArgumentError, match="begin:layers"):
+        training_tables.rendered(page)
+
+
+def test_no_table_has_an_error_beside_the_time_of_another_call() -> None:
+    """Errors of one image stood in the rows of batches of eight."""
+    document = json.loads((DOCS / "layers_h200.json").read_text(encoding="utf-8"))
+    assert "first image" in document["error"]
+    for table in (training_tables.layers_table, training_tables.products_table):
+        assert "error" not in table(document)
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\.\. auto\w+:: elsa_core\.(\w+)", page, re.MULTILINE))
+    assert set(elsa_core.__all__) - {"__version__"} <= named
 
 
 def test_readme_is_short_and_its_links_lead_somewhere() -> None:

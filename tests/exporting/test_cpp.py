@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,29 @@ from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.patching.rewrite import patch
 
-SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "examples" / "cpp"
+
+# Exports a model for a GPU and keeps what it gives for `image(160, ...)`.
+ON_GPU = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+import elsa_core as elsa
+from elsa_core.loading.loader import load_model
+dtype = getattr(torch, sys.argv[2])
+loaded = load_model("vit_tiny_patch16_224", image_size=160, seed=1, device="cuda", dtype=dtype)
+model = loaded.model
+elsa.patch(model, scope="attention")
+bundle = elsa.export(model, sys.argv[1], formats=("torchscript",), loaded=loaded)
+assert [each.status for each in bundle.artefacts] == ["ok"], bundle.artefacts
+pixels = np.random.default_rng(160).integers(0, 255, (160, 160, 3), dtype=np.uint8)
+pixels = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
+mean, std = (torch.tensor(row).view(1, 3, 1, 1) for row in (loaded.mean, loaded.std))
+with torch.no_grad():
+    logits = model(((pixels - mean) / std).to("cuda", dtype))[0].float().cpu()
+torch.save(logits, Path(sys.argv[1]).with_name("expected.pt"))
+"""
 
 
 def _cmake() -> str | None:
@@ -77,6 +100,62 @@ def test_a_swin_runs(program: Path, tmp_path: Path) -> None:
     agrees(run(program, made.path, tmp_path / "image.ppm"), loaded, pixels)
     image(90, tmp_path / "larger.ppm")
     assert run(program, made.path, tmp_path / "larger.ppm").returncode == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_device_is_named(
+    program: Path, bundle: Bundle, vit: Loaded, tmp_path: Path, first: bool
+) -> None:
+    pixels = image(64, tmp_path / "image.ppm")
+    words, device = (bundle.path, tmp_path / "image.ppm"), ("--device", "cpu")
+    agrees(run(program, *((*device, *words) if first else (*words, *device))), vit, pixels)
+
+
+def test_a_device_that_the_bundle_is_not_for(program: Path, bundle: Bundle, tmp_path: Path) -> None:
+    """One line that names the device and the file that is missing, in both directions."""
+    image(64, tmp_path / "image.ppm")
+    done = run(program, "--device", "cuda", bundle.path, tmp_path / "image.ppm")
+    why = "has no lib/libelsa_cuda.so: it was not exported with --device cuda"
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [f"error: {bundle.path} {why}"]
+    (tmp_path / "gpu" / "lib").mkdir(parents=True)
+    (tmp_path / "gpu" / "lib" / "libelsa_cuda.so").write_bytes(b"")
+    done = run(program, tmp_path / "gpu", tmp_path / "image.ppm", "--device", "cpu")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "gpu has no lib/libelsa_torch.so: it was not" in line
+    for wrong in (("--device",), ("--device", "tpu"), ("--devices", "cpu")):
+        done = run(program, bundle.path, tmp_path / "image.ppm", *wrong)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "usage: elsa_run [--device cpu|cuda] BUNDLE IMAGE.ppm [BATCH]\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_vit_runs_on_a_gpu(program: Path, tmp_path: Path, dtype: str) -> None:
+    """In a process that has neither Python nor Triton; another batch size is one line."""
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", ON_GPU, str(tmp_path / "bundle"), dtype], capture_output=True,
+        text=True, check=False, timeout=300,
+        env={**os.environ, "ELSA_CUDA_LIBRARY": "1", "PYTHONPATH": places},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    image(160, tmp_path / "image.ppm")
+    words = (tmp_path / "bundle", tmp_path / "image.ppm")
+    for batch in (1, 2):
+        done = run(program, "--device", "cuda", *words, batch)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        rows = [line.split() for line in done.stdout.splitlines()]
+        expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+        error = 1e-3 if dtype == "float32" else 5e-2
+        for index, value in rows:
+            assert abs(float(value) - float(expected[int(index)])) <= error
+        assert len(rows) == 5
+    done = run(program, "--device", "cuda", *words, 7)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    done = run(program, "--device", "cpu", *words)
+    assert done.returncode == 1 and "has no lib/libelsa_torch.so" in done.stderr
 
 
 def test_bad_input_is_one_line(program: Path, bundle: Bundle, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_changed_plan_is_refused(folder: Path, driver: str) -> None:
     (folder / gpu_library.PLANS).write_bytes(content)
     done = loaded(folder, LD_LIBRARY_PATH=driver)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("its checksum is another: it was changed")
+    assert done.stderr.splitlines()[-1].endswith("its SHA-256 is another: it was changed")
 
 
 def test_the_readme_says_where_it_runs() -> None:
@@ -149,7 +149,7 @@ except RuntimeError as error:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_bundle_runs_on_a_gpu_without_the_package(tmp_path: Path, dtype: str) -> None:
     """`export` has verified it so at three batch sizes; another one is one line."""
     places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

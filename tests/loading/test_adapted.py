@@ -17,7 +17,7 @@ from test_right_model import agree, made, write
 from torch import nn
 
 from elsa_core.errors import ModelError
-from elsa_core.loading import adapted, constructor, libraries
+from elsa_core.loading import adapted, constructor, torchvision_models
 from elsa_core.loading.fit import recipe_of
 from elsa_core.loading.libraries import build_meta
 from elsa_core.loading.loader import load_model
@@ -51,7 +51,9 @@ TORCHVISION: list[tuple[str, dict[str, Any]]] = [
 def of_torchvision(name: str, args: dict[str, Any]) -> nn.Module:
     torchvision = pytest.importorskip("torchvision")
     builder = torchvision.models.get_model_builder(name)
-    model = libraries._with_fixed(inspect.unwrap(builder), {**args, "num_classes": 3}).eval()
+    model = torchvision_models.with_fixed(
+        inspect.unwrap(builder), {**args, "num_classes": 3}
+    ).eval()
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.add_(0.05 * torch.randn(tensor.shape))

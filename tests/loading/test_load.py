@@ -17,11 +17,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from elsa_core.errors import ArgumentError, ElsaError, ModelError, UnavailableError
-from elsa_core.loading import fill, hub
+from elsa_core.loading import hub
+from elsa_core.loading.configuration import from_config
 from elsa_core.loading.libraries import build
 from elsa_core.loading.loader import Loaded, load, load_model
-from elsa_core.loading.recipe import Preprocess, Recipe, from_config
-from elsa_core.loading.weights import read_safetensors
+from elsa_core.loading.recipe import Preprocess, Recipe
+from elsa_core.loading.weights import one_file, read_safetensors
 
 
 def write(model: nn.Module, path: Path, metadata: dict[str, str] | None = None) -> Path:
@@ -124,7 +125,7 @@ def test_weights_that_a_killed_run_left_are_removed_by_the_next(
     left.mkdir(parents=True)
     (left / "model.safetensors").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    with fill._one_file(weights) as file:
+    with one_file(weights) as file:
         assert load_file(file).keys() == {"weight", "bias"}
         assert list(place.iterdir()) == [file.parent]
     assert not list(place.iterdir())

@@ -10,8 +10,9 @@ import timm
 from safetensors.torch import save_file
 
 from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading.configuration import from_config, from_open_clip_config
 from elsa_core.loading.loader import load_model
-from elsa_core.loading.recipe import CLIP_MEAN, Given, from_config, from_open_clip_config
+from elsa_core.loading.recipe import CLIP_MEAN, Given
 
 DEIT = "deit_tiny_patch16_224"
 IMAGENET = Given((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 0.9, "bicubic")

@@ -15,10 +15,10 @@ from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading.accounted import changed
+from elsa_core.loading.configuration import from_config
 from elsa_core.loading.libraries import build
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.loading.names import bare_names
-from elsa_core.loading.recipe import from_config
 from elsa_core.loading.shown import Shown, shown
 
 SWIN = "swin_tiny_patch4_window7_224"

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ModelError
+from elsa_core.loading.configuration import from_config
 from elsa_core.loading.loader import load_model
-from elsa_core.loading.recipe import from_config
 from elsa_core.loading.saving import save
 from elsa_core.patching.rewrite import patch
 

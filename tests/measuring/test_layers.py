@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -27,6 +28,14 @@ SPREAD = ("distributed", "offload")
 TOOLS = ("bench", "evaluating", "exporting", "model_runs", "profiling", "surveying")
 MODELS = ("loading", "patching", "proof")
 TABLE = "elsa_core.routing.measured."  # the shipped table, which imports no other package
+# The one way up that is meant: `elsa.distributed.shard` and what else shards models.
+DOOR = ("distributed/__init__.py", "elsa_core.patching")
+# What backends share, and those that use another one: Triton's kernels in a library without Python
+# (cuda), and its call for shapes that its window kernels refuse (eager).
+SHARED = ("cache", "compiler", "philox", "support", "window_call")
+BESIDE = {("triton", "cuda"), ("cuda", "triton"), ("triton", "eager")}
+# A string that names a module, or an attribute of it; the first part of an f-string ends in a dot.
+NAMED = re.compile(r"elsa_core(\.\w+)+(\.|:\w+)?")
 ABOVE = {
     "backends": ("measuring", "routing", *PUBLIC, *SPREAD, *MODELS, *TOOLS),
     "operators": ("measuring", "routing", *PUBLIC, *SPREAD, *MODELS, *TOOLS),
@@ -34,11 +43,11 @@ ABOVE = {
     "measuring": (*PUBLIC, *SPREAD, *MODELS, *TOOLS),
     "inputs": ("backends", "operators", "measuring", "routing", *PUBLIC, *SPREAD, *MODELS, *TOOLS),
     "offload": ("attention", "measuring", "varlen", *MODELS, *TOOLS),
-    "distributed": ("attention", "measuring", "offload", "varlen", "loading", "proof", *TOOLS),
+    "distributed": ("attention", "measuring", "offload", "varlen", *MODELS, *TOOLS),
     "graphs": ("loading", "proof", "measuring", *TOOLS),
     "patching": ("loading", "proof", *TOOLS),
     "loading": ("proof", *TOOLS),
-    "proof": ("loading", *TOOLS),
+    "proof": ("backends", "loading", *TOOLS),
     "model_runs": ("bench", "evaluating", "exporting", "profiling", "surveying"),
     "surveying": ("bench", "evaluating", "exporting", "profiling"),
     "exporting": ("bench", "evaluating", "profiling", "surveying"),
@@ -47,28 +56,80 @@ ABOVE = {
 }
 
 
-def imported(package: str) -> Iterator[tuple[Path, str]]:
-    """Every module of elsa's that the modules of a package import, wherever the import stands."""
+def names_in(node: ast.AST) -> list[str]:
+    """The modules that a node imports or, as a string for `import_module`, names."""
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    value = node.value if isinstance(node, ast.Constant) else None
+    return [value] if isinstance(value, str) and NAMED.fullmatch(value) else []
+
+
+def goes_to(name: str) -> str:
+    """The package or module of elsa_core that the dotted name lies in."""
+    return "".join(re.split("[.:]", name)[1:2])
+
+
+def imported(package: str) -> Iterator[tuple[str, str]]:
+    """Every module of elsa's that the modules of a package import, wherever the import stands.
+
+    Left out are the shipped table, `DOOR`, and the parts of an operator's record
+    ("module:attribute"), which the packages that they lie in ask for.
+    """
     for path in (PACKAGE / package).rglob("*.py"):
+        module = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            yield from ((path, name) for name in names if name.startswith("elsa_"))
+            for name in names_in(node):
+                is_part = package == "operators" and ":" in name
+                is_door = module == DOOR[0] and f"{name}.".startswith(f"{DOOR[1]}.")
+                if is_part or is_door or f"{name}.".startswith(TABLE):
+                    continue
+                if name.startswith("elsa_"):
+                    yield module, name
 
 
 @pytest.mark.parametrize(("package", "forbidden"), ABOVE.items())
 def test_imports_go_one_way(package: str, forbidden: tuple[str, ...]) -> None:
     found = list(imported(package))
     assert found
-    for path, name in found:
-        assert not name.startswith("elsa_cli"), path
-        if f"{name}.".startswith(TABLE):
-            continue
-        assert not {*name.split(".")[1:2]} & {*forbidden}, f"{path.name} imports {name}"
+    for module, name in found:
+        assert not name.startswith("elsa_cli"), module
+        assert goes_to(name) not in forbidden, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "climb",
+    [
+        "import elsa_core.patching",
+        "def late():\n    from elsa_core import patching",
+        "import_module('elsa_core.patching')",
+        "HOMES = {'shard': 'elsa_core.patching.sharding'}",
+        "PART = 'elsa_core.patching:shard'",
+        "import_module(f'elsa_core.patching.{name}')",
+    ],
+)
+def test_a_way_up_is_seen_however_it_is_written(climb: str) -> None:
+    found = [name for node in ast.walk(ast.parse(climb)) for name in names_in(node)]
+    assert [goes_to(name) for name in found] == ["patching"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_operators_know_no_backend(name: str) -> None:
+    tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+    names = [found for node in ast.walk(tree) for found in names_in(node)]
+    backends = [found for found in names if goes_to(found) == "backends"]
+    assert all(found.startswith("elsa_core.backends.support.") for found in backends), backends
+
+
+def test_a_backend_imports_no_other_backend() -> None:
+    """A backend is a package, or the modules whose names begin alike."""
+    found = {
+        (module.split("/")[1].removesuffix(".py").split("_")[0], name.split(".")[2].split("_")[0])
+        for module, name in imported("backends")
+        if goes_to(name) == "backends" and name.split(".")[2] not in SHARED
+    }
+    assert {pair for pair in found if pair[0] != pair[1]} == BESIDE
 
 
 def run_time(tree: ast.AST) -> Iterator[ast.AST]:

@@ -1,7 +1,8 @@
-"""`check(paths=...)` on a GPU: the model as a CUDA graph and compiled, by the same rule."""
+"""`check(paths=...)` on a GPU: the model as a CUDA graph, compiled and both, by the same rule."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from elsa_core.errors import ModelError
+from elsa_core.model_runs import variants
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 from elsa_core.proof.checking import check
+from elsa_core.proof.paths import PATHS, runner
 
 from .test_blind_spots import checked, vit
 
@@ -31,16 +34,33 @@ class WrongCaptured(ElsaAttention):
         return out * 1.001 if torch.cuda.is_current_stream_capturing() else out
 
 
-def test_a_graph_is_judged_by_default_on_a_gpu() -> None:
+class WrongCompiled(ElsaAttention):
+    """Right in eager mode, off by a thousandth in compiled code."""
+
+    elsa_base = Attention
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(*args, **kwargs)
+        return out * 1.001 if torch.compiler.is_compiling() else out
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_graph_and_compiled_code_are_judged_by_default_on_a_gpu() -> None:
     model = vit().cuda()
     images = torch.randn(7, 3, 32, 32)
     report = check(model, {"a": images, "b": images * 2}, batch_size=3)
     assert report.ok, report.failures
-    assert report.paths == ("eager", "graph") and not report.left_out
-    assert [case.path for case in report.cases] == ["eager", "graph"] * 2
+    assert report.paths == ("eager", "graph", "compile") and not report.left_out
+    assert [case.path for case in report.cases] == ["eager", "graph", "compile"] * 2
     assert {case.inputs for case in report.cases} == {7}
     model.blocks[1].attn.__class__ = WrongCaptured
-    report = check(model, images, batch_size=3)
+    report = check(model, images, batch_size=3, paths=("eager", "graph"))
     assert [case.ok for case in report.cases] == [True, False]
     assert report.failures[0].startswith("model on 'input' by graph: error")
 
@@ -54,7 +74,7 @@ def test_a_model_that_no_graph_can_hold() -> None:
     model.blocks[0].drop_path1 = Looks()
     report = checked(model)
     assert report.ok, report.failures
-    assert report.paths == ("eager",)
+    assert report.paths == ("eager", "compile")
     assert "the original does not run by it either" in report.left_out["graph"]
     with pytest.raises(ModelError, match="path graph"):
         checked(model, paths=("graph",))
@@ -62,7 +82,30 @@ def test_a_model_that_no_graph_can_hold() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_all_paths_on_a_gpu(dtype: torch.dtype) -> None:
-    report = checked(vit().to("cuda", dtype), paths=("eager", "graph", "compile"))
+    report = checked(vit().to("cuda", dtype), paths=tuple(PATHS))
     assert report.ok, report.failures
-    assert [case.path for case in report.cases] == ["eager", "graph", "compile"]
-    torch._dynamo.reset()
+    assert [case.path for case in report.cases] == ["eager", "graph", "compile", "compile+graph"]
+
+
+def test_a_graph_of_the_compiled_model() -> None:
+    """A graph for each shape, batches of 3, 3 and 1; a fault of compiled code shows in it."""
+    model = vit().cuda()
+    images = torch.randn(7, 3, 32, 32)
+    report = check(model, images, batch_size=3, paths=("compile+graph",))
+    assert report.ok, report.failures
+    assert [(case.path, case.inputs) for case in report.cases] == [("compile+graph", 7)]
+    model.blocks[1].attn.__class__ = WrongCompiled
+    report = check(model, images, batch_size=3, paths=("eager", "graph", "compile+graph"))
+    assert [case.ok for case in report.cases] == [True, True, False]
+    assert report.failures[0].startswith("model on 'input' by compile+graph: error")
+
+
+def test_a_compiled_graph_is_the_one_that_is_profiled() -> None:
+    """`variants` and `check` replay the same program: their outputs are equal to the last bit."""
+    model, images = vit().cuda(), torch.randn(2, 3, 32, 32, device="cuda")
+    plain = variants.unpatched_copy(model)
+    names = ("eager", "patched", "patched+compile+graph")
+    built = variants.build(plain, model, (images,), names)
+    assert not built.left_out
+    run = runner("compile+graph", model, None)
+    assert torch.equal(run(((images,), {})), built.contenders[-1].output())

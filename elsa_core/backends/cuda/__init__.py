@@ -91,6 +91,8 @@ def _load() -> None:
     if torch.version.cuda is None:
         raise UnavailableError("this PyTorch is built without CUDA")
     loaded = library.load()
+    if torch.cuda.is_initialized():  # else the first call opens the driver
+        loaded.open_driver()
     for operator, kernel in _OFFERED.items():
         if operator not in _SERVED:  # a first try may have been interrupted
             calls.serve(loaded, operator, kernel, "CUDA")

@@ -37,6 +37,8 @@ def kernel_of(compiled: Any) -> Kernel:
         if getattr(facts, f"{kind}_scratch_size", 0):
             raise PlanError(f"kernel {facts.name} takes {kind} scratch memory")
     code = compiled.asm.get("cubin")
+    if code is None and getattr(compiled, "parameters", None) is not None:
+        code = compiled.kernel  # PTX of a pack, which ends with a zero byte
     if not isinstance(code, bytes):
         raise PlanError(f"kernel {facts.name} has no cubin")
     threads = _WARP * facts.num_warps

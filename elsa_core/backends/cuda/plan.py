@@ -19,7 +19,7 @@ class Kernel:
 
     Attributes:
         symbol: its name in `code`.
-        code: a cubin.
+        code: a cubin, or PTX that ends with a zero byte.
         threads, shared: of a block; shared memory in bytes, dynamic.
         cluster: blocks of a cluster.
         overlap: it may begin before the launch ahead of it ends (programmatic dependent launch).

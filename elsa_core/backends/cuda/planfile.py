@@ -2,11 +2,13 @@
 
 `recorded` runs a model, and every layout of its calls is planned and noted; `write` puts those
 layouts and their kernels into bytes that `csrc/cuda/planfile.h` reads. A call of another layout,
-such as another batch size, has no plan then, and says so in one line.
+such as another batch size, has no plan then, and says so in one line. The last 32 bytes are the
+SHA-256 of those before: what was changed is refused before anything of it is loaded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.errors import UnavailableError
 
 MAGIC = 0x534E414C50414C45
-VERSION = 1
+VERSION = 2
 _OVERLAP, _COOPERATIVE = 1, 2
 
 
@@ -104,7 +106,7 @@ def write(parts: Sequence[Recorded], arch: int, served: str) -> bytes:
         out += [_text(name), struct.pack("<I", len(words) // 8), words]
         out.append(struct.pack("<Q", len(plan)) + plan)
     body = b"".join(out)
-    return body + struct.pack("<Q", _checksum(body))
+    return body + hashlib.sha256(body).digest()
 
 
 def _text(value: str) -> bytes:
@@ -114,12 +116,3 @@ def _text(value: str) -> bytes:
 
 def _count(items: Any) -> bytes:
     return struct.pack("<I", len(items))
-
-
-def _checksum(body: bytes) -> int:
-    """FNV-1a over 64-bit words, the last one filled with zeros."""
-    total = 0xCBF29CE484222325
-    padded = body.ljust(-(-len(body) // 8) * 8, b"\0")
-    for (word,) in struct.iter_unpack("<Q", padded):
-        total = ((total ^ word) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-    return total

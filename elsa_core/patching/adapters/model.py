@@ -8,6 +8,9 @@ original's, may not be what elsa's would be. So what is told apart are shapes, s
 modes, and nothing of the model. A call that is not eager and on a GPU is as it was, and so is one
 that a CUDA graph records: there sites are asked as in the first call, which loaded their kernels.
 
+Around all of it, a model patched with `offload` keeps what a backward needs in host memory
+(`elsa_core.offload.activations`).
+
 Libraries know models by name (transformers saves it, and looks it up), so name and module are those
 of the class that it stands for. Pickle and deepcopy build it from that class.
 """
@@ -27,7 +30,7 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
 from elsa_core import calls, routing
 from elsa_core.patching.adapters.direct import Direct, direct, withdraw
@@ -103,6 +106,11 @@ def asking(base: type[nn.Module]) -> type[nn.Module]:
         return found
 
 
+def is_asking(module: nn.Module) -> bool:
+    """Whether a module's class, or the one that it was derived from, asks for its sites."""
+    return hasattr(type(module), "elsa_asks")
+
+
 def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[..., Any]:
     """A method of a model's class that asks for the sites."""
     # tracers and profilers put another one in its place, for a time
@@ -110,6 +118,15 @@ def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[
 
     @functools.wraps(written)
     def entered(self: Any, *given: Any, **named: Any) -> Any:
+        if "elsa_offload" in self.__dict__ and torch.is_grad_enabled() and not is_exporting():
+            from elsa_core.offload.activations import SavedOnHost, require_eager
+
+            require_eager()
+            with SavedOnHost(self):
+                return asked(self, *given, **named)
+        return asked(self, *given, **named)
+
+    def asked(self: Any, *given: Any, **named: Any) -> Any:
         method = getattr(owner, name)
         if is_compiling() or _CURRENT.model is self:
             return method(self, *given, **named)

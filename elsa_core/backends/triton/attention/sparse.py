@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core.backends.eager_sparse import COUNTS, exact_threshold
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.shared import layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
+from elsa_core.skipping import COUNTS, exact_threshold
 
 KEYS = 64  # of a tile
 ROWS = {False: 64, True: 128}  # queries of a tile; True: half precision

@@ -2,6 +2,8 @@
 
 Not chosen by auto until measured: nothing is read unless ELSA_PACK asks for it. A kernel of a pack
 serves a call only where its key is the one of what the JIT would compile (`specialize.key_of`).
+A GPU without a pack of its own takes the PTX of the newest older architecture's, which the driver
+compiles when it is loaded: there the key is of what the JIT would compile for that architecture.
 What no pack has, and whatever is wrong with one, leaves the call to the JIT; one warning says why.
 
 Environment variables:
@@ -27,6 +29,7 @@ from elsa_core.backends.triton.pack.store import Entry, Pack
 from elsa_core.errors import UnavailableError
 
 VARIABLE = "ELSA_PACK"
+_OVERLAPS = 90  # the first architecture on which launches overlap (`device.overlaps`)
 _LOG = logging.getLogger("elsa")
 _LOCK = threading.Lock()
 _LOADED: dict[tuple[str, int], Any] = {}
@@ -42,7 +45,9 @@ class Place(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A pack as `elsa doctor` shows it; `reason` says why it is not used, empty where it is."""
+    """A pack as `elsa doctor` shows it; `reason` says why it is not used, empty where it is; ptx:
+    it serves newer GPUs without a pack of theirs too.
+    """
 
     folder: Path
     arch: int
@@ -50,6 +55,7 @@ class Found(NamedTuple):
     bytes: int
     triton: str
     reason: str
+    ptx: bool = False
 
 
 def wanted() -> bool:
@@ -89,16 +95,25 @@ def shipped() -> Iterator[Found]:
                 yield Found(folder, arch, 0, 0, "", " ".join(str(error).split()))
             else:
                 count = len(pack.entries)
-                yield Found(folder, arch, count, pack.bytes, pack.triton, _unfit(pack, pack.arch))
+                reason, ptx = _unfit(pack, pack.arch), pack.ptx is not None
+                yield Found(folder, arch, count, pack.bytes, pack.triton, reason, ptx)
 
 
 def summary(arch: int) -> str:
     """The packs of one architecture in a line for `explain`; empty where there are none."""
-    found = [pack for pack in shipped() if pack.arch == arch and pack.kernels]
+    here = list(shipped())
+    found = [pack for pack in here if pack.arch == arch]
+    if not found:  # as `packs_for` has it
+        older = [pack for pack in here if pack.ptx and pack.arch < arch and not pack.reason]
+        newest = max((pack.arch for pack in older), default=0)
+        found = [pack for pack in older if pack.arch == newest]
+    found = [pack for pack in found if pack.kernels]
     if not found:
         return "no kernel pack is here: Triton compiles" if wanted() else ""
     pack = next((pack for pack in found if not pack.reason), found[0])
-    what = f"kernel pack sm_{arch} ({pack.kernels} kernels, Triton {pack.triton})"
+    what = f"kernel pack sm_{pack.arch} ({pack.kernels} kernels, Triton {pack.triton})"
+    if pack.arch != arch:
+        what += f", as PTX that the driver compiles for sm_{arch}"
     if pack.reason:
         return f"{what} is not used: {pack.reason}"
     return what if wanted() else f"{what} is not used: {VARIABLE}=1 asks for it"
@@ -124,18 +139,48 @@ def find(
     if reason:
         _warn(f"kernel packs are not used: {reason} is set")
         return None
-    _, _, target, backend, binder = kernel.device_caches[device]
-    special = specialize.specialize(kernel, tensors, tail, options, backend, binder)
+    own = kernel.device_caches[device][2].arch
     for pack in packs:
+        ptx = pack.arch != own
+        special, target, backend = _specialized(
+            kernel, tensors, tail, options, device, pack.arch if ptx else 0
+        )
         source = _source_key(kernel, pack)
         key = specialize.key_of(kernel, special, source, target.arch)
         entry = pack.entries.get(key)
         if entry is not None:
-            loaded = _loaded(key, device, pack, entry, special, target, backend)
+            loaded = _loaded(key, device, pack, entry, special, target, backend, ptx)
             COUNTS["hits" if loaded is not None else "misses"] += 1
             return loaded
     COUNTS["misses"] += 1
     return None
+
+
+def _specialized(
+    kernel: Any, tensors: tuple[Any, ...], tail: dict[str, Any], options: dict[str, Any],
+    device: int, older: int,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """A launch as Triton would compile it for its device, or for an `older` architecture; with the
+    target and the backend of that.
+
+    A GPU before sm_90 overlaps no launches. Its kernels are right in a chain of those that do: a
+    launch without the attribute begins when all before it have ended.
+    """
+    from elsa_core.backends.triton.pack import specialize
+
+    _, _, target, backend, binder = kernel.device_caches[device]
+    if older:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+
+        target = GPUTarget("cuda", older, 32)
+        backend = make_backend(target)
+        binder = specialize.binder_of(kernel, backend)
+    if older and older < _OVERLAPS:
+        tail = {**tail, "OVERLAP": False} if "OVERLAP" in tail else tail
+        options = {name: value for name, value in options.items() if name != "launch_pdl"}
+    special = specialize.specialize(kernel, tensors, tail, options, backend, binder)
+    return special, target, backend
 
 
 def forget() -> None:
@@ -157,8 +202,33 @@ def _packs(device: int) -> tuple[Pack, ...]:
 
 
 def packs_for(arch: int) -> tuple[Pack, ...]:
-    """The packs that serve an architecture, in the order in which they are asked."""
-    found = []
+    """The packs that serve an architecture, in the order in which they are asked.
+
+    Those of its own; where there are none, not even damaged ones, those of the newest older
+    architecture that hold PTX.
+    """
+    found = list(_read(arch))
+    if found:
+        return tuple(pack for pack in found if pack is not None)
+    older = {int(name) for name in _names() if name.isdecimal() and int(name) < arch}
+    for each in sorted(older, reverse=True):
+        fit = tuple(pack for pack in _read(each) if pack is not None and pack.ptx is not None)
+        if fit:
+            _warn(
+                f"no kernel pack is for sm_{arch}: the driver compiles the PTX of {fit[0].folder}, "
+                "which does without newer instructions; `elsa build --cuda` makes one"
+            )
+            return fit
+    return ()
+
+
+def _names() -> Iterator[str]:
+    for place in places():
+        yield from (path.name.removeprefix("sm_") for path in place.folder.glob("sm_*"))
+
+
+def _read(arch: int) -> Iterator[Pack | None]:
+    """The packs named after an architecture; None for one that cannot be used, which is said."""
     for place in places():
         try:
             pack = store.read(place.folder / f"sm_{arch}", trusted=place.trusted)
@@ -166,13 +236,12 @@ def packs_for(arch: int) -> tuple[Pack, ...]:
             continue
         except UnavailableError as error:
             _warn(str(error))
+            yield None
             continue
         reason = _unfit(pack, arch)
         if reason:
             _warn(f"the kernel pack {pack.folder} is not used: {reason}")
-        else:
-            found.append(pack)
-    return tuple(found)
+        yield None if reason else pack
 
 
 def _unfit(pack: Pack, arch: int) -> str:
@@ -205,27 +274,36 @@ def _source_key(kernel: Any, pack: Pack) -> str:
 
 
 def _loaded(
-    key: str, device: int, pack: Pack, entry: Entry, special: Any, target: Any, backend: Any
-) -> Any:
+    key: str, device: int, pack: Pack, entry: Entry, special: Any, target: Any, backend: Any,
+    ptx: bool,
+) -> Any:  # fmt: skip
     """The kernel on its device, one for all launches; None where it cannot be loaded."""
+    from triton.runtime.errors import TritonError
+
     with _LOCK:
         found = _LOADED.get((key, device))
         if found is None:
             try:
-                found = compiled(key, pack, entry, special, target, backend)
+                found = compiled(key, pack, entry, special, target, backend, ptx=ptx)
                 found._init_handles()
-            except (UnavailableError, OSError, RuntimeError) as error:
+            except (UnavailableError, OSError, RuntimeError, TritonError) as error:
                 _warn(f"a kernel of the pack {pack.folder} is not used: {error}")
                 return None
             _LOADED[key, device] = found
         return found
 
 
-def compiled(key: str, pack: Pack, entry: Entry, special: Any, target: Any, backend: Any) -> Any:
+def compiled(
+    key: str, pack: Pack, entry: Entry, special: Any, target: Any, backend: Any, *,
+    ptx: bool = False,
+) -> Any:  # fmt: skip
     """What Triton's compiler would return, of the pack's code; not on a device yet.
 
+    ptx: take the PTX for the machine code. Both are loaded by the same function of the driver, PTX
+    up to its first zero byte.
+
     Raises:
-        UnavailableError: the code is not what was written.
+        UnavailableError: the code is not what was written, or there is no PTX.
     """
     from collections import namedtuple
 
@@ -240,8 +318,15 @@ def compiled(key: str, pack: Pack, entry: Entry, special: Any, target: Any, back
     kernel.metadata = namedtuple("KernelMetadata", sorted(metadata))(**metadata)
     kernel.packed_metadata = backend.pack_metadata(kernel.metadata)
     kernel.src, kernel.hash, kernel.name = special.source, key, kernel.metadata.name
-    kernel.kernel = pack.cubin(entry.kernel)
-    kernel.asm = AsmDict(cubin=kernel.kernel)
+    if ptx:
+        text = pack.ptx_of(entry.kernel)
+        if text is None:
+            raise UnavailableError(f"{kernel.name} has no PTX")
+        kernel.kernel = text + b"\0"
+        kernel.asm = AsmDict(ptx=text.decode(errors="replace"))
+    else:
+        kernel.kernel = pack.cubin(entry.kernel)
+        kernel.asm = AsmDict(cubin=kernel.kernel)
     kernel.metadata_group = {}
     kernel.parameters = entry.kernel.parameters  # for a launcher of another make
     return kernel

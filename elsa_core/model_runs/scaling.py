@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elsa_core.distributed.groups import by_name, name_of
+from elsa_core.measuring.timing import synchronize
 from elsa_core.patching import require_shardable, shard
 from elsa_core.reference import relative_l2
 
@@ -131,20 +132,15 @@ def _timed(
         while len(times) < rounds and left.item():
             if group is not None:
                 dist.barrier(group)
-            _wait(images.device)
+            synchronize(images.device)
             begun = time.perf_counter()
             model(images)
-            _wait(images.device)
+            synchronize(images.device)
             times.append(time.perf_counter() - begun)
             left = torch.tensor([int(sum(times) < budget)], device=images.device)
             if group is not None:  # all ranks stop in the same round
                 dist.all_reduce(left, dist.ReduceOp.MIN, group=group)
     return times, out
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _peak(device: torch.device) -> int | None:

@@ -1,0 +1,106 @@
+"""A wheel of this package with packs in it, built from a copy of the checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from elsa_core.backends.triton.pack import store
+from elsa_core.errors import UnavailableError
+from elsa_core.files import flush, parents_made, scratch, staged_file
+from elsa_core.processes import running
+
+# What pyproject.toml builds a wheel of.
+_FOLDERS = ("elsa_core", "elsa_cli", "csrc")
+_FILES = ("pyproject.toml", "README.md", "LICENSE")
+# `packs` are those that someone put into the checkout.
+_NOT_COPIED = ("__pycache__", "*.py[co]", "*.so", ".*", "packs")
+_LONGEST_LINE = 300
+
+
+def require(root: Path | None = None) -> Path:
+    """The checkout that wheels are built from; `root` names another one.
+
+    Raises:
+        UnavailableError: hatchling is not installed, or the package is no checkout.
+    """
+    if importlib.util.find_spec("hatchling") is None:
+        raise UnavailableError("hatchling is not installed, and it builds wheels: install it")
+    root = root or Path(__file__).parents[4]
+    missing = [name for name in (*_FOLDERS, *_FILES) if not (root / name).exists()]
+    if missing:
+        raise UnavailableError(
+            f"a wheel is built from a checkout of elsa: {root} has no {missing[0]}"
+        )
+    return root
+
+
+def wheel(packs: Sequence[Path], out: Path, *, root: Path | None = None) -> Path:
+    """Build a wheel whose `elsa_core/packs` holds packs; every installation of it has them.
+
+    The wheel appears in one step, in place of one with the same name.
+
+    Args:
+        packs: folders of one architecture each, as `build` writes them.
+        out: where the wheel goes.
+        root: the checkout; default: the one that this package lies in.
+
+    Raises:
+        UnavailableError: as `require`; a pack is damaged, hatchling fails, or the wheel cannot be
+            written.
+    """
+    root = require(root)
+    try:
+        with scratch(".elsa-wheel-") as place:
+            copy = place / "source"
+            _copy(root, copy)
+            for pack in packs:
+                _add(pack, copy / "elsa_core" / "packs" / pack.name)
+            return _put(_built(copy, place), out)
+    except OSError as error:
+        raise UnavailableError(
+            f"the wheel cannot be written to {out}: {error.strerror or error}"
+        ) from None
+
+
+def _copy(root: Path, copy: Path) -> None:
+    copy.mkdir()
+    for name in _FOLDERS:
+        ignored = shutil.ignore_patterns(*_NOT_COPIED)
+        shutil.copytree(root / name, copy / name, ignore=ignored)
+    for name in _FILES:
+        shutil.copyfile(root / name, copy / name)
+
+
+def _add(pack: Path, place: Path) -> None:
+    """Copy a pack, and read the copy as an installed package reads it."""
+    shutil.copytree(pack, place, ignore=shutil.ignore_patterns(".*", "*.lock"))
+    try:
+        store.read(place, trusted=True).verify()
+    except FileNotFoundError:
+        raise UnavailableError(f"{pack} holds no kernel pack") from None
+
+
+def _built(copy: Path, place: Path) -> Path:
+    """The wheel that hatchling makes of a copy."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(place / "dist")]
+    said = place / "said"
+    with said.open("w") as output, running(command, cwd=copy, stdout=output, stderr=output) as run:
+        code = run.wait()
+    found = list((place / "dist").glob("*.whl"))
+    if code != 0 or len(found) != 1:
+        lines = said.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        raise UnavailableError(f"hatchling builds no wheel: {last[:_LONGEST_LINE]}")
+    return found[0]
+
+
+def _put(made: Path, out: Path) -> Path:
+    target = out / made.name
+    with parents_made(target), staged_file(target) as staging:
+        shutil.copyfile(made, staging)
+        flush(staging)
+    return target

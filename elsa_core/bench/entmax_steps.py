@@ -1,0 +1,291 @@
+"""alpha-entmax attention, forward and in training: `python -m elsa_core.bench.entmax_steps`.
+
+    python -m elsa_core.bench.entmax_steps [--device cuda] [--dry-run] [-o entmax.json]
+
+At alpha = 1.5: this package's kernels, those of the authors' package `adasplash` (`adasplash_v1`;
+`adasplash_v2`, whose calls are causal) and `entmax`, where they are installed, and softmax by this
+package and PyTorch, which computes something else. Errors are relative, against float64: of the
+output, or in training of the worst gradient. `training` is a forward and its gradients of query,
+key and value. In the table `sparse` tokens lie in runs of alike ones, so that few tiles of 64
+queries and 64 keys hold a weight; the share of empty ones is measured. One JSON document on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa_core.attention import attention
+from elsa_core.backends import eager_entmax
+from elsa_core.entmax import entmax_attention
+from elsa_core.errors import ArgumentError, UnavailableError
+from elsa_core.files import write_json
+from elsa_core.measuring import environment
+from elsa_core.measuring.timing import Contender, time_cpu, time_cuda
+from elsa_core.messages import first_line
+from elsa_core.precision import DTYPES
+
+ALPHA: Final = 1.5
+RUNS: Final = 11  # of alike tokens: 1 - 1 / 11 of the tiles are empty, but for those at the edges
+_LARGEST: Final = 2**28  # scores that a package may hold, which holds all of them
+_JUDGED: Final = 2**27  # scores of the float64 reference: of as many heads as that is
+FORWARD, TRAINING = "forward", "training"
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of query, key and value [batch, heads, tokens, dim], in one direction.
+
+    sparse: tokens in runs of alike ones; else they are normal.
+    """
+
+    direction: str
+    batch: int
+    heads: int
+    tokens: int
+    dim: int
+    dtype: str
+    causal: bool
+    sparse: bool = False
+
+    @property
+    def name(self) -> str:
+        """As the tables have it."""
+        shape = f"{self.batch}x{self.heads}x{self.tokens}x{self.dim}-{self.dtype}"
+        kinds = ("-causal" if self.causal else "") + ("-sparse" if self.sparse else "")
+        return f"{self.direction}/{shape}{kinds}"
+
+
+def _cases() -> Iterator[Case]:
+    for direction in (FORWARD, TRAINING):
+        for dtype in ("fp16", "bf16", "fp32"):
+            for causal in (True, False):
+                for exponent in range(11, 16):
+                    yield Case(direction, 1, 8, 2**exponent, 64, dtype, causal)
+        for dtype in ("fp16", "fp32"):
+            for causal in (True, False):
+                yield Case(direction, 1, 8, 2**14, 64, dtype, causal, sparse=True)
+
+
+CASES: Final = {
+    "cuda": tuple(_cases()),
+    "cpu": tuple(
+        Case(direction, 1, 2, tokens, 64, "fp32", causal, sparse)
+        for direction in (FORWARD, TRAINING)
+        for causal in (True, False)
+        for tokens, sparse in ((1024, False), (2048, True))
+    ),
+}
+
+
+def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value: the same ones each time."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    shape = case.batch, case.heads, case.tokens, case.dim
+    query, key, value = (normal(*shape) for _ in range(3))
+    if case.sparse:
+        # 12 x 12 / 8 above what other runs have: more than the 1 / (alpha - 1) that weighs nothing
+        centres = 12 * F.normalize(normal(case.batch, case.heads, RUNS, case.dim), dim=-1)
+        of = torch.arange(case.tokens, device=device) * RUNS // case.tokens
+        query, key = (centres[:, :, of] + 0.1 * t for t in (query, key))
+    dtype = DTYPES[case.dtype]
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def empty_share(case: Case, query: Tensor, key: Tensor, value: Tensor) -> float:
+    """The share of tiles of 64 x 64 without a weight; of a causal call among those that it sees."""
+    call = (query, key, value, None, None, ALPHA, case.causal, case.dim**-0.5, "strict")
+    tiles = eager_entmax.attention(*call)[2].bool()
+    seen = torch.ones(tiles.shape[-2:], dtype=torch.bool, device=tiles.device)
+    seen = seen.tril() if case.causal else seen
+    return 1.0 - float(tiles[..., seen].double().mean())
+
+
+def functions(case: Case, device: torch.device) -> dict[str, Function | str]:
+    """Who takes part, or the reason why not."""
+    causal = case.causal
+    backends = ("triton", "eager") if device.type == "cuda" else ("auto", "eager")
+    found: dict[str, Function | str] = {}
+    for backend in backends:
+        found[f"elsa-{backend}"] = functools.partial(
+            entmax_attention, alpha=ALPHA, is_causal=causal, backend=backend
+        )
+    softmax: Any = functools.partial(attention, is_causal=causal)
+    found["softmax-elsa"] = softmax
+    found["softmax-torch"] = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+    scores = case.batch * case.heads * case.tokens**2
+    found["entmax"] = (
+        _missing("entmax")
+        or ("all scores would be in memory" if scores > _LARGEST else "")
+        or functools.partial(_entmax, causal=causal)
+    )
+    why = "it needs a GPU" if device.type != "cuda" else _missing("adasplash")
+    found["adasplash_v1"] = why or functools.partial(_adasplash_v1, causal=causal)
+    found["adasplash_v2"] = why or ("it is causal alone" if not causal else _adasplash_v2)
+    return found
+
+
+def _missing(package: str) -> str:
+    found = importlib.util.find_spec(package) is not None
+    return "" if found else f"the package {package} is not installed"
+
+
+def _entmax(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    from entmax import entmax_bisect
+
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if causal:
+        hidden = ~scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min / 4)
+    weights: Tensor = entmax_bisect(scores, ALPHA, n_iter=30)
+    return weights @ value
+
+
+def _adasplash_v1(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    from adasplash import adasplash_v1
+
+    out: Tensor = adasplash_v1(query, key, value, alpha=ALPHA, is_causal=causal)
+    return out
+
+
+def _adasplash_v2(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from adasplash import adasplash_v2
+
+    out: Tensor = adasplash_v2(query, key, value)
+    return out
+
+
+def results(case: Case, function: Function, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a case is about: the output, or the gradients of query, key and value."""
+    if case.direction == FORWARD:
+        return (function(*operands),)
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in operands]
+        out = function(*leaves)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def exact(case: Case, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """In float64 by plain PyTorch, of the first heads alone where all would be too many."""
+    heads = max(1, min(case.heads, _JUDGED // case.tokens**2))
+    wide = tuple(t[:1, :heads].double() for t in operands)
+    call = functools.partial(entmax_attention, alpha=ALPHA, is_causal=case.causal, backend="eager")
+    return results(case, call, wide)
+
+
+def error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The worst relative error."""
+    return max(
+        float((x[:1, : y.shape[1]].double() - y).norm() / y.norm().clamp_min(1e-300))
+        for x, y in zip(found, expected, strict=True)
+    )
+
+
+def measure(case: Case, device: torch.device, rounds: int, budget: float) -> dict[str, Any]:
+    """One case: microseconds and error of everyone, and who could not take part."""
+    operands = inputs(case, device)
+    row: dict[str, Any] = {"case": case.name, **asdict(case)}
+    if case.sparse:
+        row["empty_tiles"] = round(empty_share(case, *operands), 4)
+    expected = exact(case, operands)
+    field, errors, left_out = [], {}, {}
+    for name, function in functions(case, device).items():
+        if isinstance(function, str):
+            left_out[name] = function
+            continue
+        try:
+            found = results(case, function, operands)
+            errors[name] = error(found, expected)
+        except (ArgumentError, AssertionError, ImportError, RuntimeError, TypeError) as failed:
+            left_out[name] = first_line(failed)[:160]
+            continue
+        field.append(Contender(name, functools.partial(results, case, function, operands)))
+    notes: dict[str, str] = {}
+    if device.type == "cuda":
+        samples, notes = time_cuda(field, rounds=rounds, budget_seconds=budget)
+    else:
+        samples = time_cpu(field, rounds=rounds, budget_seconds=budget)
+    row["rows"] = {
+        c.name: {
+            "us": round(statistics.median(samples[c.name]) * 1e6, 2),
+            "error": errors[c.name],
+            **({"note": notes[c.name]} if c.name in notes else {}),
+        }
+        for c in field
+    }
+    return row | {"ratios": ratios(row["rows"]), "left_out": left_out}
+
+
+def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """How much longer others take than the fastest of this package's."""
+    own = min(row["us"] for name, row in rows.items() if name.startswith("elsa-"))
+    return {
+        f"{name} / elsa": round(row["us"] / own, 3)
+        for name, row in rows.items()
+        if not name.startswith("elsa-")
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Measure all cases of a device and print them.
+
+    Raises:
+        ArgumentError: the output exists.
+        UnavailableError: the device is not there.
+    """
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.entmax_steps")
+    parser.add_argument("--device", choices=tuple(CASES), default="cuda")
+    parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--dry-run", action="store_true", help="list cases and who takes part")
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds of timing a case")
+    parser.add_argument("-o", "--output", type=Path)
+    given = parser.parse_args(arguments)
+    if given.output is not None and given.output.exists():
+        raise ArgumentError(f"{given.output} exists")
+    device = torch.device(given.device)
+    cases = [case for case in CASES[given.device] if given.match in case.name]
+    if given.dry_run:
+        for case in cases:
+            taking = [n for n, f in functions(case, device).items() if not isinstance(f, str)]
+            sys.stdout.write(f"{case.name}: {', '.join(taking)}\n")
+        return
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError("device: torch sees no CUDA GPU; use --device cpu")
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        taken = time.monotonic() - begin
+        if taken > given.seconds:
+            rows.append({"case": case.name, "left_out": {"all": "no time was left"}})
+            continue
+        rows.append(measure(case, device, given.rounds, given.budget))
+        sys.stderr.write(f"{taken:5.1f} s  {case.name}: {rows[-1]['ratios']}\n")
+    document = {"environment": environment.describe(device), "alpha": ALPHA, "cases": rows}
+    text = json.dumps(document, indent=1, default=str)
+    sys.stdout.write(text + "\n")
+    if given.output is not None:
+        write_json(given.output, json.loads(text))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,221 @@
+"""`entmax_varlen_attention`: alpha-entmax attention of sequences of different length, packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls, dense_entmax, nested, packing, varlen
+from elsa_core.errors import ArgumentError
+from elsa_core.operands import autocast, explain_types
+from elsa_core.routing import Route
+from elsa_core.varlen import Packed, varlen_attention
+
+
+def entmax_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    alpha: float | Tensor = 1.5,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Tensor:
+    """alpha-entmax attention within each of the sequences whose tokens lie one after another.
+
+    Each sequence is what `elsa_core.entmax_attention` gives of it alone, called one after another:
+    on a GPU the host waits once for the lengths. Compiled programs and CUDA graphs under capture
+    cannot read them; they pad to `max_seqlen_q` and `max_seqlen_k`, which they have to be given.
+    Differentiable once in query, key, value and alpha; inputs may have any strides.
+
+    Args:
+        query: [T, Hq, D], floating; T tokens of all sequences.
+        key: [Tk, Hkv, D], the query's dtype and device.
+        value: [Tk, Hkv, Dv].
+        cu_seqlens_q: [S + 1], int32 or int64 on the query's device: where each of the S sequences
+            of queries starts, and T. A sequence may be empty.
+        cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: the longest sequence or more; on a CPU they are checked.
+        alpha: a number in [1, 4], or a floating tensor that broadcasts to [S, Hq, 1, 1]. alpha = 1
+            is softmax, which `elsa_core.varlen_attention` serves.
+        is_causal: query i of a sequence sees its keys 0..i (top-left aligned).
+        scale: factor on the scores; default 1 / sqrt(D).
+        enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
+        precision, backend: as in `elsa_core.entmax_attention`.
+
+    Returns:
+        out [T, Hq, Dv] in the query's dtype. A query of a sequence without keys gives zeros.
+
+    Raises:
+        TypeError: an argument of a wrong type; the message names it.
+        ArgumentError: an argument does not fit; the message names it.
+        UnavailableError: the backend asked for by name cannot serve the call.
+
+    Source: as of `elsa_core.entmax_attention`, applied to each sequence.
+    """
+    if isinstance(scale, Tensor):
+        raise ArgumentError(calls.NO_TENSOR_SCALE)
+    terms: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
+        "backend": backend,
+    }  # fmt: skip
+    longest = max_seqlen_q, max_seqlen_k
+    try:
+        if dense_entmax.is_softmax(alpha):
+            softmax: Any = varlen_attention(
+                query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, **terms
+            )
+            return softmax  # type: ignore[no-any-return]
+        given = varlen._checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+        heads = _of_heads(alpha, given)
+        if query.device.type == "meta":
+            return query.new_empty((*query.shape[:2], value.shape[2]))
+        if torch.is_autocast_enabled(query.device.type):
+            q, k, v, _ = autocast(*given[:3], None)
+            given = given._replace(query=q, key=k, value=v)
+        if not _reads(query):
+            return _by_padding(given, _needed(given, *longest), heads, terms)
+        varlen._longest(given, *longest)
+        return _by_sequence(given, heads, terms)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        explain_types(
+            error,
+            tensors={"query": query, "key": key, "value": value},
+            terms={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+            scale=scale,
+            flags={"is_causal": is_causal, "enable_gqa": enable_gqa},
+            names={"precision": precision, "backend": backend},
+        )
+        raise
+
+
+def explain_entmax_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    alpha: float | Tensor = 1.5,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    precision: str = "strict",
+    backend: str = "auto",
+) -> Route:
+    """Say which backend and arithmetic would serve `entmax_varlen_attention` with these arguments,
+    and who its gradients; takes and raises what it does."""
+    terms: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "precision": precision,
+        "backend": backend,
+    }  # fmt: skip
+    if dense_entmax.is_softmax(alpha):
+        return varlen.explain_varlen_attention(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **terms
+        )
+    given = varlen._checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
+    heads = _of_heads(alpha, given)
+    varlen._longest(given, max_seqlen_q, max_seqlen_k)
+    alone = heads[:1] if isinstance(heads, Tensor) else heads
+    found = dense_entmax.explain(*_batched(*given[:3]), alpha=alone, **terms)
+    return replace(found, schedule=f"one sequence after another; {found.schedule}")
+
+
+def of_nested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    alpha: float | Tensor,
+    **terms: Any,
+) -> Tensor:
+    """`elsa_core.entmax_attention` of jagged [B, H, j, D]: out [B, H, j, Dv], jagged.
+
+    Raises:
+        TypeError, ArgumentError: an argument does not fit; the message names it.
+    """
+    packed = nested.packed(query, key, value, attn_mask)
+    out = entmax_varlen_attention(*packed, alpha=alpha, **terms)
+    return nested.jagged(out.transpose(0, 1), query)
+
+
+def _of_heads(alpha: float | Tensor, given: Packed) -> float | Tensor:
+    """alpha as a number, or a tensor [S or 1, Hq or 1, 1, 1]."""
+    sequences = given.cu_seqlens_q.shape[0] - 1
+    batch = given.query.new_empty((sequences, given.query.shape[1]))
+    number, heads = dense_entmax.of_heads(alpha, batch)
+    return number if heads is None else heads
+
+
+def _reads(query: Tensor) -> bool:
+    """Whether a call may read the lengths."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _needed(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
+    """The longest lengths, which a call that reads none must be given.
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
+        max_seqlen_k = max_seqlen_q
+    if max_seqlen_q is None or max_seqlen_k is None:
+        raise ArgumentError(
+            "entmax_varlen_attention needs max_seqlen_q and max_seqlen_k where it is compiled or "
+            "captured: it cannot read cu_seqlens there"
+        )
+    return max_seqlen_q, max_seqlen_k
+
+
+def _by_sequence(given: Packed, alpha: float | Tensor, terms: dict[str, Any]) -> Tensor:
+    starts = packing.checked_bounds("cu_seqlens_q", given.cu_seqlens_q, given.query.shape[0])
+    others = packing.checked_bounds("cu_seqlens_k", given.cu_seqlens_k, given.key.shape[0])
+    queries, keys = ([b - a for a, b in pairwise(ends)] for ends in (starts, others))
+    outputs = [given.query.new_empty((0, given.query.shape[1], given.value.shape[2]))]
+    # one split, whose gradient is one concatenation
+    parts = zip(
+        given.query.split(queries), given.key.split(keys), given.value.split(keys), strict=True
+    )
+    for i, part in enumerate(parts if queries else ()):
+        own = alpha[i : i + 1] if isinstance(alpha, Tensor) and alpha.shape[0] > 1 else alpha
+        out = dense_entmax.attention(*_batched(*part), alpha=own, **terms)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _by_padding(
+    given: Packed, longest: tuple[int, int], alpha: float | Tensor, terms: dict[str, Any]
+) -> Tensor:
+    """As a batch of equal length, in which padding is hidden."""
+    starts, others = given.cu_seqlens_q, given.cu_seqlens_k
+    q = packing.padded(given.query, starts, longest[0]).transpose(1, 2)
+    k, v = (packing.padded(t, others, longest[1]).transpose(1, 2) for t in (given.key, given.value))
+    causal = terms["is_causal"]
+    mask = varlen._hides(given, longest, causal)
+    out = dense_entmax.attention(
+        q, k, v, mask, alpha=alpha, **terms | {"is_causal": causal and mask is None}
+    )
+    return packing.packed(out.transpose(1, 2), starts, given.query.shape[0])
+
+
+def _batched(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, H, D] as a batch of one, [1, H, n, D]."""
+    query, key, value = (t.transpose(0, 1)[None] for t in packed)
+    return query, key, value

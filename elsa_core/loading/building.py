@@ -1,0 +1,68 @@
+"""How any library's models are built: errors in words, and shapes alone on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from elsa_core.errors import ElsaError, ModelError, UnavailableError
+from elsa_core.loading.recipe import Recipe
+from elsa_core.messages import first_line, quiet
+
+# What a constructor raises for a recipe that it cannot follow.
+BUILD_ERRORS = (
+    AssertionError, AttributeError, ArithmeticError, ImportError, IndexError, KeyError, OSError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def built(builder: Callable[[Recipe], nn.Module], recipe: Recipe) -> nn.Module:
+    """Build the model with fresh random weights, in eval mode.
+
+    Raises:
+        ModelError: the library does not know the name or cannot follow the arguments.
+        UnavailableError: the library, or one that this model needs, is not installed or offline.
+    """
+    try:
+        with quiet():
+            return builder(recipe).eval()
+    except ElsaError:
+        raise
+    except ImportError as error:
+        raise UnavailableError(f"{recipe.name} needs a package: {first_line(error)}") from None
+    except BUILD_ERRORS as error:
+        raise ModelError(
+            f"{recipe.library} cannot build {recipe.name}: {first_line(error)}"
+        ) from error
+
+
+class UninitialisedParameters(TorchFunctionMode):
+    """Skips initialisers, which are most of the time of a build: for shapes, or before a fill.
+
+    Parameters are left as allocated and meta tensors as they are; buffers elsewhere are computed.
+    """
+
+    SKIPPED = frozenset(
+        (
+            *("add_", "bernoulli_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_"),
+            *("normal_", "sub_", "uniform_", "zero_"),
+            # of torch.nn.init, which pass themselves with their arguments by name
+            *("constant_", "kaiming_normal_", "kaiming_uniform_"),
+        )
+    )
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in self.SKIPPED:
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(tensor, nn.Parameter) or getattr(tensor, "is_meta", False):
+                return tensor
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,110 @@
+"""What `loading` has to know of a library of models: one record each, listed in `libraries`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from elsa_core.errors import ModelError
+from elsa_core.loading.shown import Shapes, Shown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from elsa_core.loading.recipe import Preprocess, Recipe
+    from elsa_core.loading.recognise import Search
+    from elsa_core.loading.weights import Weights
+
+Size: TypeAlias = tuple[int, int]
+ConfigArgs: TypeAlias = "Callable[[Mapping[str, Any], Preprocess], dict[str, Any]]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """One library. What is None, or left at its default, it does not have.
+
+    Attributes:
+        name: in front of the colon of MODEL, and in saved configurations.
+        names: its models; UnavailableError where it is not installed.
+        lookup: of what was typed after the colon, the full name and the tag of published weights;
+            ModelError for an unknown one, or None to have the close names of all libraries listed.
+        hub_owner: who owns its repositories on the hub, whose names are models of the library.
+        takes_hub_ids: "hf-hub:OWNER/NAME" may follow the colon.
+        has_tags: a name can have several published weights.
+        says_preprocessing: a typed architecture says how images are preprocessed.
+
+        recipe: the library's own recipe of a name and a tag.
+        build: the model with random weights.
+        resized: the recipe for inputs of (height, width) pixels.
+        takes_any_size: inputs need not be multiples of a patch.
+        takes_squares: inputs must be square.
+        explicit: arguments that the constructor would take from a tag otherwise.
+        shallow: recipes with two blocks, to be tried in order.
+        core: what has to be run to compare a recipe, and the settings that are compared as text.
+
+        published: a model with its published weights, and their name.
+        preprocessings: the preprocessing of each set of published weights, by full name.
+        hub_files: the weights of a hub repository, the preferred name first.
+
+        config_args: arguments that a config.json implies beside `model_args`; None where it does
+            not describe the library's models.
+        config_keys: what config.json takes from the model's `pretrained_cfg`.
+        converted: the model of the first recipe with the tensors of a file, which are those of the
+            second; the library renames and resizes them.
+        takes_heads: num_heads and window_size are arguments of its constructors.
+        as_in: the recipe with classifier and channels as in the tensors' shapes.
+        variants: what the shapes show of a named model's arguments, the likeliest first.
+        marks: the names of tensors are the library's. The first library is asked for all others.
+        candidates: the recipes that fit the tensors of a file.
+    """
+
+    name: str
+    names: Callable[[], list[str]]
+    lookup: Callable[[str], tuple[str, str | None] | None]
+    hub_owner: str | None = None
+    takes_hub_ids: bool = False
+    has_tags: bool = False
+    says_preprocessing: Callable[[str], bool] = lambda arch: False
+
+    recipe: Callable[[str, str | None], Recipe]
+    build: Callable[[Recipe], nn.Module]
+    resized: Callable[[Recipe, Size], Recipe] = lambda recipe, size: recipe.at(size)
+    takes_any_size: Callable[[Recipe], bool] = lambda recipe: False
+    takes_squares: Callable[[Recipe], bool] = lambda recipe: False
+    explicit: Callable[[Recipe], dict[str, Any]] = lambda recipe: {}
+    shallow: Callable[[Recipe], Sequence[Recipe]] = lambda recipe: ()
+    core: Callable[[Recipe], tuple[str, Recipe]] = lambda recipe: ("", recipe)
+
+    published: Callable[[Recipe], tuple[nn.Module, str]] | None = None
+    preprocessings: Callable[[Recipe], dict[str, Preprocess]] = lambda recipe: {}
+    hub_files: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
+
+    config_args: ConfigArgs | None = None
+    config_keys: tuple[str, ...] = ()
+    converted: Callable[[Recipe, Recipe, Weights], nn.Module] | None = None
+    takes_heads: bool = True
+    as_in: Callable[[Recipe, Shapes], Recipe] = lambda recipe, shapes: recipe
+    variants: Callable[[Recipe, Shapes], list[Shown]] = lambda recipe, shapes: [Shown()]
+    marks: Callable[[Shapes], bool] = lambda shapes: False
+    candidates: Callable[[Search], Iterable[Recipe]] | None = None
+
+
+def unknown(library: str, name: str, names: Sequence[str], kind: str = "") -> ModelError:
+    """The error for a name that a library does not have, with the close ones."""
+    close = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
+    hint = f"; close names: {', '.join(f'{library}:{c}' for c in close)}" if close else ""
+    return ModelError(f"no {library} {kind}model is named {name!r}{hint}")
+
+
+def check_tag(library: str, name: str, tag: str, tags: Sequence[str]) -> None:
+    """Refuse a tag that no published weights have.
+
+    Raises:
+        ModelError: lists those that there are.
+    """
+    if tag in tags:
+        return
+    known = ", ".join(sorted(tags)) if tags else "none are published"
+    raise ModelError(f"{library} model {name} has no weights named {tag!r}: {known}")

@@ -1,0 +1,307 @@
+"""open_clip: CLIPs of two towers, which a configuration describes instead of arguments."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.loading import hub, timm_models
+from elsa_core.loading.building import built
+from elsa_core.loading.checkpoint import check_file
+from elsa_core.loading.library import Library, Size, check_tag, unknown
+from elsa_core.loading.recipe import CLIP_MEAN, CLIP_STD, Preprocess, Recipe
+from elsa_core.loading.shown import Shapes, Shown
+from elsa_core.loading.weights import Weights, one_file
+from elsa_core.messages import first_line
+
+if TYPE_CHECKING:
+    from elsa_core.loading.recognise import Search
+
+
+def _names() -> list[str]:
+    try:
+        import open_clip
+    except ImportError as error:
+        raise UnavailableError(
+            f"open_clip is not installed: pip install open_clip_torch ({error})"
+        ) from None
+    names: list[str] = open_clip.list_models()
+    return names
+
+
+def _lookup(text: str) -> tuple[str, str | None]:
+    names = _names()
+    # OpenAI writes ViT-B/32 where open_clip writes ViT-B-32.
+    name, tag = (text.replace("/", "-"), "") if text.replace("/", "-") in names else ("", "")
+    if not name:
+        name, _, tag = text.rpartition("/") if "/" in text else (text, "", "")
+        name = name.replace("/", "-")
+    if name not in names:
+        raise unknown("open_clip", name, names)
+    if tag:
+        check_tag("open_clip", name, tag, _tags(name))
+    return name, tag or None
+
+
+def _tags(name: str) -> list[str]:
+    import open_clip
+
+    return list(open_clip.list_pretrained_tags_by_model(name))
+
+
+# --- recipes -----------------------------------------------------------------------------------
+
+
+def _recipe(name: str, tag: str | None = None) -> Recipe:
+    import open_clip
+
+    cfg = open_clip.get_model_config(name)
+    size = cfg["vision_cfg"].get("image_size", 224)
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    known = open_clip.get_pretrained_cfg(name, tag) if tag else {}
+    preprocess = Preprocess(
+        (3, *pair),
+        tuple(known.get("mean") or CLIP_MEAN),
+        tuple(known.get("std") or CLIP_STD),
+        known.get("interpolation") or "bicubic",
+        1.0,
+    )
+    return Recipe("open_clip", name, {}, 0, preprocess, tag, cfg)
+
+
+def _build(recipe: Recipe) -> nn.Module:
+    from open_clip.coca_model import CoCa
+    from open_clip.model import CLIP, CustomTextCLIP
+
+    cfg: dict[str, Any] = copy.deepcopy(dict(recipe.model_cfg or {}))
+    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+    if "timm_model_name" in vision:
+        vision["timm_model_pretrained"] = False
+    hub_text = text.get("hf_model_name")
+    if hub_text:
+        text["hf_model_pretrained"] = False
+    custom = cfg.pop("custom_text", False) or bool(hub_text)
+    kind = (CoCa if "multimodal_cfg" in cfg else CustomTextCLIP) if custom else CLIP
+    try:
+        model: nn.Module = kind(**cfg)
+    except (OSError, ImportError, RuntimeError) as error:
+        if hub_text is None:
+            raise
+        raise UnavailableError(
+            f"{recipe.name} has a text tower from the hub ({hub_text}), which needs transformers"
+            f" and the network: {first_line(error)}"
+        ) from None
+    if isinstance(model, CoCa):
+        # The one weight that open_clip leaves as the memory was found: garbage, at times NaN.
+        projection = model.text_decoder.text_projection
+        nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
+    set_size = getattr(model.visual, "set_input_size", None)
+    if set_size is not None and tuple(_timm_tower_size(model.visual)) != recipe.size:
+        set_size(recipe.size)
+    return model
+
+
+def _timm_tower_size(visual: Any) -> tuple[int, ...]:
+    """Return the size that a timm tower was built for; open_clip does not pass it on."""
+    embed = getattr(getattr(visual, "trunk", None), "patch_embed", None)
+    size = getattr(embed, "img_size", None)
+    return tuple(size) if size is not None else tuple(visual.image_size)
+
+
+def _resized(recipe: Recipe, size: Size) -> Recipe:
+    recipe = recipe.at(size)
+    if recipe.model_cfg is None:
+        return recipe
+    square = size[0] if size[0] == size[1] else list(size)
+    vision = {**recipe.model_cfg["vision_cfg"], "image_size": square}
+    return dataclasses.replace(recipe, model_cfg={**recipe.model_cfg, "vision_cfg": vision})
+
+
+def _shallow(recipe: Recipe) -> list[Recipe]:
+    cfg: Any = recipe.model_cfg
+    vision, text = dict(cfg["vision_cfg"]), dict(cfg["text_cfg"], vocab_size=64)
+    if isinstance(vision.get("layers"), int):
+        vision["layers"] = 2
+    text["layers"] = 2
+    cut = {**cfg, "vision_cfg": vision, "text_cfg": text}
+    return [dataclasses.replace(recipe, model_cfg=cut)]
+
+
+def _core(recipe: Recipe) -> tuple[str, Recipe]:
+    """A CLIP around a timm tower is that tower, whose depth can be cut, and a text tower that its
+    configuration describes in full."""
+    cfg: Any = recipe.model_cfg
+    if "timm_model_name" not in cfg["vision_cfg"]:
+        return "", recipe
+    vision = dict(cfg["vision_cfg"])
+    name = vision.pop("timm_model_name")
+    text = {k: v for k, v in cfg["text_cfg"].items() if "tokenizer" not in k}
+    settings = json.dumps([{**cfg, "vision_cfg": vision, "text_cfg": text}], sort_keys=True)
+    return settings, timm_models.recipe(name)
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def _published(recipe: Recipe) -> tuple[nn.Module, str]:
+    import open_clip
+
+    tags = _tags(recipe.name)
+    if recipe.tag is None:
+        some = ", ".join(f"open_clip:{recipe.name}/{tag}" for tag in tags[:4])
+        raise ModelError(f"name the weights of open_clip:{recipe.name}: {some or 'none exist'}")
+    cfg = open_clip.get_pretrained_cfg(recipe.name, recipe.tag)
+    model_cfg = recipe.model_cfg or {}
+    if bool(cfg.get("quick_gelu")) != bool(model_cfg.get("quick_gelu")):
+        other = "" if model_cfg.get("quick_gelu") else "-quickgelu"
+        raise ModelError(
+            f"the weights {recipe.tag} were trained with another activation than {recipe.name}:"
+            f" use open_clip:{recipe.name.removesuffix('-quickgelu')}{other}/{recipe.tag}"
+        )
+    need = f"the weights of open_clip:{recipe.name}/{recipe.tag}"
+    location = cfg.get("hf_hub", "")
+    if location:
+        repository, _, file = location.rpartition("/")
+        wanted = (file,) if file else hub.OPEN_CLIP_WEIGHTS
+        safe = tuple(Path(name).with_suffix(".safetensors").name for name in wanted)
+        path = hub.fetch(repository, tuple(dict.fromkeys((*safe, *wanted))), need=need)
+    else:
+        url = cfg.get("url", "")
+        cached = Path.home() / ".cache" / "clip" / url.rpartition("/")[2]
+        if not cached.is_file():
+            hub.require_network(url, need=need)
+        path = Path(open_clip.download_pretrained(cfg))
+    check_file(path)
+    usual = _recipe(recipe.name, recipe.tag)
+    return _load(recipe, usual, str(path)), f"{recipe.name}/{recipe.tag}"
+
+
+def _load(target: Recipe, native: Recipe, path: str) -> nn.Module:
+    """Build a CLIP and let open_clip read its checkpoint; `native` is at the checkpoint's size.
+
+    open_clip resizes the position embedding of its own towers as it reads, and lets timm resize
+    that of a timm tower afterwards.
+    """
+    import open_clip
+
+    timm_tower = "timm_model_name" in (native.model_cfg or {})["vision_cfg"]
+    model = built(_build, native if timm_tower else target)
+    open_clip.load_checkpoint(model, path)
+    if timm_tower and target.size != native.size:
+        tower: Any = model.visual
+        tower.set_input_size(target.size)
+    return model
+
+
+def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
+    with one_file(weights) as file:
+        return _load(target, native, str(file))
+
+
+def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
+    import open_clip
+
+    found = {}
+    for tag in _tags(recipe.name):
+        cfg = open_clip.get_pretrained_cfg(recipe.name, tag)
+        found[f"open_clip:{recipe.name}/{tag}"] = dataclasses.replace(
+            recipe.preprocess,
+            mean=tuple(cfg.get("mean") or CLIP_MEAN),
+            std=tuple(cfg.get("std") or CLIP_STD),
+            interpolation=cfg.get("interpolation") or "bicubic",
+        )
+    return found
+
+
+# --- what tensors show -------------------------------------------------------------------------
+
+
+def _variants(recipe: Recipe, shapes: Shapes) -> list[Shown]:
+    return [Shown(), *(Shown(model_cfg=cfg) for cfg in _with_config(recipe, shapes))]
+
+
+def _candidates(search: Search) -> list[Recipe]:
+    try:
+        names = _names()
+    except UnavailableError:
+        return []
+    recipes = [search.recipe(name) for name in names]
+    usual = [r for r in recipes if _plausible(r.model_cfg or {}, search.shapes)]
+    found = search.fitted(usual)
+    if found:
+        return found
+    # Names that differ in what the shapes show become one and the same here.
+    other = {
+        str(cfg): dataclasses.replace(each, model_cfg=cfg)
+        for each in recipes
+        for cfg in _with_config(each, search.shapes)
+    }
+    return search.fitted(other.values())
+
+
+def _with_config(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
+    """Return a CLIP's configuration with depths, patch, vocabulary and context as in the shapes."""
+    cfg: Any = recipe.model_cfg
+    stem = shapes.get("visual.conv1.weight", ())
+    words = shapes.get("token_embedding.weight", ())
+    context = shapes.get("positional_embedding", ())
+    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+    plain = isinstance(vision.get("layers"), int) and len(stem) == 4 and len(words) == 2
+    if not plain or (vision.get("width"), text.get("width")) != (stem[0], words[1]):
+        return []
+    blocks = {
+        side: {k.split(".resblocks.")[1].split(".")[0] for k in shapes if k.startswith(f"{side}.")}
+        for side in ("visual.transformer.resblocks", "transformer.resblocks")
+    }
+    vision = {
+        **vision,
+        "patch_size": stem[2],
+        "layers": len(blocks["visual.transformer.resblocks"]),
+    }
+    text = {**text, "vocab_size": words[0], "layers": len(blocks["transformer.resblocks"])}
+    if len(context) == 2:
+        text["context_length"] = context[0]
+    return [{**cfg, "vision_cfg": vision, "text_cfg": text}]
+
+
+def _plausible(cfg: Mapping[str, Any], shapes: Shapes) -> bool:
+    """Compare the numbers of a configuration with the shapes before anything is built."""
+    vision, text = cfg["vision_cfg"], cfg["text_cfg"]
+    if text.get("hf_model_name"):
+        return False
+    if ("timm_model_name" in vision) != any(name.startswith("visual.trunk.") for name in shapes):
+        return False
+    for name in ("token_embedding.weight", "text.token_embedding.weight"):
+        if name in shapes and shapes[name] != (text.get("vocab_size"), text.get("width")):
+            return False
+    stem = shapes.get("visual.conv1.weight")
+    width, patch = vision.get("width"), vision.get("patch_size")
+    return stem is None or patch is None or stem == (width, 3, patch, patch)
+
+
+OPEN_CLIP = Library(
+    name="open_clip",
+    names=_names,
+    lookup=_lookup,
+    takes_hub_ids=True,
+    has_tags=True,
+    recipe=_recipe,
+    build=_build,
+    resized=_resized,
+    shallow=_shallow,
+    core=_core,
+    published=_published,
+    preprocessings=_preprocessings,
+    hub_files=hub.OPEN_CLIP_WEIGHTS,
+    converted=_converted,
+    variants=_variants,
+    marks=lambda shapes: any(name.startswith("visual.") for name in shapes),
+    candidates=_candidates,
+)

@@ -1,0 +1,336 @@
+"""timm: its names, recipes, weights, and what the tensors of a file show of its architectures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.loading import hub
+from elsa_core.loading.checkpoint import check_file
+from elsa_core.loading.library import Library, Size, check_tag
+from elsa_core.loading.recipe import Preprocess, Recipe
+from elsa_core.loading.shown import Shapes, Shown, depth_of, shown
+from elsa_core.loading.weights import Weights
+
+if TYPE_CHECKING:
+    from elsa_core.loading.recognise import Search
+
+# timm modules of plain transformers; a part of a tensor name that only theirs have, or none.
+_VIT_MODULES = {
+    "patch_embed.backbone.": ("vision_transformer_hybrid",),
+    "shared_rel_pos.": ("vision_transformer_relpos",),
+    ".rel_pos": ("vision_transformer_relpos", "vision_transformer_sam"),
+    "neck.": ("vision_transformer_sam",),
+    "": ("vision_transformer", "deit", "eva", "beit"),
+}
+_SWIN_MODULES = {
+    "relative_position_bias_table": "swin_transformer",
+    "cpb_mlp.0.weight": "swin_transformer_v2",
+    "meta_mlp.fc1.weight": "swin_transformer_v2_cr",
+}
+
+
+def _names() -> list[str]:
+    try:
+        import timm
+    except ImportError as error:
+        raise UnavailableError(
+            f"timm is needed for model names: pip install timm ({error})"
+        ) from None
+    names: list[str] = timm.list_models()
+    return names
+
+
+def _lookup(text: str) -> tuple[str, str | None] | None:
+    arch, _, tag = text.partition(".")
+    names = _names()
+    name = arch if arch in names else _complete(arch, names) or _deprecated(arch)
+    if name is None:
+        return None
+    if tag:
+        check_tag("timm", name, tag, _tags(name))
+    return name, tag or None
+
+
+def _complete(prefix: str, names: Iterable[str]) -> str | None:
+    """Return the shortest name that continues `prefix` at an underscore; the first of equals."""
+    fitting = [name for name in names if name.startswith(prefix.rstrip("_") + "_")]
+    return min(fitting, key=lambda name: (len(name), name), default=None) if prefix else None
+
+
+def _deprecated(name: str) -> str | None:
+    """Return `name` when timm keeps it as an old name of another model."""
+    import timm
+
+    return name if timm.is_model(name) else None
+
+
+def _tags(name: str) -> list[str]:
+    import timm
+
+    return [full.partition(".")[2] for full in timm.list_pretrained(f"{name}.*")]
+
+
+# --- recipes -----------------------------------------------------------------------------------
+
+
+def recipe(name: str, tag: str | None = None) -> Recipe:
+    """Return the recipe that timm itself follows for this name."""
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(f"{name}.{tag}" if tag else name)
+    if cfg is None:
+        return Recipe("timm", name, tag=tag)
+    preprocess = Preprocess(
+        tuple(cfg.input_size), tuple(cfg.mean), tuple(cfg.std), cfg.interpolation, cfg.crop_pct
+    )
+    return Recipe("timm", name, {}, None, preprocess, tag or cfg.tag or None)
+
+
+def _full_name(recipe: Recipe) -> str:
+    """Return the name that timm looks up: with the tag, whose configuration sets the defaults."""
+    return f"{recipe.name}.{recipe.tag}" if recipe.tag else recipe.name
+
+
+def _args(recipe: Recipe) -> dict[str, Any]:
+    """Return the keyword arguments of `timm.create_model`, lists as the tuples timm expects."""
+    args = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.args.items()}
+    if recipe.num_classes is not None:
+        args["num_classes"] = recipe.num_classes
+    return args
+
+
+def _build(recipe: Recipe) -> nn.Module:
+    import timm
+
+    if not timm.is_model(recipe.name):
+        raise ModelError(f"this timm ({timm.__version__}) has no model {recipe.name!r}")
+    model: nn.Module = timm.create_model(_full_name(recipe), pretrained=False, **_args(recipe))
+    return model
+
+
+def _fixed_size(recipe: Recipe) -> bool:
+    """True for a model that is built for one input size."""
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(recipe.name)
+    return bool(cfg is not None and cfg.fixed_input_size)
+
+
+def _resized(recipe: Recipe, size: Size) -> Recipe:
+    recipe = recipe.at(size)
+    if "img_size" not in recipe.args and not _fixed_size(recipe):
+        return recipe
+    return dataclasses.replace(recipe, args={**recipe.args, "img_size": list(size)})
+
+
+def _explicit(recipe: Recipe) -> dict[str, Any]:
+    return {"img_size": list(recipe.size)} if _fixed_size(recipe) else {}
+
+
+def _shallow(recipe: Recipe) -> list[Recipe]:
+    stages = len(recipe.args.get("depths", [0] * 4))
+    cut = [
+        dataclasses.replace(recipe, args={**recipe.args, **short})
+        for short in ({"depth": 2}, {"depths": [2] * stages})
+    ]
+    return [candidate for attempt in cut for candidate in (_small(attempt), attempt)]
+
+
+def _small(recipe: Recipe) -> Recipe:
+    """Return the recipe at four patches a side (global attention) where that is smaller."""
+    patch = recipe.args.get("patch_size", _said_patch(recipe.name))
+    side = 4 * patch if isinstance(patch, int) else recipe.size[0]
+    return _resized(recipe, (side, side)) if "depth" in recipe.args else recipe
+
+
+def _said_patch(name: str) -> int | None:
+    said = re.search(r"_patch(\d+)", name)
+    return int(said.group(1)) if said else None
+
+
+# --- published weights -------------------------------------------------------------------------
+
+
+def _published(recipe: Recipe) -> tuple[nn.Module, str]:
+    import timm
+    from timm.models import get_pretrained_cfg
+
+    name = _full_name(recipe)
+    cfg = get_pretrained_cfg(name)
+    if cfg is None or not cfg.has_weights:
+        tags = _tags(recipe.name)
+        known = f"; it has weights named {', '.join(tags)}" if tags else ""
+        raise ModelError(f"no weights are published for {name}: leave out --pretrained{known}")
+    need = f"the weights of {name}"
+    overlay: dict[str, Any] = {}
+    origin = cfg.hf_hub_id or cfg.url
+    if cfg.hf_hub_id:
+        wanted = (cfg.hf_hub_filename,) if cfg.hf_hub_filename else hub.TIMM_WEIGHTS
+        path = hub.fetch(cfg.hf_hub_id, wanted, need=need)
+        check_file(path)
+        overlay = {"file": str(path), "custom_load": bool(cfg.custom_load)}
+    elif not hub.in_torch_cache(cfg.url):
+        hub.require_network(cfg.url, need=need)
+    model: nn.Module = timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=overlay, **_args(recipe)
+    )
+    return model, str(origin)
+
+
+def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
+    from timm.models import get_arch_pretrained_cfgs
+
+    found = {}
+    for name, cfg in get_arch_pretrained_cfgs(recipe.name).items():
+        if cfg.has_weights and math.prod(cfg.std) > 0:
+            found[name] = dataclasses.replace(
+                recipe.preprocess,
+                mean=tuple(cfg.mean),
+                std=tuple(cfg.std),
+                interpolation=cfg.interpolation,
+                crop_pct=cfg.crop_pct,
+            )
+    return found
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def _config_args(cfg: Mapping[str, Any], preprocess: Preprocess) -> dict[str, Any]:
+    args: dict[str, Any] = {}
+    if cfg.get("fixed_input_size") is True:
+        args["img_size"] = list(preprocess.input_size[1:])
+    if preprocess.input_size[0] != 3:
+        args["in_chans"] = preprocess.input_size[0]
+    return args
+
+
+def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
+    import timm
+    from timm.models import get_pretrained_cfg
+
+    published = get_pretrained_cfg(native.name)
+    cfg: dict[str, Any] = published.to_dict(remove_source=True) if published is not None else {}
+    cfg.pop("label_offset", None)
+    cfg.update(state_dict=dict(weights.tensors), custom_load=False)
+    cfg["input_size"] = native.preprocess.input_size
+    if native.num_classes is not None:
+        cfg["num_classes"] = native.num_classes
+    converted: nn.Module = timm.create_model(
+        target.name, pretrained=True, pretrained_cfg=cfg, **_args(target)
+    )
+    return converted
+
+
+def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(recipe.name)
+    classifier = cfg.classifier if cfg is not None else "head"
+    first = classifier[0] if isinstance(classifier, (tuple, list)) else classifier
+    head = shapes.get(f"{first}.weight")
+    stem = shapes.get(f"{cfg.first_conv if cfg is not None else ''}.weight", ())
+    args: dict[str, Any] = dict(recipe.args)
+    preprocess = recipe.preprocess
+    if len(stem) == 4 and stem[1] != preprocess.input_size[0]:
+        args["in_chans"] = stem[1]
+        preprocess = preprocess.with_channels(stem[1])
+    return dataclasses.replace(
+        recipe, args=args, num_classes=head[0] if head else 0, preprocess=preprocess
+    )
+
+
+def _variants(recipe: Recipe | None, shapes: Shapes) -> list[Shown]:
+    """Common fine-tuning changes that rename tensors, the pooling and no class token, and what the
+    shapes show."""
+    renamed: list[dict[str, Any]] = [{}]
+    if "fc_norm.weight" in shapes and "norm.weight" not in shapes:
+        renamed.append({"global_pool": "avg"})
+        if "cls_token" not in shapes:
+            renamed.append({"global_pool": "avg", "class_token": False})
+    return [
+        Shown({**extra, **setting.args}, setting.size)
+        for extra in renamed
+        for setting in (Shown(), *shown(shapes))
+    ]
+
+
+def _candidates(search: Search) -> list[Recipe]:
+    """The names that fit as they are; failing those, the ones that fit with what shows."""
+    shapes = search.shapes
+    names = _names_like(shapes)
+    stem = shapes.get("patch_embed.proj.weight", ())
+    usual = [n for n in names if _said_patch(n) in (None, *stem[2:3])]
+    for setting in _variants(None, shapes):
+        pool = _one_a_kind(names) if "patch_size" in setting.args else usual
+        sieved = (_sieved(search, name, setting) for name in pool)
+        found = search.fitted(recipe for recipe in sieved if recipe is not None)
+        if found:
+            return search.pruned(found)
+    return []
+
+
+def _one_a_kind(names: Iterable[str]) -> list[str]:
+    """One name for each that differs in patch, window and image size alone."""
+    kinds = {re.sub(r"_(patch|window)?\d+(?=_|$)", "", name): name for name in sorted(names)[::-1]}
+    return list(kinds.values())
+
+
+def _names_like(shapes: Shapes) -> list[str]:
+    """The names of the families whose tensors look like these."""
+    import timm
+
+    swin = next(
+        (module for key, module in _SWIN_MODULES.items()
+         if f"layers.0.blocks.0.attn.{key}" in shapes or f"stages.0.blocks.0.attn.{key}" in shapes),
+        None,
+    )  # fmt: skip
+    if swin is None and not any(name.startswith("blocks.0.") for name in shapes):
+        return []
+    vit = next(found for part, found in _VIT_MODULES.items() if any(part in key for key in shapes))
+    modules = (swin,) if swin is not None else vit
+    return [name for module in modules for name in timm.list_models(module=module)]
+
+
+def _sieved(search: Search, name: str, setting: Shown) -> Recipe | None:
+    """Return the recipe of `name` when a model of one block already fits, else None."""
+    recipe, shapes = search.recipe(name, setting), search.shapes
+    stages = len({key.split(".")[1] for key in shapes if re.match(r"(layers|stages)\.\d", key)})
+    short: dict[str, Any] = {"depths": [1] * stages} if stages else {"depth": 1}
+    if "global_attn_indexes" in recipe.args:
+        short["global_attn_indexes"] = [i for i in recipe.args["global_attn_indexes"] if i < 1]
+    small = dataclasses.replace(recipe, args={**recipe.args, **short})
+    whole = dataclasses.replace(small, args={**recipe.args, "depth": depth_of(shapes)})
+    return recipe if search.blocks_fit((small, whole)) else None
+
+
+TIMM = Library(
+    name="timm",
+    names=_names,
+    lookup=_lookup,
+    hub_owner="timm",
+    has_tags=True,
+    says_preprocessing=lambda arch: "." in arch,
+    recipe=recipe,
+    build=_build,
+    resized=_resized,
+    takes_any_size=lambda recipe: not _fixed_size(recipe),
+    explicit=_explicit,
+    shallow=_shallow,
+    published=_published,
+    preprocessings=_preprocessings,
+    hub_files=hub.TIMM_WEIGHTS,
+    config_args=_config_args,
+    config_keys=("classifier", "first_conv"),
+    converted=_converted,
+    as_in=_as_in,
+    variants=_variants,
+    candidates=_candidates,
+)

@@ -1,0 +1,221 @@
+"""torchvision: its classification models, their recipes and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from elsa_core.errors import ModelError, UnavailableError
+from elsa_core.loading import hub
+from elsa_core.loading.building import built
+from elsa_core.loading.library import Library, Size, unknown
+from elsa_core.loading.recipe import Preprocess, Recipe
+from elsa_core.loading.shown import Shapes
+from elsa_core.loading.weights import Weights
+
+if TYPE_CHECKING:
+    from elsa_core.loading.recognise import Search
+
+# Of names of tensors: how the names of the models with such begin.
+_PREFIXES = {"encoder.layers.encoder_layer_0.": "vit_", "features.1.0.": "swin_"}
+_CLASSIFIERS = (
+    *("heads.head.weight", "head.weight", "fc.weight", "classifier.weight"),
+    "classifier.5.weight",  # of MaxViT
+)
+
+
+def _names() -> list[str]:
+    try:
+        import torchvision
+    except ImportError as error:
+        raise UnavailableError(
+            f"torchvision is not installed: pip install torchvision ({error})"
+        ) from None
+    names: list[str] = torchvision.models.list_models(module=torchvision.models)
+    return names
+
+
+def _lookup(text: str) -> tuple[str, None]:
+    names = _names()
+    if text not in names:
+        raise unknown("torchvision", text, names, "classification ")
+    return text, None
+
+
+# --- recipes -----------------------------------------------------------------------------------
+
+
+def _recipe(name: str, tag: str | None = None) -> Recipe:
+    from torchvision.models import get_model_weights
+
+    first = next(iter(get_model_weights(name)), None)
+    if first is None:
+        preprocess = Preprocess(interpolation="bilinear")
+    else:
+        preprocess = _preprocess(first)
+        if name.startswith(("vit_", "maxvit")):
+            # their constructors are for 224 pixels whatever size the weights were trained at
+            preprocess = dataclasses.replace(preprocess, input_size=(3, 224, 224))
+    return Recipe("torchvision", name, {}, None, preprocess)
+
+
+def _preprocess(weights: Any) -> Preprocess:
+    """Return what a member of torchvision's weights enums says of its images."""
+    transform = weights.transforms()
+    crop = int(transform.crop_size[0])
+    return Preprocess(
+        (3, crop, crop),
+        tuple(transform.mean),
+        tuple(transform.std),
+        str(transform.interpolation.value),
+        crop / transform.resize_size[0],
+    )
+
+
+def _build(recipe: Recipe) -> nn.Module:
+    import torchvision
+
+    args: Mapping[str, Any] = recipe.args
+    if recipe.num_classes is not None:
+        args = {**args, "num_classes": recipe.num_classes}
+    if recipe.name not in torchvision.models.list_models(module=torchvision.models):
+        raise ModelError(f"torchvision has no classification model {recipe.name!r}")
+    builder = torchvision.models.get_model_builder(recipe.name)
+    try:
+        model: nn.Module = builder(weights=None, **args)
+    except TypeError as error:
+        if "multiple values" not in str(error):
+            raise
+        model = with_fixed(inspect.unwrap(builder), args)
+    return model
+
+
+def with_fixed(builder: Callable[..., nn.Module], args: Mapping[str, Any]) -> nn.Module:
+    """Build with `args` in the place of those that the builder fixes itself.
+
+    `swin_t(**kwargs)` calls `_swin_transformer(window_size=[7, 7], ..., **kwargs)`, which refuses
+    a window_size of the caller as given twice. So the builder's code is run once with a recorder in
+    that function's place, in globals of its own, and the function is called with what both gave.
+
+    Raises:
+        ModelError: the builder fixes its arguments in another way.
+    """
+    known, fixed = builder.__globals__, {}
+    names = [n for n in builder.__code__.co_names if isinstance(known.get(n), FunctionType)]
+
+    def record(*positional: Any, **arguments: Any) -> None:
+        fixed.update({} if positional else arguments)
+
+    if len(names) == 1:
+        alone = FunctionType(builder.__code__, {**known, names[0]: record})
+        alone.__kwdefaults__ = builder.__kwdefaults__
+        alone()
+    if not fixed:
+        raise ModelError(f"torchvision's {builder.__name__} does not take {', '.join(args)}")
+    # torchvision's Swin reads two sides here: one number is meant for both, as timm takes it
+    sides = {
+        key: [args[key]] * 2
+        for key in ("patch_size", "window_size")
+        if type(args.get(key)) is int and isinstance(fixed.get(key), list)
+    }
+    model: nn.Module = known[names[0]](**{**fixed, **args, **sides})
+    return model
+
+
+def _is_vit(recipe: Recipe) -> bool:
+    return recipe.name.startswith("vit_")
+
+
+def _resized(recipe: Recipe, size: Size) -> Recipe:
+    args = dict(recipe.args)
+    if _is_vit(recipe):
+        args["image_size"] = size[0]
+    elif recipe.name.startswith("maxvit"):
+        args["input_size"] = list(size)
+    return dataclasses.replace(recipe.at(size), args=args)
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def _published(recipe: Recipe) -> tuple[nn.Module, str]:
+    from torchvision.models import get_model_weights
+
+    weights = get_model_weights(recipe.name).DEFAULT
+    if not hub.in_torch_cache(weights.url):
+        hub.require_network(weights.url, need=f"the weights of torchvision:{recipe.name}")
+    model = built(_build, recipe)
+    state = weights.get_state_dict(progress=False, check_hash=True)
+    model.load_state_dict(_with_positions(model, state))
+    return model, f"torchvision {weights.name}"
+
+
+def _converted(target: Recipe, native: Recipe, weights: Weights) -> nn.Module:
+    model = built(_build, target)
+    model.load_state_dict(_with_positions(model, weights.tensors))
+    return model
+
+
+def _with_positions(model: Any, state: Any) -> Any:
+    """Return the state with a ViT's position embedding at the model's size, as torchvision does."""
+    if not hasattr(model, "image_size") or not hasattr(model, "patch_size"):
+        return state
+    from torchvision.models.vision_transformer import interpolate_embeddings
+
+    return interpolate_embeddings(model.image_size, model.patch_size, dict(state))
+
+
+def _preprocessings(recipe: Recipe) -> dict[str, Preprocess]:
+    from torchvision.models import get_model_weights
+
+    return {str(each): _preprocess(each) for each in get_model_weights(recipe.name)}
+
+
+# --- what tensors show -------------------------------------------------------------------------
+
+
+def _as_in(recipe: Recipe, shapes: Shapes) -> Recipe:
+    head = next((shapes[name] for name in _CLASSIFIERS if name in shapes), None)
+    return dataclasses.replace(recipe, num_classes=head[0] if head else None)
+
+
+def _prefix(shapes: Shapes) -> str | None:
+    """Return how the names of the models with such tensors begin."""
+    for key, prefix in _PREFIXES.items():
+        if any(name.startswith(key) for name in shapes):
+            return prefix
+    return None
+
+
+def _candidates(search: Search) -> list[Recipe]:
+    try:
+        names = _names()
+    except UnavailableError:
+        return []
+    prefix = _prefix(search.shapes) or ""
+    recipes = [search.recipe(name) for name in names if name.startswith(prefix)]
+    return search.fitted(recipes) or search.adapted(recipes)
+
+
+TORCHVISION = Library(
+    name="torchvision",
+    names=_names,
+    lookup=_lookup,
+    recipe=_recipe,
+    build=_build,
+    resized=_resized,
+    takes_squares=_is_vit,
+    published=_published,
+    preprocessings=_preprocessings,
+    config_args=lambda cfg, preprocess: {},
+    converted=_converted,
+    takes_heads=False,
+    as_in=_as_in,
+    marks=lambda shapes: _prefix(shapes) is not None,
+    candidates=_candidates,
+)
