@@ -31,7 +31,7 @@ from pathlib import Path
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("elsa_core", "elsa_cli", "triton"):
-            raise ImportError(name + " is blocked")
+            raise ModuleNotFoundError(name + " is blocked")
 import torch
 sys.meta_path.insert(0, Block())
 _, built, stub, plans, model, *batches = sys.argv

@@ -115,7 +115,7 @@ import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {names!r}:
-            raise ImportError(f"{{name}} is broken here")
+            raise ModuleNotFoundError(f"{{name}} is broken here")
 sys.meta_path.insert(0, Block())
 sys.argv = ["elsa", *{arguments!r}]
 from elsa_cli.main import main

@@ -36,7 +36,7 @@ import torch
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "elsa_core":
-            raise ImportError(name + " is blocked")
+            raise ModuleNotFoundError(name + " is blocked")
 sys.meta_path.insert(0, Block())
 sys.path.insert(0, sys.argv[1])
 import load
@@ -133,7 +133,7 @@ import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("elsa_core", "timm"):
-            raise ImportError(name + " is blocked")
+            raise ModuleNotFoundError(name + " is blocked")
 sys.meta_path.insert(0, Block())
 sys.path.insert(0, sys.argv[1])
 import numpy as np
