@@ -61,7 +61,7 @@ def _announced() -> bool:
     return True
 
 
-def watched() -> bool:
+def traced() -> bool:
     """Whether a compiler, tracer, transform or dispatch mode is active in this thread.
 
     Then what is called must be what is written, and Python must not branch on lengths.
@@ -82,14 +82,14 @@ def place(tensor: Tensor) -> str:
 
 
 def surroundings() -> tuple[int, int | None, int]:
-    """How many modes and transforms are active, of those of `watched` that a forward can begin and
+    """How many modes and transforms are active, of those of `traced` that a forward can begin and
     end itself. No compiler comes here.
     """
     return _modes(), _level(), forward_ad._current_level
 
 
 def recorded() -> bool:
-    """As `watched`, but for the modes that only observe."""
+    """As `traced`, but for the modes that only observe."""
     # a constant for the compiler, which need not know of observers
     return bool(
         is_compiling()
@@ -101,10 +101,11 @@ def recorded() -> bool:
 
 
 def by_operator(*grads: Tensor | None) -> bool:
-    """Whether a backward has to call its operator: a second derivative may be asked for, something
-    watches, or the gradients are a batch of them (`is_grads_batched`), which has no memory.
+    """Whether a backward has to call its operator: a second derivative may be asked for, a
+    compiler, tracer, transform or mode is active, or the gradients are a batch of them
+    (`is_grads_batched`), which has no memory.
     """
-    if torch.is_grad_enabled() or watched():
+    if torch.is_grad_enabled() or traced():
         return True
     return any(t is not None and _batched(t) for t in grads)
 
@@ -194,7 +195,7 @@ differentiates_otherwise._dynamo_marked_constant = True  # type: ignore[attr-def
 
 
 def below_autograd(operator: Any, *arguments: Any) -> Any:
-    """Call an operator where none of `watched` is active and autograd would not record it."""
+    """Call an operator where none of `traced` is active and autograd would not record it."""
     if torch.is_inference_mode_enabled():  # already below it
         return operator(*arguments)
     with torch._C._AutoDispatchBelowAutograd():

@@ -74,7 +74,7 @@ def ordinary(
         TypeError: query, key, value or attn_mask is no tensor.
         ArgumentError, UnavailableError: as `elsa_core.attention`.
     """
-    if calls.watched() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
+    if calls.traced() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
         return None
     try:
         shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
@@ -214,7 +214,7 @@ def _served(
         )
         arguments = (q, k, v, mask, is_causal, scale, precision)
         faster: Tensor | None = None
-        if not return_lse and not calls.watched() and not calls.differentiates(q, k, v, mask):
+        if not return_lse and not calls.traced() and not calls.differentiates(q, k, v, mask):
             choice = routing.chosen("attention", q.device, *kind[1:], backend)
             faster = _by_row(choice, *arguments)
         run = routing.RUNS["attention", name]
@@ -244,7 +244,7 @@ def _trains_whole(
     if not gradient:
         return ""
     # also under capture, so that a graph holds kernels that its warm-up has loaded
-    work = None if calls.watched() else query.numel() * key.shape[2]
+    work = None if calls.traced() else query.numel() * key.shape[2]
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     name = routing.training_name("attention", *kind, gradient, work, boolean)
     return _if_taken(name, query, key, attn_mask)

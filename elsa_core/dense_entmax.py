@@ -127,7 +127,7 @@ def of_heads(alpha: float | Tensor, query: Tensor) -> tuple[float, Tensor | None
     )
     if not fits:
         raise ArgumentError(f"alpha of shape {list(shape)} does not broadcast to {list(full)}")
-    if alpha.device.type == "cpu" and alpha.numel() and not calls.watched():
+    if alpha.device.type == "cpu" and alpha.numel() and not calls.traced():
         low, high = (float(end) for end in alpha.detach().aminmax())
         if not LEAST_ALPHA <= low <= high <= MOST_ALPHA:
             raise ArgumentError(f"alpha has entries from {low} to {high}, which must lie in [1, 4]")

@@ -61,7 +61,7 @@ def packed(
             f"{query.shape[0]}, {key.shape[0]}, {value.shape[0]}"
         )
     starts, others, of_values = (_offsets(t) for t in (query, key, value))
-    if others is not of_values and not calls.watched() and not torch.equal(others, of_values):
+    if others is not of_values and not calls.traced() and not torch.equal(others, of_values):
         raise ArgumentError("key and value have sequences of different lengths")
     q, k, v = (t.values().transpose(0, 1) for t in (query, key, value))  # [T, H, D] each
     longest = _longest(query), _longest(key)

@@ -205,7 +205,7 @@ def require_inside(bias_index: Tensor, rows: int) -> bool:
     Raises:
         ArgumentError: an entry is negative or too large.
     """
-    if bias_index.device.type != "cpu" or calls.watched():  # traced values may not exist
+    if bias_index.device.type != "cpu" or calls.traced():  # traced values may not exist
         return False
     if bias_index.numel():
         low, high = (int(end) for end in bias_index.aminmax())

@@ -136,7 +136,7 @@ def serve(
     bits, limit = relief_bits(relief), threshold(sparsity_asked)
     arguments = (q, k, v, mask, is_causal, float(scale), precision, limit, bits)
     out: Tensor
-    if calls.watched() or calls.differentiates(q, k, v, mask):
+    if calls.traced() or calls.differentiates(q, k, v, mask):
         out, lse, counts = run(*arguments)
     else:
         out, lse, counts = calls.below_autograd(run, *arguments)

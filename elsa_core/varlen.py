@@ -116,7 +116,7 @@ def varlen_attention(
             name = routing.name_of("varlen_attention", *kind, backend)
             run = routing.RUNS["varlen_attention", name]
             arguments = (*given, is_causal, scale, precision)
-            if calls.watched() or calls.differentiates(*given[:3]):
+            if calls.traced() or calls.differentiates(*given[:3]):
                 out, lse = run(*arguments)
             else:
                 out, lse = calls.below_autograd(run, *arguments)
@@ -295,7 +295,7 @@ def _longest(
 
 
 def _longest_of(side: str, tokens: int, cu_seqlens: Tensor, most: int | None) -> int | None:
-    unread = cu_seqlens.device.type == "meta" or calls.watched()
+    unread = cu_seqlens.device.type == "meta" or calls.traced()
     if unread or (most is not None and cu_seqlens.device.type != "cpu"):
         return most
     starts = packing.checked_bounds(f"cu_seqlens_{side}", cu_seqlens, tokens)

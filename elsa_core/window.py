@@ -107,7 +107,7 @@ def window_attention(
             image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
             head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
         )  # fmt: skip
-        if calls.watched():
+        if calls.traced():
             out = run(*arguments)
         elif calls.differentiates(qkv, bias, pad_qkv, logit_scale):
             profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name

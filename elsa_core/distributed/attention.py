@@ -142,7 +142,7 @@ def _arguments(
         kind = (calls.place(query), query.dtype, query.shape[-1], value.shape[-1], precision)
         routing.name_of("attention", *kind, backend)
     except (ArgumentError, TypeError, ValueError, UnavailableError) as error:
-        if not calls.watched() and isinstance(query, Tensor):
+        if not calls.traced() and isinstance(query, Tensor):
             agreement.refuse(groups.by_name(name), error, query.device)
         raise
     wanted = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)

@@ -100,7 +100,7 @@ class GraphedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own result for its own arguments."""
-        if self.model.training or calls.watched() or BACKEND.is_capturing():
+        if self.model.training or calls.traced() or BACKEND.is_capturing():
             return self.model(*args, **kwargs)
         return self._graphs.call(self.model, args, kwargs)
 

@@ -163,7 +163,7 @@ def _told(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
 
 
 def _args_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
-    """The arguments that the shapes say, and that nobody typed."""
+    """The arguments that the shapes say and no flag gave."""
     apart = {*(given or {}), *_SIZES, "in_chans"}
     told = {key: value for key, value in recipe.args.items() if key not in apart}
     return f" with {', '.join(f'{key}={value}' for key, value in told.items())}" if told else ""

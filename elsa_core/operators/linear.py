@@ -279,7 +279,7 @@ class Eager(torch.autograd.Function):
     `forward` takes input, weight, bias, precision, `kernel` and `backward`: the last two what the
     operators `elsa::linear` and `elsa::linear_backward` take. The Python layers of
     `torch.library.register_autograd` take the host more time than all else of a call. Only for
-    calls that none of `calls.watched` sees.
+    calls that none of `calls.traced` sees.
     """
 
     @staticmethod

@@ -213,7 +213,7 @@ def recorded(operator: str, backend: str) -> Callable[..., Any] | None:
     The same kernels and formulas in fewer steps: the Python layers of
     `torch.library.register_autograd`, in both directions, take the host more time than all else of
     a call. None where a backend has no kernel to be called directly. Only for calls that none of
-    `calls.watched` sees.
+    `calls.traced` sees.
     """
     kernel = DIRECT.get((operator, backend))
     if kernel is None:

@@ -4,8 +4,8 @@ They use no matrix instruction, so that they serve every CUDA device that the in
 its NVRTC know, Turing (sm_75) too, which Triton does not serve. Float32 alone, forward; gradients
 are those of every other backend's forward.
 
-Not chosen by auto until they are timed beside the others: they serve calls that ask for
-`backend="portable"`.
+They serve calls that ask for `backend="portable"`, and under auto those of precision "ieee" on a
+GPU that Triton does not serve; others when they have been timed beside the others' kernels.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     if getattr(site, "elsa_sparsity", None) is not None:
         return False
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
-    if not fused or calls.watched() or not wants_training(site, x, projection):
+    if not fused or calls.traced() or not wants_training(site, x, projection):
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)

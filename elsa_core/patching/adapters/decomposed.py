@@ -75,7 +75,7 @@ def attend_decomposed(
 def _places(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:
     """[prefix + rows * columns, rows + columns + more]: one-hot row and column of each key."""
     rows, columns = keys
-    if like.is_cuda and not calls.watched():  # three launches
+    if like.is_cuda and not calls.traced():  # three launches
         found = like.new_zeros(prefix + rows * columns, rows + columns + more)
         grid = found[prefix:].unflatten(0, keys)
         grid[..., :rows].diagonal(dim1=0, dim2=2).fill_(1)
@@ -100,7 +100,7 @@ def table(rel: Tensor, queries: int, keys: int) -> Tensor:
 def table_ahead(rel: Tensor, queries: int, keys: int) -> Tensor:
     """[queries, keys, D] from relative embeddings [2 * keys - 1, D], as bottleneck and halo
     attention count them: entry (i, j) is of j - i."""
-    if rel.is_cuda and queries == keys and not calls.watched():  # one launch
+    if rel.is_cuda and queries == keys and not calls.traced():  # one launch
         return rel.unfold(0, keys, 1).flip(0).transpose(1, 2)
     i = torch.arange(queries, device=rel.device)[:, None]
     j = torch.arange(keys, device=rel.device)[None, :]

@@ -116,8 +116,8 @@ def _warm_up(by_elsa: Callable[[], object]) -> None:
 
 
 def is_within_original(site: Any) -> bool:
-    """Whether a site is called within `all_original`, where nothing that watches calls has begun
-    since, and was patched without names and sparsity.
+    """Whether a site is called within `all_original`, where no mode or transform has begun since,
+    and was patched without names and sparsity.
     """
     # a compiler reads no further than its own question; the shorter one, which every layer asks
     if is_dynamo_compiling() or not _CHOICES.within or _CHOICES.within != calls.surroundings():
@@ -164,7 +164,7 @@ def is_host_bound(
     """
     if is_compiling():  # no compiler may read a length, the table or what is noted
         return False
-    waits = x.is_cuda and not calls.watched() and _waits(site, operator, x, work)
+    waits = x.is_cuda and not calls.traced() and _waits(site, operator, x, work)
     if not waits or site.training:  # a warm-up would draw from the generator of its dropout
         return _answered(waits and torch.is_grad_enabled())
     kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
@@ -201,7 +201,7 @@ def by_sdpa(
     if is_original(backend, precision):
         return True
     named = backend != "auto" or precision != "strict"
-    if named or not query.is_cuda or calls.watched() or not _is_small(query, key, mask):
+    if named or not query.is_cuda or calls.traced() or not _is_small(query, key, mask):
         return _answered(False)
     masked = None if mask is None else (mask.shape, mask.dtype, mask.stride())
     shapes = query.shape, key.shape, value.shape, masked

@@ -169,7 +169,7 @@ def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         hash(terms)
     except (TypeError, RecursionError):
         return None
-    if not any(x.is_cuda for x in tensors) or calls.watched() or is_captured():
+    if not any(x.is_cuda for x in tensors) or calls.traced() or is_captured():
         return None
     cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     modes = model.training, torch.is_grad_enabled(), cast

@@ -50,7 +50,7 @@ def note(mask: Tensor, valid: Tensor, of_queries: bool) -> None:
 
     Only where it would be used: an eager call on a CPU, an eighth of padding, no empty sequence.
     """
-    if calls.watched() or mask.device.type != "cpu" or mask.dtype not in _DTYPES:
+    if calls.traced() or mask.device.type != "cpu" or mask.dtype not in _DTYPES:
         return
     if pays(valid):
         rows = valid.flatten().nonzero().squeeze(1)
@@ -75,7 +75,7 @@ def hidden_keys(mask: Any) -> Tensor | None:
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return None
-    if calls.watched() or mask.device.type != "cpu" or mask.shape[1] != 1 or not mask.numel():
+    if calls.traced() or mask.device.type != "cpu" or mask.shape[1] != 1 or not mask.numel():
         return None
     row = mask[:, :, :1]
     valid = row[:, 0, 0]
@@ -107,7 +107,7 @@ def packed_mask(padding: Padding) -> Tensor:
 def padding_of(mask: Tensor | None) -> Padding | None:
     """What `note` wrote on a mask, as long as the mask is what it was."""
     found: Padding | None = getattr(mask, "elsa_padding", None)
-    if found is None or mask is None or calls.watched():
+    if found is None or mask is None or calls.traced():
         return None
     return found if torch.equal(found.contents, mask) else None
 

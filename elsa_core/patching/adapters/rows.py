@@ -43,7 +43,7 @@ def row_of(module: Any, read: flat.Reader, x: Tensor) -> Tensor | None:
     """A patched block's forward as `read` reads it, see `flat.served`; None where its modules must
     be called.
     """
-    if calls.watched() or not x.is_cuda:
+    if calls.traced() or not x.is_cuda:
         return None
     if leaves_out(ACTIVATION) or leaves_out(RESIDUAL):  # a measurement
         return None

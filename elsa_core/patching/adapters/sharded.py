@@ -34,7 +34,7 @@ def compare_calls(model: Any, images: Tensor, check: Callable[[], None], **terms
             names this one; or the ranks differ.
         UnavailableError: a rank does not answer.
     """
-    if calls.watched() or _is_captured(images) or place(model.elsa_group)[1] == 1:
+    if calls.traced() or _is_captured(images) or place(model.elsa_group)[1] == 1:
         check()
         return
     group = by_name(model.elsa_group)

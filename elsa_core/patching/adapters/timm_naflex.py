@@ -104,7 +104,7 @@ def _packs(
     """Whether the blocks can take a call's tokens packed, where no hook or tracer would see it."""
     if patch_coord is None or patch_valid is None or attn_mask is not None:
         return False
-    if calls.watched() or patch_valid.device.type != "cpu" or model.rope is not None:
+    if calls.traced() or patch_valid.device.type != "cpu" or model.rope is not None:
         return False
     if model.attn_pool is None and model.global_pool not in _POOLS:
         return False

@@ -72,7 +72,7 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
     def _elsa_has_row(self, x: Tensor) -> bool:
         """Whether a call need not go through `_attn`: by a caller's own, or by the original's."""
         attn: Any = self.attn
-        if "_attn" in vars(self) or calls.watched() or type(attn) is not WindowAttention:
+        if "_attn" in vars(self) or calls.traced() or type(attn) is not WindowAttention:
             return False
         return not keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size)
 

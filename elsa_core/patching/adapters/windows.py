@@ -115,7 +115,7 @@ def attend_windows(site: Any, qkv: Tensor, bias: Tensor | None, **terms: Any) ->
     under autocast: a kernel would wait for the copy.
     """
     pad = terms.get("pad_qkv")
-    if pad is not None and pad.dtype != qkv.dtype and not calls.watched():
+    if pad is not None and pad.dtype != qkv.dtype and not calls.traced():
         sizes = zip(qkv.shape[1:3], terms["window_size"], strict=True)
         if not any(n % w for n, w in sizes):
             terms["pad_qkv"] = None

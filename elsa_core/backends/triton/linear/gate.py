@@ -201,7 +201,7 @@ def serve(
     terms = (activation, residual, scale, precision, halves, powers)
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
         return None
-    if wanted and plain and not (small or fused or calls.watched()):
+    if wanted and plain and not (small or fused or calls.traced()):
         by_kernel: Tensor = Eager.apply(input, weight, bias, precision, _forward, _backward)
         return by_kernel
     if not small and (recorded or wanted or not plain):

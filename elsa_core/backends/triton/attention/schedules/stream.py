@@ -1,6 +1,6 @@
 """The stream-K schedule: equal shares of key tiles, joined in the launch that folds them.
 
-No GPU has run it yet: calls that say nothing are not served by it, within `stream_k` they are.
+Not timed beside the others: it serves calls within `stream_k` alone.
 Served are calls without a mask or dropout, and packed sequences of backend="triton".
 """
 
