@@ -62,7 +62,7 @@ def run(
                 session.written.append(target)
 
     try:
-        with session.stage("measuring", beats=True) as update:
+        with session.stage("measuring") as update:
             bench.run(
                 cases, document, device=device, keep=keep, limit_seconds=given["limit"],
                 progress=update,

@@ -23,10 +23,15 @@ _VISION = re.compile(r"^def ((?:vit|swin|maxvit)_\w+)\(", re.MULTILINE)
 BASELINES = (
     "eager", "control", "sdpa", "compile", "eager+graph", "sdpa+graph", "compile+graph", "all",
 )  # fmt: skip
-TABLES = (
-    "vit", "window", "sweep", "varlen", "entmax", "fp32", "fp16", "bf16", "decode", "lengths",
-    "million", "batch8", "resolution", "families", "steps", "paper",
-)  # fmt: skip
+TABLES = {
+    "attention": (
+        "vit", "window", "sweep", "varlen", "entmax", "fp32", "fp16", "bf16", "decode", "lengths",
+        "million",
+    ),
+    "models": ("batch8", "resolution", "families"),
+    "training": ("steps", "paper"),
+    "linear": (),
+}  # fmt: skip
 
 # Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.
 _BASH = BashComplete.source_template.rstrip() + '\nCOMP_WORDBREAKS="${COMP_WORDBREAKS//:}"\n'
@@ -60,6 +65,11 @@ def commands(
 ) -> list[CompletionItem[str]]:
     """The names of elsa's commands."""
     names = ctx.find_root().command.list_commands(ctx)  # type: ignore[attr-defined]  # the group
+    return starting(names, incomplete)
+
+
+def starting(names: Iterable[str], incomplete: str) -> list[CompletionItem[str]]:
+    """Fixed names that begin so."""
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
@@ -84,8 +94,12 @@ def baselines(
 def tables(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """The tables of `elsa bench`."""
-    return among(TABLES, incomplete)
+    """The tables of `elsa bench`, those of its KIND where that was typed, without those named."""
+    # Click leaves arguments alone where an option lacks its value, as --table does here.
+    kinds = [each for each in (ctx.params.get("kind"), *ctx.args) if each in TABLES] or TABLES
+    taken = ctx.params.get("tables") or ()
+    offered = [name for kind in kinds for name in TABLES[kind]]
+    return starting((name for name in offered if name not in taken), incomplete)
 
 
 def _matching(incomplete: str) -> list[str]:
@@ -138,8 +152,8 @@ def known(library: str) -> set[str]:
 
 
 def mentions(library: str, name: str) -> bool:
-    """Whether a library's sources have this name as a function or a text: not every model is
-    offered for completion, and deprecated names are registered as texts."""
+    """Whether a library's sources have this name as a function or a table's key: not every model
+    is offered for completion, and deprecated names are keys."""
     word = re.escape(name)
-    held = re.compile(rf"^def {word}\(|['\"]{word}['\"]", re.MULTILINE)
+    held = re.compile(rf"^def {word}\(|^ {{4}}['\"]{word}['\"]\s*:", re.MULTILINE)
     return bool(_scan(_folder(library, "models").glob("*.py"), held, ""))

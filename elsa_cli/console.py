@@ -212,27 +212,26 @@ class Session:
 
     @contextlib.contextmanager
     def stage(
-        self, text: str, *, drawn: bool = True, beats: bool = False, imports: bool = False
+        self, text: str, *, drawn: bool = True, beats: bool = True, imports: bool = False
     ) -> Iterator[Update]:
         """Show that `text` is going on, while it is; yields `update(label, done, total)`.
 
-        Not `drawn` where a library draws progress of its own (a download). With `beats` a stderr
-        that is no terminal gets a line every 10 s. Where it only `imports` packages, Ctrl-C ends
-        the process at once.
+        A stderr that is no terminal gets a line every 10 s, unless `beats` is off. Not `drawn`
+        where a library draws progress of its own (a download). Where it only `imports` packages,
+        Ctrl-C ends the process at once. Neither of the two beats.
         """
         signals.check()
         start = time.perf_counter()
         if imports:
-            with signals.importing(self._leave), uncollected(), self.stage(text) as update:
+            silent = self.stage(text, beats=False)
+            with signals.importing(self._leave), uncollected(), silent as update:
                 yield update
             return
-        if not self.quiet and beats and not self._interactive():
-            with self._beating(text) as update:
-                yield update
-        elif self.quiet or not drawn or not self._interactive():
+        interactive = self._interactive()
+        if self.quiet or not drawn or not (interactive or beats):
             yield lambda label, done, total: None
         else:
-            with self._bar(text) as update:
+            with self._bar(text) if interactive else self._beating(text) as update:
                 yield update
         signals.check()
         if self.verbose:

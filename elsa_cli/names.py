@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elsa_cli import completion
-from elsa_cli.errors import MODEL, CommandError
+from elsa_cli.errors import MODEL, CommandError, ModelFileError
 
-_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+# What can only be meant as a file, as the loader sees it, though it is none of a model.
+_OTHERS = (".onnx", ".txt", ".json")
+_SUFFIX = re.compile(r"\.[a-z]{1,12}\d?", re.IGNORECASE)
+_EXPECTED = "files of weights end in .safetensors, .pth, .pt, .bin or .ckpt"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 # What papers and torch.hub call models, in timm's words.
 _SIZES = {"ti": "tiny", "t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge",
           "g": "giant"}  # fmt: skip
@@ -27,13 +32,15 @@ _SHOWN = 4
 class _Spelling:
     """How MODEL spells a library's names: what comes first, and the name without its tag.
 
-    `shortened`: a name may end at an underscore, and is completed.
+    `shortened`: a name may end at an underscore, and is completed. `owner`: whose repositories on
+    the hub are the library's models.
     """
 
     library: str
     prefix: str
     bare: Callable[[str], str]
     shortened: bool = False
+    owner: str = ""
 
 
 def _before_dot(name: str) -> str:
@@ -46,10 +53,12 @@ def _clip(name: str) -> str:
 
 # As `elsa_core.loading.libraries.LIBRARIES`, which imports torch. A test compares them.
 _SPELLINGS = (
-    _Spelling("timm", "", _before_dot, shortened=True),
+    _Spelling("timm", "", _before_dot, shortened=True, owner="timm"),
     _Spelling("open_clip", "open_clip:", _clip),
     _Spelling("torchvision", "torchvision:", _before_dot),
 )
+# What a colon may follow beside a library's name.
+_PLACES = ("hf-hub", "local-dir")
 LIBRARIES = {spelling.library: spelling for spelling in _SPELLINGS}
 
 
@@ -67,24 +76,53 @@ def check(text: str) -> None:
     given = text.strip()
     if not given or "\0" in given:
         return
-    library, colon, rest = given.partition(":")
+    prefix, colon, rest = given.partition(":")
+    library = prefix.replace("-", "_")
+    if colon and (library in LIBRARIES or prefix in _PLACES) and not rest:
+        hint = f"; `elsa list '{library}:*'` names them" if library in LIBRARIES else ""
+        raise ModelNameError(f"{given!r} names no model after the colon{hint}")
     if colon:
-        if library in LIBRARIES and rest and not rest.startswith("hf-hub:"):
+        if library in LIBRARIES and not rest.startswith("hf-hub:"):
             _check_name(library, rest, given)
-        return
-    if given.startswith((".", "/", "~")) or given.lower().endswith(_SUFFIXES):
+    elif given.startswith((".", "/", "~")) or given.lower().endswith((*_WEIGHTS, *_OTHERS)):
         _check_path(given)
-    elif "/" not in given and "\\" not in given and not _exists(given):
+    elif "/" in given:
+        if given.partition("/")[0] not in {one.owner for one in _SPELLINGS}:
+            _check_path(given)
+    elif "\\" not in given and not exists(given):
         _check_name(_SPELLINGS[0].library, given, given)
 
 
 def _check_path(given: str) -> None:
-    if not _exists(given):
-        raise ModelNameError(f"no such file or directory: {given}")
+    if exists(given):
+        return
+    hub = ""
+    if _HUB_ID.fullmatch(given) and not given.startswith(".") and not given.endswith(_WEIGHTS):
+        hub = f"; for a model of the Hugging Face hub write hf-hub:{given}"
+    raise ModelNameError(f"no such file or directory: {given}{hub}")
 
 
-def _exists(given: str) -> bool:
-    """Whether there is such a path; a path that cannot be looked up is for the loader."""
+def check_file(path: Path | None, what: str) -> None:
+    """Refuse a file that a command is to read and that is not there.
+
+    Raises: ModelFileError.
+    """
+    if path is not None and not exists(path):
+        raise ModelFileError(f"{path}: no such {what}")
+
+
+def check_images(folder: Path | None) -> None:
+    """Refuse a folder of images that is none.
+
+    Raises: ModelFileError.
+    """
+    if folder is not None and not folder.is_dir():
+        what = "not a folder" if folder.exists() else "no such folder of images"
+        raise ModelFileError(f"{folder}: {what}")
+
+
+def exists(given: str | Path) -> bool:
+    """Whether there is such a path; a path that cannot be looked up is for the reader."""
     try:
         path = Path(given).expanduser()
         return path.is_symlink() or path.exists()
@@ -106,9 +144,9 @@ def _check_name(library: str, name: str, given: str) -> None:
         return  # an alias
     what = f"no file and no {library}" if given == name else f"no {library}"
     close = ", ".join(close_names(bare, library if given != name else None))
-    hint = (
-        f"close names: {close}" if close else f"`elsa inspect --all '{library}:*'` tries them all"
-    )
+    hint = f"close names: {close}" if close else f"`elsa list '{library}:*'` names them"
+    if given == name and not close and _SUFFIX.fullmatch(Path(given).suffix):
+        hint = f"{_EXPECTED}; `elsa list` names models"
     raise ModelNameError(f"{what} model is named {given[:80]!r}; {hint}")
 
 

@@ -145,7 +145,7 @@ class DeviceName(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem[str]]:
-        return completion.among(DEVICES, incomplete)
+        return completion.starting(DEVICES, incomplete)
 
 
 class FilePath(click.Path):
@@ -194,10 +194,10 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem[str]]:
-        """What the last of the values may continue as."""
-        before, comma, last = incomplete.rpartition(",")
+        """What the last of the values may continue as, without those that stand before it."""
+        last = incomplete.rpartition(",")[2]
         offered = self.each.shell_complete(ctx, param, last)
-        return [CompletionItem(f"{before}{comma}{item.value}") for item in offered]
+        return completion.among([item.value for item in offered], incomplete)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def open_model(
     Raises: ModelError, UnavailableError, ArgumentError with one line each.
     """
     names.check(text)
+    names.check_images(options.images)
     import_torch(session)
     # The device is asked for first: a missing one is known before seconds go into loading.
     device = resolve_device(options.device)
@@ -112,11 +113,12 @@ def patch_model(
         )
 
 
-def check_plan_alone() -> None:
-    """Refuse options that a plan has already settled.
+def check_plan_alone(path: Path) -> None:
+    """Refuse a plan that is not there, and options that it has already settled.
 
-    Raises: click.UsageError.
+    Raises: click.UsageError, ModelFileError.
     """
+    names.check_file(path, "plan")
     if typed(_CHOICES):
         raise click.UsageError(
             "--plan names sites and kernels itself: leave --include, --exclude, --scope, "

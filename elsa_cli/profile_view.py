@@ -147,7 +147,7 @@ def _sites(session: Session, sites: list[Document]) -> None:
         before, after = (sum(s[key] for s in left) for key in ("seconds_before", "seconds_after"))
         share = f"{sum(float(each.rstrip('%')) for each in shares[_SLOWEST:-1]):.1f}%"
         rows.append([f"{len(left)} more sites", "", "", _ms(before), _ms(after),
-                     f"{before / after:.2f}", share, "", ""])  # fmt: skip
+                     words.group_short(left), share, "", ""])  # fmt: skip
     rows.append([rest["path"], "", "", _ms(rest["seconds_before"]), _ms(rest["seconds_after"]),
                  words.ratio_short(rest["ratio"]), shares[-1], "", ""])  # fmt: skip
     columns = ("site", ">tokens", ">heads", ">ms", ">after", ">times", ">share", ">error", "by")

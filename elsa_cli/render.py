@@ -71,12 +71,13 @@ def inspection(session: Session, found: Inspection) -> None:
                      _tokens(one), f"{share:.1%}" if share else ""])  # fmt: skip
     # Paths stay whole on a narrow terminal, so that they can be copied.
     session.table(["  site", ">", "class", "kind", ">heads", ">tokens", ">FLOPs"], rows, wrap=2)
-    session.line()
+    if rows:
+        session.line()
     for extra, members in group_by(found.sites, lambda site: ", ".join(site.extra)):
         if extra:
             session.line(f"with {extra}: {_count(members)}")
-    if any(site.flops for site in found.sites):
-        session.line("FLOPs: of q k^T and the product with v alone, without projections", "dim")
+    for line in _flops(found):
+        session.line(line, "dim")
     if any(site.query_tokens != site.key_tokens for site in found.sites):
         session.line("tokens: queries:keys of a call where the two differ", "dim")
     stay = [site for site in found.sites if not site.patchable]
@@ -85,6 +86,18 @@ def inspection(session: Session, found: Inspection) -> None:
         session.line(f"not patchable: {_count(members)} of {classes}: {reason}", "yellow")
     if found.note:
         session.line(found.note, "yellow")
+
+
+def _flops(found: Inspection) -> list[str]:
+    """What the numbers of the column FLOPs cover."""
+    from elsa_core.patching import LAYERS
+
+    layer = {site.kind in LAYERS for site in found.sites if site.flops}
+    said = {
+        False: "FLOPs: of q k^T and the product with v alone, without projections",
+        True: "FLOPs of linear layers, MLPs and patch embeddings: of all their products",
+    }
+    return [line for of_layers, line in said.items() if of_layers in layer]
 
 
 def kernels(routes: dict[int, Route]) -> str:
@@ -176,15 +189,22 @@ def _severity(excess: float | None) -> float:
 
 def _heads(site: AttentionSite) -> str:
     if site.num_heads is None:
-        return "?"
+        return _unknown(site)
     return f"{site.num_heads}" if site.head_dim is None else f"{site.num_heads}x{site.head_dim}"
 
 
 def _tokens(site: AttentionSite) -> str:
     if site.query_tokens is None:
-        return "?"
+        return _unknown(site)
     same = site.query_tokens == site.key_tokens
     return f"{site.query_tokens}" if same else f"{site.query_tokens}:{site.key_tokens}"
+
+
+def _unknown(site: AttentionSite) -> str:
+    """For what is not known of attention; a layer has none of it."""
+    from elsa_core.patching import LAYERS
+
+    return "" if site.kind in LAYERS else "?"
 
 
 def _size(size: tuple[int, int, int]) -> str:

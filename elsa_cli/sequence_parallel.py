@@ -45,7 +45,7 @@ def profile(session: Session, model: str, given: dict[str, Any]) -> None:
             from elsa_core.measuring import environment
         device = _joined(given["device"])
         try:
-            with session.stage("profiling", beats=True) as update:
+            with session.stage("profiling") as update:
                 found, about = _measured(model, given, device, lambda what: update(what, 0, 0))
         finally:
             _leave()

@@ -356,4 +356,6 @@ def _checked_names(activation: str, precision: str, backend: str, dtype: torch.d
     validate(precision, dtype)
     known = ("auto", *(each.name for each in routing.BACKENDS))
     if backend not in known:
+        if not isinstance(backend, str):
+            raise TypeError(f"backend must be text, not {type(backend).__name__}")
         raise ArgumentError(f"backend={backend!r} is unknown: choose one of {', '.join(known)}")

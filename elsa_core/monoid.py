@@ -126,6 +126,7 @@ def merge(a: State, b: State) -> State:
     the factors are 1, so that no exp(-inf + inf) is evaluated, forward or backward.
 
     Raises:
+        TypeError: not two states of tensors.
         ArgumentError: a state is float16 or bfloat16.
 
     Reference: ELSA, Eq. 4 in its symmetric form.
@@ -229,7 +230,11 @@ def finalize(state: State) -> tuple[Tensor, Tensor]:
     """Leave the monoid: output = W / S [..., dv] and lse = m + ln S [...] (natural logarithm).
 
     Where no key took part (S = 0) the output is zeros and lse is -inf. NaN stays NaN.
+
+    Raises:
+        TypeError: not a state of tensors.
     """
+    _require_tensors(state)
     empty = state.S == 0
     safe = torch.where(empty, torch.ones_like(state.S), state.S)
     output = torch.where(
@@ -285,9 +290,16 @@ def _factor(m_own: Tensor, m: Tensor) -> Tensor:
     return torch.exp(torch.where(nothing, torch.zeros_like(delta), delta))
 
 
-def _require_wide(state: State) -> None:
+def _require_tensors(state: State) -> None:
     if not isinstance(state, State):
         raise TypeError(f"states must be of elsa_core.State, not {type(state).__name__}")
+    for name, part in zip(State._fields, state, strict=True):
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} of a State must be a tensor, not {type(part).__name__}")
+
+
+def _require_wide(state: State) -> None:
+    _require_tensors(state)
     if state.S.dtype not in _WIDE or state.W.dtype not in _WIDE:
         raise ArgumentError(
             f"state: {state.S.dtype}/{state.W.dtype} sums lose keys; convert the state to float32"
@@ -300,6 +312,8 @@ def _stacked(states: State | Iterable[State]) -> State:
     listed = list(states)
     if not listed:
         raise ArgumentError("states: no state to merge; pass at least one, or State.identity(...)")
+    for state in listed:
+        _require_tensors(state)
     return State(*(torch.stack(parts) for parts in zip(*listed, strict=True)))
 
 

@@ -80,10 +80,13 @@ def validate(precision: str, dtype: torch.dtype) -> str:
         dtype: dtype of query, key and value.
 
     Raises:
+        TypeError: `precision` is no text.
         ArgumentError: unknown precision, or one that does not take this dtype.
     """
     known = PRECISIONS.get(precision)
     if known is None:
+        if not isinstance(precision, str):
+            raise TypeError(f"precision must be text, not {type(precision).__name__}")
         raise ArgumentError(f"precision: {precision!r} is unknown; use one of {_names(PRECISIONS)}")
     if dtype in known.dtypes:
         return precision

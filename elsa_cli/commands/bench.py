@@ -209,7 +209,7 @@ def _kind_of(kind: str | None, published: dict[str, Any] | None, given: dict[str
         raise click.UsageError("--from goes with --compare")
     of_file = None if published is None else published["command"].partition(" ")[2]
     if kind is None and of_file is None:
-        raise click.UsageError("Missing argument 'attention', 'models' or 'training'")
+        raise click.UsageError("Missing argument 'attention', 'linear', 'models' or 'training'")
     if None not in (kind, of_file) and kind != of_file:
         raise click.UsageError(f"--compare: {given['compare']} holds {of_file}, not {kind}")
     chosen = str(kind or of_file)

@@ -170,7 +170,7 @@ def _pack(session: Session, arch: int, out: Path, jobs: int, only: str) -> dict[
     from elsa_core.backends.triton.pack import build
 
     start = time.perf_counter()
-    with session.stage(f"compiling sm_{arch}", beats=True) as update:
+    with session.stage(f"compiling sm_{arch}") as update:
         built = build.build(arch, out, jobs=jobs, only=only, progress=update)
     session.written.append(built.folder)
     for kernel, reason in built.left_out.items():

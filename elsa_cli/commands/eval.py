@@ -9,7 +9,6 @@ import click
 
 from elsa_cli import names
 from elsa_cli.console import Session
-from elsa_cli.errors import ModelFileError
 from elsa_cli.options import (
     LARGEST_BATCH,
     Command,
@@ -72,10 +71,8 @@ def command(
 
     options = Options.of(given | {"batch_size": batch_size})
     names.check(model)
-    if not images.is_dir():
-        raise ModelFileError(f"{images}: no such folder of images")
-    if labels is not None and not labels.exists():
-        raise ModelFileError(f"{labels}: no such file of labels")
+    names.check_images(images)
+    names.check_file(labels, "file of labels")
     loaded = pipeline.open_model(session, model, options)
     found = _labelled(loaded, images, labels, limit)
     report = pipeline.patch_model(session, loaded, options, strict=False)
@@ -115,7 +112,7 @@ def _evaluate(
 
     read = reader(loaded.input_size, loaded.mean, loaded.std, crop_pct=loaded.crop_pct,
                   interpolation=loaded.interpolation)  # fmt: skip
-    with session.stage("evaluating", beats=True) as update:
+    with session.stage("evaluating") as update:
         batches = found.batches(read, batch_size)
         return evaluate(loaded.model, batches, total=len(found.files), progress=update)
 
@@ -153,5 +150,4 @@ def _verdict(outcome: EvalReport) -> str:
         )
         parts.append(f"top-1 {before} before, {after} after")
     parts.append(f"{len(outcome.changed)} of {outcome.images} images changed their class")
-    faster = outcome.rate_patched / outcome.rate_original
-    return " · ".join([*parts, f"{faster:.2f}x the throughput"])
+    return " · ".join([*parts, outcome.speed_text])

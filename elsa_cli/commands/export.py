@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from elsa_cli import completion
+from elsa_cli import completion, names
 from elsa_cli.console import Session
 from elsa_cli.errors import TargetError, check_text
 from elsa_cli.options import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from elsa_core.proof import CheckReport
 
 _LONGEST_LABELS = 16 * 2**20
+_EXACT = "computing float64 of the fp32 model"
 FORMATS = ("torchscript", "onnx", "pt2")
 
 
@@ -52,11 +53,11 @@ class Formats(click.ParamType):  # type: ignore[type-arg]  # generic in new Clic
         """The names; a usage error for one that is unknown."""
         if isinstance(value, tuple):
             return value
-        names = tuple(name.strip() for name in str(value).lower().split(","))
-        for name in names:
+        given = tuple(name.strip() for name in str(value).lower().split(","))
+        for name in given:
             if name not in FORMATS:
                 self.fail(f"{name!r} is no format; choose among {', '.join(FORMATS)}", param, ctx)
-        return names
+        return given
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -151,21 +152,28 @@ def command(
     if quantize and ("onnx" not in formats or options.dtype != "fp32"):
         raise click.UsageError("--quantize is made of model.onnx in fp32: name onnx in --formats "
                                "and leave --dtype out")  # fmt: skip
+    _check_inputs(model, options, labels, sign)
     key = None if sign is None else _private_key(sign)
-    names = () if labels is None else _names(labels)
+    labelled = () if labels is None else _names(labels)
     steps = Steps()
     exact = None
     if options.dtype != "fp32":
+        steps.next(_EXACT)
         exact = _exact(session, model, replace(options, dtype="fp32"), tower)
+        steps.next("loading")
     loaded = pipeline.open_model(session, model, options)
     loaded = _tower(loaded, tower, options)
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
     _check_early(output, zipped, force, formats, dynamic_size)
     if quantize:
+        steps.next(_EXACT)
         exact = _exact_outputs(session, loaded, options)
+    steps.next("patching")
     report = pipeline.patch_model(session, loaded, options, strict=False)
+    steps.next("preparing the kernels")
     routes = pipeline.routes(session, loaded, report)
+    steps.next("checking")
     outcome = _check(session, loaded, options)
     with session.stage("exporting") as update:
         from elsa_core.exporting.bundle import export
@@ -183,7 +191,7 @@ def command(
             zip=zipped,
             force=force,
             key=key,
-            labels=names,
+            labels=labelled,
             loaded=loaded,
             check=outcome,
             seed=options.seed,
@@ -202,7 +210,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._begun = time.perf_counter()
-        self._name = "loading, patching and checking"
+        self._name = "loading"
         self._taken: dict[str, float] = {}
 
     def next(self, name: str) -> str:
@@ -237,6 +245,14 @@ def _check_early(
         raise TargetError(f"{output} exists; give another -o, or --force to replace it")
     if output.exists() and not zipped and not output.is_dir():
         raise TargetError(f"{output} is not a directory; --force replaces bundles only")
+
+
+def _check_inputs(model: str, options: Options, labels: Path | None, sign: Path | None) -> None:
+    """Refuse what is not there before anything heavy is imported."""
+    names.check(model)
+    names.check_images(options.images)
+    names.check_file(labels, "file of labels")
+    names.check_file(sign, "private key")
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -285,7 +301,7 @@ def _exact_outputs(session: Session, loaded: Loaded, options: Options) -> Exact:
         cases = dict(token_cases(loaded.model, options.batch_size, options.seed))
     else:
         cases = pipeline.check_inputs(session, loaded, options)
-    with session.stage("computing float64 of the fp32 model"):
+    with session.stage(_EXACT):
         return exact_outputs(loaded.model, cases)
 
 

@@ -83,7 +83,7 @@ def command(
     check = check or options.images is not None
     _check_target(output, force)
     if plan is not None:
-        pipeline.check_plan_alone()
+        pipeline.check_plan_alone(plan)
     loaded = pipeline.open_model(session, model, options)
     if plan is None:
         report = pipeline.patch_model(session, loaded, options, all_sites, offload)

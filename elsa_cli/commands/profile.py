@@ -77,7 +77,9 @@ class OutOfMemoryError(CommandError):
 )  # fmt: skip
 @click.option(
     "--budget", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True,
-    metavar="SECONDS", help="Limit of one configuration's rounds and sites.",
+    metavar="SECONDS",
+    help="Limit of one configuration's rounds; its sites take what is left. Where sites are timed "
+    "whatever it says (--sites, or on CUDA), their time comes on top.",
 )  # fmt: skip
 @click.option(
     "--sites/--no-sites", default=None,
@@ -132,7 +134,7 @@ def command(session: Session, /, model: str, **given: Any) -> None:
     document = _document(plan, given, environment.describe(plan.device))
     keep = _keeper(session, given["resume"] or given["output"])
     try:
-        with session.stage("profiling", beats=True) as update:
+        with session.stage("profiling") as update:
             sweep.run(plan, points, document, keep=keep, progress=update)
     except BaseException:
         # What is finished is a result, whatever ended the sweep.

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
+from elsa_cli import names
 from elsa_cli.commands.check import failure
 from elsa_cli.commands.export import artefact_row
 from elsa_cli.console import Session
-from elsa_cli.errors import VerdictError
+from elsa_cli.errors import ModelFileError, VerdictError
 from elsa_cli.options import Command, FilePath, output_options, pass_session
 
 
@@ -37,6 +38,9 @@ def command(
     from elsa_cli import pipeline
     from elsa_cli.probes import environment
 
+    if not names.exists(bundle):
+        raise ModelFileError(f"no such bundle: {bundle}")
+    names.check_file(key, "public key")
     pipeline.import_torch(session)
     asks = not (files_only or trust or key)  # and a question is not drawn over
     with session.stage(f"verifying {bundle}", drawn=not asks) as update:

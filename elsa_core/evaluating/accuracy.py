@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
+from elsa_core.measuring.intervals import FEWEST_ROUNDS, Ratio, ratio
 from elsa_core.patching import original, patched_sites, plain_model
 from elsa_core.summary import Summarised, Summary
 
@@ -52,7 +53,9 @@ class EvalReport(Summarised):
         changed: the images whose class changed, in order.
         rate_original, rate_patched: images per second of the forwards alone, the median of
             `timed_batches`; the first batch is left out where there are several. An indication:
-            `elsa_core.profile` measures, with an interval.
+            `elsa_core.profile` measures.
+        speed: how many times the original's throughput the patched model has, with the interval of
+            the batches; None for fewer of them than decide anything (6).
     """
 
     images: int
@@ -66,6 +69,7 @@ class EvalReport(Summarised):
     rate_original: float
     rate_patched: float
     timed_batches: int
+    speed: Ratio | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -83,6 +87,14 @@ class EvalReport(Summarised):
         columns = (">image", ">label", ">original", ">patched", ">margin")
         then = Summary("classes that changed", columns, changed) if changed else None
         return Summary(title, ("", ">original", ">patched"), self.rows(), then=then)
+
+    @property
+    def speed_text(self) -> str:
+        """The throughput of both compared, in words."""
+        if self.speed is None:
+            return "too few batches to compare throughput"
+        one = self.speed
+        return f"{one.value:.2f}x the throughput ({one.low:.2f} to {one.high:.2f})"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What was measured, of the original and of the patched model, as text."""
@@ -240,4 +252,12 @@ def _report(counts: _Counts) -> EvalReport:
         rate_original=median(timed["original"]),
         rate_patched=median(timed["patched"]),
         timed_batches=len(timed["original"]),
+        speed=_speed(timed["original"], timed["patched"]),
     )
+
+
+def _speed(before: Sequence[float], after: Sequence[float]) -> Ratio | None:
+    """The ratio of images per second, from both runs of each batch."""
+    if len(before) < FEWEST_ROUNDS:
+        return None
+    return ratio([1 / rate for rate in before], [1 / rate for rate in after])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,12 +134,14 @@ def export(
         The bundle.
 
     Raises:
+        TypeError: `model` is no `nn.Module`, or directory, formats or labels no text.
         ExportError: the model disagrees with the original, cannot be traced or exported, or an
             artefact does not reproduce it.
         ArgumentError: an argument, or the target, cannot be used.
         NothingPatchedError: no site of the model is patched.
         UnavailableError: a package, a compiler or disk space is missing.
     """
+    _check_types(directory, formats, labels)
     chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti, quantize)
     chosen = dataclasses.replace(chosen, labels=tuple(labels))
     given = files.located(directory)
@@ -166,6 +168,14 @@ def export(
     except OSError as error:
         raise files.explained(error, given) from error
     return Bundle(given, manifest, tuple(reports))
+
+
+def _check_types(directory: object, formats: object, labels: object) -> None:
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"directory must be text or a pathlib.Path, not {type(directory).__name__}")
+    for name, given in (("formats", formats), ("labels", labels)):
+        if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
+            raise TypeError(f"{name} must be several texts, not {given!r}")
 
 
 def _choices(

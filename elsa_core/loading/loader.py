@@ -163,7 +163,7 @@ def load_model(
         preprocess: mean, std, crop_pct and interpolation where the model's own are not meant.
 
     Raises:
-        TypeError: spec, dtype, seed or preprocess of a wrong type.
+        TypeError: an argument of a wrong type.
         ModelError: unknown name, unreadable or unsupported file, tensors that do not fit or that
             the library would resample or drop.
         ArgumentError: an image size, device, dtype, arch, model_kwargs or preprocess that cannot
@@ -176,9 +176,14 @@ def load_model(
         ("dtype", dtype, torch.dtype, "a torch.dtype"),
         ("seed", seed, SupportsIndex, "a whole number"),
         ("preprocess", asked, Given, "an elsa_core.loading.Given"),
+        ("pretrained", pretrained, bool, "True or False"),
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
+    if isinstance(image_size, str) or not isinstance(image_size, int | Sequence | None):
+        raise TypeError(
+            f"image_size must be one or two whole numbers, not {type(image_size).__name__}"
+        )
     size = None if image_size is None else checked_size(image_size)
     target = _checked_device(device)
     if not dtype.is_floating_point:
@@ -323,7 +328,11 @@ def _loaded(
 def _checked_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except TypeError:
+        raise TypeError(
+            f"device must be text or a torch.device, not {type(device).__name__}"
+        ) from None
+    except RuntimeError as error:
         line = str(error).splitlines()[0]
         raise ArgumentError(f"device (--device) {device!r} is unknown: {line}") from None
     if found.type == "cuda":

@@ -173,7 +173,7 @@ def _unknown(library: Library, text: str, given: str) -> str:
     arch = text.split(".", maxsplit=1)[0]
     close = difflib.get_close_matches(arch, [*names, *others], n=4, cutoff=0.6)
     shown = ", ".join(others.get(name, name) for name in close)
-    hint = f"close names: {shown}" if close else f"see {library.name}.list_models() for the names"
+    hint = f"close names: {shown}" if close else f"`elsa list '{library.name}:*'` names them"
     return f"no file and no {library.name} model is named {given!r}; {hint}"
 
 

@@ -281,6 +281,8 @@ def _refuse_traced() -> None:
 
     def refusal(name: str) -> Callable[..., Any]:
         def symbolic(*_: Any, **__: Any) -> Any:
+            # Else torch.onnx writes the whole graph to stdout first; each export turns it on again.
+            torch._C._jit_set_onnx_log_enabled(False)
             raise ModelError(
                 f"torch.onnx.export(dynamo=False) cannot write the operator {name}: give it the "
                 "model itself, on the CPU, or leave dynamo=False out; elsa.export(model, ...) "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from elsa_core import pages
+from elsa_core.patching.adapters import table
 from elsa_core.patching.sites import Inspection
-from elsa_core.patching.text import reasons, sites_table
+from elsa_core.patching.text import reasons, sites_of, sites_table
 
 
 def write_page(name: str, about: str, found: Inspection, path: Path) -> Path:
@@ -30,7 +31,9 @@ def page(name: str, about: str, found: Inspection) -> str:
     stay = [site for site in found.sites if not site.patchable]
     share = sum(site.flops_share or 0.0 for site in good)
     work = f", with {share:.1%} of the model's FLOPs" if share else ""
-    said = f"{len(good)} of {len(found.sites)} attention sites can be patched{work}."
+    layers = any(site.kind in table.LAYERS for site in found.sites)
+    which = sites_of("model" if layers else "attention")
+    said = f"{len(good)} of {len(found.sites)} {which} can be patched{work}."
     parts = [
         f"<h1>{pages.text(name)}: its attention</h1>",
         f'<p class="dim">{pages.text(about)}</p>',
@@ -42,11 +45,12 @@ def page(name: str, about: str, found: Inspection) -> str:
         titles, rows = sites_table(found.sites)
         columns = [title.lstrip(">") if title[0] == ">" else f".{title}" for title in titles]
         parts += ["<h2>Sites</h2>", pages.table(columns, rows)]
+        more = " Of linear layers, MLPs and patch embeddings: of all their products." * layers
         parts.append(
             '<p class="dim">FLOPs: of the two products of attention, q k<sup>T</sup> and that with '
-            "v, as a share of the whole model's; projections do not count among them. tokens: "
-            "queries:keys of a call, one number where they are equal. count: sites that are alike."
-            "</p>"
+            "v, as a share of the whole model's; projections do not count among them."
+            f"{more} tokens: queries:keys of a call, one number where they are equal. count: sites "
+            "that are alike.</p>"
         )
     if found.total_flops:
         size = " x ".join(map(str, found.input_size))

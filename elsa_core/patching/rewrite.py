@@ -133,7 +133,7 @@ def patch(
         The sites patched and those kept, with reasons.
 
     Raises:
-        TypeError: `model` is no `nn.Module`, or include or exclude no text.
+        TypeError: `model` is no `nn.Module`, or another argument is of a wrong type.
         ArgumentError: precision, backend, scope or offload is unknown, the model's dtype or class
             does not take it, or a glob matches no site.
         UnavailableError: the backend asked for by name does not serve the model's device or dtype.
@@ -141,6 +141,8 @@ def patch(
         ModelError: with `mesh`, the model cannot be sharded.
     """
     model = plain_model(model)
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, not {type(strict).__name__}")
     if mesh is not None:
         from elsa_core.patching import sharding
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ElsaError
 from elsa_core.measuring import rounds
-from elsa_core.measuring.intervals import FEWEST_ROUNDS, Ratio, ratio
+from elsa_core.measuring.intervals import FEWEST_ROUNDS, Ratio, middle_means, ratio
 from elsa_core.measuring.rounds import Sample, Samples, Settings
 from elsa_core.measuring.timing import Contender
 from elsa_core.messages import first_line
@@ -30,7 +30,14 @@ from elsa_core.patching import (
     patched_sites,
     shared_copy,
 )
-from elsa_core.profiling.sites import SiteClock, SiteProfile, outermost, profiles, served
+from elsa_core.profiling.sites import (
+    SiteClock,
+    SiteProfile,
+    order_of,
+    outermost,
+    profiles,
+    served,
+)
 from elsa_core.profiling.timeline import Cut, Marked, timelines
 from elsa_core.proof import check
 
@@ -41,8 +48,9 @@ _SHARE: Final = 0.25  # of the budget, for the sites
 _SHARE_ASKED: Final = 0.5  # where they were asked for
 _LEAST_ROUNDS: Final = FEWEST_ROUNDS + 2  # that fit into the sites' budget
 _CHECK_CALLS: Final = 12  # forwards that take as long as a check of errors, roughly
-_COVERED: Final = 0.05  # by which the rows' sum may differ from the whole
-_DISTURBED: Final = 0.1  # by which the profiler may slow a graph whose sites it tells apart
+_ASK: Final = "sites=True (--sites)"  # as Python and the command line have it
+_DISTURBED: Final = 0.1  # by which telling the sites apart may slow a run before it is said
+_CORRECTED: Final = 0.1  # by which the sites' rounds may differ from the run's before it is said
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def locate(
     if asked.sites is False:
         return Located()
     if not always and asked.left < least:
-        note = "the budget ended with the verdict: --sites times the attention sites all the same"
+        note = f"the budget ended with the verdict: sites are timed all the same with {_ASK}"
         return Located(notes=(note,))
     share = _SHARE_ASKED if asked.sites else _SHARE
     budget = max(share * asked.settings.budget_seconds, least)
@@ -115,18 +123,18 @@ def locate(
     if lines:
         timed = _from_graphs(samples, lines, found, how.seed)
     else:
-        timed = _from_hooks(ready, places, how, tell)
+        timed = _from_hooks(ready, places, found, how, tell)
     more: tuple[str, ...] = ()
     judged: dict[str, tuple[float, float]] = {}
     if asked.errors and not always and asked.left < _CHECK_CALLS * both:
-        more = ("the budget ended before the sites' errors were checked: --sites checks them",)
+        more = (f"the budget ended before the sites' errors were checked: {_ASK} checks them",)
     elif asked.errors:
         tell("errors", 0, 0)
         judged, more = _errors(ready.patched, ready.arguments)
     routes = served(ready.patched, ready.arguments, list(patched_sites(ready.patched)))
     rows = profiles(places, timed.before, timed.after, routes, judged, how.seed)
     cover = {name: each.value for name, each in timed.covers.items()}
-    return Located(rows, cover, timed.warnings, (*notes, *more))
+    return Located(rows, cover, timed.warnings, (*notes, *timed.notes, *more))
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,7 @@ class _Timed:
     after: Sequence[Sample]
     covers: Mapping[str, Ratio]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def _from_graphs(
@@ -145,11 +154,15 @@ def _from_graphs(
     busy = {name: found.run(name).device_seconds or 0.0 for name in lines}
     before, after = (_of_graph(samples[name], line, busy[name]) for name, line in lines.items())
     covers = {name: _profiled(line, busy[name], seed) for name, line in lines.items()}
-    return _Timed(before, after, covers, _disturbed(covers))
+    return _Timed(before, after, covers, _disturbed(covers, "the profiler"))
 
 
 def _from_hooks(
-    ready: Prepared, places: Sequence[AttentionSite], how: Settings, tell: Progress
+    ready: Prepared,
+    places: Sequence[AttentionSite],
+    found: ModelRuns,
+    how: Settings,
+    tell: Progress,
 ) -> _Timed:
     watched, clocks = _watched(ready, places)
     pair = (each for each in ready.built.contenders if each.name in _PAIR)
@@ -158,8 +171,37 @@ def _from_hooks(
         lambda done, total: tell("sites", done, total),
     )  # fmt: skip
     covers = _cover(samples)
-    before, after = (samples[name] for name in _WATCHED)
-    return _Timed(before, after, covers, _uncovered(covers))
+    own = [found.run(name).seconds for name in _PAIR]
+    pairs, corrections = _scaled([samples[name] for name in _WATCHED], own)
+    notes = _corrected(dict(zip(_PAIR, corrections, strict=True)))
+    return _Timed(pairs[0], pairs[1], covers, _disturbed(covers, "timing its sites"), notes)
+
+
+def _scaled(
+    watched: Sequence[Sequence[Sample]], seconds: Sequence[float]
+) -> tuple[list[list[Sample]], list[float]]:
+    """Samples whose rows add up to the runs' own times, and how far they were from them.
+
+    The sites have rounds of their own, and a machine that others use too is slower in some rounds
+    than in others. Sites keep their share of the call, and take it of the time that is reported.
+
+    Args:
+        watched: samples with the time of each site, of both runs in pairs.
+        seconds: what a call of each run takes, as reported.
+    """
+    means = middle_means(order_of(*watched), [[each.seconds for each in own] for own in watched])
+    corrections = [mean / own for mean, own in zip(means, seconds, strict=True)]
+    pairs = zip(watched, corrections, strict=True)
+    return [[_divided(each, by) for each in own] for own, by in pairs], corrections
+
+
+def _divided(sample: Sample, by: float) -> Sample:
+    return Sample(
+        sample.seconds / by,
+        None if sample.host is None else sample.host / by,
+        None if sample.device is None else sample.device / by,
+        {path: seconds / by for path, seconds in sample.sites.items()},
+    )
 
 
 def _watched(
@@ -175,20 +217,22 @@ def _watched(
     return contenders, clocks
 
 
-def _uncovered(covers: Mapping[str, Ratio]) -> tuple[str, ...]:
+def _disturbed(covers: Mapping[str, Ratio], what: str) -> tuple[str, ...]:
     return tuple(
-        f"the sites of {name} add up to {each.value:.0%} of its time"
+        f"{what} slowed {name} by {each.value - 1:.0%}; its sites are scaled to its own time"
         for name, each in covers.items()
-        if each.rounds >= FEWEST_ROUNDS
-        and not (each.low < 1 + _COVERED and each.high > 1 - _COVERED)
+        if each.rounds >= FEWEST_ROUNDS and each.low > 1 + _DISTURBED
     )
 
 
-def _disturbed(covers: Mapping[str, Ratio]) -> tuple[str, ...]:
-    return tuple(
-        f"the profiler slowed {name} by {each.value - 1:.0%}; its sites are scaled to its own time"
-        for name, each in covers.items()
-        if each.rounds >= FEWEST_ROUNDS and each.low > 1 + _DISTURBED
+def _corrected(corrections: Mapping[str, float]) -> tuple[str, ...]:
+    """What to note of sites whose rounds were slower or faster than those of the runs."""
+    if all(abs(each - 1) <= _CORRECTED for each in corrections.values()):
+        return ()
+    said = " and ".join(f"{each:.2f}x ({name})" for name, each in corrections.items())
+    return (
+        f"sites were timed in rounds of their own, in which a call took {said} of its time in the "
+        "other rounds; they are scaled to that time",
     )
 
 

@@ -20,6 +20,7 @@ from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
 from elsa_core.patching import AttentionSite
 from elsa_core.profiling.boundaries import around
+from elsa_core.window import explain_window_attention
 
 REST: Final = "rest of the model"
 
@@ -213,11 +214,18 @@ def _route(
             pass  # a mask beside causality: the operator takes both, its public face does not
         else:
             return Served(route.backend, route.schedule, precision)
+    if record.kind == "window":
+        try:
+            route = explain_window_attention(**given, backend=asked)
+        except ElsaError:
+            pass  # the backend that was asked for is gone
+        else:
+            return Served(route.backend, route.schedule, precision)
     tensor = next(value for value in given.values() if isinstance(value, Tensor))
     backend = routing.PLAIN
     if operator != str(record.eager._schema.name):
         backend = routing.kernels_of(record.name, tensor.device.type)
-    return Served(backend, record.name, precision)
+    return Served(backend, _KINDS.get(record.kind, ""), precision)
 
 
 def profiles(
@@ -237,9 +245,8 @@ def profiles(
         errors: (patched, original) by path.
         seed: of the bootstrap.
     """
-    wholes = [[_whole(sample) for sample in samples] for samples in (before, after)]
-    order = [math.log(old * new) for old, new in zip(*wholes, strict=True)]
-    (whole,) = middle_means(order, wholes[:1])
+    order = order_of(before, after)
+    (whole,) = middle_means(order, [[_whole(sample) for sample in before]])
 
     def row(site: AttentionSite, pick: Callable[[Sample], float]) -> SiteProfile:
         route = routes.get(site.path, Served("", "", ""))
@@ -265,6 +272,12 @@ def profiles(
     return (*rows, row(_REST_SITE, _rest))
 
 
+def order_of(before: Sequence[Sample], after: Sequence[Sample]) -> list[float]:
+    """A number for each round, the larger the slower it was; see `middle_means`."""
+    pairs = zip(before, after, strict=True)
+    return [math.log(_whole(old) * _whole(new)) for old, new in pairs]
+
+
 def _rest(sample: Sample) -> float:
     # Two clocks: between events that follow one another at once, nothing may be left.
     return max(_whole(sample) - sum(sample.sites.values()), 1e-9)
@@ -275,6 +288,13 @@ def _whole(sample: Sample) -> float:
     return sample.seconds if sample.device is None else sample.device
 
 
+# What there is to say of a call whose operator has no `explain`.
+_KINDS: Final = {
+    "attention": "with a mask beside causality",
+    "window": "attention within windows",
+    "varlen": "sequences of several lengths, packed",
+    "sparse": "a map of tiles",
+}
 _SHARED: Final = (
     "path", "module_class", "kind", "num_heads", "head_dim", "query_tokens", "key_tokens", "extra",
     "flops", "patched", "reason",

@@ -26,18 +26,24 @@ def is_step(found: Document) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with their unit and three digits: `2.54 s`, `257 ms`, `0.82 ms`, `41 us`."""
+    """Seconds with their unit and three digits: `2.50 s`, `257 ms`, `0.820 ms`, `41.0 us`."""
+    if not seconds:
+        return "0 us"
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= (1.0 if unit == "s" else 0.1):
-            return f"{three(seconds * factor)} {unit}"
-    return f"{three(seconds * 1e6)} us"
+            return f"{three(seconds * factor, zeros=True)} {unit}"
+    return f"{three(seconds * 1e6, zeros=True)} us"
 
 
-def three(number: float) -> str:
-    """A number of three digits at least, never in powers of ten: `2536`, `25.4`, `0.082`."""
+def three(number: float, *, zeros: bool = False) -> str:
+    """A number of three digits at least, never in powers of ten: `2,536`, `25.4`, `0.082`.
+
+    Args:
+        zeros: keep zeros at the end: `1.60` for 1.6.
+    """
     if number >= 99.95:
         return f"{number:,.0f}"
-    text = f"{number:.3g}"
+    text = f"{number:#.3g}" if zeros else f"{number:.3g}"
     return f"{number:.6f}".rstrip("0").rstrip(".") if "e" in text else text
 
 
@@ -66,6 +72,24 @@ def ratio_short(ratio: Document) -> str:
     return f"{ratio['value']:.2f}"
 
 
+def group_short(sites: Sequence[Document]) -> str:
+    """`ratio_short` of several sites together, by their times added up.
+
+    The sums have no interval of their own: a number stands there only where every site is decided.
+    """
+    ratios = [site["ratio"] for site in sites]
+    unsure = [each for each in ratios if each["verdict"] == "unsure"]
+    equal = [each for each in ratios if each["verdict"] == "no difference"]
+    if unsure:
+        return ratio_short(min(unsure, key=lambda each: int(each["rounds"])))
+    if len(equal) == len(ratios):
+        return ratio_short(max(equal, key=lambda each: float(each["high"] / each["low"])))
+    if equal:
+        return "undecided"
+    before, after = (sum(s[key] for s in sites) for key in ("seconds_before", "seconds_after"))
+    return f"{before / after:.2f}"
+
+
 def verdict_text(found: Document) -> str:
     """The headline of a point: the fastest patched run against the fastest baseline."""
     gain, own, best = found["gain"], found["best_patched"], found["best_baseline"]
@@ -76,7 +100,7 @@ def verdict_text(found: Document) -> str:
     if gain["verdict"] == "unsure":
         return (
             f"undecided: {gain['rounds']} rounds fitted into the budget, {FEWEST_ROUNDS} are "
-            "needed; a longer --budget gives them"
+            "needed; a longer budget gives them"
         )
     pair = "" if usual else f"{own} is "
     against = "" if usual else f" than {best}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core import calls, operators, reference
+from elsa_core import calls, operators, reference, routing
 from elsa_core.operators.window import largest_score
 from elsa_core.proof.compare import TURBO_EPS
 from elsa_core.proof.samples import jittered
@@ -91,21 +91,37 @@ class OperatorCapture(TorchDispatchMode):
     P is rebuilt from what the operator returned, P = exp(scores - lse) with scores of the same
     queries and keys in float32, and compared with the float64 oracle on evenly spaced rows, so
     that the memory stays bounded (about 2**18 entries of P) whatever the length.
+
+    `backends` are the registered ones that served a call, whose kernels may be no operator of elsa:
+    of these calls nothing is measured here.
     """
 
     def __init__(self, factor: float = 2.0, bound: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.factor, self.bound = factor, bound
         self.calls: list[OperatorCall] = []
+        self.backends: set[str] = set()
+        self._registered: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def __enter__(self) -> OperatorCapture:
         calls.observe(1)  # judged is what runs while no tracer, mode or transform is active
+        runs = routing.RUNS
+        self._registered = {key: run for key, run in runs.items() if key[1] not in routing.SHIPPED}
+        runs.update({key: self._noting(key[1], run) for key, run in self._registered.items()})
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        routing.RUNS.update(self._registered)
         calls.observe(-1)
+
+    def _noting(self, backend: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.backends.add(backend)
+            return run(*args, **kwargs)
+
+        return noted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -128,6 +128,7 @@ def check(
         run.tick("timing", 1)
     results = run.site_run.checks()
     attends = not all(is_layer(site) for site in sites.values())
+    attends &= not any(record.backends for record in run.site_run.records.values())
     failures = _bad_weights(model) + _failures(results, checks, slopes, attends)
     return CheckReport(
         sites=results,
@@ -159,7 +160,7 @@ def _failures(
     sites: Sequence[SiteCheck], cases: Sequence[ModelCheck], slopes: Sequence[GradientCheck],
     attends: bool,
 ) -> list[str]:  # fmt: skip
-    """One line for each thing that failed; `attends`: a site is more than a layer."""
+    """One line for each thing that failed; `attends`: a site has to have run elsa's operator."""
     failures = [f"{site.path}: {site.reason}" for site in sites if not site.ok]
     for one in cases:
         by = "" if one.path == run_paths.EAGER else f" by {one.path}"

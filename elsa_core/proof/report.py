@@ -162,6 +162,7 @@ class SiteRecord:
     case: str = ""
     calls: int = 0
     operator_calls: int = 0
+    backends: set[str] = field(default_factory=set)  # registered ones that served a call
     largest_logit: float = 0.0
     clearest: float = math.inf  # the original's least error of an output other than zero
     drifts: list[Drift] = field(default_factory=list)
@@ -220,7 +221,12 @@ class SiteRecord:
         if self.worst is None and self.layer:
             notes.append(_NOT_REACHED)
         if self.calls and not self.operator_calls and not self.layer:
-            notes.append("the elsa operator was never called here")
+            notes.append(
+                f"it ran by the registered backend {', '.join(sorted(self.backends))}: its output "
+                "is judged, and no operator inside"
+                if self.backends
+                else "the elsa operator was never called here"
+            )
         reason = self.reason()
         return SiteCheck(
             path=path,

@@ -212,6 +212,7 @@ class SiteRun:
 
         settle([judgement], SITE_SAMPLES, again)
         record.add(label, judgement.comparisons, capture.calls)
+        record.backends |= capture.backends
         padded = [call.padded for call in capture.calls]
         return Seen(
             largest_logit=max((call.largest_logit for call in capture.calls), default=0.0),

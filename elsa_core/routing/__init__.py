@@ -49,7 +49,7 @@ from elsa_core.routing.measured import (
     unmeasured,
 )
 from elsa_core.routing.route import Route
-from elsa_core.routing.table import BACKENDS, PLAIN
+from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED
 
 __all__ = [
     "BACKENDS",
@@ -64,6 +64,7 @@ __all__ = [
     "ROUNDED",
     "RUNS",
     "SERVING",
+    "SHIPPED",
     "Chosen",
     "Route",
     "chosen",

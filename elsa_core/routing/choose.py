@@ -74,6 +74,7 @@ def implementation(operator: str, name: str) -> Implementation:
     """What a backend has of an operator; plain PyTorch has every one that is registered.
 
     Raises:
+        TypeError: `name` is no text.
         ArgumentError: no such backend.
         UnavailableError: it has no such operator.
     """
@@ -85,6 +86,8 @@ def implementation(operator: str, name: str) -> Implementation:
     choices = ", ".join(names(operator))
     if any(backend.name == name for backend in BACKENDS):
         raise UnavailableError(f"backend={name!r} has no {operator}: choose one of {choices}")
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be text, not {type(name).__name__}")
     raise ArgumentError(f"backend={name!r} is unknown: choose one of {choices}")
 
 

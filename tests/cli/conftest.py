@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elsa_cli import console
 from elsa_cli.main import run
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +46,9 @@ Elsa = Callable[..., Answer]
 
 @pytest.fixture(autouse=True)
 def _clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder, no settings from outside, and no network."""
+    """An empty folder, no settings from outside, no network, and no lines of progress."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_BEAT_SECONDS", 3600.0)
     for name in os.environ:
         if name.startswith("ELSA_") and name != "ELSA_CACHE_DIR":
             monkeypatch.delenv(name)
@@ -75,6 +78,12 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | own | extra
 
 
+def without_beats(text: str) -> str:
+    """What a process wrote on stderr, without the lines of progress of a slow machine."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not re.search(r" \(\d+ s\)$", line))
+
+
 @pytest.fixture
 def process() -> Elsa:
     """Run the command in a process of its own, as a user does."""
@@ -89,6 +98,6 @@ def process() -> Elsa:
             env=environment(**(env or {})),
             **options,
         )
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return Answer(done.returncode, done.stdout, without_beats(done.stderr))
 
     return call

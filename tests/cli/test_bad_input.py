@@ -187,6 +187,7 @@ def test_a_model_without_attention(elsa: Elsa) -> None:
     answer = elsa("inspect", "resnet18")
     assert answer.code == 0
     assert "no attention found in resnet18" in answer.out
+    assert "\n\n\n" not in answer.out
 
 
 def test_all_sites_excluded(elsa: Elsa) -> None:

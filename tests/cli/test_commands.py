@@ -69,7 +69,19 @@ def test_inspect_says_what_its_columns_mean(elsa: Elsa) -> None:
     out = elsa("inspect", "pvt_v2_b0", "--img", "64").out
     assert "FLOPs: of q k^T and the product with v alone" in out
     assert "256:4" in out and "tokens: queries:keys" in out
-    assert "queries:keys" not in elsa("inspect", *TINY).out
+    assert "queries:keys" not in elsa("inspect", *TINY).out and "all their products" not in out
+
+
+def test_inspect_says_what_the_flops_of_layers_are(elsa: Elsa) -> None:
+    """`mlp.fc1 linear-layer ? ? 29.8%` stood above "FLOPs: ... without projections" alone."""
+    arguments = ("pvt_v2_b0", "--img", "64", "--scope", "model")
+    lines = elsa("inspect", *arguments, "--html", "sites.html").out.splitlines()
+    layers = [line for line in lines if " linear-layer " in line]
+    assert layers and not any("?" in line for line in layers)
+    first = next(i for i, line in enumerate(lines) if line.startswith("FLOPs: of q k^T"))
+    assert lines[first + 1].startswith("FLOPs of linear layers, MLPs and patch embeddings: of all")
+    page = Path("sites.html").read_text(encoding="utf-8")
+    assert "patch embeddings: of all their products" in page and "attention sites can" not in page
 
 
 def test_inspect_writes_a_page(elsa: Elsa) -> None:

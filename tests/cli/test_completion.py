@@ -21,7 +21,7 @@ def complete(words: str, count: int) -> list[str]:
         check=False, env=environment(**variables),
     )  # fmt: skip
     assert done.stderr == ""
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+    return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
 
 
 def test_the_output_options_of_the_script(elsa: Elsa) -> None:
@@ -58,6 +58,24 @@ def test_offers(words: str, expected: str) -> None:
     if expected.startswith("torchvision"):
         pytest.importorskip("torchvision")
     assert expected in complete(words, len(words.split(" ")) - 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("elsa bench models --table ", ["batch8", "resolution", "families"]),
+        ("elsa bench training --table ", ["steps", "paper"]),
+        ("elsa bench training --table steps --table ", ["paper"]),
+        ("elsa bench linear --table ", []),
+        ("elsa profile x --dtype fp32,", ["fp32,fp16", "fp32,bf16"]),
+        ("elsa profile x --precision strict,ieee,", ["strict,ieee,turbo", "strict,ieee,lean"]),
+        ("elsa profile x --baselines eager,co", ["eager,control", "eager,compile",
+                                                 "eager,compile+graph"]),
+        ("elsa export x --formats onnx,", ["onnx,torchscript", "onnx,pt2"]),
+    ],
+)  # fmt: skip
+def test_offers_what_fits_and_is_not_there_yet(words: str, offered: list[str]) -> None:
+    assert complete(words, len(words.split(" ")) - 1) == offered
 
 
 def test_offers_files_for_paths() -> None:

@@ -83,6 +83,10 @@ def test_a_newer_model_has_no_counts(monkeypatch: pytest.MonkeyPatch, elsa: Elsa
 def test_help(elsa: Elsa) -> None:
     assert elsa("help").out == elsa("--help").out
     assert elsa("help", "patch").out == elsa("patch", "--help").out
+    for kind in ("models", "attention"):
+        assert elsa("help", "bench", kind).out == elsa("bench", "--help").out
+    elsa("help", "bench", "modles").fails(2, "modles")
+    elsa("help", "patch", "models").fails(2, "patch takes no 'models'")
     elsa("help", "pach").fails(2, "'pach'", "did you mean 'patch'?")
     assert document(elsa("help", "eval", "--json"))["results"]["command"] == "elsa eval"
 
@@ -92,10 +96,10 @@ def test_offered_names_are_those_of_the_core() -> None:
     from elsa_core.model_runs.variants import BASELINES
 
     assert (*BASELINES, "all") == completion.BASELINES
-    held = [
-        tables
-        for bench in (cases.all_tables(), models.TABLES, training.TABLES)
-        for tables in bench.values()
-    ]
-    named = {name for tables in held for name in tables}
-    assert sorted(completion.TABLES) == sorted(set(named))
+    measured = {
+        "attention": cases.all_tables(), "models": models.TABLES, "training": training.TABLES,
+    }  # fmt: skip
+    for kind, by_device in measured.items():
+        named = {name for tables in by_device.values() for name in tables}
+        assert sorted(completion.TABLES[kind]) == sorted(named)
+    assert set(completion.TABLES) == {*measured, "linear"}

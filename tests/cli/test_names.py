@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elsa_cli import names
+from elsa_cli import names, pipeline
+from elsa_cli.commands import export
 
-from .conftest import environment
+from .conftest import Elsa, environment
 from .test_start import WATCH
 
 HEAVY = ("torch", "timm", "open_clip", "numpy", "elsa_core")
@@ -30,6 +31,41 @@ def test_answered_without_heavy_imports(command: str, text: str) -> None:
     line, modules = done.stderr.splitlines()[0], json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == 4 and line.startswith("error: no ") and text in line
     assert not [name for name in modules if name.split(".")[0] in HEAVY]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("inspect timm:", "names no model after the colon; `elsa list 'timm:*'`"),
+        ("inspect torchvision:", "names no model after the colon; `elsa list 'torchvision:*'`"),
+        ("inspect hf-hub:", "names no model after the colon"),
+        ("inspect model.pht", "'model.pht'; files of weights end in .safetensors"),
+        ("inspect nope", "'nope'; `elsa list 'timm:*'` names them"),
+        ("inspect facebook/dinov2-base", "write hf-hub:facebook/dinov2-base"),
+        ("inspect notes.txt", "no such file or directory: notes.txt"),
+        ("patch test_vit --plan nofile.json", "nofile.json: no such plan"),
+        ("check test_vit --images nowhere", "nowhere: no such folder of images"),
+        ("check test_vit --images file", "file: not a folder"),
+        ("export test_vit --images nowhere", "nowhere: no such folder of images"),
+        ("export test_vit --labels nofile", "nofile: no such file of labels"),
+        ("export test_vit --sign nofile", "nofile: no such private key"),
+        ("export model.pht --sign nofile", "'model.pht'"),
+        ("verify nowhere", "no such bundle: nowhere"),
+        ("verify file --key nofile", "nofile: no such public key"),
+    ],
+)
+def test_what_is_not_there_is_said_without_heavy_imports(
+    elsa: Elsa, monkeypatch: pytest.MonkeyPatch, arguments: str, words: str
+) -> None:
+    """These took 3 to 12 s: torch was imported, or the model loaded, before anybody looked."""
+    Path("file").touch()
+
+    def imported(*_: object, **__: object) -> None:
+        raise AssertionError("torch would be imported")
+
+    monkeypatch.setattr(pipeline, "import_torch", imported)
+    monkeypatch.setattr(export, "_private_key", imported)
+    elsa(*arguments.split()).fails(4, words)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +102,14 @@ def test_what_is_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for text in (
         *("swin_tiny", "vit_base_patch16_224.mae", "vit_tiny_patch16_224_in21k", "timm:test_vit"),
         *("open_clip:ViT-B/32", "open_clip:ViT-B-32/openai", "open_clip:hf-hub:a/b", "hf-hub:a/b"),
-        *("timm/vit_base_patch16_224.mae", "some/repository", "tensorflow:vit", ""),
+        *("timm/vit_base_patch16_224.mae", "tensorflow:vit", "local-dir:mine", ""),
     ):
         names.check(text)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "deep").mkdir()
     (tmp_path / "model.pth").touch()
-    for text in ("mine", "./mine", "model.pth", str(tmp_path)):
+    for text in ("mine", "./mine", "mine/deep", "model.pth", str(tmp_path)):
         names.check(text)
 
 
@@ -84,3 +121,16 @@ def test_every_registered_name_is_found() -> None:
 
     assert set(timm.list_models()) <= completion.known("timm")
     assert set(open_clip.list_models()) <= completion.known("open_clip")
+
+
+def test_every_deprecated_name_is_found() -> None:
+    registry = pytest.importorskip("timm.models._registry")
+    for name in getattr(registry, "_deprecated_models", ()):
+        names.check(name)
+
+
+def test_libraries_are_spelt_as_the_loader_spells_them() -> None:
+    from elsa_core.loading import libraries
+
+    spelt = {one.library: one.owner or None for one in names.LIBRARIES.values()}
+    assert spelt == {library.name: library.hub_owner for library in libraries.LIBRARIES}

@@ -10,6 +10,7 @@ import timm
 import torch
 
 import elsa_core as elsa
+from elsa_core import monoid
 
 T = torch.zeros(1, 1, 2, 8)
 G = torch.zeros(1, 1, 2, 8, requires_grad=True)
@@ -92,6 +93,33 @@ def _patched() -> torch.nn.Module:
         (lambda: elsa.linear(X, X, value=(None, None)), "value"),
         (lambda: elsa.linear(X, X, value=(X, 3)), "value's bias"),
         (lambda: elsa.merge(1, 2), "State"),
+        (lambda: elsa.merge(elsa.State(1, 2, 3), elsa.State(1, 2, 3)), "m of a State"),
+        (lambda: elsa.merge(elsa.State(T, T, [3]), elsa.State(T, T, T)), "W of a State"),
+        (lambda: monoid.finalize(elsa.State([1], [2], [3])), "m of a State"),
+        (lambda: monoid.fold([elsa.State(1, 2, 3), elsa.State(1, 2, 3)]), "m of a State"),
+        (lambda: monoid.tree([1, 2]), "State"),
+        (lambda: elsa.attention(T, T, T, precision=None), "precision"),
+        (lambda: elsa.attention(T, T, T, backend=3), "backend"),
+        (lambda: elsa.explain(T, T, T, precision=3), "precision"),
+        (lambda: elsa.explain(T, T, T, backend=None), "backend"),
+        (lambda: elsa.window_attention(Q, num_heads=1, window_size=(4, 4), backend=3), "backend"),
+        (lambda: elsa.linear(X, X, precision=None), "precision"),
+        (lambda: elsa.linear(X, X, backend=3), "backend"),
+        (lambda: elsa.varlen_attention(P, P, P, CU, backend=3), "backend"),
+        (lambda: elsa.entmax_attention(T, T, T, precision=None), "precision"),
+        (lambda: elsa.patch(_model(), precision=None), "precision"),
+        (lambda: elsa.patch(_model(), backend=3), "backend"),
+        (lambda: elsa.patch(_model(), strict="yes"), "strict"),
+        (lambda: elsa.profile(_model(), torch.zeros(1, 3, 32, 32), backend=3), "backend"),
+        (lambda: elsa.export("vit", "zz"), "model"),
+        (lambda: elsa.export(_patched(), "zz", formats=3), "formats"),
+        (lambda: elsa.export(_patched(), "zz", formats=[3]), "formats"),
+        (lambda: elsa.export(_patched(), "zz", labels=3), "labels"),
+        (lambda: elsa.export(_patched(), 3), "directory"),
+        (lambda: elsa.load("test_vit", pretrained="yes"), "pretrained"),
+        (lambda: elsa.load("test_vit", device=3.5), "device"),
+        (lambda: elsa.load("test_vit", image_size="224"), "image_size"),
+        (lambda: elsa.load("test_vit", image_size=22.5), "image_size"),
         (lambda: elsa.patch("vit"), "model"),
         (lambda: elsa.unpatch(3), "model"),
         (lambda: elsa.inspect("vit"), "model"),

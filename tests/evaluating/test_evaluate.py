@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib import resources
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import elsa_core as elsa
+from elsa_cli import console
 from elsa_cli.main import run
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.evaluating import labelled_images
@@ -31,6 +33,7 @@ def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Elsa:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_BEAT_SECONDS", 3600.0)
 
     def call(*arguments: object) -> tuple[int, str, str]:
         code = run([str(each) for each in arguments])
@@ -150,20 +153,32 @@ def test_the_command(command: Elsa, trained: Path, digits: Path) -> None:
     assert "360 images, 360 with a class (folders are numbers of classes)" in out
     verdict = out.splitlines()[-1]
     assert verdict.startswith("top-1 9") and "0 of 360 images changed their class" in verdict
+    assert re.search(r"\d\.\d\dx the throughput \(\d\.\d\d to \d\.\d\d\)$", verdict)
     code, out, err = command("eval", trained, "--images", digits, "--json", "--limit", "30")
     document: dict[str, Any] = json.loads(out)
     schema = resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text("utf-8")
     jsonschema.validate(document, json.loads(schema), cls=jsonschema.Draft202012Validator)
     assert document["results"]["evaluation"]["images"] == 30
+    assert document["results"]["evaluation"]["speed"] is None
     assert document["results"]["evaluation"]["changed"] == []
+
+
+def test_few_batches_do_not_compare_throughput(trained: Path, digits: Path) -> None:
+    """Two batches of 40 images said 0.80x, without a range."""
+    model, given = batches(trained, digits)
+    few = elsa.evaluate(model, given[:6])  # of which the first is not timed
+    assert few.speed is None and few.speed_text == "too few batches to compare throughput"
+    report = elsa.evaluate(model, [(images[:8], labels[:8]) for images, labels in given * 2])
+    assert report.speed is not None and report.speed.rounds == report.timed_batches == 11
+    assert report.speed.low <= report.speed.value <= report.speed.high
+    assert f"{report.speed.value:.2f}x the throughput (" in report.speed_text
+    assert report.to_dict()["speed"]["low"] == report.speed.low
 
 
 def test_progress_is_told(
     command: Elsa, trained: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches are counted, and a file gets a line now and then."""
-    from elsa_cli import console
-
     model, given = batches(trained, digits)
     seen: list[tuple[str, int, int]] = []
     elsa.evaluate(model, given, progress=lambda *each: seen.append(each))

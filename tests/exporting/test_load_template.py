@@ -161,20 +161,57 @@ def test_nothing_to_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Non
         template.main([str(bundle), "-o", "out.txt"])
 
 
+def test_names_of_another_model_are_refused(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two names for a thousand classes were taken and never shown."""
+    pictures(bundle / "images", 255)
+    (bundle / "names.txt").write_text("cat\ndog\n")
+    assert template.main([str(bundle / "images"), "--labels", str(bundle / "names.txt")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines()[-1] == "error: --labels: 2 names for 3 classes"
+
+
+@pytest.mark.parametrize("option", ["--top", "--batch-size"])
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_numbers_below_one_are_refused(
+    bundle: Path, capsys: pytest.CaptureFixture[str], option: str, number: str
+) -> None:
+    with pytest.raises(SystemExit):
+        template.main([str(bundle), option, number])
+    assert "give 1 or more" in capsys.readouterr().err
+
+
+def run_without(package: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """load.py as a program, on a machine that lacks a package."""
+    script = folder / "load.py"
+    script.write_text(Path(template.__file__).read_text())
+    (folder / "manifest.json").write_text(json.dumps(FACTS))
+    hidden = (
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", hidden, str(script), *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ["numpy", "PIL"])
+def test_missing_packages_name_the_pip_line(tmp_path: Path, package: str) -> None:
+    done = run_without(package, tmp_path, "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage:") and done.stderr == ""
+    done = run_without(package, tmp_path, "a.png")
+    assert done.returncode == 1 and done.stdout == ""
+    line = "error: load.py needs numpy and pillow: pip install numpy pillow"
+    assert done.stderr.splitlines() == [line]
+
+
 @pytest.mark.parametrize("arguments", [[], ["--format", "onnx"]], ids=str)
 def test_a_missing_runtime_names_the_pip_line(tmp_path: Path, arguments: list[str]) -> None:
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
-    (tmp_path / "manifest.json").write_text(json.dumps(FACTS))
-    script = tmp_path / "load.py"
-    script.write_text(Path(template.__file__).read_text())
-    hidden = (
-        "import runpy, sys; sys.modules['onnxruntime'] = None; sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", hidden, str(script), str(tmp_path / "a.png"), *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = run_without("onnxruntime", tmp_path, str(tmp_path / "a.png"), *arguments)
     assert done.returncode == 1 and done.stdout == ""
     last = done.stderr.splitlines()[-1]
     assert last == (

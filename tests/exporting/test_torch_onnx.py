@@ -391,8 +391,11 @@ def test_calls_of_packed_sequences_export(is_causal: bool, way: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["vit", "swin"])
-def test_a_graph_that_was_traced_before_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    """torch.onnx knew nothing of its nodes, and said so in the words of operators' authors."""
+def test_a_graph_that_was_traced_before_is_refused_in_one_line(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch.onnx knew nothing of its nodes, and said so in the words of operators' authors, after
+    the whole graph on stdout."""
     model: nn.Module = timm.create_model(**MODELS[name]).eval()
     assert elsa.patch(model).patched
     size = MODELS[name]["img_size"]
@@ -403,6 +406,7 @@ def test_a_graph_that_was_traced_before_is_refused_in_one_line(name: str, tmp_pa
             traced, (images,), str(tmp_path / "t.onnx"), dynamo=False, opset_version=18
         )
     assert "\n" not in str(caught.value)
+    assert "graph" not in capfd.readouterr().out
     torch.onnx.export(
         model, (images,), str(tmp_path / "m.onnx"), dynamo=False, opset_version=18
     )  # as the line says

@@ -165,7 +165,6 @@ def test_torchvision() -> None:
         ("test_vit", -5, "positive"),
         ("test_vit", 10**9, "limit of 16384"),
         ("test_vit", (64, 64, 64), "one or two"),
-        ("test_vit", 64.0, "one or two"),
         ("test_vit", True, "one or two"),
         ("test_vit", 100, "patch size 16 of test_vit; nearest valid: 96 or 112"),
         ("test_vit", 15, "nearest valid: 16"),

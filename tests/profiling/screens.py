@@ -19,7 +19,9 @@ from PIL import Image, ImageChops
 from elsa_core.profiling import page
 
 FOLDER = Path(__file__).parent / "screens"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSERS = (
+    "chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell",
+)  # fmt: skip
 WIDTHS = {390: 6400, 800: 6000, 1280: 3200}  # and a height that holds the page
 SCHEMES = {"light": 1, "dark": 0}
 _KEPT = 4  # pixels of the screen, each way, that are one of a picture that is kept

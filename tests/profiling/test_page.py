@@ -132,7 +132,7 @@ def test_the_model_is_drawn_before_and_after() -> None:
     ]  # fmt: skip
     assert [float(x) for x, _, _ in before] == [0, 10, 30, 60]
     assert sum(float(width) for _, width, _ in after) == pytest.approx(80)
-    assert "before: 1 s" in drawn and "patched: 800 ms" in drawn
+    assert "before: 1.00 s" in drawn and "patched: 800 ms" in drawn
     assert "layers.0 (2 sites): 300 ms → 300 ms" in drawn
     one = charts.model_strips([{**sites[0], "path": ""}, sites[-1]])
     assert "the model (1 site)" in one

@@ -7,6 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
+from elsa_core.measuring.rounds import Sample
 from elsa_core.model_runs import variants
+from elsa_core.patching import find_sites
+from elsa_core.profiling import locate
 from elsa_core.profiling.locate import Asked
 from elsa_core.profiling.profile import ProfileReport, profile
+from elsa_core.profiling.sites import profiles, served
 
 from .conftest import small_vit
 
@@ -99,12 +104,45 @@ def test_the_rows_add_up_to_the_whole(report: ProfileReport) -> None:
     for name, part in report.cover.items():
         assert part == pytest.approx(1.0, abs=0.05), name
     for name, key in (("eager", "seconds_before"), ("patched", "seconds_after")):
-        run = report.run(name)
-        if run.spread < 0.05:  # else its rounds and those of the sites differ in more than that
-            total = sum(getattr(site, key) for site in report.sites)
-            assert total == pytest.approx(run.seconds, rel=0.05), name
+        total = sum(getattr(site, key) for site in report.sites)
+        assert total == pytest.approx(report.run(name).seconds, rel=1e-4), name
     assert sum(site.share for site in report.sites) == pytest.approx(1.0, abs=1e-4)
-    assert not [line for line in report.warnings if "add up" in line]
+    assert not [line for line in report.warnings if "timing its sites" in line]
+
+
+def test_sites_timed_on_a_busier_machine_take_the_time_of_the_runs() -> None:
+    """The drawing said 55.7 ms and 78.1 ms where the headline said 31.8 ms and 32.7 ms: another
+    process ran during the sites' rounds."""
+    noise = (1.0, 1.1, 0.9, 1.05, 5.0, 0.95, 1.02, 0.98)
+    watched = [
+        [Sample(whole * by, sites={"a": part * by}) for by in noise]
+        for whole, part in ((0.0557, 0.0111), (0.0781, 0.0234))
+    ]
+    pairs, corrections = locate._scaled(watched, (0.0318, 0.0327))
+    site = find_sites(small_vit(1), "attention")[0]
+    rows = profiles([replace(site, path="a")], *pairs, {}, {}, 0)
+    for key, seconds in (("seconds_before", 0.0318), ("seconds_after", 0.0327)):
+        assert sum(getattr(row, key) for row in rows) == pytest.approx(seconds, rel=1e-4)
+    assert rows[0].seconds_before == pytest.approx(0.0318 * 111 / 557, rel=1e-3)
+    assert rows[0].seconds_after == pytest.approx(0.0327 * 234 / 781, rel=1e-3)
+    (note,) = locate._corrected(dict(zip(("eager", "patched"), corrections, strict=True)))
+    assert "1.77x (eager) and 2.42x (patched)" in note and "scaled" in note
+    assert locate._corrected({"eager": 1.05, "patched": 0.95}) == ()
+
+
+def test_what_serves_a_window() -> None:
+    """Its schedule was the operator's name."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1), num_heads=(1, 2), embed_dim=32
+    ).eval()
+    elsa.patch(model, scope="attention")
+    paths = [site.path for site in find_sites(model, "attention")]
+    found = served(model, (torch.randn(1, 3, 56, 56),), paths)
+    assert set(found) == set(paths)
+    for each in found.values():
+        assert each.backend in ("native", "eager") and each.precision == "strict"
+        assert "window_attention" not in each.schedule and " " in each.schedule
 
 
 def test_what_a_report_says_of_sites(report: ProfileReport) -> None:
@@ -228,12 +266,13 @@ def test_the_verdict_comes_before_the_sites(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Asked, "left", property(lambda self: 0.0))
     found = profile(model, images, rounds=3, budget_seconds=0.3)
     assert found.sites == () and found.rounds >= 3
-    assert any("--sites" in note for note in found.notes)
+    assert any("with sites=True (--sites)" in note for note in found.notes)
     asked = profile(
         model, images, rounds=3, budget_seconds=0.3, sites=True, errors=False,
         progress=lambda what, done, total: timed.append(what),
     )  # fmt: skip
-    assert len(asked.sites) == 3 and asked.notes == ()
+    assert len(asked.sites) == 3
+    assert not any("budget" in note for note in asked.notes)
     assert timed.index("rounds") < timed.index("sites")
     assert {run.name for run in asked.runs} == {"eager", "patched"}  # watched copies are no runs
 

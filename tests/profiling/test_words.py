@@ -36,8 +36,7 @@ def gain(value: float, low: float, high: float, rounds: int = 9) -> dict[str, An
         (gain(1.0, 0.999, 1.004), "no difference found: within 0.4%", ""),
         (
             gain(1.5, 1.4, 1.6, rounds=3),
-            "undecided: 3 rounds fitted into the budget, 6 are needed; a longer --budget gives "
-            "them",
+            "undecided: 3 rounds fitted into the budget, 6 are needed; a longer budget gives them",
             "",
         ),
     ],
@@ -58,16 +57,30 @@ def test_an_undecided_ratio_says_why() -> None:
     assert words.ratio_text(None) == ""
 
 
+def group(*ratios: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"ratio": each, "seconds_before": 0.003, "seconds_after": 0.002} for each in ratios]
+
+
+def test_a_group_of_sites_has_a_number_only_where_all_are_decided() -> None:
+    faster, slower = gain(1.2, 1.1, 1.3), gain(0.8, 0.7, 0.9)
+    equal, wide, few = gain(1.0, 0.97, 1.02), gain(1.0, 0.9, 1.25), gain(0.5, 0.2, 1.1, rounds=4)
+    assert words.group_short(group(faster, slower)) == "1.50"
+    assert words.group_short(group(faster, few)) == "4 rounds"
+    assert words.group_short(group(equal, wide)) == "same ±25%"
+    assert words.group_short(group(faster, equal)) == "undecided"
+
+
 def test_what_binds_a_run() -> None:
     run = {"name": "eager", "bound": "host", "seconds": 0.002, "device_seconds": 0.0005}
-    assert "eager computes for 0.5 ms of 2 ms" in words.bound_text({"runs": [run]})
+    assert "eager computes for 0.500 ms of 2.00 ms" in words.bound_text({"runs": [run]})
     assert words.bound_text({"runs": [run | {"bound": "device"}]}) == ""
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(2.536, "2.54 s"), (254.0, "254 s"), (0.2571, "257 ms"), (0.00821, "8.21 ms"),
-     (0.00041, "0.41 ms"), (4.1e-5, "41 us"), (0.9999, "1,000 ms"), (1234.5, "1,234 s")],
+     (0.00041, "0.410 ms"), (4.1e-5, "41.0 us"), (0.9999, "1,000 ms"), (1234.5, "1,234 s"),
+     (1.603, "1.60 s"), (1.0, "1.00 s"), (99.96, "100 s"), (9.996, "10.0 s"), (0.0, "0 us")],
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
     assert words.duration(seconds) == text

@@ -15,7 +15,9 @@ from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from elsa_core import routing
 from elsa_core.backends import eager
+from elsa_core.backends.support import Backend, Implementation, Support
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.inputs.cases import generated_inputs
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
@@ -164,6 +166,36 @@ def test_a_model_that_never_runs_the_operator_is_not_proven() -> None:
     patch(model)
     report = check(model, torch.randn(2, 5, 16))
     assert not report.ok and "no site ran elsa's operator" in report.failures[0]
+
+
+def test_sites_that_a_registered_backend_serves() -> None:
+    """Its kernels are no operator of elsa: outputs are judged, and a wrong one fails."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", img_size=32).eval()
+    off = 0.0
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *terms: Any) -> tuple[Tensor, Tensor]:
+        weights = (query @ key.mT) * terms[2]
+        return torch.softmax(weights, -1) @ value + off, torch.logsumexp(weights, -1)
+
+    offered = Implementation(
+        lambda request: Support(True), run, lambda *_: "", lambda request: "", asked=True
+    )
+    routing.register(Backend("mine", "cpu", {"attention": offered}))
+    try:
+        patch(model, backend="mine", scope="attention")
+        good = check(model, torch.randn(2, 3, 32, 32))
+        off = 1e-3
+        bad = check(model, torch.randn(2, 3, 32, 32))
+        assert routing.RUNS["attention", "mine"] is run
+    finally:
+        routing.unregister("mine")
+    assert good.ok, good.failures
+    for site in good.sites:
+        assert site.calls and not site.operator_calls
+        assert any("registered backend mine" in note for note in site.notes)
+    assert not bad.ok and all("error" in site.reason for site in bad.sites)
 
 
 class Dropping(nn.Module):

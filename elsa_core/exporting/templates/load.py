@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+if __name__ != "__main__" or importlib.util.find_spec("numpy"):  # else `main` says what is missing
+    import numpy as np
 
 HERE = Path(__file__).resolve().parent
 # The exact formats first: onnx-int8 approximates, and is taken where it is asked for.
@@ -148,26 +149,18 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
             if error := serve(plans, ctypes.c_uint64(len(plans)), b"CUDA"):
                 raise ImportError(error.decode())
         return
-    for name in facts["operators"]:
-        if not _served(torch, name):
-            with _schemas_that_are_there(torch, name):
-                for library in facts["artefacts_libraries"]["torch"]:
-                    torch.ops.load_library(str(bundle / library))
-            return
-
-
-@contextlib.contextmanager
-def _schemas_that_are_there(torch: Any, name: str) -> Iterator[None]:
-    """Where the package is imported it has defined the operators; twice would end the process."""
-    namespace, _, plain = name.partition("::")
-    if not hasattr(getattr(torch.ops, namespace), plain):
-        yield
+    missing = [name for name in facts["operators"] if not _served(torch, name)]
+    if not missing:
         return
-    os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"] = "1"
+    namespace, _, plain = missing[0].partition("::")
+    # Where the package is imported it has defined the operators; twice would end the process.
+    if hasattr(getattr(torch.ops, namespace), plain):
+        os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"] = "1"
     try:
-        yield
+        for library in facts["artefacts_libraries"]["torch"]:
+            torch.ops.load_library(str(bundle / library))
     finally:
-        del os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"]
+        os.environ.pop("ELSA_SCHEMA_DEFINED_BY_PYTHON", None)
 
 
 def _served(torch: Any, name: str, key: str = "CPU") -> bool:
@@ -319,6 +312,8 @@ def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dic
             entry: dict[str, Any] = {"file": str(file)}
             if facts["outputs"][0]["name"] == "logits":
                 shares = softmax(outputs[0][row])
+                if names and len(names) != len(shares):
+                    raise ValueError(f"--labels: {len(names)} names for {len(shares)} classes")
                 entry["classes"] = [
                     {"class": i, "name": "".join(names[i : i + 1]), "probability": shares[i].item()}
                     for i in shares.argsort()[::-1][: given.top].tolist()
@@ -364,6 +359,8 @@ def _arguments(arguments: Sequence[str]) -> Any:
     given = parser.parse_args(arguments)
     if given.output and not given.output.endswith((".csv", ".json")):
         parser.error("-o: give a .csv or a .json file")
+    if min(given.top, given.batch_size) < 1:
+        parser.error("--top and --batch-size: give 1 or more")
     return given
 
 
@@ -371,6 +368,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run images and print the likeliest classes of each, or write them to a file."""
     given, kept, failed = _arguments(arguments), [], 0
     try:
+        if not all(map(importlib.util.find_spec, ("numpy", "PIL"))):
+            raise ImportError("load.py needs numpy and pillow: pip install numpy pillow")
         facts = manifest()
         drawn = facts["model"]["weights"].startswith("random")
         random = "the weights are random, and so are the results" * drawn

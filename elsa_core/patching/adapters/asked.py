@@ -16,10 +16,13 @@ def check_names(precision: str, backend: str) -> None:
     """Refuse a name that there is not.
 
     Raises:
+        TypeError: precision or backend is no text.
         ArgumentError: precision or backend is unknown.
     """
     asked = {"precision": (precision, tuple(PRECISIONS)), "backend": (backend, routing.names())}
     for name, (value, choices) in asked.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be text, not {type(value).__name__}")
         if value not in choices:
             raise ArgumentError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
 
