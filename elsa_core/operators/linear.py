@@ -40,7 +40,6 @@ _QUICK = 1.702  # of quick_gelu: x * sigmoid(1.702 x)
 # Of float32: the exponent's bias and the bits below the exponent.
 _BIAS, _MANTISSA = 127, 23
 _UNIT = 8  # halves of 16 bytes
-_SMALL = 2.0**-4  # entries of scaled rows that keep few bits
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -116,9 +115,7 @@ def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight[n] is (halves[0, n] + halves[1, n]) * powers[n] to 22 significant bits of the row's
     largest entries: powers[n] is the power of two for which max |weight[n]| / powers[n] lies in
     [2**13, 2**14), but no less than 2**-126 (the least normal number), 0 for a row of zeros, and 1
-    for one with an entry that is not finite. It is infinity, a mark, where more than 15 in 16 of a
-    row's entries that are not zero lie below 2**-17 of that range's 2**13: kernels compute
-    products of such a row from the weight itself. Division and difference are exact, so that every
+    for one with an entry that is not finite. Division and difference are exact, so that every
     device gives the same bits; halves of what is not finite, or overflows in such a row, are
     infinities and NaN.
 
@@ -139,13 +136,8 @@ def plain_split(weight: Tensor) -> tuple[Tensor, Tensor]:
         biased = torch.where((weight == 0).all(1), 0, biased)
         powers = (biased << _MANTISSA).view(torch.float32)
     else:
-        exponent = weight.new_zeros(rows, dtype=torch.int32)
         powers = weight.new_zeros(rows)
     scaled = weight / torch.where(powers == 0, 1.0, powers)[:, None]
-    large = scaled.abs() >= _SMALL
-    lone = 15 * large.sum(1) < ((scaled != 0) & ~large).sum(1)
-    lone &= (exponent > 13) & (exponent <= 2 * _BIAS)
-    powers = torch.where(lone, torch.inf, powers)
     scaled = functional.pad(scaled, (0, -depth % _UNIT))
     high = scaled.to(torch.float16)
     low = (scaled - high.to(torch.float32)).to(torch.float16)

@@ -48,6 +48,7 @@ GATED = {
     "channels of other magnitude": ((64, 64, 8), {"channel": 1e12}),
     "normed, an outlier gain": ((64, 64, 8), {"norm": True, "channel": 1e12}),
     "zeros": ((64, 64, 8), {"times": 0.0, "bias": False}),
+    "disjoint": ((64, 64, 64), {"times": 1.0, "disjoint": True, "activation": "none"}),
     "infinity": ((104, 64, 12), {"entry": float("inf")}),
     "not a number": ((104, 64, 12), {"entry": float("nan")}),
 }  # fmt: skip
@@ -147,6 +148,10 @@ def gated_row(shape, options):
             gain[3], shift = options["channel"], None
         gate[:, 3] /= options["channel"]
         value[:, 3] /= options["channel"]
+    if "disjoint" in options:  # rows and columns of large numbers share no channel
+        x[:32, 32:], x[32:, :32], gate[:32, 32:], gate[32:, :32] = 0.0, 0.0, 0.0, 0.0
+        x[:32] *= 1e15
+        gate[32:] *= 1e30
     tile_for = launches.tile_for
     if "tile" in options:
         launches.tile_for = lambda *_: options["tile"]

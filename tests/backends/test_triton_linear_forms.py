@@ -15,6 +15,7 @@ from interpreted import Rows, rows_of
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.linear import gated, gemm, launches, planner, rounded
+from elsa_core.backends.triton.shared.device import Described, describing
 from elsa_core.routing.measured import CENTRED, FORMS, HALF, linear_form, unmeasured
 
 SHARED = {80: 163, 90: 227, 120: 99}
@@ -22,7 +23,8 @@ GATED = [
     "one tile", "ragged", "large", "shallow", "no biases", "one bias", "the other bias", "packed",
     "strided weights", "frozen", "frozen, packed", "padded", "normed", "normed, frozen", "gelu",
     "no activation", "centred", "small rows", "one small row", "large rows",
-    "channels of other magnitude", "normed, an outlier gain", "zeros", "infinity", "not a number",
+    "channels of other magnitude", "normed, an outlier gain", "zeros", "disjoint", "infinity",
+    "not a number",
 ]  # fmt: skip
 ROUNDED = [
     "one tile", "ragged", "images", "large", "frozen", "strided weight", "padded", "all terms",
@@ -83,13 +85,18 @@ def meta(rows, depth, columns, dtype=torch.float32):
     return x, w
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+def planned_for(arch):
+    """Plans are for a GPU of that architecture."""
+    return describing(Described("a GPU", divmod(arch, 10), 132))
+
+
+@pytest.mark.parametrize(("arch", "columns"), [(80, 360), (90, 360), (120, 360), (120, 1152)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_gated_compiles(arch, normed):
+def test_gated_compiles(arch, columns, normed):
     norm = launches.Norm(True, True, 1e-6) if normed else None
-    with unmeasured(*((CENTRED,) if normed else ())):
+    with unmeasured(*((CENTRED,) if normed else ())), planned_for(arch):
         call = gated.Gated(
-            *meta(1370, 1536, 360), (True, True), "silu", single=False, regions=None, norm=norm
+            *meta(1370, 1536, columns), (True, True), "silu", single=False, regions=None, norm=norm
         )
     compiled = compile_launch(call.multiply, torch.float32, "cuda", arch)
     text = compiled.asm["ptx"]
@@ -99,10 +106,10 @@ def test_gated_compiles(arch, normed):
     assert compiled.metadata.shared <= SHARED[arch] * 1024
 
 
-# sm_120 has no room for the large tiles of any float32 product
-@pytest.mark.parametrize(("arch", "columns"), [(80, 2304), (90, 2304), (90, 768), (120, 768)])
+@pytest.mark.parametrize(("arch", "columns"), [(80, 2304), (90, 2304), (90, 768), (120, 2304)])
 def test_rounded_compiles(arch, columns):
-    call = rounded.Rounded(*meta(1576, 768, columns), (True, "gelu", True, True), False)
+    with planned_for(arch):
+        call = rounded.Rounded(*meta(1576, 768, columns), (True, "gelu", True, True), False)
     compiled = compile_launch(call.multiply, torch.float32, "cuda", arch)
     text = compiled.asm["ptx"]
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in text and "cp.async.cg" in text

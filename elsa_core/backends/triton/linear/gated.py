@@ -23,7 +23,7 @@ from elsa_core.backends.triton.linear.halves import normed
 from elsa_core.backends.triton.linear.product import (
     ACTIVATIONS,
     GROUP,
-    TOP,
+    LIFT,
     UNSCALE,
     activated,
     factor_of,
@@ -157,8 +157,8 @@ def gated_product(
         o_y % 2 == 0, RightPowers + i_n + o_y // 2, ValuePowers + i_n + o_y // 2
     )  # fmt: skip
     of_right = tl.load(p_p, mask=o_y // 2 < beside, other=0.0)
-    bad = fails_guard(acc, of_left != 0.0, of_right != 0.0, BM, BN)
-    y = acc * UNSCALE * ((of_left * TOP)[:, None] * (of_right * TOP)[None, :])
+    bad = fails_guard(acc, of_left, of_right, BM, BN)
+    y = acc * UNSCALE * ((of_left * LIFT)[:, None] * (of_right * LIFT)[None, :])
     p_out = Out + i_m * BM * columns + i_n
     gate(
         y, Bias + i_n, ValueBias + i_n, p_out, o_m, tl.where(bad, 0, left), beside, columns, BIAS,
@@ -189,7 +189,7 @@ class Gated:
         self.split = launches.split_launch((rows, others, depth), *strides, single, norm)
         self.split_value = launches.split_launch((columns, 0, depth), strides[1], 0, single)
         shape = launches.Shape(rows, 2 * columns, depth)
-        tile = launches.tile_for(shape, launches.multiprocessors(input.device))
+        tile = launches.tile_for(shape, launches.gpu_of(input.device))
         centred = not single and linear_form(CENTRED, input.device)
         of_weight, of_value = regions or (columns * padded,) * 2
         tail = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elsa_core.backends.triton.linear import halves as splitting
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, join_parts, product
-from elsa_core.backends.triton.shared.device import described
+from elsa_core.backends.triton.shared.device import capability_of, described
 from elsa_core.backends.triton.shared.launch import Launch
 
 # Columns in one pass of `split_rows`, and the blocks of `split_turned`.
@@ -33,12 +33,31 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Gpu(NamedTuple):
+    """What tiles depend on: multiprocessors, bytes of shared memory that a program may use, and the
+    compute capability.
+    """
+
+    multiprocessors: int
+    shared_memory: int
+    capability: tuple[int, int]
+
+
 # Measured on one H200; `tile_for` says where each serves.
+H200 = Gpu(132, 227 << 10, (9, 0))
 LARGE = Tile(128, 128, 64, 8, 3)
 SHALLOW = Tile(64, 128, 32, 4, 4)
 WIDE = Tile(64, 128, 64, 4, 3)
 SMALL = Tile(64, 64, 64, 4, 3)
 MEDIUM = Tile(64, 64, 32, 4, 4)
+# What serves where a tile takes more shared memory than there is; not measured.
+NARROW = Tile(128, 128, 32, 8, 4)
+SMALLER = {LARGE: NARROW, NARROW: SHALLOW, WIDE: SHALLOW, SHALLOW: MEDIUM, SMALL: MEDIUM}
+# Bytes that a program may use on GPUs that are described by data, of those with less than 227 KiB.
+SHARED_MEMORY = {
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (12, 0): 99 << 10,
+    (12, 1): 99 << 10,
+}  # fmt: skip
 # Of the last round of large tiles, one to a multiprocessor, so many must be there.
 FULL = 0.72
 # Products that sum over fewer channels spend their time on the tiles' ends.
@@ -74,29 +93,47 @@ class Shape(NamedTuple):
     depth: int
 
 
-def tile_for(shape: Shape, multiprocessors: int) -> Tile:
+def tile_for(shape: Shape, gpu: Gpu) -> Tile:
     """The tile that serves a product."""
+    multiprocessors = gpu.multiprocessors
     if tiles_of(shape, SMALL) <= multiprocessors:
-        return SMALL
+        return fitting(SMALL, gpu)
     if _fill(tiles_of(shape, LARGE), multiprocessors) >= FULL:
-        return LARGE if shape.depth >= DEEP else SHALLOW
-    return WIDE if tiles_of(shape, WIDE) <= multiprocessors else MEDIUM
+        return fitting(LARGE if shape.depth >= DEEP else SHALLOW, gpu)
+    return fitting(WIDE if tiles_of(shape, WIDE) <= multiprocessors else MEDIUM, gpu)
 
 
-def cut_for(shape: Shape, multiprocessors: int) -> tuple[Tile, int]:
+def cut_for(shape: Shape, gpu: Gpu) -> tuple[Tile, int]:
     """The tile of a product with a long sum, and into how many parts its depth is cut, so that few
     tiles occupy the device.
     """
+    multiprocessors = gpu.multiprocessors
     large, small = tiles_of(shape, LARGE), tiles_of(shape, SMALL)
     if shape.depth >= LONG and large * 8 >= multiprocessors:
 
         def gain(parts: int) -> float:
             return _fill(large * parts, multiprocessors) / (1 + parts * PART / shape.depth)
 
-        return LARGE, max(range(1, 17), key=gain)
+        return fitting(LARGE, gpu), max(range(1, 17), key=gain)
     if _fill(large, multiprocessors) >= FULL:
-        return LARGE, 1
-    return SMALL, max(1, min(2 * multiprocessors // small, shape.depth // 512, 32))
+        return fitting(LARGE, gpu), 1
+    parts = max(1, min(2 * multiprocessors // small, shape.depth // 512, 32))
+    return fitting(SMALL, gpu), parts
+
+
+def fitting(tile: Tile, gpu: Gpu) -> Tile:
+    """The tile, or the largest of `SMALLER` that a program of this GPU has shared memory for."""
+    while shared_memory_of(tile, gpu) > gpu.shared_memory and tile in SMALLER:
+        tile = SMALLER[tile]
+    return tile
+
+
+def shared_memory_of(tile: Tile, gpu: Gpu) -> int:
+    """Bytes of the halves under way. Products that read shared memory themselves (wgmma, tcgen05)
+    hold the tile that is multiplied there, others hold it in registers.
+    """
+    held = tile.stages if 9 <= gpu.capability[0] < 12 else tile.stages - 1
+    return held * (tile.rows + tile.columns) * tile.depth * 4
 
 
 def tiles_of(shape: Shape, tile: Tile) -> int:
@@ -109,16 +146,24 @@ def _fill(programs: int, multiprocessors: int) -> float:
     return programs / (-(-programs // multiprocessors) * multiprocessors)
 
 
-def multiprocessors(device: torch.device) -> int:
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that a plan is for: an H200 where there is none."""
     gpu = described()
-    return _real_multiprocessors(device) if gpu is None else gpu.multiprocessors
+    if gpu is None:
+        return _real_gpu(device)
+    shared = SHARED_MEMORY.get(gpu.capability, H200.shared_memory)
+    return Gpu(gpu.multiprocessors, shared, gpu.capability)
 
 
 @lru_cache(maxsize=64)
-def _real_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _real_gpu(device: torch.device) -> Gpu:
+    capability = capability_of(device)
+    if capability is None:
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    known = SHARED_MEMORY.get(capability, H200.shared_memory)
+    shared = getattr(properties, "shared_memory_per_block_optin", known)
+    return Gpu(properties.multi_processor_count, shared, capability)
 
 
 class Multiply:
@@ -129,7 +174,7 @@ class Multiply:
         single: bool = False, epilogue: Epilogue = NO_EPILOGUE, norm: Norm | None = None,
         tile: Tile | None = None, parts: int = 1, centred: bool = False,
     ):  # fmt: skip
-        tile = tile or tile_for(shape, multiprocessors(device))
+        tile = tile or tile_for(shape, gpu_of(device))
         padded = padded_depth(shape.depth)
         blocks = -(-padded // tile.depth)
         tiles = tiles_of(shape, tile)

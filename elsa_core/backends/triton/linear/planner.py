@@ -19,8 +19,8 @@ from elsa_core.backends.triton.linear.launches import (
     Shape,
     Turned,
     cut_for,
+    gpu_of,
     join_launch,
-    multiprocessors,
     padded_depth,
     split_launch,
 )
@@ -255,7 +255,7 @@ class Backward:
             shape = Shape(columns, depth, rows)
             self.grad = Turned(rows, columns, columns)
             self.input = Turned(rows, depth, depth)
-            tile, parts = cut_for(shape, multiprocessors(device))
+            tile, parts = cut_for(shape, gpu_of(device))
             self.of_weight = Multiply(
                 shape, (1, columns), (1, depth), device, tile=tile, parts=parts
             )

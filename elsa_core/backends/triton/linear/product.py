@@ -8,7 +8,8 @@ accumulate, and what they cut leans towards zero.
 The guard: what the halves leave out of an operand lies below 2**-39 of its row's largest magnitude.
 Where a row or a column of a tile lies nowhere above 2**-14 of the product of these magnitudes
 (though no operand is zero), or is not finite, the tile is computed again from the float32 operands
-with FMA, in the same launch.
+with FMA, in the same launch. So is one in which the largest power of two of a row times that of a
+column would overflow, where a result that is small for other reasons would be infinite or NaN.
 
 Source: split products as in Ootomo and Yokota, arXiv 2203.03341.
 """
@@ -25,9 +26,10 @@ from elsa_core.backends.triton.shared.helpers import FLOAT_MAX
 GROUP: tl.constexpr = tl.constexpr(8)
 # 2**13 * 2**13 * 2**-14: what scaled rows and columns of the result must reach
 REACHED: tl.constexpr = tl.constexpr(4096.0)
-# the scale of largest magnitudes, and what undoes that of both operands
-TOP: tl.constexpr = tl.constexpr(2.0**13)
-UNSCALE: tl.constexpr = tl.constexpr(2.0**-26)
+# Powers of two are made so much larger before those of a row and a column are multiplied, which
+# UNSCALE undoes: they reach 2**-149 only where every result of 2**17 channels rounds to zero.
+LIFT: tl.constexpr = tl.constexpr(2.0**23)
+UNSCALE: tl.constexpr = tl.constexpr(2.0**-46)
 # the next float32 after 1
 WIDENED: tl.constexpr = tl.constexpr(1.0 + 2.0**-23)
 # names of `elsa.linear`; their places are ACTIVATION
@@ -57,12 +59,14 @@ def either(a, b):
 
 
 @triton.jit
-def fails_guard(acc, live, weighs, BM: tl.constexpr, BN: tl.constexpr):
+def fails_guard(acc, of_left, of_right, BM: tl.constexpr, BN: tl.constexpr):
     """Whether split products cannot be trusted with a tile of results, [BM, BN].
 
-    live [BM], weighs [BN]: whether a row of Left, of Right, is not zero.
+    of_left [BM], of_right [BN]: the powers of rows of Left and of Right; 0 where a row is zero.
     """
     size = tl.abs(acc)
+    live = of_left != 0.0
+    weighs = of_right != 0.0
     # the columns of a row that one thread holds are bits of one number: what reaches the limit
     o_n = tl.arange(0, BN)
     bit = 1 << (o_n // 8 * 2 + o_n % 2)
@@ -70,12 +74,15 @@ def fails_guard(acc, live, weighs, BM: tl.constexpr, BN: tl.constexpr):
     reached = tl.sum(tl.sum(tl.reshape(reached, [BM, BN // 8, 4, 2]), 3), 1)
     expected = tl.reshape(tl.where(weighs, bit, 0), [BN // 8, 4, 2])
     expected = tl.sum(tl.sum(expected, 2), 0)
-    any_column = tl.reduce(expected, 0, either) != 0
-    any_row = tl.max(live.to(tl.int32), 0) != 0
+    top_left = tl.max(of_left, 0)
+    top_right = tl.max(of_right, 0)
+    any_column = top_right != 0.0
+    any_row = top_left != 0.0
     low_row = tl.max((live & (tl.reduce(reached, 1, either) == 0)).to(tl.int32), 0) != 0
     missing = expected & ~tl.reduce(reached, 0, either)
     low_column = tl.reduce(missing, 0, either) != 0
     finite = tl.sum(tl.sum(size, 1), 0) <= FLOAT_MAX
+    finite &= (top_left * LIFT) * (top_right * LIFT) <= FLOAT_MAX
     return (low_row & any_column) | (low_column & any_row) | ~finite
 
 
@@ -221,8 +228,8 @@ def product(
         p_r += BK
     of_left = tl.load(LeftPowers + i_m * BM + o_m, mask=o_m < left, other=0.0)
     of_right = tl.load(RightPowers + i_n * BN + o_n, mask=o_n < beside, other=0.0)
-    bad = fails_guard(acc, of_left != 0.0, of_right != 0.0, BM, BN)
-    y = acc * UNSCALE * ((of_left * TOP)[:, None] * (of_right * TOP)[None, :])
+    bad = fails_guard(acc, of_left, of_right, BM, BN)
+    y = acc * UNSCALE * ((of_left * LIFT)[:, None] * (of_right * LIFT)[None, :])
     part_at = tl.program_id(1).to(tl.int64) * rows * columns
     at = i_m * BM * columns + i_n * BN
     p_out = Out + part_at + at

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from elsa_core.backends.triton.linear import launches
-from elsa_core.backends.triton.linear.halves import magnitude, row_exponent
+from elsa_core.backends.triton.linear.halves import magnitude, row_exponent, row_power
 from elsa_core.backends.triton.linear.product import (
     ACTIVATIONS,
     GROUP,
@@ -78,7 +78,7 @@ def rounded_product(
     of_right = tl.load(RightPowers + i_n * BN + o_n, mask=o_n < beside, other=0.0)
     # as if rows had been scaled before
     scaled = acc * power(row_exponent(top))[:, None]
-    bad = fails_guard(scaled, top != 0, of_right != 0.0, BM, BN)
+    bad = fails_guard(scaled, row_power(top), of_right, BM, BN)
     bad |= tl.max(((top != 0) & (top < LEAST)).to(tl.int32), 0) != 0
     at = i_m * BM * columns + i_n * BN
     finish(
@@ -99,7 +99,7 @@ class Rounded:
     def __init__(self, input: Tensor, weight: Tensor, epilogue: launches.Epilogue, frozen: bool):
         columns, depth = weight.shape
         shape = launches.Shape(input.numel() // depth, columns, depth)
-        tile = launches.tile_for(shape, launches.multiprocessors(input.device))
+        tile = launches.tile_for(shape, launches.gpu_of(input.device))
         self.frozen, self.columns, self.padded = frozen, columns, launches.padded_depth(depth)
         self.split = launches.split_launch((columns, 0, depth), weight.stride(0), 0, single=True)
         bias, activation, scale, residual = epilogue
