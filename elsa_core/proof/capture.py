@@ -178,8 +178,10 @@ def _measure(
         mask = _with_causal(mask, rows, key.shape[2])
     turbo = given["precision"] == "turbo" and query.dtype == torch.float32
     row_lse = lse[images][:, :, rows]
-    lse_ulp = (TURBO_EPS if turbo else torch.finfo(lse.dtype).eps) * max(1.0, _largest(row_lse))
-    seen: list[tuple[Drift, float]] = []
+    # the rounding that every fp32 score and lse has, of which P is the exponential
+    ulp = TURBO_EPS if turbo else torch.finfo(lse.dtype).eps
+    sizes = _scores(query[images][:, :, rows].abs(), k.abs(), None, abs(scale))
+    seen: list[tuple[Drift, float, float]] = []
 
     def sample(query: Tensor, out: Tensor, lse: Tensor) -> tuple[_Pair, _Pair]:
         """Errors of P and of Y, the operator's and the peer's; of the first one also its drift."""
@@ -193,7 +195,8 @@ def _measure(
         )
         y = out[images][:, :, rows]
         if not seen:
-            seen.append((reference.drift(p, p_exact, y, y_exact), _largest(scores)))
+            drift = reference.drift(p, p_exact, y, y_exact)
+            seen.append((drift, _largest(scores), _weighed(sizes, p_exact)))
         of_p = reference.relative_l2(p, p_exact), reference.relative_l2(p_peer, p_exact)
         return of_p, _errors(y, y_peer, y_exact)
 
@@ -202,9 +205,8 @@ def _measure(
         return sample(other, *operator(**(given | {"query": other}))[:2])
 
     first = sample(query, out, lse)
-    p_error, p_allowed = _settled(
-        first[0], factor, 2 * lse_ulp + bound, lambda seed: again(seed)[0]
-    )
+    band = 2 * ulp * max(1.0, _largest(row_lse), seen[0][2]) + bound
+    p_error, p_allowed = _settled(first[0], factor, band, lambda seed: again(seed)[0])
     eps = TURBO_EPS if turbo else torch.finfo(out.dtype).eps
     y_error, y_allowed = _settled(first[1], factor, eps + bound, lambda seed: again(seed)[1])
     return OperatorCall(
@@ -321,6 +323,14 @@ def _cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in given.items()
     }
+
+
+def _weighed(sizes: Tensor, p: Tensor) -> float:
+    """The size of the scores' terms, sum |q_i k_i| * scale, as it reaches the weights: scores that
+    cancel are rounded as their terms are, whatever is left of them.
+    """
+    norm, reached = p.norm(), torch.where(p > 0, sizes * p, 0.0).norm()
+    return float(reached / norm) if norm > 0 and reached.isfinite() else 0.0
 
 
 def _largest(values: Tensor) -> float:

@@ -379,7 +379,7 @@ def asked(precision: str = "ieee", dtype: torch.dtype = torch.float32) -> Reques
 
 @pytest.mark.parametrize("arch", [(7, 5), (9, 0)])
 def test_calls_that_name_them_alone(capability, arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were not measured: auto passes them by, also where Triton serves nothing."""
+    """They were not measured: auto passes them by, but for `ieee` where Triton serves nothing."""
     capability(*arch)
     for precision in ("ieee", "strict"):
         assert routing.select(asked(precision), "portable")[0] == "portable"
@@ -388,8 +388,9 @@ def test_calls_that_name_them_alone(capability, arch, monkeypatch: pytest.Monkey
     assert any(line.startswith("gradients: ") for line in trained.reasons)
     if arch >= (8, 0):
         assert routing.select(asked())[0] == "triton"
-        monkeypatch.setattr(triton, "_environment", lambda: Support(False, "is not here"))
-    name, reasons = routing.select(asked())
+        monkeypatch.setattr(triton, "_environment", lambda index: Support(False, "is not here"))
+    assert routing.select(asked("ieee"))[0] == "portable"
+    name, reasons = routing.select(asked("strict"))
     assert name == "eager" and any("ask for it by name" in line for line in reasons)
 
 

@@ -111,10 +111,10 @@ def test_a_triton_too_new_for_sm_90_says_so(version, said, monkeypatch):
     monkeypatch.setattr(device, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    answer = backend._environment.__wrapped__()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    answer = backend._environment.__wrapped__(-1)
     assert answer.ok and (version in answer.reason) is said
-    monkeypatch.setattr(backend, "_environment", lambda: answer)
+    monkeypatch.setattr(backend, "_environment", lambda index: answer)
     name, reasons = routing.select(request(), "auto")
     assert name == "triton" and any("sm_90" in reason for reason in reasons) is said
 

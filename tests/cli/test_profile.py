@@ -391,6 +391,7 @@ def test_a_hostile_plan(elsa: Elsa, change: dict[str, Any], words: str) -> None:
 
 def test_a_plan_stands_alone(elsa: Elsa) -> None:
     line = ("patch", SMALL, "--img", "32", "--plan", "plan.json")
-    elsa(*line).fails(4, "plan.json", "No such file")
+    elsa(*line).fails(4, "plan.json", "no such plan")
+    Path("plan.json").write_text("{}")
     for more in (("--precision", "ieee"), ("--include", "*"), ("--all-sites",)):
         elsa(*line, *more).fails(2, "--plan", "leave")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.shared import layout
+from elsa_core.backends.triton.shared.device import capability_of, described, triton_version
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 
@@ -27,6 +28,7 @@ STEPS = 60
 MODES = {"strict": 1, "lean": 1, "ieee": 2}
 # the largest head dimensions whose four operands of 64 rows fit in the 99 KiB of sm_120
 LARGEST_WIDE, LARGEST_HALF = 64, 128
+_SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))  # a program has 99 KiB of shared memory there
 CHUNK = 128
 
 
@@ -61,7 +63,16 @@ def support(request: Request) -> Support:
     if dim > largest:
         kind = str(request.dtype).removeprefix("torch.")
         return Support(False, f"head dimension {dim} is above {largest}, entmax's for {kind}")
+    if request.dtype == torch.float32 and dim > 32 and _takes_more(request.device):
+        more = "takes more shared memory than this GPU has, as Triton 3.8 compiles it"
+        return Support(False, f"head dimension {dim} in float32 {more}")
     return Support(True)
+
+
+def _takes_more(gpu: torch.device) -> bool:
+    """Whether gradients take 112 KiB, where others compile them to 96, and a program has 99."""
+    there = described() is not None or torch.cuda.is_available()
+    return there and capability_of(gpu) in _SMALL and triton_version() == (3, 8)
 
 
 def entmax_forward(
