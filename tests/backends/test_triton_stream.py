@@ -41,7 +41,7 @@ def test_interpreted(interpreted: Rows, name: str) -> None:
     assert row["cleared"], "tickets are left for the next call"
     limit = 6e-4 if dtype == torch.float16 else 1e-3 if precision == "turbo" else 6e-7
     assert row["error"] < limit
-    assert row["lse"] < (1e-4 if precision == "turbo" else 4e-7)
+    assert row["lse"] < (1e-4 if precision == "turbo" else 5e-7)
     assert ("stream-K" in row["words"]) == (name in DENSE)
 
 

@@ -115,7 +115,7 @@ def test_a_clip_needs_a_tower(elsa: Elsa, tmp_path: Path) -> None:
     pytest.importorskip("open_clip")
     clip = ("export", "open_clip:ViT-S-32-alt", "--img", "32")
     elsa(*clip).fails(2, "--tower image or --tower text")
-    elsa(*clip, "--tower", "text", "--images", "folder").fails(2, "token ids")
+    elsa(*clip, "--tower", "text", "--images", str(Path(__file__).parent)).fails(2, "token ids")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -197,9 +197,10 @@ def test_what_the_profiler_adds_is_told_and_taken_out() -> None:
     line = (timeline.Cut(1.2, {"0": 0.12}),) * 6
     cover = locate._profiled(line, 1.0, 0)
     assert cover.value == pytest.approx(1.2)
-    (warning,) = locate._disturbed({"eager+graph": cover})
+    (warning,) = locate._disturbed({"eager+graph": cover}, "the profiler")
     assert warning.startswith("the profiler slowed eager+graph by 20%")
-    assert locate._disturbed({"eager+graph": locate._profiled(line, 1.15, 0)}) == ()
+    covered = {"eager+graph": locate._profiled(line, 1.15, 0)}
+    assert locate._disturbed(covered, "the profiler") == ()
     waits = [Sample(1.5)] * 12
     own = locate._of_graph(waits, line, 1.0)
     assert [each.sites["0"] for each in own] == pytest.approx([0.1] * 6)
