@@ -111,7 +111,7 @@ def dense(shape, dtype, precision, options):
     call = (q, k, v, None, causal, scale, precision)
     words = planner.planned(*call).words
     expected = reference(q, k, v, None, causal, scale)
-    return (lambda: attention(*call)), expected, words
+    return (lambda: attention(*call)), expected, words, expected[1]
 
 
 def ragged(lengths, sizes, dtype, precision, options):
@@ -134,12 +134,13 @@ def ragged(lengths, sizes, dtype, precision, options):
     out, lse = packed_reference(*call[:7])
     # as rows of heads: [1, H, T, D]
     expected = out.transpose(0, 1)[None], lse[None]
+    peer_lse = packed_reference(*call[:7], dtype=torch.float32)[1][None]
 
     def run():
         out, lse = varlen_attention(*call)
         return out.transpose(0, 1)[None], lse[None]
 
-    return run, expected, ""
+    return run, expected, "", peer_lse
 
 
 def outlier(options, q, k, v):
@@ -154,7 +155,7 @@ def measured(name):
     orders = (FORWARDS, BACKWARDS, STRIDED) if options.get("mixed") else (FORWARDS, BACKWARDS)
     with stream.stream_k(programs, options.get("least", 1), options.get("tile")):
         make = dense if name in DENSE else ragged
-        run, (expected, expected_lse), words = make(*case, options)
+        run, (expected, expected_lse), words, peer_lse = make(*case, options)
         visible = expected_lse.isfinite()
         answers = []
         for order in orders:
@@ -164,10 +165,16 @@ def measured(name):
                 answers.append(run())
             assert fence["intact"], order
     out, lse = answers[0]
-    difference = (lse.double() - expected_lse)[visible].abs() / (1 + expected_lse[visible].abs())
+
+    def of_lse(lse):
+        found, exact = lse.double()[visible], expected_lse[visible]
+        errors = (found - exact).abs() / (1 + exact.abs())
+        return errors.max().item() if errors.numel() else 0.0
+
     return {
         "error": ((out.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item(),
-        "lse": difference.max().item() if difference.numel() else 0.0,
+        "lse": of_lse(lse),
+        "peer_lse": of_lse(peer_lse),
         "finite": bool(out.isfinite().all()),
         "hidden": bool((lse.isinf() == ~visible).all() and (out[~visible] == 0).all()),
         "again": all(

@@ -23,7 +23,6 @@ from triton_compile import compile_launch
 from elsa_core.backends.triton.attention import planner, schedules, varlen
 from elsa_core.backends.triton.attention.schedules import stream
 from elsa_core.backends.triton.shared import tickets
-from elsa_core.backends.triton.shared.device import triton_version
 from elsa_core.backends.triton.shared.launch import Launch
 
 
@@ -42,9 +41,8 @@ def test_interpreted(interpreted: Rows, name: str) -> None:
     assert row["cleared"], "tickets are left for the next call"
     limit = 6e-4 if dtype == torch.float16 else 1e-3 if precision == "turbo" else 6e-7
     assert row["error"] < limit
-    # up to Triton 3.8 the interpreter rounds a multiply-add twice
-    of_float32 = 4e-7 if triton_version() >= (3, 9) else 5e-7
-    assert row["lse"] < (1e-4 if precision == "turbo" else of_float32)
+    # scores of an outlier channel cancel: PyTorch's own rounding of them is the measure
+    assert row["lse"] < (1e-4 if precision == "turbo" else max(4e-7, 2 * row["peer_lse"]))
     assert ("stream-K" in row["words"]) == (name in DENSE)
 
 
