@@ -15,6 +15,7 @@ from elsa_core import reference
 from elsa_core.backends import eager, eager_varlen, eager_window
 from elsa_core.errors import ArgumentError
 from elsa_core.inputs.cases import as_cases, chunks, generated_inputs
+from elsa_core.proof import capture
 from elsa_core.proof.capture import OperatorCapture, worst
 from elsa_core.proof.compare import (
     Comparison,
@@ -394,3 +395,15 @@ def test_a_gradient_of_rounding_alone_is_not_the_worst_shown() -> None:
     record.add("noise", judgement)
     found = record.result("attn")
     assert (found.worst, found.wrong, found.ok) == ("k.bias", ("k.bias",), False)
+
+
+def test_scores_that_cancel_are_rounded_as_their_terms() -> None:
+    """What weighs nothing, and rows that see no key, ask for no band."""
+    sizes = torch.tensor([[500.0, 2.0, 1e30], [7.0, 7.0, math.inf]])
+    p = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert capture._weighed(sizes, p) == 2.0
+    p[0] = torch.tensor([1.0, 0.0, 0.0])
+    assert capture._weighed(sizes, p) == 500.0
+    assert capture._weighed(sizes, torch.zeros(2, 3)) == 0.0
+    p[1, 2] = 1.0
+    assert capture._weighed(sizes, p) == 0.0  # not finite: the difference of outputs decides
