@@ -19,6 +19,7 @@ from elsa_core.errors import ArgumentError, ModelError
 from elsa_core.loading import load, save
 from elsa_core.offload import activations
 from elsa_core.patching import require_shardable
+from elsa_core.patching.adapters import host
 
 
 def vit(**given: object) -> VisionTransformer:
@@ -209,3 +210,17 @@ def test_which_attention_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not activations.streams(site, x, x, None, 0.0)
         del site.elsa_sparsity
     assert not activations.streams(site, x, x, None, 0.0)  # gradients may be wanted
+
+
+def test_a_compiled_program_sees_what_was_noted_since() -> None:
+    """A compiler guards no key of a `__dict__`."""
+
+    def read(module: nn.Module, x: Tensor) -> Tensor:
+        return x if host.noted(module, "elsa_offload") is None else 2 * x
+
+    torch.compiler.reset()
+    module, x = nn.Identity(), torch.ones(2)
+    compiled = torch.compile(read, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(module, x), x)
+    module.__dict__["elsa_offload"] = "host"
+    assert torch.equal(compiled(module, x), 2 * x) and torch.equal(read(module, x), 2 * x)

@@ -21,7 +21,13 @@ from elsa_core.patching.adapters.handing import (
     taken,
     taken_norm,
 )
-from elsa_core.patching.adapters.host import by_sdpa, has_hooks, is_shown, is_within_original
+from elsa_core.patching.adapters.host import (
+    by_sdpa,
+    has_hooks,
+    is_shown,
+    is_within_original,
+    noted,
+)
 
 
 def split_packed(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +189,7 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     """
     if not (torch.is_grad_enabled() or site.training):
         return False
-    if getattr(site, "elsa_sparsity", None) is not None:
+    if noted(site, "elsa_sparsity") is not None:
         return False
     fused = x.is_cuda and getattr(site, "fused_attn", False) and site.elsa_backend == "auto"
     if not fused or calls.traced() or not wants_training(site, x, projection):
@@ -280,7 +286,7 @@ def attend(
     PyTorch's, see `by_sdpa`. Where weights are dropped, none is left out for its size. Of a model
     in host memory that was patched with `offload` a GPU computes it.
     """
-    sparsity = None if dropout_p else getattr(module, "elsa_sparsity", None)
+    sparsity = None if dropout_p else noted(module, "elsa_sparsity")
     names = module.elsa_backend, module.elsa_precision
     by_pytorch = mask is None and sparsity is None and query.is_cuda
     if by_pytorch and by_sdpa(query, key, value, *names):
@@ -288,7 +294,7 @@ def attend(
             query, key, value, None, dropout_p, is_causal, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
-    if getattr(module, "elsa_offload", None) is not None:
+    if noted(module, "elsa_offload") is not None:
         from elsa_core.offload.activations import streams
 
         if streams(module, query, key, mask, dropout_p):

@@ -35,6 +35,15 @@ def has_hooks(module: nn.Module) -> bool:
     return any(not getattr(hook, "elsa_observer", False) for hook in hooks)
 
 
+def noted(module: nn.Module, name: str) -> Any:
+    """What `patch` noted on a module, None where it is not there.
+
+    A compiler guards what it finds by getattr, not what it finds in `__dict__`; in eager mode the
+    former takes 2.5 us where there is nothing.
+    """
+    return getattr(module, name, None) if is_compiling() else module.__dict__.get(name)
+
+
 def is_shown(layer: nn.Module) -> bool:
     """Whether a layer must be called, since a hook reads or changes what passes through it."""
     return has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()

@@ -34,7 +34,13 @@ from torch.compiler import is_compiling, is_exporting
 
 from elsa_core import calls, routing
 from elsa_core.patching.adapters.direct import Direct, direct, withdraw
-from elsa_core.patching.adapters.host import all_original, asking_sites, is_captured, observed
+from elsa_core.patching.adapters.host import (
+    all_original,
+    asking_sites,
+    is_captured,
+    noted,
+    observed,
+)
 
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
 _CLASSES = weakref.WeakValueDictionary()
@@ -118,7 +124,8 @@ def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[
 
     @functools.wraps(written)
     def entered(self: Any, *given: Any, **named: Any) -> Any:
-        if "elsa_offload" in self.__dict__ and torch.is_grad_enabled() and not is_exporting():
+        offload = noted(self, "elsa_offload")
+        if offload is not None and torch.is_grad_enabled() and not is_exporting():
             from elsa_core.offload.activations import SavedOnHost, require_eager
 
             require_eager()
