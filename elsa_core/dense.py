@@ -207,9 +207,9 @@ def _served(
     elif routing.plain_alone(backend):
         answer = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
     else:
-        terms = (q, k, v, mask, kind, backend, return_lse)
+        asked = (q, k, v, mask, kind, backend, return_lse)
         plain = name == routing.PLAIN
-        name = _trains_whole(*terms) or (plain and _without_kernels(*terms)) or name
+        name = _trains_whole(*asked) or (plain and _without_kernels(*asked)) or name
         arguments = (q, k, v, mask, is_causal, scale, precision)
         faster: Tensor | None = None
         if not return_lse and not calls.traced() and not calls.differentiates(q, k, v, mask):
