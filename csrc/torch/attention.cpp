@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor> attention_dropout(const Tensor& query, const Tensor& 
   return forward(query, key, value, attn_mask, is_causal, scale, &dropout);
 }
 
-// As `exact_threshold` in elsa_core/backends/eager_sparse.py: log2 of u / 8 and of 1 / keys.
+// As `exact_threshold` in elsa_core/skipping.py: log2 of u / 8 and of 1 / keys.
 double exact_threshold(const Tensor& query, int64_t keys) {
   const elsa::DType dtype = elsa_torch::dtype_of(query.scalar_type(), kName);
   const double of_dtype = dtype == elsa::DType::kFloat32   ? -27.0

@@ -79,6 +79,8 @@ class Implementation:
         gradient: as `support`, for the gradients of `run`; None where autograd records `run`.
         backward: takes the arguments of `elsa::<name>_backward`; gives None where it does not
             serve the call.
+        state: as `run`, for results that are merged with those of other keys: its lse may be
+            float64. None where `run` serves.
         takes: whether query, key and mask are such that `run` loses nothing.
         whole: serves calls of a shipped table only, and those that ask for it by name; its `run`
             is differentiated by autograd and has no lse.
@@ -93,6 +95,7 @@ class Implementation:
     direct: Callable[..., Any] | None = None
     gradient: Callable[[Request], Support] | None = None
     backward: Callable[..., Any] | None = None
+    state: Callable[..., Any] | None = None
     takes: Callable[..., bool] | None = None
     whole: bool = False
     asked: bool = False

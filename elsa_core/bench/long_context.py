@@ -32,7 +32,7 @@ from elsa_core.offload import streaming
 from elsa_core.precision import DTYPES
 
 _SAMPLED: Final = 8  # rows of each head
-_WARM: Final = 8192  # tokens of the calls that compile
+_WARM: Final = 65536  # queries of the calls that compile
 _LAYERS: Final = 40  # of LLaMA-13B
 _ALIVE: Final = 10  # tensors [tokens, hidden] of a layer at its peak, beside its MLP's three
 _SHARE: Final = 0.9  # of the free memory: the rest is for kernels and fragments
@@ -281,8 +281,11 @@ def _streamed(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 
 def _warm(call: Callable[..., Any], tensors: list[Tensor]) -> None:
-    """A short call of the same kind: compiles, and warms the pools of memory."""
-    call(*(t[:, :, :_WARM] for t in tensors))
+    """Some of the queries against all keys: compiles the kernels of the whole call, which depend on
+    the number of keys, and warms the pools of memory.
+    """
+    query, key, value = tensors
+    call(query[:, :, :_WARM], key, value)
 
 
 def _timed(call: Callable[[], Any], warm: Callable[[], Any], rounds: int) -> tuple[float, Tensor]:

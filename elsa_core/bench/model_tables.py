@@ -62,11 +62,14 @@ def summary(document: Document) -> str:
         text += f" Wrong results: {', '.join(wrong)}."
     if document["results"]["busy"]:
         text += f" The machine was not free: {document['results']['busy']}."
-    return text + families.summary(document) + _of_errors(document["results"])
+    return text + families.summary(document) + _of_errors(document)
 
 
-def _of_errors(results: Document) -> str:
+def _of_errors(document: Document) -> str:
     """What the column of errors is of, where it is not of the calls that were timed."""
+    results = document["results"]
+    if document["command"] == "bench training":  # of the batch that was timed, gradients alone
+        return ""
     cases = [case for case in results["cases"] if case["errors"] is not None]
     known = [
         (case["case"]["batch"] == 1 and case["best_own"] == "patched")

@@ -1,4 +1,4 @@
-"""Tables of linear layers, training steps and gradients in Markdown, from their JSON files.
+"""Tables of linear layers, training steps, gradients and long rows in Markdown, from their JSON.
 
 No table has an error beside the time of another call: those of `layers_h200.json` are of the first
 image or the first 512 rows, and stay in the file.
@@ -103,11 +103,54 @@ def products_table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def distributed_table(document: dict[str, Any]) -> str:
+    """The calls and the model of `elsa_core.bench.distributed` in Markdown."""
+    lines = [
+        "| what | dtype | one GPU, s | all, s | gain | memory, MB | error, one GPU and all |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for case in document["attention"]:
+        about = f"{','.join(map(str, case['shape']))}, {case['direction']}"
+        errors = f"{case['relative_error_one']:.1e}, {case['relative_error']:.1e}"
+        lines.append(f"| {about} | {case['dtype']} | {_of_ranks(case)} | {errors} |")
+    model = document["model"]
+    about = f"{model['model']} at {model['image_size']} px, {sum(model['tokens'])} tokens"
+    apart = f"apart by {model['difference']:.1e}"
+    lines.append(f"| {about} | {model['dtype']} | {_of_ranks(model)} | {apart} |")
+    return "\n".join(lines) + "\n"
+
+
+def _of_ranks(case: dict[str, Any]) -> str:
+    """Seconds of one and of all ranks, their ratio, and the memory of one and of each of all."""
+    seconds = f"{case['seconds_one']:.3g} | {case['seconds']:.3g} | {case['speedup']:.2f}"
+    return f"{seconds} | {case['memory_one'] / 1e6:.0f} / {case['memory'] / 1e6:.0f}"
+
+
+def long_table(document: dict[str, Any]) -> str:
+    """The calls of `elsa_core.bench.long_context` in Markdown; models are left out."""
+    lines = [
+        "| shape | dtype | by | seconds | error | copies under a fold |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for case in document["cases"]:
+        shape = ",".join(map(str, case["shape"]))
+        if "queries" in case:
+            shape += f" of {case['queries']} queries, memory for half of the keys and values"
+        report = case.get("report")
+        hidden = "-" if report is None else f"{report['hidden']:.0%}"
+        what = f"{shape} | {case['dtype']} | {case['contender']} | {case['seconds']:.3g}"
+        lines.append(f"| {what} | {case['error']:.1e} | {hidden} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: Final[dict[str, tuple[Callable[[dict[str, Any]], str], str | Path]]] = {
     "layers": (layers_table, "layers_h200.json"),
     "products": (products_table, "layers_h200.json"),
     "training": (steps_table, "training_steps_h200.json"),
+    "training_h100": (steps_table, "training_steps_h100.json"),
     "training_cpu": (table, "training_cpu.json"),
+    "distributed": (distributed_table, "distributed_2xh100.json"),
+    "long_context": (long_table, "long_context_h100.json"),
     "gradients": (gradients_table, _TUNING / "measured_h200.json"),
 }
 """By the name in the page's markers: what renders a table, and its JSON beside the page."""

@@ -74,7 +74,7 @@ def _forward(
     call, how = agreed_call(query, key, value, attn_mask, *terms)
     with torch.no_grad():
         out, lse = ways.forward(call, how.method)
-    return out, lse, torch.tensor([how.queries, how.keys])
+    return out, lse.double(), torch.tensor([how.queries, how.keys])
 
 
 def _forward_fake(
@@ -82,10 +82,9 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     world = groups.by_name(terms[-1]).size()
     tokens = torch.empty((2, world), dtype=torch.int64, device="cpu")
-    return out, query.new_empty((batch, heads, length), dtype=wide), tokens
+    return out, query.new_empty((batch, heads, length), dtype=torch.float64), tokens
 
 
 def _backward(

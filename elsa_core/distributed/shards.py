@@ -4,7 +4,8 @@ A rank's rows [q0, q1) and a run of columns [k0, k1) of the whole score matrix m
 kernel takes: all of one, or a causal one whose diagonal starts in its corner.
 
 Forward, a block's (out, lse) is the state (m, S, W) = (lse, 1, out), and states are merged in the
-order of the columns: ELSA (arXiv 2604.23798), Eq. 4. lse = m + ln S is rounded: where an additive
+order of the columns: ELSA (arXiv 2604.23798), Eq. 4. Kernels that can give lse in float64: rounded
+to float32 it would add 40% to the error of a million keys. Where a kernel cannot, and an additive
 mask gives all keys of a row a large finite number, ln S is lost, and every block weighs the same
 whatever its number of keys. Backward, the weights of a block are
 P = exp(score - lse) with the lse of the whole row, and delta = rowsum(grad_out * out) with the out
@@ -102,26 +103,38 @@ def state(rows: Rows, runs: Iterable[Run], total: State | None = None) -> State 
                 total = found
                 continue
             if total is None:
-                total = State.identity(
-                    rows.query.shape[:3], found.W.shape[3], dtype=found.m.dtype,
-                    device=found.m.device,
-                )  # fmt: skip
+                total = _identity(rows, found)
             monoid.merge_(State(*(part[:, :, block.rows] for part in total)), found)
     return total
 
 
+def _identity(rows: Rows, like: State) -> State:
+    """The state of no key, of all rows, in the dtypes of another."""
+    shape, device = rows.query.shape[:3], like.m.device
+    sums = State.identity(shape, 1, dtype=like.m.dtype, device=device)
+    weighted = State.identity(shape, like.W.shape[3], dtype=like.W.dtype, device=device)
+    return State(sums.m, sums.S, weighted.W)
+
+
 def _of_block(rows: Rows, run: Run, block: _Block) -> State:
     """The state of the block's rows alone."""
-    out, lse = attend(
-        rows.query[:, :, block.rows], run.key[:, :, block.columns], run.value[:, :, block.columns],
-        _mask_of(rows, block, run), is_causal=block.is_causal, scale=rows.scale, enable_gqa=True,
-        precision=rows.precision, backend=rows.backend, return_lse=True,
-    )  # fmt: skip
-    return State(lse, (~lse.isneginf()).to(lse.dtype), out.to(lse.dtype))
+    query, key = rows.query[:, :, block.rows], run.key[:, :, block.columns]
+    value, mask = run.value[:, :, block.columns], _mask_of(rows, block, run)
+    merged = routing.state_run(query, value, mask, rows.precision, rows.backend)
+    if merged is not None:
+        out, lse = merged(query, key, value, mask, block.is_causal, rows.scale, rows.precision)
+    else:
+        out, lse = attend(
+            query, key, value, mask, is_causal=block.is_causal, scale=rows.scale, enable_gqa=True,
+            precision=rows.precision, backend=rows.backend, return_lse=True,
+        )  # fmt: skip
+    return State(lse, (~lse.isneginf()).to(lse.dtype), out.to(state_dtype(out.dtype)))
 
 
 def finished(total: State | None, rows: Rows, value_dim: int) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, n, Dv] in the query's dtype, memory [B, n, Hq, Dv], and lse [B, Hq, n]."""
+    """out [B, Hq, n, Dv] in the query's dtype, memory [B, n, Hq, Dv], and lse [B, Hq, n] in that of
+    the state's maxima.
+    """
     query = rows.query
     if total is None:
         total = State.identity(query.shape[:3], value_dim, dtype=query.dtype, device=query.device)
@@ -165,14 +178,30 @@ class Sums:
 class Saved(NamedTuple):
     """What the gradients read of a rank's rows.
 
-    grad_out and out [B, Hq, n, Dv], lse [B, Hq, n]: of the whole rows. grad_lse [B, Hq, n], or None
-    where nothing depends on lse.
+    grad_out and out [B, Hq, n, Dv], lse [B, Hq, n]: of the whole rows; lse in the state's dtype
+    (`narrowed`). grad_lse [B, Hq, n], or None where nothing depends on lse.
     """
 
     grad_out: Tensor
     out: Tensor
     lse: Tensor
     grad_lse: Tensor | None = None
+
+
+def narrowed(saved: Saved) -> Saved:
+    """With lse in the dtype that the kernels read, from float64, and no digit lost.
+
+    A kernel takes P' = exp(score - lse') with the rounded lse', and P' = c P with
+    c = exp(lse - lse') in each row. All gradients are linear in P grad_out, delta included: of
+    grad_out / c and P' they are those of grad_out and P.
+    """
+    lse = saved.lse.to(state_dtype(saved.out.dtype))
+    if saved.out.dtype != torch.float32:  # half precision rounds far more, float64 nothing
+        return saved._replace(lse=lse)
+    # scores of which a rounding is 60 have no digits left
+    lost = (saved.lse - lse).nan_to_num_(0.0).clamp_(-60.0, 60.0)
+    factor = torch.exp(-lost).to(torch.float32).unsqueeze(-1)
+    return saved._replace(grad_out=saved.grad_out * factor, lse=lse)
 
 
 def gradients(

@@ -59,6 +59,7 @@ def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
 
 def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients:
     """The gradients of this rank's query, key, value and mask."""
+    saved = shards.narrowed(saved)
     if method == "heads":
         return _heads_backward(call, saved, wanted)
     sums = Sums.zeros(call.rows, wanted)

@@ -83,6 +83,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             for block in pass_.keys(query, bounds):
                 total = shards.state(block.rows, [block.run], total)
             found = shards.finished(total, pass_.rows(query, bounds), width)
+            found = found[0], found[1].to(state_dtype(query.dtype))
             _require_count(found[1], call.attn_mask)
             if here and len(pass_.query_bounds) == 1:
                 return found

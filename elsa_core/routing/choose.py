@@ -179,6 +179,24 @@ def name_of(
     ).name
 
 
+def state_run(
+    query: Tensor, value: Tensor, attn_mask: Tensor | None, precision: str, backend: str
+) -> Callable[..., Any] | None:
+    """What gives attention whose results are merged with those of other keys, its lse in float64;
+    None where the operator's own results serve. Eager calls.
+
+    Raises:
+        ArgumentError, UnavailableError: as `select`.
+    """
+    if query.dtype != torch.float32:  # of half precision the output is rounded far more than lse
+        return None
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32):
+        return None
+    widths = query.shape[-1], value.shape[-1]
+    kind = calls.place(query), query.dtype, *widths, precision, backend
+    return implementation("attention", name_of("attention", *kind)).state
+
+
 def training_name(
     operator: str,
     place: str,

@@ -64,7 +64,7 @@ class Training(NamedTuple):
 
 
 def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
-    """The rows for a device: none but for the GPU that they were measured on, as a whole."""
+    """The rows for a device: none but for GPUs that they were measured on, as a whole."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ()
     gpu = torch.cuda.get_device_name(device)
@@ -76,7 +76,8 @@ def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, 
             row["multiple"], tuple(row["ratio"]),
         )
         for row in _table()["inference"]
-        if row["operator"] == operator and row["gpu"] in gpu and dtype_name(dtype) in row["dtypes"]
+        if row["operator"] == operator and dtype_name(dtype) in row["dtypes"]
+        and any(mark in gpu for mark in row["gpu"])
     )  # fmt: skip
 
 

@@ -271,6 +271,7 @@ _TRITON = {
         direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
+        state=_late("triton", "attention_state"),
     ),
     "varlen_attention": Implementation(
         support=_late("triton.attention.varlen", "support"),

@@ -139,6 +139,7 @@ def test_a_flipped_byte_is_never_run(packs: Path, arch: int, tmp_path: Path) -> 
     assert flipped == whole and "is damaged" in said
 
 
+@pytest.mark.alone
 def test_the_first_call_compiles_nothing(packs: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "elsa_core.bench.first_call", "--pack", str(packs)],

@@ -440,3 +440,25 @@ def test_host_cost():
         peer = cost(lambda: F.scaled_dot_product_attention(q, k, v))  # noqa: B023
         print(f"host cost {dtype}: {ours * 1e6:.1f} us, SDPA {peer * 1e6:.1f} us")
         assert ours <= max(25e-6, 2.5 * peer)
+
+
+def test_states_of_halves_of_the_keys_merge_without_a_loss():
+    """Merged by an lse in float64, halves are as exact as all keys at once."""
+    from elsa_core.distributed import shards
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 2, n, 64, device="cuda", generator=generator) for n in (300, 262144, 262144)
+    )
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    rows = shards.Rows(q, None, 0, is_causal=False, scale=1 / 8, precision="strict", backend="auto")
+    cuts = [(i, min(i + 100_003, 262144)) for i in range(0, 262144, 100_003)]
+    runs = [shards.Run(i, j, k[:, :, i:j], v[:, :, i:j]) for i, j in cuts]
+    total = shards.state(rows, runs)
+    assert total is not None and total.m.dtype == torch.float64
+    out, lse = shards.finished(total, rows, 64)
+    whole, of_whole = attention(q, k, v, None, False, 1 / 8, "strict")
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse, of_whole, rtol=0, atol=4e-6)
+    errors = [float((x.double() - exact).norm() / exact.norm()) for x in (out, whole)]
+    assert errors[0] <= 1.1 * errors[1] + 2 * torch.finfo(torch.float32).eps, errors

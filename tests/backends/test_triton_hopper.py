@@ -107,6 +107,18 @@ def test_every_form_compiles(dim: int, more: dict[str, Any]) -> None:
         assert compile_launch(one, torch.float32, "cuda", 90).asm["cubin"]
 
 
+@known
+@pytest.mark.parametrize("parts", [1, 3])
+def test_states_with_lse_in_float64_compile(parts: int) -> None:
+    call = planned((1, 2, 300, 64), parts=parts)
+    for one in (
+        call.fold,
+        call.launches["fma_fallback"],
+        *([call.merge.launch] if call.merge else []),
+    ):
+        assert compile_launch(one, torch.float32, "cuda", 90, lse="fp64").asm["cubin"]
+
+
 def test_who_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "specializes", lambda device: True)
     q = torch.empty(1, 2, 300, 64)

@@ -23,9 +23,10 @@ POINTERS = {
 
 
 def compile_launch(
-    launch: Launch, dtype: torch.dtype, backend: str, arch: int | str, **options: Any
-) -> Any:
-    """The compiled kernel of one launch; `.asm` holds its code."""
+    launch: Launch, dtype: torch.dtype, backend: str, arch: int | str, lse: str = "",
+    **options: Any,
+) -> Any:  # fmt: skip
+    """The compiled kernel of one launch; `.asm` holds its code. lse: "fp64" for merged states."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -42,7 +43,8 @@ def compile_launch(
             kind = "fp32" if name == "Out" and launch.tail.get("PARTIAL") else NAMES[dtype]
             if name == "Mask" and not launch.tail.get("MASK", True) and dtype == torch.float32:
                 kind = "i32"  # flags, or not read
-            signature[name] = "*" + POINTERS.get(name, kind)
+            kind = POINTERS.get(name, kind)
+            signature[name] = "*" + (lse if lse and name in ("LSE", "PL") else kind)
             attributes[(position,)] = [["tt.divisibility", 16]]
     written_in = ASTSource
     if launch.kernel.is_gluon():

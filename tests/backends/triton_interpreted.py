@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from fence import fenced  # noqa: E402
 
-from elsa_core.backends.triton import attention_forward as attention  # noqa: E402
+from elsa_core.backends.triton import attention_forward, attention_state  # noqa: E402
 from elsa_core.backends.triton.attention import planner, schedules, tiling  # noqa: E402
 from elsa_core.backends.triton.attention.schedules.merge import plan_merge  # noqa: E402
 
@@ -50,6 +50,9 @@ CASES = {
     "ieee partitions": ((1, 1, 1, 20, 600, 32, 32), F32, "ieee", {}),
     "split keys": ((1, 1, 1, 9, 900, 32, 32), F32, "strict", {}),
     "split keys half": ((1, 2, 2, 9, 900, 32, 48), F16, "strict", {}),
+    "state": ((1, 2, 2, 20, 300, 64, 64), F32, "strict", {"mask": "float", "state": True}),
+    "state, split keys": ((1, 1, 1, 9, 3000, 32, 32), F32, "strict", {"state": True}),
+    "state, not split ahead": ((1, 2, 2, 20, 300, 32, 32), F32, "lean", {"state": True}),
     "strict chains": ((1, 1, 1, 20, 900, 64, 64), F32, "strict", {"chain": 1}),
     "strict chains, causal": (
         (1, 1, 1, 150, 150, 72, 80), F32, "lean", {"chain": 1, "causal": True}
@@ -121,6 +124,7 @@ def run(shape, dtype, precision, options):
     causal, scale = options.get("causal", False), options.get("scale", d**-0.5)
     schedules.forward.CHAIN_TILES = options.get("chain", 1024)
     exact_folds.clear()
+    attention = attention_state if options.get("state") else attention_forward
     with fenced() as fence:
         out, lse = attention(q, k, v, mask, causal, scale, precision)
     expected, expected_lse = reference(q, k, v, mask, causal, scale)

@@ -85,10 +85,11 @@ def test_copies_are_hidden() -> None:
     assert report.copied_bytes == key.nbytes + value.nbytes
     assert report.hidden is not None and report.hidden > 0.5
     leaves = [t.requires_grad_() for t in (query, key, value)]
-    out = elsa.attention(*leaves, offload="host", offload_block=4096)
-    assert isinstance(out, Tensor)
-    out.sum().backward()
-    report = elsa.offload.report()
+    for _ in range(2):
+        out = elsa.attention(*leaves, offload="host", offload_block=4096)
+        assert isinstance(out, Tensor)
+        out.sum().backward()
+        report = elsa.offload.report()
     assert report is not None and report.hidden is not None and report.hidden > 0.5
     assert report.written_bytes == key.nbytes + value.nbytes
 

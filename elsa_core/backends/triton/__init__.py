@@ -6,13 +6,16 @@ Triton is imported by the first call that needs it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.attention import planner
+from elsa_core.backends.triton.attention.schedules.record import Call
 from elsa_core.backends.triton.pack import lookup
 from elsa_core.backends.triton.shared import device, layout
 from elsa_core.limits import LARGEST_HEAD_DIM
@@ -117,8 +120,36 @@ def attention_forward(
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """
+    return _forward(planner.plan_call, query, key, value, attn_mask, is_causal, scale, precision)
+
+
+def attention_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """As `attention_forward` for results that are merged with those of other keys.
+
+    exp(lse - lse') weighs them: a float32 lse of about 14, as hundreds of thousands of keys have,
+    is known to 1e-6 only. It is float64, of calls that have a few keys or one query float32.
+    """
+    return _forward(planner.plan_state, query, key, value, attn_mask, is_causal, scale, precision)
+
+
+def _forward(
+    plan: Callable[..., Call],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *terms: Any,
+) -> tuple[Tensor, Tensor]:
     query, key, value = layout.in_rows(query, key, value)
-    call = planner.planned(query, key, value, attn_mask, is_causal, scale, precision)
+    call = planner.planned(query, key, value, attn_mask, *terms, plan)
     if _several() and query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
             return planner.execute(call, query, key, value, attn_mask)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from elsa_core import routing
 from elsa_core.linear import served_gated
 from elsa_core.operators.linear import epilogue
-from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.common import (
     activation_of,
     is_plain_linear,
@@ -51,12 +50,9 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
         return linear_parts(module)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._original(x) if is_within_original(self) else self.elsa_added(x)
-
-    def _original(self, x: Tensor) -> Tensor:
-        """The original forward, in calls that are not compiled."""
-        shown = flat.served(self, flat.mlp, x)
-        return super().forward(x) if shown is None else shown  # type: ignore[no-any-return]
+        if is_within_original(self):
+            return super().forward(x)  # type: ignore[no-any-return]
+        return self.elsa_added(x)
 
     def elsa_added(
         self,
@@ -72,7 +68,7 @@ class ElsaMlp(Mlp):  # type: ignore[misc]  # timm is untyped
 
         work = _work(x, self.fc1)
         if is_within_original(self) or is_host_bound(self, "linear", x, work, by_elsa):
-            shown = all_original(self._original, x if norm is None else norm(x))
+            shown = all_original(super().forward, x if norm is None else norm(x))
             return epilogue(shown, "none", residual, scale)
         return by_elsa()
 

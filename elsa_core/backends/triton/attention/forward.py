@@ -40,13 +40,17 @@ def store_rows(
     BM: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """out = kept * acc / z, zeros where no key was seen; lse natural, or base 2 for a partial
-    state.
+    state, in the dtype of LSE: float64 for states that are merged.
     """
     o_m = tl.arange(0, BM)
     inside = o_m < rows
     empty = z == 0.0
     inverse = kept / tl.where(empty, 1.0, z)
-    lse = tl.where(empty, -float("inf"), m + offset + tl.log2(z))
+    if LSE.dtype.element_ty == tl.float64:
+        lse = m.to(tl.float64) + offset.to(tl.float64) + tl.log2(z.to(tl.float64))
+    else:
+        lse = m + offset + tl.log2(z)
+    lse = tl.where(empty, -float("inf"), lse)
     if not PARTIAL:
         lse = lse * LN2
     tl.store(LSE + lse_row + o_m, lse, mask=inside)

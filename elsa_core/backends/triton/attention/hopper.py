@@ -249,7 +249,11 @@ def fold_rows(
     m = gl.convert_layout(m, gl.SliceLayout(1, O_))
     empty = total == 0.0
     inverse = 1.0 / gl.where(empty, 1.0, total)
-    lse = gl.where(empty, -float("inf"), m + gl.log2(total))
+    if LSE.dtype.element_ty == gl.float64:
+        lse = m.to(gl.float64) + gl.log2(total.to(gl.float64))
+    else:
+        lse = m + gl.log2(total)
+    lse = gl.where(empty, -float("inf"), lse)
     if PARTIAL:
         o_row = (i_state * n_q + row0) * DV
         o_step = gl.to_tensor(DV).to(gl.int64)

@@ -1,4 +1,5 @@
-"""The merge of partial states: the monoid's product over the partitions of the keys, in float32."""
+"""The merge of partial states: the monoid's product over the partitions of the keys, in float32;
+their lse may be float64."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def merge_states(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch x heads x queries / ROWS). PO: [parts, states, DV] outputs; PL: [parts, states]
-    base 2 lse.
+    base 2 lse, of the dtype of LSE.
 
     The weights exp2(lse - max) are summed by a tree over PARTS (a power of two >= parts).
     """
@@ -30,7 +31,7 @@ def merge_states(
     lse = tl.load(PL + o_state, mask=inside, other=-float("inf"))  # [PARTS, ROWS]
     m = tl.max(lse, 0)
     m_safe = tl.where(m == -float("inf"), 0.0, m)
-    w = tl.exp2(lse - m_safe[None, :])
+    w = tl.exp2((lse - m_safe[None, :]).to(tl.float32))
     p = PO + o_state[:, :, None] * DV + o_v[None, None, :]
     x = tl.load(p, mask=inside[:, :, None] & (o_v < DV)[None, None, :], other=0.0)
     s = tl.sum(w, 0)
@@ -42,4 +43,5 @@ def merge_states(
     p_out = Out + (((i_b * n_q + i_q) * heads + i_h) * DV)[:, None] + o_v[None, :]
     written = i_state < states
     tl.store(p_out, out.to(Out.dtype.element_ty), mask=written[:, None] & (o_v < DV)[None, :])
-    tl.store(LSE + i_state, tl.where(s == 0.0, -float("inf"), m + tl.log2(s)) * LN2, mask=written)
+    total = m + tl.log2(s.to(LSE.dtype.element_ty))
+    tl.store(LSE + i_state, tl.where(s == 0.0, -float("inf"), total) * LN2, mask=written)

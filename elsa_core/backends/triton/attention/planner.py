@@ -4,13 +4,23 @@ warm call costs the host little.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elsa_core.backends.triton.attention import tiling
-from elsa_core.backends.triton.attention.schedules import EMPTY, forward, schedule_of, stream
+from elsa_core.backends.triton.attention.schedules import (
+    EMPTY,
+    FORWARD,
+    HOPPER,
+    SPLIT_AHEAD,
+    forward,
+    schedule_of,
+    stream,
+)
 from elsa_core.backends.triton.attention.schedules.record import Call, Problem, Schedule
 from elsa_core.backends.triton.attention.tiling import Plan, Shape
 from elsa_core.backends.triton.shared import device, layout
@@ -45,6 +55,15 @@ def plan_call(
     if not (shape.queries == 1 or EMPTY.serves(problem)):
         problem = replace(problem, tiles=tiles or tiles_of(problem, specialized))
     return planned_by(schedule_of(problem), problem)
+
+
+def plan_state(*arguments: Any) -> Call:
+    """As `plan_call`, with lse in float64 where the kernels that fold in tiles serve."""
+    call = plan_call(*arguments)
+    if call.schedule not in (HOPPER, SPLIT_AHEAD, FORWARD):
+        return call
+    merge = call.merge and replace(call.merge, lse_dtype=torch.float64)
+    return replace(call, merge=merge, lse_dtype=torch.float64)
 
 
 def planned_by(schedule: Schedule, problem: Problem) -> Call:
@@ -83,7 +102,14 @@ def fits_specialized(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bo
 
 
 def planned(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, precision: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    precision: str,
+    plan: Callable[..., Call] = plan_call,
 ) -> Call:
     """The plan of a call, cached by layout."""
     extra = None
@@ -91,10 +117,10 @@ def planned(
     if mask is not None:
         extra = (mask.dtype, mask.shape, mask.stride(), mask.data_ptr() % 16)
     key = (
-        "attention", q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype,
+        "attention", plan, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype,
         q.get_device(), aligned, extra, causal, scale, precision,
     )  # fmt: skip
-    return PLANS.get(key, plan_call, q, k, v, mask, causal, scale, precision)
+    return PLANS.get(key, plan, q, k, v, mask, causal, scale, precision)
 
 
 def execute(

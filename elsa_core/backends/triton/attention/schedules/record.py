@@ -56,16 +56,18 @@ class Merge:
     """The merge of partial states, a part of every schedule that splits keys.
 
     launch: reads them and writes the results. shape: (partitions, states, value dimension).
+    lse_dtype: of the call that it is a part of.
     """
 
     launch: Launch
     shape: tuple[int, int, int]
+    lse_dtype: torch.dtype = torch.float32
 
     def states(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the partial outputs and their base 2 log-sum-exp, float32."""
+        """Memory for the partial outputs, float32, and their base 2 log-sum-exp."""
         partitions, states, _ = self.shape
         outputs = like.new_empty(self.shape, dtype=torch.float32)
-        return outputs, like.new_empty((partitions, states), dtype=torch.float32)
+        return outputs, like.new_empty((partitions, states), dtype=self.lse_dtype)
 
 
 class Parts(NamedTuple):
@@ -82,7 +84,10 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A planned call: its schedule, the shapes of its results, and what it launches."""
+    """A planned call: its schedule, the shapes of its results, and what it launches.
+
+    lse_dtype: float64 for calls whose results are merged with others (`planner.planned_state`).
+    """
 
     schedule: Schedule
     out_shape: tuple[int, int, int, int]
@@ -91,6 +96,7 @@ class Call:
     launches: dict[str, Launch] = field(default_factory=dict)
     merge: Merge | None = None
     workspace: int = 0
+    lse_dtype: torch.dtype = torch.float32
 
     @property
     def fold(self) -> Launch:
@@ -111,7 +117,7 @@ class Call:
         """Memory for out, [B, H, N, Dv] in the memory of [B, N, H, Dv], and for lse."""
         _, h, n, d = self.out_shape
         out = query.new_empty_strided(self.out_shape, (n * h * d, d, h * d, 1))
-        return out, query.new_empty(self.lse_shape, dtype=torch.float32)
+        return out, query.new_empty(self.lse_shape, dtype=self.lse_dtype)
 
 
 Run = Callable[..., tuple[Tensor, Tensor]]
