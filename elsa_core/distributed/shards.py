@@ -123,6 +123,7 @@ def _of_block(rows: Rows, run: Run, block: _Block) -> State:
     merged = routing.state_run(query, value, mask, rows.precision, rows.backend)
     if merged is not None:
         out, lse = merged(query, key, value, mask, block.is_causal, rows.scale, rows.precision)
+        lse = lse.double()  # of few keys it is float32
     else:
         out, lse = attend(
             query, key, value, mask, is_causal=block.is_causal, scale=rows.scale, enable_gqa=True,

@@ -86,7 +86,7 @@ class Parts(NamedTuple):
 class Call:
     """A planned call: its schedule, the shapes of its results, and what it launches.
 
-    lse_dtype: float64 for calls whose results are merged with others (`planner.planned_state`).
+    lse_dtype: float64 for calls whose results are merged with others (`planner.plan_state`).
     """
 
     schedule: Schedule
