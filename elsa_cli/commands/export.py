@@ -16,6 +16,7 @@ from elsa_cli.errors import TargetError, check_text
 from elsa_cli.options import (
     Command,
     FilePath,
+    Listed,
     Options,
     input_options,
     kernel_options,
@@ -111,6 +112,10 @@ _MODULES = {
     help="Also write model.int8.onnx: an approximation, with what it costs in accuracy.",
 )  # fmt: skip
 @click.option(
+    "--batches", type=Listed(click.IntRange(1, 64), "N"), default="1,2,3", show_default=True,
+    help="Batch sizes to verify; those that a bundle for a GPU without elsa serves.",
+)  # fmt: skip
+@click.option(
     "--dynamic-size", is_flag=True, help="Let the image size vary in model.pt2, if the model can."
 )
 @input_options
@@ -133,13 +138,14 @@ def command(
     labels: Path | None,
     aoti: bool,
     quantize: str | None,
+    batches: tuple[int, ...],
     dynamic_size: bool,
     **given: Any,
 ) -> None:
     """Patch MODEL and write it as a bundle that runs without elsa: TorchScript, ONNX and pt2 with
     the operator library, the weights, load.py and a manifest.
 
-    Each file is loaded in a fresh process and must reproduce the model at three batch sizes, or
+    Each file is loaded in a fresh process and must reproduce the model at each of --batches, or
     nothing is written (exit code 5, or 3 where the package that runs it is missing). With
     --dtype fp16 or bf16 and with --quantize, what the rounding costs against float64 of the fp32
     model is measured on the check's inputs, and on --images, and shown.
@@ -187,6 +193,7 @@ def command(
             dynamic_size=dynamic_size,
             aoti=aoti,
             quantize=quantize,
+            batches=batches,
             exact=exact,
             zip=zipped,
             force=force,

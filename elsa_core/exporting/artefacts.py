@@ -24,7 +24,7 @@ from elsa_core.exporting import (
 )
 from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.onnx import export_onnx
-from elsa_core.exporting.reference import flat, judge, make_reference
+from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_reference
 from elsa_core.exporting.verify import platform_tag
 from elsa_core.version import __version__
 
@@ -53,6 +53,7 @@ class Choices:
     onnx_mode: str
     opset: int
     dynamic_size: bool
+    batches: tuple[int, ...] = BATCH_SIZES
     labels: tuple[str, ...] = ()
 
 
@@ -130,7 +131,7 @@ class _Writer:
             exported_program.compile_program(program, path)
             return names
         if dynamic_size:
-            _prove_other_sizes(exported, program)
+            _prove_other_sizes(exported, program, self.chosen.batches)
         else:
             self.program = program
         exported_program.save_program(program, path)
@@ -165,7 +166,9 @@ def _elsa_nodes(path: Path) -> tuple[str, ...]:
     return tuple(sorted({node.op_type for node in graph.node if node.domain == "elsa"}))
 
 
-def _prove_other_sizes(exported: ExportTarget, program: torch.export.ExportedProgram) -> None:
+def _prove_other_sizes(
+    exported: ExportTarget, program: torch.export.ExportedProgram, batches: tuple[int, ...]
+) -> None:
     """The program reproduces the model at other images too, by the same criterion."""
     module = program.module()
     rows, channels, height, width = exported.inputs[0].shape
@@ -173,7 +176,7 @@ def _prove_other_sizes(exported: ExportTarget, program: torch.export.ExportedPro
         shape = (rows, channels, *sides)
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(shape, generator=generator).to(exported.inputs[0])
-        reference = make_reference(exported.model, (images,))
+        reference = make_reference(exported.model, (images,), batches)
         with torch.no_grad():
             outputs = {
                 size: [t.cpu().double().numpy() for t in flat(module(images[:size]))]
@@ -230,7 +233,7 @@ def write_libraries(
     if gpu_library.is_asked_for(exported.device):
         say("recording the plans of the GPU's calls")
         files = [(name, staging / FILES[name]) for name in chosen.formats]
-        arch = gpu_library.write(files, exported.inputs, staging)
+        arch = gpu_library.write(files, exported.inputs, chosen.batches, staging)
         entry = {"runtime": "cuda", "minimum": "2.10", **place, "gpu_archs": [arch]}
         return {gpu_library.LIBRARY: entry, gpu_library.PLANS: entry}
     if set(chosen.formats) - {"onnx", "onnx-int8"}:

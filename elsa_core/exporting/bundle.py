@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from elsa_core.exporting.export_target import ExportTarget, export_target
 from elsa_core.exporting.labels import write_labels
 from elsa_core.exporting.manifest import (
     FORMATS,
+    LARGEST_BATCH,
     MANIFEST_NAME,
     REFERENCE_NAME,
     files_in,
@@ -40,6 +42,7 @@ from elsa_core.exporting.onnx import MODES as ONNX_MODES
 from elsa_core.exporting.onnx import OPSETS as ONNX_OPSETS
 from elsa_core.exporting.readme import readme
 from elsa_core.exporting.reference import (
+    BATCH_SIZES,
     Reference,
     make_reference,
     norms_of,
@@ -90,6 +93,7 @@ def export(
     dynamic_size: bool = False,
     aoti: bool = False,
     quantize: str | None = None,
+    batches: Sequence[int] = BATCH_SIZES,
     exact: Exact | None = None,
     zip: bool = False,
     force: bool = False,
@@ -103,7 +107,7 @@ def export(
     """Write a patched model as files that run without this package.
 
     Everything is written beside the target and renamed into place after each artefact has been
-    loaded in a fresh process and has reproduced the model at three batch sizes: after a failure or
+    loaded in a fresh process and has reproduced the model at each batch size: after a failure or
     an interrupt at any point the target is as it was before.
 
     Args:
@@ -117,6 +121,8 @@ def export(
         dynamic_size: let the image size vary too in model.pt2, where the model allows it.
         aoti: also compile model.aoti.pt2 with AOTInductor for this machine's kind of CPU or GPU.
         quantize: "int8": also write model.int8.onnx, an approximation, beside model.onnx.
+        batches: the batch sizes that artefacts are verified at, 1 to 64. A bundle of a model on a
+            GPU that holds the CUDA library serves these alone; others take any.
         exact: `accuracy.exact_outputs` of the float32 model, by which the manifest says what a
             float16 or bfloat16 model or INT8 costs. Default: of this model, where it is float32,
             on its example inputs; else the cost is not known.
@@ -134,7 +140,8 @@ def export(
         The bundle.
 
     Raises:
-        TypeError: `model` is no `nn.Module`, or directory, formats or labels no text.
+        TypeError: `model` is no `nn.Module`, directory, formats or labels no text, or batches no
+            whole numbers.
         ExportError: the model disagrees with the original, cannot be traced or exported, or an
             artefact does not reproduce it.
         ArgumentError: an argument, or the target, cannot be used.
@@ -143,7 +150,7 @@ def export(
     """
     _check_types(directory, formats, labels)
     chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti, quantize)
-    chosen = dataclasses.replace(chosen, labels=tuple(labels))
+    chosen = dataclasses.replace(chosen, batches=_sizes(batches), labels=tuple(labels))
     given = files.located(directory)
     if zip and given.name in ("", ".."):
         raise ArgumentError(f"{given} (-o) is a directory: with --zip it names a file")
@@ -153,12 +160,12 @@ def export(
     try:
         target = given.resolve()
         _check_target(target, given, zip, force)
-        exported = export_target(model, loaded, inputs, seed)
+        exported = export_target(model, loaded, inputs, seed, chosen.batches)
         _check_support(exported, chosen)
         _check_disk_space(exported, chosen, target, given)
         check = _checked(exported, check, say)
         say("computing the reference in float64")
-        reference = make_reference(exported.model, exported.inputs)
+        reference = make_reference(exported.model, exported.inputs, chosen.batches)
         if exact is None and INT8 in chosen.formats:
             exact = exact_outputs(exported.model, {"example": exported.inputs})
         with _staged(target, zip) as staging:
@@ -176,6 +183,17 @@ def _check_types(directory: object, formats: object, labels: object) -> None:
     for name, given in (("formats", formats), ("labels", labels)):
         if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
             raise TypeError(f"{name} must be several texts, not {given!r}")
+
+
+def _sizes(batches: Sequence[int]) -> tuple[int, ...]:
+    """Batch sizes in ascending order."""
+    try:
+        sizes = sorted({operator.index(size) for size in batches})
+    except TypeError:
+        raise TypeError(f"batches must be whole numbers, not {batches!r}") from None
+    if not sizes or not 1 <= sizes[0] <= sizes[-1] <= LARGEST_BATCH:
+        raise ArgumentError(f"batches: name sizes from 1 to {LARGEST_BATCH}, not {sizes}")
+    return tuple(sizes)
 
 
 def _choices(

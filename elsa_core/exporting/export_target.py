@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class ExportTarget:
 
     Attributes:
         model: patched, in eval mode.
-        inputs: the model's arguments, max(BATCH_SIZES) rows each.
+        inputs: the model's arguments, two rows each or as many as the largest batch has.
         input_names: one a tensor.
         preprocess: how an image becomes the input; None for text and for unknown models.
         dtype: of the weights; float32, float16 or bfloat16.
@@ -83,8 +83,11 @@ def export_target(
     loaded: Loaded | None,
     inputs: Tensor | tuple[Tensor, ...] | None,
     seed: int,
+    batches: Sequence[int] = BATCH_SIZES,
 ) -> ExportTarget:
     """Look at the model once and refuse what cannot be exported.
+
+    `batches` are the sizes that it is to be verified at.
 
     Raises:
         NothingPatchedError: no site is patched.
@@ -97,7 +100,8 @@ def export_target(
     if model.training:
         raise ArgumentError("export: the model is in training mode; call model.eval() first")
     dtype, device = _home(model)
-    found = _inputs(model, loaded, inputs, seed, dtype, device)
+    rows = max(2, *batches)  # tracers see two
+    found = _inputs(model, loaded, inputs, rows, seed, dtype, device)
     whole = loaded is not None and loaded.model is model and loaded.tower is None
     return ExportTarget(
         model=model,
@@ -134,11 +138,11 @@ def _inputs(
     model: nn.Module,
     loaded: Loaded | None,
     given: Tensor | tuple[Tensor, ...] | None,
+    rows: int,
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, ...]:
-    rows = max(BATCH_SIZES)
     if given is not None:
         tensors = given if isinstance(given, tuple) else (given,)
         return tuple(_rows(t, rows, dtype, device) for t in tensors)

@@ -3,7 +3,7 @@ and the plans and kernels of the artefacts' own calls.
 
 Not chosen by default until it was measured on a GPU: it is written where the CUDA library serves
 the exporting process (ELSA_CUDA_LIBRARY=1). The plans are of this kind of GPU and of the batch
-sizes that the export verifies.
+sizes that the export verifies (`--batches`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from elsa_core.backends import compiler, cuda
 from elsa_core.errors import ExportError, UnavailableError
-from elsa_core.exporting.reference import BATCH_SIZES
 
 LIBRARY: Final = "lib/libelsa_cuda.so"
 PLANS: Final = "lib/plans.elsa"
@@ -30,12 +29,18 @@ def is_asked_for(device: str) -> bool:
     return device == "cuda" and cuda.is_asked_for() and cuda.status().ok
 
 
-def write(artefacts: Sequence[tuple[str, Path]], inputs: tuple[Tensor, ...], staging: Path) -> str:
+def write(
+    artefacts: Sequence[tuple[str, Path]],
+    inputs: tuple[Tensor, ...],
+    batches: Sequence[int],
+    staging: Path,
+) -> str:
     """Run the artefacts on the GPU at each batch size and write the library and their plans.
 
     Args:
         artefacts: (format, file), of "torchscript" and "pt2".
-        inputs: of the model, max(BATCH_SIZES) rows.
+        inputs: of the model, max(batches) rows or more.
+        batches: the sizes that the bundle serves.
         staging: the bundle's directory, with lib/ in it.
 
     Returns:
@@ -53,7 +58,7 @@ def write(artefacts: Sequence[tuple[str, Path]], inputs: tuple[Tensor, ...], sta
     loaded, parts = library.load(), []
     for format, path in artefacts:
         model = _loaded(format, path, device)
-        for rows in BATCH_SIZES:
+        for rows in batches:
             try:
                 with torch.cuda.device(device), torch.no_grad():
                     call = partial(model, *(tensor[:rows] for tensor in inputs))
@@ -63,7 +68,7 @@ def write(artefacts: Sequence[tuple[str, Path]], inputs: tuple[Tensor, ...], sta
                     f"{path.name} cannot run by the CUDA library alone: {error}; patch it with "
                     "scope='attention', or unset ELSA_CUDA_LIBRARY"
                 ) from error
-    sizes = ", ".join(map(str, BATCH_SIZES))
+    sizes = ", ".join(map(str, batches))
     served = f"this bundle serves batches of {sizes} on sm_{arch}"
     (staging / PLANS).write_bytes(planfile.write(parts, arch, served))
     shutil.copyfile(compiler.build(library.recipe()), staging / LIBRARY)

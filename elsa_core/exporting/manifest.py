@@ -14,6 +14,8 @@ from elsa_core.errors import ModelError
 from elsa_core.exporting.signature import SIGNATURE_NAME
 from elsa_core.reading import parse_json
 
+LARGEST_BATCH = 64  # that an artefact is verified at
+
 MANIFEST_NAME = "manifest.json"
 KIND = "elsa-bundle"
 SCHEMA_VERSION = 1
@@ -245,7 +247,7 @@ def _check_reference(content: dict[str, Any], where: str) -> None:
         and isinstance(content.get("operators"), dict)
         and isinstance(sizes, list)
         and sizes
-        and all(type(size) is int and 0 < size <= 64 for size in sizes)
+        and all(type(size) is int and 0 < size <= LARGEST_BATCH for size in sizes)
         and isinstance(reference, dict)
         and isinstance(reference.get("original_norms"), dict)
     )

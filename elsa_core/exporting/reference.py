@@ -24,7 +24,7 @@ from elsa_core.messages import quiet
 from elsa_core.patching import original
 from elsa_core.proof import TURBO_EPS, Comparison, Norms, map_floating, nudged
 
-BATCH_SIZES = (1, 2, 3)
+BATCH_SIZES = (1, 2, 3)  # that artefacts are verified at, where `export` is given no others
 FACTOR = 2.0
 # Further runs of the original on inputs nudged by less than an ulp: its error is a spread, and a
 # single run of a model with few outputs says little about it.
@@ -37,7 +37,7 @@ class Reference:
     """What every artefact is judged by.
 
     Attributes:
-        inputs: the model's inputs, max(BATCH_SIZES) rows each.
+        inputs: the model's inputs, as many rows each as the largest batch has, or more.
         oracle: the float64 outputs of the original model, flat.
         norms: for each batch size and output, the original's error as [Euclidean, maximum].
         eps: of the model's dtype (of TF32's significand for turbo).
@@ -83,12 +83,15 @@ def flat(output: Any) -> list[Tensor]:
     return list(leaves)
 
 
-def make_reference(model: nn.Module, inputs: tuple[Tensor, ...]) -> Reference:
+def make_reference(
+    model: nn.Module, inputs: tuple[Tensor, ...], batches: Sequence[int] = BATCH_SIZES
+) -> Reference:
     """Run the original model in float64 and in its own dtype.
 
     Args:
         model: patched, in eval mode; comes back as it was.
-        inputs: max(BATCH_SIZES) rows each.
+        inputs: max(batches) rows each, or more.
+        batches: the sizes that artefacts are judged at.
 
     Raises:
         ExportError: the model fails on them, or returns something else than tensors.
@@ -113,7 +116,7 @@ def make_reference(model: nn.Module, inputs: tuple[Tensor, ...]) -> Reference:
     if any(t.ndim == 0 or t.shape[0] != rows for t in oracle):
         raise ExportError("the model's outputs do not all have the batch as their first dimension")
     norms = {}
-    for batch in BATCH_SIZES:
+    for batch in batches:
         errors = []
         for index, exact in enumerate(oracle):
             parts = [_norms(run[index][:batch].double() - exact[:batch]) for run in runs]

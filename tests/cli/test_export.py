@@ -16,6 +16,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from sampling import some
 
 from .conftest import Elsa, environment
 from .test_commands import document
@@ -73,8 +74,11 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
     assert again["assumed"] == {"heads": 3}
     assert {"mean", "std"} <= set(again["preprocess"]["assumed"])
     given = ("--mean", "0.5", "--std", "0.5", "--crop-pct", "0.9", "--interpolation", "bicubic")
-    elsa("export", "mine.safetensors", "--formats", "torchscript", "-o", "g", *given)
-    assert json.loads((tmp_path / "g/manifest.json").read_text())["preprocess"]["assumed"] == []
+    elsa("export", "mine.safetensors", "--formats", "torchscript", "-o", "g", "--batches", "4,1",
+         *given)  # fmt: skip
+    manifest = json.loads((tmp_path / "g/manifest.json").read_text())
+    assert manifest["preprocess"]["assumed"] == []
+    assert manifest["reference"]["batch_sizes"] == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,7 @@ def test_a_bundle_says_what_was_assumed(elsa: Elsa, tmp_path: Path) -> None:
         (("--formats", "tflite"), 2, ("'tflite'", "choose among")),
         (("--formats", ""), 2, ("choose among",)),
         (("--opset", "12"), 2, ("12",)),
+        (("--batches", "1,65"), 2, ("65", "1<=x<=64")),
         (("--tower", "image"), 2, ("--tower", "not a CLIP")),
         (("--dynamic-size", "--formats", "onnx"), 2, ("--dynamic-size",)),
         (("--include", "nothing.*"), 1, ("nothing to patch",)),
@@ -138,11 +143,10 @@ def test_verify_says_what_is_no_bundle(elsa: Elsa, tmp_path: Path) -> None:
     elsa("verify", tmp_path).fails(4, "no bundle")
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "zip"),
-    [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--zip",)), (signal.SIGHUP, 129, ())],
-    ids=["SIGINT", "SIGTERM", "SIGHUP"],
-)
+SIGNALS = [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ("--zip",)), (signal.SIGHUP, 129, ())]
+
+
+@pytest.mark.parametrize(("number", "code", "zip"), some(SIGNALS, one_in=3))
 def test_a_signal_leaves_nothing_half_written(
     tmp_path: Path, number: int, code: int, zip: tuple[str, ...]
 ) -> None:

@@ -92,6 +92,29 @@ def test_what_a_bundle_holds(bundle: Bundle, vit: Loaded) -> None:
         assert verification["error"] <= verification["allowed"]
 
 
+def test_batch_sizes_of_the_users_own(vit: Loaded, tmp_path: Path) -> None:
+    """In a fresh process at these alone; tracers see two rows, also where no batch has as many."""
+    report = check(vit.model, vit.example_inputs(1), stress=False)
+    for given, sizes in (([5, 4, 5], [4, 5]), ((1,), [1])):
+        made = export(
+            vit.model, tmp_path / "out", formats=("torchscript",), batches=given, check=report,
+            loaded=vit, force=True,
+        )  # fmt: skip
+        assert made.manifest["reference"]["batch_sizes"] == sizes
+        assert list(made.artefacts[0].batches) == sizes
+        stored = np.load(made.path / "reference.npz")
+        assert len(stored["input.0"]) == len(stored["oracle.0"]) == max(2, *sizes)
+
+
+@pytest.mark.parametrize("batches", [(), (0, 1), (65,), (-1,)])
+def test_batch_sizes_that_there_are_not(quick: Any, tmp_path: Path, batches: Any) -> None:
+    with pytest.raises(ArgumentError, match="sizes from 1 to 64"):
+        quick(tmp_path / "out", batches=batches)
+    with pytest.raises(TypeError, match="whole numbers"):
+        quick(tmp_path / "out", batches=("a",))
+    assert entries(tmp_path) == []
+
+
 def test_opset_23_needs_a_newer_runtime(quick: Any, tmp_path: Path) -> None:
     made = quick(tmp_path / "out", formats=("onnx",), onnx_mode="standard", opset=23)
     assert made.manifest["artefacts"]["onnx"]["runtime"] == {"onnxruntime": ">=1.23"}
