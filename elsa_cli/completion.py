@@ -25,8 +25,8 @@ BASELINES = (
 )  # fmt: skip
 TABLES = {
     "attention": (
-        "vit", "window", "sweep", "varlen", "entmax", "fp32", "fp16", "bf16", "decode", "lengths",
-        "million",
+        "vit", "window", "sweep", "varlen", "entmax", "gradients", "fp32", "fp16", "bf16",
+        "decode", "lengths", "million",
     ),
     "models": ("batch8", "resolution", "families"),
     "training": ("steps", "paper"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SWEEP_TOKENS: Final = (16, 49, 64, 100, 197, 256, 577, 785, 1025, 2048)
 SWEEP_HEAD_DIMS: Final = (32, 64, 80, 128)
+GRADIENTS_TABLE: Final = "gradients"  # a forward, and the gradients of all that went into it
 VARLEN_TABLE: Final = "varlen"  # its batches are sequences of different length
 WINDOW_IMAGES: Final = 4  # images that the windows of a case come from
 
@@ -70,11 +71,12 @@ class Case:
     @property
     def flops(self) -> int:
         """Multiplications and additions of the two matrix products: 4 B H Nq Nk D; of packed
-        sequences without what is padding in a batch of them."""
+        sequences without what is padding in a batch of them. With gradients of seven products."""
         if self.table == VARLEN_TABLE:
             scores = sum(n * n for n in lengths_of(self.batch, self.queries))
             return 4 * self.heads * scores * self.head_dim
-        return 4 * self.batch * self.heads * self.queries * self.keys * self.head_dim
+        products = 7 if self.table == GRADIENTS_TABLE else 2
+        return 2 * products * self.batch * self.heads * self.queries * self.keys * self.head_dim
 
     @property
     def key_value_bytes(self) -> int:
@@ -253,7 +255,8 @@ def bench_of(case: Case) -> Bench:
 
 
 def _benches() -> list[Bench]:
-    parts = (record.part("bench") for record in operators.records())
+    kinds = ("bench", "bench_gradients")
+    parts = (record.part(kind) for kind in kinds for record in operators.records())
     return [bench for bench in parts if bench is not None]
 
 

@@ -29,6 +29,8 @@ class Bench:
         peers: who else computes it: (case, inputs, whether to compile FlexAttention); of each name
             what makes the contender, or the reason why it cannot take part.
         exact: the output in float64, of (query, key, value, mask).
+        error: of (case, output, float64 output); None for the relative L2 distance, of a part of
+            the output where the whole would take long.
     """
 
     tables: Mapping[str, Mapping[str, tuple[Case, ...]]]
@@ -37,6 +39,7 @@ class Bench:
         peers.of_attention
     )
     exact: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _exact
+    error: Callable[[Case, Tensor, Tensor], float] | None = None
 
 
 ATTENTION = Bench({"cpu": cases.CPU_TABLES, "cuda": cases.CUDA_TABLES}, peers.elsa_attention)

@@ -128,30 +128,43 @@ def elsa_attention(case: Case, tensors: Inputs, precision: str, backend: str) ->
     return Contender(f"elsa-{precision}", call, precision=precision, notes=notes)
 
 
-def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
-    """Windows read from the images [images, H, W, 3 * C] that they would have been cut from."""
-    side, head_dim = case.window, case.head_dim
+def image_of(case: Case, tensors: Inputs) -> Tensor:
+    """The images [images, H, W, 3 * C] that the windows of a case would have been cut from."""
+    return torch.cat([joined(case, part) for part in tensors[:3]], -1)
+
+
+def joined(case: Case, windows: Tensor) -> Tensor:
+    """[windows, heads, T, head_dim] as they lie in images [images, H, W, C]."""
     across = math.isqrt(case.batch // WINDOW_IMAGES)  # windows along an axis of an image
-    cut = (WINDOW_IMAGES, across, across)
-    parts = torch.stack(tensors[:3])  # [3, windows, heads, T, head_dim]
-    parts = parts.unflatten(1, cut).unflatten(
-        5, (side, side)
-    )  # [3, n, y, x, heads, h, w, head_dim]
-    image = parts.permute(1, 2, 5, 3, 6, 0, 4, 7).flatten(5).flatten(3, 4).flatten(1, 2)
+    parts = windows.unflatten(0, (WINDOW_IMAGES, across, across))
+    parts = parts.unflatten(4, (case.window, case.window))  # [n, y, x, heads, h, w, head_dim]
+    image: Tensor = parts.permute(0, 1, 4, 2, 5, 3, 6).flatten(5).flatten(3, 4).flatten(1, 2)
+    return image
+
+
+def windows_of(case: Case, image: Tensor) -> Tensor:
+    """The way back: [images, H, W, C] -> [windows, heads, T, head_dim]."""
+    across, side = math.isqrt(case.batch // WINDOW_IMAGES), case.window
+    parts = image.unflatten(-1, (case.heads, case.head_dim)).unflatten(2, (across, side))
+    parts = parts.unflatten(1, (across, side)).permute(0, 1, 3, 5, 2, 4, 6)
+    windows: Tensor = parts.flatten(4, 5).flatten(0, 2)
+    return windows
+
+
+def elsa_windows(case: Case, tensors: Inputs, precision: str, backend: str) -> Contender:
+    """Windows read from the images that they would have been cut from."""
+    image = image_of(case, tensors)
     bias = None if tensors.mask is None else tensors.mask[0]
 
     def call() -> Tensor:
         return window_attention(
-            image, bias, num_heads=case.heads, window_size=(side, side),
+            image, bias, num_heads=case.heads, window_size=(case.window,) * 2,
             precision=precision, backend=backend,
         )  # fmt: skip
 
     def read(returned: object) -> Tensor:
         assert isinstance(returned, Tensor)
-        windows = returned.unflatten(-1, (case.heads, head_dim)).unflatten(2, (across, side))
-        windows = windows.unflatten(1, (across, side)).permute(0, 1, 3, 5, 2, 4, 6)
-        joined: Tensor = windows.flatten(4, 5).flatten(0, 2)
-        return joined
+        return windows_of(case, returned)
 
     route = explain(*tensors, precision=precision, backend=backend)
     notes = {"backend": route.backend, "arithmetic": route.arithmetic}
@@ -164,17 +177,18 @@ def _sdpa(name: str, choice: SDPBackend, tensors: Inputs) -> Contender:
 
 
 def _eager(tensors: Inputs) -> Contender:
-    query, key, value, mask = tensors
-    scale = 1.0 / math.sqrt(query.shape[-1])
-    transposed = key.transpose(-1, -2)
+    return Contender("eager", functools.partial(plain_attention, *tensors))
 
-    def call() -> Tensor:
-        scores = (query * scale) @ transposed
-        if mask is not None:
-            scores = scores + mask
-        return scores.softmax(-1) @ value
 
-    return Contender("eager", call)
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Softmax attention in three operations."""
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    if mask is not None:
+        scores = scores + mask
+    out: Tensor = scores.softmax(-1) @ value
+    return out
 
 
 def _flex(tensors: Inputs) -> Contender:

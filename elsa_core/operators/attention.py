@@ -204,5 +204,6 @@ ATTENTION = register(
         twin=True,
         onnx="elsa_core.exporting.onnx_attention:EXPORT",
         bench="elsa_core.bench.operators:ATTENTION",
+        bench_gradients="elsa_core.bench.gradients:GRADIENTS",
     )
 )

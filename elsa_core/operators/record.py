@@ -83,8 +83,9 @@ class Operator:
         onnx: its `elsa_core.exporting.onnx_operator.OnnxExport`, which writes nodes of its own;
             without one `elsa.export` writes the portable form.
         bench: its `elsa_core.bench.operators.Bench`: cases, peers and the float64 output.
+        bench_gradients: the same of calls with their gradients.
 
-    `onnx` and `bench` are objects, or where to find one when it is asked for
+    `onnx` and the benches are objects, or where to find one when it is asked for
     ("package.module:NAME"): an operator imports neither exporters nor measurements.
     """
 
@@ -99,6 +100,7 @@ class Operator:
     twin: bool = False
     onnx: Any = None
     bench: Any = None
+    bench_gradients: Any = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -111,7 +113,7 @@ class Operator:
         return self.portable or self.reference
 
     def part(self, name: str) -> Any:
-        """What "onnx" or "bench" stands for; None where the record has none."""
+        """What "onnx", "bench" or "bench_gradients" stands for; None where the record has none."""
         given = getattr(self, name)
         if not isinstance(given, str):
             return given
