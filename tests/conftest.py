@@ -71,15 +71,74 @@ def pytest_runtest_protocol(
         return (yield)
 
 
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this run, which all its processes share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A folder that the first process of a run to ask for it fills; others must not change it."""
+    shared = of_all_workers(tmp_path_factory)
+
+    def find(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = shared / f"once-{name}"
+        with shared.joinpath(f"once-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                half = tmp_path_factory.mktemp(name)
+                fill(half)
+                half.rename(folder)
+        return folder
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def learnt_digits(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """Weights of a ViT of 17 tokens that was trained on four fifths of scikit-learn's digits:
+    `vit_tiny_patch16_224` of timm with an `img_size` of 8, `patch_size=2`, `in_chans=1`,
+    `num_classes=10`, `embed_dim=64`, `depth=2` and `num_heads=2`. It saw none of every fifth."""
+
+    def train(folder: Path) -> None:
+        import torch.nn.functional as F
+        from safetensors.torch import save_file
+        from sklearn.datasets import load_digits
+        from timm.models.vision_transformer import VisionTransformer
+
+        data = load_digits()
+        seen = torch.arange(len(data.images)) % 5 != 0
+        images = (torch.from_numpy(data.images).float().unsqueeze(1)[seen] / 16.0 - 0.3) / 0.375
+        labels = torch.from_numpy(data.target).long()[seen]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = VisionTransformer(
+                img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2,
+                num_heads=2,
+            )  # fmt: skip
+            epochs, size = 18, 50
+            steps = epochs * -(-len(images) // size)
+            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+            for _ in range(epochs):
+                for rows in torch.randperm(len(images)).split(size):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(images[rows]), labels[rows]).backward()
+                    optimizer.step()
+                    schedule.step()
+        save_file(model.state_dict(), folder / "model.safetensors")
+
+    return once("digits", train) / "model.safetensors"
+
+
 @pytest.fixture
 def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> QuickCompiler:
     """The C++ compiler for tests of two builds at once: see `quick_compiler.py`."""
-    folder = tmp_path_factory.getbasetemp()
     sources = hashlib.sha256()
     for path in sorted((ROOT / "csrc").rglob("*.[ch]*")):
         sources.update(path.read_bytes())
-    base = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    kept = base / f"objects-{sources.hexdigest()}"
+    kept = of_all_workers(tmp_path_factory) / f"objects-{sources.hexdigest()}"
     kept.mkdir(exist_ok=True)
     log = tmp_path_factory.mktemp("compiled") / "units"
     script = ROOT / "tests" / "quick_compiler.py"

@@ -35,12 +35,16 @@ class QuickCompiler(NamedTuple):
 
 def meet(log: Path) -> None:
     """Wait until two processes are about to build."""
+    met = log.with_name(f"{log.name}.met")
+    if met.exists():
+        return
     end = time.monotonic() + SECONDS
     while len(list(log.parent.glob(f"{log.name}.by-*"))) < 2:
         if time.monotonic() > end:
             sys.exit("no second process asked for the compiler's version")
         time.sleep(0.02)
     time.sleep(0.5)  # from the version to the lock
+    met.touch()
 
 
 def main(kept: Path, log: Path, words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Matrices of parameters, of which a run of the suite takes a part.
+"""Matrices of parameters, and lists of long cases, of which a run of the suite takes a part.
 
 Which part is a number that the commit chooses, so that the runs of CI take the parts in turn:
 SAMPLE, which every process of a run inherits and the end of its output names. The same SAMPLE
@@ -54,3 +54,8 @@ def thinned(*axes: Iterable[Any], one_in: int = 2) -> list[tuple[Any, ...]]:
         for cells in itertools.product(*rows)
         if taken(sum(index for index, _ in cells), one_in)
     ]
+
+
+def some(rows: Iterable[Any], one_in: int = 2) -> list[Any]:
+    """Of a list of long cases, those whose index and SAMPLE add up to a multiple of `one_in`."""
+    return [row for (row,) in thinned(rows, one_in=one_in)]

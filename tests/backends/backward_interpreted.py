@@ -24,31 +24,32 @@ from elsa_core.backends.triton.attention import backward  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 # name: (B, Hq, Hkv, Nq, Nk, D, Dv), dtype, precision, options
+# Tiles are of 32 rows: 40 are a whole one and a part of one.
 CASES = {
     "half": ((1, 2, 2, 70, 150, 64, 64), F16, "strict", {}),
     "half, groups, odd widths": ((2, 4, 2, 33, 100, 40, 24), F16, "strict", {}),
     "half causal": ((1, 2, 2, 150, 150, 32, 32), F16, "strict", {"causal": True}),
     "half boolean mask": ((1, 2, 2, 70, 100, 32, 32), F16, "strict", {"mask": "bool"}),
-    "half bias": ((2, 2, 2, 70, 100, 32, 32), F16, "strict", {"mask": "bias"}),
+    "half bias": ((2, 2, 2, 40, 70, 32, 32), F16, "strict", {"mask": "bias"}),
     "half large scores": ((1, 2, 2, 70, 90, 64, 64), F16, "strict", {"huge": True}),
     "half large lse": ((1, 2, 2, 20, 70, 32, 32), F16, "strict", {"mask": "all low"}),
     "strict": ((1, 2, 2, 70, 300, 64, 64), F32, "strict", {}),
-    "strict, groups, odd widths": ((2, 4, 2, 70, 131, 40, 24), F32, "strict", {}),
+    "strict, groups, odd widths": ((2, 4, 2, 40, 75, 40, 24), F32, "strict", {}),
     "strict causal": ((1, 2, 2, 150, 150, 32, 32), F32, "strict", {"causal": True}),
     "strict causal, more queries": ((1, 2, 1, 200, 70, 32, 32), F32, "strict", {"causal": True}),
     "strict causal, more keys": ((1, 2, 1, 70, 200, 32, 32), F32, "strict", {"causal": True}),
     "strict boolean mask": ((1, 2, 2, 20, 300, 32, 32), F32, "strict", {"mask": "bool"}),
-    "strict additive mask": ((1, 2, 2, 70, 130, 32, 32), F32, "strict", {"mask": "float"}),
-    "strict bias of heads": ((3, 2, 2, 70, 70, 32, 32), F32, "strict", {"mask": "bias"}),
-    "strict bias of keys": ((2, 2, 2, 70, 70, 32, 32), F32, "strict", {"mask": "keys"}),
-    "strict bias of queries": ((2, 2, 2, 70, 70, 32, 32), F32, "strict", {"mask": "queries"}),
-    "strict bias of all": ((2, 2, 2, 70, 70, 32, 32), F32, "strict", {"mask": "one"}),
+    "strict additive mask": ((1, 2, 2, 40, 130, 32, 32), F32, "strict", {"mask": "float"}),
+    "strict bias of heads": ((3, 2, 2, 40, 40, 32, 32), F32, "strict", {"mask": "bias"}),
+    "strict bias of keys": ((2, 2, 2, 40, 40, 32, 32), F32, "strict", {"mask": "keys"}),
+    "strict bias of queries": ((2, 2, 2, 40, 40, 32, 32), F32, "strict", {"mask": "queries"}),
+    "strict bias of all": ((2, 2, 2, 40, 40, 32, 32), F32, "strict", {"mask": "one"}),
     "strict bias of batches, causal": (
-        (2, 2, 1, 70, 70, 32, 32), F32, "strict", {"mask": "batches", "causal": True}
+        (2, 2, 1, 40, 40, 32, 32), F32, "strict", {"mask": "batches", "causal": True}
     ),
     "strict negative scale": ((1, 1, 1, 20, 100, 64, 64), F32, "strict", {"scale": -0.3}),
     "strict zero scale": ((1, 1, 1, 20, 100, 64, 64), F32, "strict", {"scale": 0.0}),
-    "strict strides": ((2, 3, 3, 70, 70, 32, 32), F32, "strict", {"packed": True}),
+    "strict strides": ((2, 3, 3, 40, 40, 32, 32), F32, "strict", {"packed": True}),
     "strict expanded gradient": ((1, 2, 2, 20, 70, 32, 32), F32, "strict", {"expanded": True}),
     "strict large scores": ((1, 2, 2, 70, 90, 64, 64), F32, "strict", {"huge": True}),
     "strict large lse": ((1, 2, 2, 20, 70, 32, 32), F32, "strict", {"mask": "all low"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ def lines() -> list[str]:
 def main(*checks: Callable[[str], None]) -> None:
     """`python PROGRAM STUB`: every check in a child of this process, which has imported all that
     they need, since a library's operators and driver are for the life of a process."""
+    importlib.import_module("torch._dynamo")  # what the first call of an operator imports
     failed = []
     for check in checks:
         sys.stdout.flush()

@@ -8,10 +8,12 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from warm import warm
 
 triton = pytest.importorskip("triton")
 
@@ -136,12 +138,19 @@ def test_sha256_is_that_of_hashlib(tmp_path: Path) -> None:
         assert out.raw == hashlib.sha256(given).digest(), size
 
 
-def program(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False,
-        env=environment, timeout=600,
-    )  # fmt: skip
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Code, its arguments and variables, in a process of its own."""
+    with warm("torch", "torch._dynamo") as processes:
+
+        def call(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+            environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
+            return processes.run(code, *arguments, env=environment, timeout=600)
+
+        yield call
 
 
 ASKED = """
@@ -164,18 +173,18 @@ print(cuda.status().ok, cuda.status().reason)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_asked_for(tmp_path: Path) -> None:
+def test_asked_for(run: Run, tmp_path: Path) -> None:
     """The library takes its operators over at import; calls on the CPU are as they were."""
-    done = program(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
+    done = run(ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0")
     served = "True serves attention, attention_backward, linear, linear_backward, "
     served += "window_attention, window_attention_backward\n"
     assert (done.returncode, done.stdout) == (0, served), done.stderr
     assert "is off" not in done.stderr
 
 
-def test_nothing_is_built_without_a_gpu() -> None:
+def test_nothing_is_built_without_a_gpu(run: Run) -> None:
     for setting in ("", "0"):
-        done = program(ASKED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY=setting, CUDA_VISIBLE_DEVICES="")
+        done = run(ASKED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY=setting, CUDA_VISIBLE_DEVICES="")
         off = "False off: there is no GPU\n"
         assert (done.returncode, done.stdout) == (0, off), done.stderr
 
@@ -202,19 +211,19 @@ print(*(has(f"elsa::{name}", "CUDA") for name in ("attention", "linear", "linear
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_the_first_call_on_a_gpu_loads_it(tmp_path: Path) -> None:
+def test_the_first_call_on_a_gpu_loads_it(run: Run, tmp_path: Path) -> None:
     """Not the import; and where it is switched off, or cannot be built, Triton serves unsaid."""
     for first in ("operator", "direct"):
-        done = program(GPU, first, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
+        done = run(GPU, first, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
         assert done.returncode == 0, done.stderr
         loaded, served, registered = done.stdout.splitlines()
         assert served.startswith("True serves attention, ") and registered == "True True True"
         assert loaded == "True True", first
-    done = program(GPU, "operator", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
+    done = run(GPU, "operator", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
     lines = ["True False", "False off: ELSA_CUDA_LIBRARY is 0", "False False False"]
     assert (done.returncode, done.stdout.splitlines()) == (0, lines), done.stderr
     broken = {"CXX": "no-such-compiler", "ELSA_CACHE_DIR": str(tmp_path)}
-    done = program(GPU, "direct", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="", **broken)
+    done = run(GPU, "direct", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="", **broken)
     assert done.returncode == 0 and "False False False" in done.stdout, done.stderr
     assert "is off" not in done.stderr
 
@@ -240,14 +249,14 @@ print(cuda.ready(), len(cuda._SERVED) == len(cuda._OFFERED), cuda._FAILED)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA")
-def test_an_interrupt_while_it_loads() -> None:
+def test_an_interrupt_while_it_loads(run: Run) -> None:
     """Ctrl-C left the library with the operators that it had by then."""
-    done = program(INTERRUPTED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
+    done = run(INTERRUPTED, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="")
     assert (done.returncode, done.stdout) == (0, "1\nTrue True []\n"), done.stderr
 
 
-def test_a_value_that_means_nothing_is_said() -> None:
-    done = program("import elsa_core", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="off")
+def test_a_value_that_means_nothing_is_said(run: Run) -> None:
+    done = run("import elsa_core", ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="off")
     assert done.returncode == 0
     assert done.stderr.count("ELSA_CUDA_LIBRARY='off' is neither 0 nor 1: ignored") == 1
 
@@ -270,15 +279,15 @@ print(kernel.call_boxed(on_cuda, torch.ones(2, 3), torch.ones(4, 3), *terms))
 """
 
 
-def test_a_bundle_that_was_loaded_before_the_package() -> None:
+def test_a_bundle_that_was_loaded_before_the_package(run: Run) -> None:
     """It took the key of CUDA tensors for the layouts of its file; the package serves others."""
-    done = program(BUNDLE_FIRST, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
+    done = run(BUNDLE_FIRST, ELSA_NATIVE="0", ELSA_CUDA_LIBRARY="0")
     assert done.returncode == 0 and done.stdout.startswith("tensor([[3., 3., 3., 3.]"), done.stderr
 
 
-def test_what_cannot_be_built_is_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_built_is_one_line(run: Run, tmp_path: Path) -> None:
     """Triton's kernels are registered as ever."""
-    done = program(
+    done = run(
         ASKED, ELSA_CUDA_LIBRARY="1", ELSA_NATIVE="0", CXX="no-such-compiler",
         ELSA_CACHE_DIR=str(tmp_path),
     )  # fmt: skip

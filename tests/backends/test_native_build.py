@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from quick_compiler import QuickCompiler
+from warm import warm
 
 from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
@@ -34,12 +36,18 @@ print(route.backend, native.isa() if route.backend == "native" else "|".join(rou
 """
 
 
-def run(program: str = LOAD, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=300, env=environment, check=False,
-    )  # fmt: skip
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """A program in a process of its own, with these variables changed."""
+    with warm("torch", "torch._dynamo") as processes:
+
+        def call(program: str = LOAD, **variables: str) -> subprocess.CompletedProcess[str]:
+            return processes.run(program, env={**os.environ, **variables})
+
+        yield call
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -110,7 +118,7 @@ def test_two_processes_build_at_once(
     [("/bin/false", "failed"), ("no-such-compiler", "does not exist")],
 )
 def test_a_compiler_that_fails_leaves_eager_and_one_line(
-    compiler: str, words: str, tmp_path: Path
+    run: Run, compiler: str, words: str, tmp_path: Path
 ) -> None:
     done = run(CXX=compiler, ELSA_CACHE_DIR=str(tmp_path))
     line = one_line(done)
@@ -120,20 +128,20 @@ def test_a_compiler_that_fails_leaves_eager_and_one_line(
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"]
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     done = run(ELSA_CACHE_DIR=str(tmp_path / "file" / "cache"))
     assert "ELSA_CACHE_DIR" in one_line(done)
     assert done.stdout.startswith("eager")
 
 
-def test_it_can_be_switched_off() -> None:
+def test_it_can_be_switched_off(run: Run) -> None:
     done = run(ELSA_NATIVE="0")
     assert done.stdout.strip() == "eager native: switched off by ELSA_NATIVE=0"
     assert done.stderr == ""
 
 
-def test_an_unknown_instruction_set_is_refused_not_ignored(library: Path) -> None:
+def test_an_unknown_instruction_set_is_refused_not_ignored(run: Run, library: Path) -> None:
     done = run(ELSA_CPU_ISA="avx9000")
     assert "avx9000" in one_line(done)
     assert done.stdout.startswith("eager")
@@ -184,7 +192,7 @@ def test_it_needs_no_python_and_no_cxx_symbol_of_torch(library: Path) -> None:
     assert not [name for name in names if re.match(r"_?Py|_ZN2at|_ZN3c10|_ZN5torch", name)]
 
 
-def test_it_serves_a_process_without_elsa(library: Path) -> None:
+def test_it_serves_a_process_without_elsa(run: Run, library: Path) -> None:
     program = f"""
 import torch
 torch.ops.load_library({str(library)!r})
@@ -205,7 +213,7 @@ print("served")
     assert done.stdout.strip() == "served", done.stderr
 
 
-def test_a_process_without_elsa_is_told_of_a_wrong_set(library: Path) -> None:
+def test_a_process_without_elsa_is_told_of_a_wrong_set(run: Run, library: Path) -> None:
     """There nobody asks for the kernels' name first: the operator itself refuses."""
     program = f"""
 import torch
@@ -240,7 +248,7 @@ def test_a_hostile_environment_is_one_line(
     assert len(reason.splitlines()) == 1
 
 
-def test_attention_goes_on_in_a_hostile_environment() -> None:
+def test_attention_goes_on_in_a_hostile_environment(run: Run) -> None:
     done = run(CXX='g++ "')
     assert "unset or correct CXX" in one_line(done)
     assert done.stdout.startswith("eager native: CXX=")
@@ -360,7 +368,7 @@ def test_it_is_on_the_disk_before_it_has_its_name(
 
 
 def test_without_a_compiler_the_newest_library_built_ahead_serves(
-    library: Path, bare: Path
+    run: Run, library: Path, bare: Path
 ) -> None:
     with pytest.raises(UnavailableError, match=r"no C\+\+ compiler was found"):
         native.build()

@@ -81,6 +81,7 @@ def test_a_contender_that_fails_is_left_out_with_its_reason(
         raise RuntimeError("no such kernel\nand a long story")
 
     monkeypatch.setattr(peers, "_eager", broken)
+    monkeypatch.setitem(attention._GEMM_SIZE, "cpu", 128)  # slow in half precision
     half = replace(CASE, dtype="fp16", precisions=("turbo", "strict"))
     result = attention.run([half], settings=replace(QUICK, memory=False)).cases[0]
     assert result.left_out["eager"] == "no such kernel"

@@ -24,7 +24,7 @@ from elsa_core.proof.report import CheckReport, ModelCheck, SiteCheck
 from .conftest import TINY, Answer, Elsa
 
 # A check costs per site: two are enough wherever their number is not the point.
-FEW = (*TINY, "--include", "blocks.[23].*")
+FEW = (*TINY, "--model-kwargs", "depth=4", "--include", "blocks.[23].*")
 
 SCHEMA = json.loads(
     resources.files("elsa_cli").joinpath("schemas/result-1.json").read_text(encoding="utf-8")

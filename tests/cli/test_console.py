@@ -233,7 +233,7 @@ def in_bash(text: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", ["completion bash", "doctor", "doctor --json"])
+@pytest.mark.parametrize("arguments", ["completion bash", "list", "doctor --json"])
 def test_a_closed_stdout_is_one_line(arguments: str) -> None:
     done = in_bash(f"{sys.executable} -m elsa_cli {arguments} >&-")
     assert done.returncode == 3

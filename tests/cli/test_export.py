@@ -124,18 +124,16 @@ def test_a_clip_needs_a_tower(elsa: Elsa, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../evil", "..", "a\x1b[2J"])
-def test_a_name_from_a_file_never_leads_out_of_the_folder(
-    elsa: Elsa, tmp_path: Path, name: str
-) -> None:
+def test_a_name_from_a_file_never_leads_out_of_the_folder(elsa: Elsa, tmp_path: Path) -> None:
     """The bundle is named after the architecture where -o is not given."""
     pytest.importorskip("open_clip")
     assert elsa("patch", "open_clip:ViT-S-32-alt", "--img", "32", "-o", "clip").code == 0
-    for file in ("config.json", "open_clip_config.json"):
-        path = tmp_path / "clip" / file
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"architecture": name}))
-    elsa("export", "clip", "--tower", "image").fails(4, "names an architecture")
-    assert [path.name for path in tmp_path.iterdir()] == ["clip"]
+    for name in ("../evil", "/evil", "a/../../evil", "..", "a\x1b[2J"):
+        for file in ("config.json", "open_clip_config.json"):
+            path = tmp_path / "clip" / file
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"architecture": name}))
+        elsa("export", "clip", "--tower", "image").fails(4, "names an architecture")
+        assert [path.name for path in tmp_path.iterdir()] == ["clip"]
 
 
 def test_verify_says_what_is_no_bundle(elsa: Elsa, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import taken
 
 from elsa_cli import names, pipeline
 from elsa_cli.commands import export
@@ -95,8 +96,9 @@ def test_what_is_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     import timm
     import torchvision
 
-    for name in [*timm.list_models()[::7], "test_vit"]:
-        names.check(name)
+    for place, name in enumerate(timm.list_models()):
+        if name == "test_vit" or taken(place, 12):
+            names.check(name)
     for name in torchvision.models.list_models(module=torchvision.models):
         names.check(f"torchvision:{name}")
     for text in (
@@ -125,8 +127,9 @@ def test_every_registered_name_is_found() -> None:
 
 def test_every_deprecated_name_is_found() -> None:
     registry = pytest.importorskip("timm.models._registry")
-    for name in getattr(registry, "_deprecated_models", ()):
-        names.check(name)
+    for place, name in enumerate(getattr(registry, "_deprecated_models", ())):
+        if taken(place, 6):
+            names.check(name)
 
 
 def test_libraries_are_spelt_as_the_loader_spells_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,18 @@ DOORS = (*LAZY, "evaluating", "routing")
 TABLES = ("elsa_core.routing.measured.", "measured.")
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Those of a file that import something, or may name a module for `import_module`."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Constant)
+    return tuple(
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, kinds)
+        and (not isinstance(node, ast.Constant) or str(node.value).startswith("elsa_core."))
+    )
+
+
 def imports(package: str) -> Iterator[tuple[str, str]]:
     """(file, what it imports of the package) for every import from outside it, wherever it is.
 
@@ -33,7 +46,7 @@ def imports(package: str) -> Iterator[tuple[str, str]]:
         name = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
         if name.startswith(f"{package}/"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module == door:
                 yield from ((name, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{door}."):

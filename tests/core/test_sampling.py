@@ -48,6 +48,19 @@ def test_parts_of_a_matrix(one_in: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert sampling.thinned(*AXES, one_in=one_in) == whole
 
 
+@pytest.mark.parametrize("one_in", [2, 3])
+def test_parts_of_a_list(one_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "WHOLE", False)
+    parts = []
+    for part in range(one_in):
+        monkeypatch.setattr(sampling, "SAMPLE", part)
+        parts.append(sampling.some("abcdefg", one_in))
+        assert len(parts[-1]) >= 7 // one_in
+    assert sorted(itertools.chain(*parts)) == list("abcdefg")
+    monkeypatch.setattr(sampling, "WHOLE", True)
+    assert sampling.some("abcdefg", one_in) == list("abcdefg")
+
+
 def test_the_sample_is_of_the_commit_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMPLE", "5")
     assert sampling.number() == 5

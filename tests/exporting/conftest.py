@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from elsa_core.exporting.bundle import Bundle, export
@@ -18,7 +24,18 @@ def vit() -> Loaded:
 
 
 @pytest.fixture(scope="package")
-def bundle(vit: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The ViT in all formats that need no second compiler run."""
-    target = tmp_path_factory.mktemp("bundle") / "vit"
-    return export(vit.model, target, loaded=vit)
+def bundle(
+    vit: Loaded,
+    once: Callable[[str, Callable[[Path], None]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Bundle:
+    """The ViT in all formats that need no second compiler run; a copy of each process."""
+
+    def make(folder: Path) -> None:
+        made = export(vit.model, folder / "vit", loaded=vit)
+        (folder / "bundle").write_bytes(pickle.dumps(made))
+
+    folder = once("bundle", make)
+    made: Bundle = pickle.loads((folder / "bundle").read_bytes())
+    copy = shutil.copytree(folder / "vit", tmp_path_factory.mktemp("bundle") / "vit")
+    return dataclasses.replace(made, path=Path(copy))

@@ -174,8 +174,9 @@ def test_the_readmes_python_leaves_nothing_behind(bundle: Bundle, tmp_path: Path
     text = readme(bundle.manifest | {"preprocess": None})  # as of a text tower
     line = next(line for line in text.splitlines() if line.startswith("python ") and "pt2" in line)
     shell = line.replace("python", shlex.quote(sys.executable), 1)
+    env = {key: x for key, x in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
-        ["bash", "-c", shell], cwd=copy, capture_output=True, text=True, check=False
+        ["bash", "-c", shell], cwd=copy, env=env, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "(1, 1000)\n"), done.stderr
     assert verify(copy, run=False).ok
@@ -248,7 +249,7 @@ expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
 torch.testing.assert_close(out, expected)
 assert elsa.explain(*(q.detach(),) * 3).backend == "native"
 """
-    command = [sys.executable, "-c", program, str(bundle.path)]
+    command = [sys.executable, "-B", "-c", program, str(bundle.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

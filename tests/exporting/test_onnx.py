@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import thinned
 from torch import Tensor, nn
 
 import elsa_core as elsa
@@ -66,9 +67,8 @@ def agrees(out: Tensor, model: nn.Module, images: Tensor) -> None:
     assert float((out - exact).norm()) <= (2 * float((own - exact).norm()) + ULPS * scale)
 
 
-@pytest.mark.parametrize("opset", exporting.OPSETS)
-@pytest.mark.parametrize("mode", exporting.MODES)
-def test_every_mode_at_every_opset(
+@pytest.mark.parametrize(("mode", "opset"), thinned(exporting.MODES, exporting.OPSETS))
+def test_modes_at_opsets(
     mode: str, opset: int, vit: nn.Module, images: Tensor, library: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "model.onnx"

@@ -21,6 +21,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sampling import some
 from torch import nn
 
 from elsa_cli.main import run
@@ -138,7 +139,7 @@ def running(word: str) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="sees from /proc what runs")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", some((signal.SIGTERM, signal.SIGHUP)))
 def test_a_signal_ends_what_a_verification_has_started(
     copy: Path, tmp_path: Path, number: int
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from sampling import some
 from test_right_model import agree, made, write
 from torch import nn
 
@@ -60,7 +61,7 @@ def of_torchvision(name: str, args: dict[str, Any]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("name", "args"), TIMM, ids=[name for name, _ in TIMM])
+@pytest.mark.parametrize(("name", "args"), some(TIMM))
 def test_timm(tmp_path: Path, name: str, args: dict[str, Any]) -> None:
     """Each of these files was refused."""
     model = made(name, num_classes=3, **args)
@@ -73,7 +74,7 @@ def test_timm(tmp_path: Path, name: str, args: dict[str, Any]) -> None:
     assert (f"at {size} pixels" in said) is ("img_size" in args)
 
 
-@pytest.mark.parametrize(("name", "args"), TORCHVISION)
+@pytest.mark.parametrize(("name", "args"), some(TORCHVISION))
 def test_torchvision(tmp_path: Path, name: str, args: dict[str, Any]) -> None:
     model = of_torchvision(name, args)
     path = write(model, tmp_path / "model.safetensors")

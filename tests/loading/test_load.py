@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from sampling import some
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -282,22 +283,22 @@ def test_a_hub_repository_with_a_configuration(
 # --- files -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("test_vit", {}),
-        ("test_vit", {"num_classes": 7, "img_size": 64}),
-        ("test_vit", {"num_classes": 0, "in_chans": 1}),
-        ("test_vit2", {"global_pool": "avg"}),
-        ("vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "num_classes": 5}),
-        ("deit3_small_patch16_224", {"depth": 1}),
-        ("eva02_tiny_patch14_224", {"img_size": 56}),
-        ("vit_small_patch16_dinov3", {"depth": 2}),
-        ("vit_small_patch16_rope_mixed_224", {}),
-        ("beit_base_patch16_224", {"depth": 1, "img_size": 64}),
-        ("swin_tiny_patch4_window7_224", {"num_classes": 3}),
-    ],
-)
+RECOGNISED: list[tuple[str, dict[str, Any]]] = [
+    ("test_vit", {}),
+    ("test_vit", {"num_classes": 7, "img_size": 64}),
+    ("test_vit", {"num_classes": 0, "in_chans": 1}),
+    ("test_vit2", {"global_pool": "avg"}),
+    ("vit_tiny_patch16_224", {"img_size": 64, "depth": 2, "num_classes": 5}),
+    ("deit3_small_patch16_224", {"depth": 1}),
+    ("eva02_tiny_patch14_224", {"img_size": 56}),
+    ("vit_small_patch16_dinov3", {"depth": 2}),
+    ("vit_small_patch16_rope_mixed_224", {}),
+    ("beit_base_patch16_224", {"depth": 1, "img_size": 64}),
+    ("swin_tiny_patch4_window7_224", {"num_classes": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), some(RECOGNISED))
 def test_recognised_from_names_and_shapes(name: str, args: dict[str, Any], tmp_path: Path) -> None:
     model = tiny(name, **args)
     loaded = load_model(write(model, tmp_path / "model.safetensors"))

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from sampling import some
 from torch import nn
 
 from elsa_core.errors import ArgumentError, ModelError
@@ -49,7 +50,7 @@ def agree(loaded: Loaded, model: nn.Module) -> bool:
 # --- what the tensors show ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", [None, SWIN, f"{SWIN}.ms_in1k"])
+@pytest.mark.parametrize("arch", some((None, SWIN, f"{SWIN}.ms_in1k"), one_in=3))
 def test_a_swin_of_another_window(tmp_path: Path, arch: str | None) -> None:
     """Window 7 was built and the tables of 225 rows resampled to 169: logits off by 0.08."""
     model = made(SWIN, img_size=256, window_size=8, num_classes=5)

@@ -18,7 +18,7 @@ import torch
 
 import elsa_core as elsa
 
-IMAGES, TOKENS, SIDE = 16, 256, 16
+IMAGES, TOKENS, SIDE = 8, 256, 16
 # rows and columns of patches: half of all places are padding
 SIZES = torch.tensor([[16, 16], [8, 16], [8, 8], [8, 8]]).repeat(IMAGES // 4, 1)
 

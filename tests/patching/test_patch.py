@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import thinned
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -66,6 +67,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 every_model = pytest.mark.parametrize("kind", MODELS)
+TRACED = thinned(MODELS, ("compiled", "exported"))
 
 
 @every_model
@@ -162,7 +164,7 @@ def test_hooks_stay(kind: str) -> None:
     assert seen == ["before"] * 3
 
 
-@every_model
+@pytest.mark.parametrize("kind", [kind for kind, way in TRACED if way == "compiled"])
 @torch.no_grad()
 def test_compiles_in_one_graph(kind: str) -> None:
     torch._dynamo.reset()
@@ -182,7 +184,7 @@ def test_compiles_with_inductor() -> None:
     close(torch.compile(model, fullgraph=True)(x), model(x))
 
 
-@every_model
+@pytest.mark.parametrize("kind", [kind for kind, way in TRACED if way == "exported"])
 @torch.no_grad()
 def test_exports_with_a_dynamic_batch(kind: str) -> None:
     model = make(kind)

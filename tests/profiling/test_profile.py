@@ -27,8 +27,6 @@ from elsa_core.profiling.sites import profiles, served
 
 from .conftest import small_vit
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 
 
@@ -57,6 +55,7 @@ def controls(turn: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.alone
 def test_a_model_against_itself_is_a_ratio_of_one() -> None:
     """The command's own overhead and bias: within 3% of 1, and the interval holds 1.
 
@@ -77,6 +76,7 @@ def test_a_model_against_itself_is_a_ratio_of_one() -> None:
     raise AssertionError(seen)
 
 
+@pytest.mark.alone
 def test_a_slower_model_is_seen() -> None:
     """The same machinery must not call everything equal: 15% more work shows."""
     base, more = small_vit(6), small_vit(7)
@@ -98,6 +98,7 @@ def test_a_slower_model_is_seen() -> None:
     assert 0.7 < slower.value < 0.95
 
 
+@pytest.mark.alone
 def test_the_rows_add_up_to_the_whole(report: ProfileReport) -> None:
     """The watched forwards cost what the others do, and sites and rest are all of them."""
     assert set(report.cover) == {"eager", "patched"}
@@ -145,6 +146,7 @@ def test_what_serves_a_window() -> None:
         assert "window_attention" not in each.schedule and " " in each.schedule
 
 
+@pytest.mark.alone
 def test_what_a_report_says_of_sites(report: ProfileReport) -> None:
     *sites, rest = report.sites
     assert sorted(site.path for site in sites) == ["blocks.0.attn", "blocks.1.attn"]
@@ -163,6 +165,7 @@ def test_what_a_report_says_of_sites(report: ProfileReport) -> None:
     assert 0.5 < rest.share < 0.98
 
 
+@pytest.mark.alone
 def test_what_a_report_says_of_runs(report: ProfileReport) -> None:
     assert [run.name for run in report.runs] == ["eager", "control", "patched"]
     assert report.left_out == {"sdpa": "fused attention is on already: the same as eager"}
@@ -277,6 +280,7 @@ def test_the_verdict_comes_before_the_sites(monkeypatch: pytest.MonkeyPatch) -> 
     assert {run.name for run in asked.runs} == {"eager", "patched"}  # watched copies are no runs
 
 
+@pytest.mark.alone
 def test_every_ratio_is_the_quotient_of_the_times_beside_it(report: ProfileReport) -> None:
     times = {run.name: run.seconds for run in report.runs}
     for run in report.runs:

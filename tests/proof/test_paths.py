@@ -200,6 +200,7 @@ def test_what_is_wrong_only_in_a_compiled_graph(
 def test_every_shape_has_its_program(quick: None) -> None:
     """torch.compile gives up at nine shapes of one model, which is no finding about elsa."""
     model, generator = vit(), torch.Generator().manual_seed(0)
+    model.blocks = model.blocks[:1]
     run = paths.runner("compile", model, None)
     for rows in range(1, 11):
         run(((torch.randn(rows, 3, 32, 32, generator=generator),), {}))
