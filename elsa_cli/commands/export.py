@@ -155,9 +155,8 @@ def command(
 
     options = Options.of(given)
     _check_early(output, zipped, force, formats, dynamic_size)
-    if quantize and ("onnx" not in formats or options.dtype != "fp32"):
-        raise click.UsageError("--quantize is made of model.onnx in fp32: name onnx in --formats "
-                               "and leave --dtype out")  # fmt: skip
+    if quantize:
+        _check_quantize(formats, options)
     _check_inputs(model, options, labels, sign)
     key = None if sign is None else _private_key(sign)
     labelled = () if labels is None else _names(labels)
@@ -252,6 +251,13 @@ def _check_early(
         raise TargetError(f"{output} exists; give another -o, or --force to replace it")
     if output.exists() and not zipped and not output.is_dir():
         raise TargetError(f"{output} is not a directory; --force replaces bundles only")
+
+
+def _check_quantize(formats: tuple[str, ...], options: Options) -> None:
+    if "onnx" not in formats or options.dtype != "fp32":
+        raise click.UsageError(
+            "--quantize is made of model.onnx in fp32: name onnx in --formats and leave --dtype out"
+        )
 
 
 def _check_inputs(model: str, options: Options, labels: Path | None, sign: Path | None) -> None:
