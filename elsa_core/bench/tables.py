@@ -251,12 +251,21 @@ def summary(document: Document) -> str:
         named = [f"{name} ({ratio:.2f} of {goal:g})" for _, name, ratio, goal in missed[:_NAMED]]
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
         text += f" Under their goals: {', '.join(named)}{more}."
-    wrong = [f"{c['case']['name']}: {name}" for c in cases for name in c["wrong"]]
+    others = _of_other_functions(cases)
+    wrong = [f"{c['case']['name']}: {n}" for c in cases for n in c["wrong"] if n not in others]
+    if others:
+        text += f" Beside them stands what computes another function: {', '.join(sorted(others))}."
     if wrong:
         text += f" Wrong results: {', '.join(wrong)}."
     if document["results"].get("busy"):
         text += f" The machine was not free: {document['results']['busy']}."
     return text
+
+
+def _of_other_functions(cases: Sequence[Document]) -> set[str]:
+    """Contenders that say themselves that they compute something else."""
+    measured = [m for case in cases for m in case["measurements"]]
+    return {m["contender"] for m in measured if "computes" in (m.get("notes") or {})}
 
 
 def _threads_line(document: Document) -> str:
@@ -343,7 +352,8 @@ def _shape(case: Document) -> str:
 def _time(measured: Document | None, case: Document) -> str:
     if measured is None:
         return "-"
-    if measured["contender"] in case["wrong"]:
+    another = "computes" in (measured.get("notes") or {})
+    if measured["contender"] in case["wrong"] and not another:
         return "wrong"
     text = milliseconds(measured["seconds"])
     return f"**{text}**" if measured["contender"] == case["best_peer"] else text

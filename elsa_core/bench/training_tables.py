@@ -15,25 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from elsa_core.errors import ArgumentError
+from elsa_core.messages import milliseconds
 
 _TUNING: Final = Path(__file__).parents[1] / "backends" / "triton" / "tuning" / "backward"
-
-
-def table(document: dict[str, Any]) -> str:
-    """The steps of a document that was written before `elsa bench training` in Markdown."""
-    lines = [
-        "| model | px | batch | dtype | original, ms | patched, ms | ratio (10 to 90%) | MiB |",
-        "|---|---:|---:|---|---:|---:|---:|---:|",
-    ]
-    for result in document["results"]:
-        case, ways = result["case"], [result[way] for way in ("original", "patched")]
-        times = " | ".join(f"{way['seconds'] * 1e3:.1f}" for way in ways)
-        ratio = f"{result['ratio']:.2f} ({result['ratio_p10']:.2f} to {result['ratio_p90']:.2f})"
-        held = [way["memory_bytes"] for way in ways]
-        memory = "-" if None in held else " / ".join(f"{size / 2**20:.0f}" for size in held)
-        about = " | ".join(str(case[key]) for key in ("model", "image_size", "batch", "dtype"))
-        lines.append(f"| {about} | {times} | {ratio} | {memory} |")
-    return "\n".join(lines) + "\n"
 
 
 def steps_table(document: dict[str, Any]) -> str:
@@ -47,7 +31,7 @@ def steps_table(document: dict[str, Any]) -> str:
         case, gain = result["case"], result["gain"]
         runs = {run["contender"]: run for run in result["measurements"]}
         ways = [runs["eager"], runs["patched"]]
-        times = " | ".join(f"{1e3 * way['seconds']:.3g}" for way in ways)
+        times = " | ".join(milliseconds(way["seconds"]) for way in ways)
         held = [way["memory_bytes"] for way in ways]
         memory = " / ".join("-" if size is None else f"{size / 1e6:.0f}" for size in held)
         known = f"{gain['low']:.2f} to {gain['high']:.2f}"
@@ -148,7 +132,7 @@ TABLES: Final[dict[str, tuple[Callable[[dict[str, Any]], str], str | Path]]] = {
     "products": (products_table, "layers_h200.json"),
     "training": (steps_table, "training_steps_h200.json"),
     "training_h100": (steps_table, "training_steps_h100.json"),
-    "training_cpu": (table, "training_cpu.json"),
+    "training_cpu": (steps_table, "training_steps_cpu.json"),
     "distributed": (distributed_table, "distributed_2xh100.json"),
     "long_context": (long_table, "long_context_h100.json"),
     "gradients": (gradients_table, _TUNING / "measured_h200.json"),

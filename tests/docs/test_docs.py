@@ -87,7 +87,7 @@ def test_the_tables_of_layers_and_training_are_those_of_the_results() -> None:
 
 
 def test_a_page_without_a_table_s_markers_is_refused(tmp_path: Path) -> None:
-    for file in ("layers_h200.json", "training_steps_h200.json", "training_cpu.json"):
+    for file in ("layers_h200.json", "training_steps_h200.json", "training_steps_h100.json"):
         shutil.copy(DOCS / file, tmp_path)
     page = tmp_path / "page.md"
     page.write_text("<!-- begin:layers -->\n", encoding="utf-8")
