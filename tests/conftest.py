@@ -68,7 +68,13 @@ def pytest_runtest_protocol(
     alone = item.get_closest_marker("alone") is not None
     with (folder.parent if side_by_side else folder).joinpath("processor.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        return (yield)
+        torch.set_grad_enabled(
+            True
+        )  # those that follow a test which leaves it off are not at fault
+        result = yield
+        if not torch.is_grad_enabled():
+            item.warn(pytest.PytestWarning(f"{item.nodeid} left gradients off"))
+        return result
 
 
 def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
