@@ -96,6 +96,8 @@ def attention_forward(
     is_causal: bool,
     scale: float,
     precision: str,
+    *,
+    plan: Callable[..., Call] = planner.plan_call,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention on the GPU, the CUDA kernel of `elsa::attention`.
 
@@ -105,7 +107,7 @@ def attention_forward(
         attn_mask: 4-D, each dimension full or 1; boolean (True takes part) or additive. is_causal:
         top-left.
         scale: the factor of the scores. precision: strict, ieee, turbo or lean, valid for the
-        dtype.
+        dtype. plan: how, `planner.plan_call` or `plan_state`.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype, in the memory of [B, Nq, Hq, Dv]; lse [B, Hq, Nq],
@@ -120,37 +122,18 @@ def attention_forward(
 
     Source: ELSA, Eq. 4 (the merge of partial states).
     """
-    return _forward(planner.plan_call, query, key, value, attn_mask, is_causal, scale, precision)
+    query, key, value = layout.in_rows(query, key, value)
+    call = planner.planned(query, key, value, attn_mask, is_causal, scale, precision, plan)
+    if _several() and query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):
+            return planner.execute(call, query, key, value, attn_mask)
+    return planner.execute(call, query, key, value, attn_mask)
 
 
-def attention_state(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
+def attention_state(*arguments: Any) -> tuple[Tensor, Tensor]:
     """As `attention_forward` for results that are merged with those of other keys.
 
     exp(lse - lse') weighs them: a float32 lse of about 14, as hundreds of thousands of keys have,
     is known to 1e-6 only. It is float64, of calls that have a few keys or one query float32.
     """
-    return _forward(planner.plan_state, query, key, value, attn_mask, is_causal, scale, precision)
-
-
-def _forward(
-    plan: Callable[..., Call],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    *terms: Any,
-) -> tuple[Tensor, Tensor]:
-    query, key, value = layout.in_rows(query, key, value)
-    call = planner.planned(query, key, value, attn_mask, *terms, plan)
-    if _several() and query.is_cuda and query.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(query.device):
-            return planner.execute(call, query, key, value, attn_mask)
-    return planner.execute(call, query, key, value, attn_mask)
+    return attention_forward(*arguments, plan=planner.plan_state)
