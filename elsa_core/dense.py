@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from elsa_core import calls, dropping, operators, routing
 from elsa_core import sparsity as sparse
@@ -123,11 +124,46 @@ def ordinary(
 def _by_row(choice: Chosen, query: Tensor, key: Tensor, *rest: Any) -> Tensor | None:
     """An inference call by the backend that was measured to be faster there; None if there is none.
 
-    Not for recorded programs, which hold for other lengths too.
+    Not for exported programs, which hold for other lengths too.
     """
     for row, serve in choice.rows:
         if row.holds(query.shape, key.shape):
             out: Tensor | None = serve(query, key, *rest)
+            if out is not None:
+                return out
+    return None
+
+
+def _measured_faster(
+    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
+) -> Tensor | None:
+    """As `_by_row`, for calls that a compiler may be tracing."""
+    query, key, value, attn_mask = arguments[:4]
+    if calls.exporting():  # such a program holds for other lengths and GPUs
+        return None
+    if is_compiling():
+        if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask):
+            return None
+        return _compiled_by_row(kind, backend, arguments)
+    if calls.traced() or calls.differentiates(query, key, value, attn_mask):
+        return None
+    choice = routing.chosen("attention", query.device, *kind[1:], backend)
+    return _by_row(choice, *arguments)
+
+
+def _compiled_by_row(
+    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
+) -> Tensor | None:
+    """As `_by_row`, for a graph that `torch.compile` makes for the lengths of this call alone.
+
+    A length that it left open decides nothing: the graph would be made anew for each.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
+
+    query, key = arguments[:2]
+    for row in routing.rows_of("attention", *kind, backend):
+        if row.holds(query.shape, key.shape, statically_known_true):
+            out: Tensor | None = routing.DIRECT["attention", row.backend](*arguments)
             if out is not None:
                 return out
     return None
@@ -211,10 +247,7 @@ def _served(
         plain = name == routing.PLAIN
         name = _trains_whole(*asked) or (plain and _without_kernels(*asked)) or name
         arguments = (q, k, v, mask, is_causal, scale, precision)
-        faster: Tensor | None = None
-        if not return_lse and not calls.traced() and not calls.differentiates(q, k, v, mask):
-            choice = routing.chosen("attention", q.device, *kind[1:], backend)
-            faster = _by_row(choice, *arguments)
+        faster = None if return_lse else _measured_faster(kind, backend, arguments)
         run = routing.RUNS["attention", name]
         answer = run(*arguments) if faster is None else (faster, None)
     return answer
@@ -334,7 +367,7 @@ def explain(
             if row.holds(q.shape, k.shape):
                 slower = (
                     f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "
-                    "serves compiled and exported programs and calls with lse"
+                    "serves exported programs, open lengths of compiled ones and calls with lse"
                 )
                 return routing.route(request, row.backend, schedule=arguments, because=slower)
     if found.backend != routing.PLAIN:

@@ -142,13 +142,31 @@ def measured_attention(
         return None
     if not all(t.stride(-1) == 1 and _starts_aligned(t) for t in (query, key, value)):
         return None
-    cuda = torch.backends.cuda
-    params = cuda.SDPAParams(query, key, value, None, 0.0, is_causal, False)
-    if not (cuda.cudnn_sdp_enabled() and cuda.can_use_cudnn_attention(params)):
+    if torch.compiler.is_compiling():
+        if not _cudnn_compiles(calls.place(query), query.dtype, query.shape[-1]):
+            return None
+    elif not _by_cudnn(query, key, value):
         return None
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     out: Tensor = cudnn(query, key, value, None, False, 0.0, is_causal, scale=scale)[0]
     return out
+
+
+def _by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    cuda = torch.backends.cuda
+    if not cuda.cudnn_sdp_enabled():
+        return False
+    params = cuda.SDPAParams(query, key, value, None, 0.0, False, False)
+    return bool(cuda.can_use_cudnn_attention(params))
+
+
+def _cudnn_compiles(place: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """`_by_cudnn` of a short row: a constant for the compiler, which has no tensors to ask with."""
+    row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
+    return _by_cudnn(row, row, row)
+
+
+_cudnn_compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def gradient(request: Request) -> Support:

@@ -12,6 +12,7 @@ of packaging, because a backend that is imported is one that its user wants.
 from __future__ import annotations
 
 from elsa_core.routing.choose import (
+    DIRECT,
     RUNS,
     SERVING,
     Chosen,
@@ -24,6 +25,7 @@ from elsa_core.routing.choose import (
     names,
     plain_alone,
     register,
+    rows_of,
     select,
     state_run,
     support,
@@ -55,6 +57,7 @@ from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED
 __all__ = [
     "BACKENDS",
     "CENTRED",
+    "DIRECT",
     "FORMS",
     "GATED",
     "HALF",
@@ -81,6 +84,7 @@ __all__ = [
     "recorded",
     "register",
     "route",
+    "rows_of",
     "scope",
     "select",
     "shard_backward",

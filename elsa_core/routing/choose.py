@@ -179,6 +179,21 @@ def name_of(
     ).name
 
 
+def rows_of(
+    operator: str,
+    place: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    backend: str,
+) -> tuple[Row, ...]:
+    """The rows of `chosen`, whose backends `DIRECT` has. A constant for the compiler, as `name_of`."""
+    device = torch.device(place)
+    found = chosen(operator, device, dtype, head_dim, value_dim, precision, backend)
+    return tuple(row for row, _ in found.rows)
+
+
 def state_run(
     query: Tensor, value: Tensor, attn_mask: Tensor | None, precision: str, backend: str
 ) -> Callable[..., Any] | None:
@@ -316,6 +331,7 @@ def trains_original(
 
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
 name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+rows_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 training_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 whole_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 trains_original._dynamo_marked_constant = True  # type: ignore[attr-defined]

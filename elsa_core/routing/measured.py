@@ -31,15 +31,20 @@ class Row(NamedTuple):
     multiple: int
     ratio: tuple[float, float]
 
-    def holds(self, query: Sequence[int], key: Sequence[int]) -> bool:
-        """Whether [B, H, Nq, D] and [B, H, Nk, D] lie in the ranges."""
+    def holds(
+        self, query: Sequence[int], key: Sequence[int], known: Callable[[Any], bool] = bool
+    ) -> bool:
+        """Whether [B, H, Nq, D] and [B, H, Nk, D] lie in the ranges, as far as it is `known`."""
         batch, heads, queries, head_dim = query
         return (
-            (heads, queries) == (key[1], key[2])
-            and self.tokens[0] <= queries <= self.tokens[1]
-            and queries % self.multiple == 0
-            and head_dim == self.head_dim
-            and self.batch_heads[0] <= batch * heads <= self.batch_heads[1]
+            known(self.tokens[0] <= queries)
+            and known(queries <= self.tokens[1])
+            and known(queries == key[2])
+            and known(heads == key[1])
+            and known(queries % self.multiple == 0)
+            and known(head_dim == self.head_dim)
+            and known(self.batch_heads[0] <= batch * heads)
+            and known(batch * heads <= self.batch_heads[1])
         )
 
 

@@ -328,8 +328,56 @@ def test_a_row_is_called_where_it_holds(monkeypatch) -> None:
     assert len(served) == 3
     for each in (elsa.explain(q, q, q), elsa.explain(q[0], q[0], q[0])):
         assert each.backend == "sdpa"
-        assert any("compiled and exported programs" in reason for reason in each.reasons)
+        assert any("serves exported programs" in reason for reason in each.reasons)
     assert elsa.explain(q, q[:, :1], q[:, :1], enable_gqa=True).backend == "native"
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_graph_of_one_length_takes_its_row(monkeypatch) -> None:
+    """On the CPU: a row of small shapes, served by what stands for cuDNN there. A graph of every
+    length, an exported one and one that records gradients keep the operator."""
+    row = measured.Row("sdpa", 16, (1, 8), (8, 16), 8, (0.9, 0.9))
+    served = []
+
+    def serve(q, k, v, mask, is_causal, scale, precision):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    def look(graph, _):
+        served.append(any("scaled_dot" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    found = routing.rows_of
+
+    def rows_of(*kind):
+        return (row,) if kind[-1] == "auto" else found(*kind)
+
+    rows_of._dynamo_marked_constant = True
+    monkeypatch.setattr(routing, "rows_of", rows_of)
+    monkeypatch.setitem(routing.DIRECT, ("attention", "sdpa"), serve)
+
+    def attend(x: Tensor, backend: str = "auto") -> Tensor:
+        return elsa.attention(x, x, x, backend=backend)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=look)
+    for tokens in (8, 16, 24, 32):
+        x = make(1, 2, tokens, 16)
+        exact = F.scaled_dot_product_attention(*[x.double()] * 3)
+        torch.testing.assert_close(compiled(x).double(), exact, rtol=1e-5, atol=1e-6)
+    assert served == [True, False]  # the second length opens it: one graph for all others
+    torch._dynamo.reset()
+    served.clear()
+    compiled(make(1, 2, 8, 16), "native")
+    compiled(make(1, 2, 8, 16).requires_grad_())
+    assert served == [False, False]
+
+    class Site(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return attend(x)
+
+    program = torch.export.export(Site(), (make(1, 2, 8, 16),))
+    assert any("elsa.attention.default" in str(node.target) for node in program.graph.nodes)
+    torch._dynamo.reset()
 
 
 def test_plain_pytorch_is_named_for_every_operator() -> None:

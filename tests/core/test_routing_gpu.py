@@ -206,6 +206,32 @@ def test_a_long_row_of_half_precision_is_cudnns_where_it_was_measured() -> None:
     assert (elsa.explain(q, q, q).backend == "sdpa") is measured
 
 
+def test_a_compiled_long_row_is_cudnns_too() -> None:
+    """As exact as PyTorch's own; the second length leaves it to the kernels of every length."""
+    targets: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: object) -> object:
+        targets.append(" ".join(str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    def attend(x: Tensor) -> Tensor:
+        return elsa.attention(x, x, x)
+
+    q = make(1, 8, 4096, 128, dtype=torch.float16, seed=0)
+    exact = F.scaled_dot_product_attention(*[q.double()] * 3)
+    peer = F.scaled_dot_product_attention(q, q, q)
+    with torch.inference_mode():
+        torch._dynamo.reset()
+        out = torch.compile(attend, fullgraph=True)(q)
+        torch._dynamo.reset()
+        seen = torch.compile(attend, fullgraph=True, backend=look)
+        seen(q), seen(q[:, :, :4095])
+    torch._dynamo.reset()
+    assert relative(out, exact) <= 2 * relative(peer, exact)
+    measured = elsa.explain(q, q, q).backend == "sdpa"
+    assert ["cudnn" in each for each in targets] == [measured, False]
+
+
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "triton", "eager"])
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
