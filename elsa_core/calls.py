@@ -156,9 +156,19 @@ def exporting_onnx() -> bool:
 exporting_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` is recording. A constant for the compiler, which answers the question
+    of `torch.compiler` with yes in whatever it traces (torch 2.11).
+    """
+    return torch.compiler.is_exporting()
+
+
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def exporting() -> bool:
     """Whether `torch.export` or `torch.jit.trace` records a graph for other processes."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return True
     return not is_compiling() and _tracing() is not None
 

@@ -149,7 +149,7 @@ def serve(
 
 def _is_exported() -> bool:
     """Whether a program for elsewhere is written: it holds `elsa::attention` alone."""
-    if calls.exporting_onnx() or torch.compiler.is_exporting():
+    if calls.exporting_onnx() or calls.is_exporting():
         return True
     return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 

@@ -168,7 +168,7 @@ def _require_supported(query: object, key: object, value: object, scale: object)
         raise ArgumentError(
             "offload='host' has no forward-mode AD and no derivatives of torch.func: use backward()"
         )
-    if torch.compiler.is_exporting():
+    if calls.is_exporting():
         raise ArgumentError("offload='host' cannot be exported: leave offload out of the program")
 
 

@@ -188,7 +188,7 @@ def rows_of(
     precision: str,
     backend: str,
 ) -> tuple[Row, ...]:
-    """The rows of `chosen`; `DIRECT` has their backends. A constant for the compiler, as `name_of`."""
+    """The rows of `chosen`; a constant for the compiler, as `name_of`."""
     device = torch.device(place)
     found = chosen(operator, device, dtype, head_dim, value_dim, precision, backend)
     return tuple(row for row, _ in found.rows)

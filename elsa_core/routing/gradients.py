@@ -67,13 +67,18 @@ def shard_backward(*arguments: Any) -> Any:
 
     `out` and `lse` are of the whole rows, so that a kernel serves only where it reads both as they
     are: P = exp(score - lse), delta = rowsum(grad_out * out). PyTorch's kernels do; the Triton ones
-    do in float32 where no lse is large. For others plain PyTorch.
+    do in float32 where no lse is large. For others plain PyTorch. Where an lse is large, in
+    float64: scores rounded otherwise than those that lse was summed of would double the error.
     """
     query, value, attn_mask, lse = arguments[2], arguments[4], arguments[5], arguments[7]
     is_causal, _, precision, needs = arguments[8:]
     row = measured.training("attention", query.device.type, query.dtype)
-    if row is None or not (query.numel() and value.numel()) or loses_digits(lse):
+    if row is None or not (query.numel() and value.numel()):
         return eager.backward(*arguments, is_shard=True)
+    if loses_digits(lse):
+        wide = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+                for t in arguments)  # fmt: skip
+        return eager.backward(*wide, is_shard=True)
     wanted = zip(operators.ATTENTION.terms, needs, strict=True)
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",

@@ -26,16 +26,17 @@ def test_sites_add_up_where_the_host_binds(name: str, dtype: torch.dtype) -> Non
     assert set(report.cover) == {"eager+graph", "patched+graph"}
     assert any("in CUDA graphs" in note for note in report.notes), report.notes
     for run, cover in report.cover.items():
-        # what the profiler adds to each kernel, half of its time at batch 1; rows are free of it
-        assert 0.97 < cover < 1.3, run
+        # all kernels are found; what the profiler adds to each, half of its time at batch 1 and
+        # a third of Swin's here, is not in the rows
+        assert 0.97 < cover < 1.5, run
     for run, key in (("eager+graph", "seconds_before"), ("patched+graph", "seconds_after")):
         own, total = (sum(getattr(site, key) for site in part) for part in (
             report.sites[:-1], report.sites
         ))  # fmt: skip
         assert total == pytest.approx(report.run(run).seconds, rel=0.05), run
         busy = report.run(run).device_seconds
-        # a site of Swin is a whole block
-        most = 0.75 if name.startswith("vit") else 1.0
+        # a site of Swin is a whole block, and in float32 the linear layers are sites too
+        most = 0.75 if name.startswith("vit") and dtype == torch.float16 else 1.0
         assert busy is not None and 0.1 * busy < own < most * busy, run
 
 

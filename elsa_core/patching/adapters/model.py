@@ -30,7 +30,7 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
 from elsa_core import calls, routing
 from elsa_core.patching.adapters.direct import Direct, direct, withdraw
@@ -125,7 +125,7 @@ def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[
     @functools.wraps(written)
     def entered(self: Any, *given: Any, **named: Any) -> Any:
         offload = noted(self, "elsa_offload")
-        if offload is not None and torch.is_grad_enabled() and not is_exporting():
+        if offload is not None and torch.is_grad_enabled() and not calls.is_exporting():
             from elsa_core.offload.activations import SavedOnHost, require_eager
 
             require_eager()
