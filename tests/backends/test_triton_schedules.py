@@ -29,7 +29,7 @@ def planned(
     shape: Shape, precision: str = "strict", *, causal: bool = False, specialized: bool = False
 ) -> Call:
     pytest.importorskip("triton")
-    b, h, hk, n, m, d, dv = shape
+    b, h, hk, n, m, d, dv, _ = shape
     q = torch.empty(b, h, n, d, device="meta")
     k, v = torch.empty(b, hk, m, d, device="meta"), torch.empty(b, hk, m, dv, device="meta")
     return planner.plan_call(q, k, v, None, causal, 0.125, precision, specialized=specialized)
@@ -59,7 +59,7 @@ CALLS = [
 def test_the_schedule_of_a_call(shape, precision, specialized, name, launches):
     call = planned(Shape(*shape), precision, specialized=specialized)
     assert call.schedule.name == name and list(call.every_launch()) == launches
-    b, h, _, n, _, _, dv = shape
+    b, h, _, n, _, _, dv, *_ = shape
     assert call.out_shape == (b, h, n, dv) and call.lse_shape == (b, h, n)
     assert bool(call.workspace) == ("ahead" in launches)
     assert (call.merge is not None) == ("split keys" in call.words or launches[1:] == ["merge"])
@@ -187,6 +187,23 @@ def test_a_row_of_the_backward_never_serves_the_forward(specialized):
     )
     assert table.tiles[0].serves("split", 64, shape, "backward")
     assert not any(tile.serves("split", 64, shape, "backward") for tile in TABLE.tiles)
+
+
+def test_rows_for_masks_serve_calls_with_a_mask_alone():
+    pytest.importorskip("triton")
+    given = {"workspace": True, "multiprocessors": 132, "specialized": True}
+    for batch, keys, head_dim in ((8, 49, 32), (8, 196, 32), (1, 196, 96)):
+        shape = Shape(batch, 8, 8, keys, keys, head_dim, head_dim)
+        plain, masked = (
+            tiling.plan(s, "half", TABLE, **given).tile
+            for s in (shape, shape._replace(masked=True))
+        )
+        assert masked.masked and not plain.masked
+        q = torch.empty(batch, 8, keys, head_dim, dtype=torch.float16, device="meta")
+        bias = torch.empty(1, 8, keys, keys, dtype=torch.float16, device="meta")
+        for mask, tile in ((bias, masked), (bias < 0, masked), (None, plain)):
+            call = planner.plan_call(q, q, q, mask, False, 0.125, "strict", specialized=True)
+            assert call.fold.tail["BM"] == tile.block_m and call.fold.tail["BN"] == tile.block_n
 
 
 def test_an_unknown_direction_is_refused():

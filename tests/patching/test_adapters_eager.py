@@ -283,3 +283,15 @@ def test_places_and_tables_in_few_launches(monkeypatch, keys, more, prefix):
     found = decomposed._places(keys, more, prefix, like)
     assert torch.equal(found, expected) and found.dtype == expected.dtype
     assert torch.equal(decomposed.table_ahead(rel, keys[1], keys[1]), table)
+
+
+def test_images_keep_their_order_in_memory() -> None:
+    """One head's result, which flatten would leave in channels-last order."""
+    from elsa_core.patching.adapters.timm_levit import _joined
+
+    for heads in (1, 2):
+        out = torch.randn(2, 9, heads, 4).transpose(1, 2)  # as the operator leaves it
+        image = _joined(out, (3, 3))
+        assert image.is_contiguous()
+        expected = out.permute(0, 1, 3, 2).reshape(2, 4 * heads, 3, 3)
+        torch.testing.assert_close(image, expected, rtol=0, atol=0)

@@ -16,6 +16,7 @@ from timm.models.efficientvit_msra import CascadedGroupAttention
 from timm.models.levit import Attention, AttentionDownsample
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.host import image_or_original, or_original
@@ -115,8 +116,12 @@ class ElsaCascadedGroupAttention(_LearntBias, CascadedGroupAttention):  # type: 
 
 def _gathered(module: Any) -> Tensor:
     """[H, Nq, Nk]"""
-    table: Tensor = module.attention_biases[:, module.attention_bias_idxs]
-    return table
+    table, index = module.attention_biases, module.attention_bias_idxs
+    if not calls.wanted(table=table):  # half the time; its gradient would add in no fixed order
+        found: Tensor = table.index_select(1, index.flatten()).unflatten(1, index.shape)
+        return found
+    gathered: Tensor = table[:, index]
+    return gathered
 
 
 def _heads(x: Tensor, num_heads: int, convolutional: bool) -> Tensor:
@@ -131,5 +136,7 @@ def _joined(out: Tensor, size: Any) -> Tensor:
     """[B, N, H * D] of the operator's result, or the dense image [B, H * D, *size]."""
     if size is None:
         return join_heads(out)
-    image: Tensor = out.transpose(2, 3).flatten(1, 2).unflatten(2, tuple(size))
+    # of one head flatten copies nothing; convolutions would take that for an image in channels-last
+    # memory, and copy it more than once
+    image: Tensor = out.transpose(2, 3).flatten(1, 2).contiguous().unflatten(2, tuple(size))
     return image

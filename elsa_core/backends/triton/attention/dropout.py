@@ -30,7 +30,8 @@ def plan_call(
     precision: str, dropout_p: float,
 ) -> Call:  # fmt: skip
     """The planned call; its fold takes a seed."""
-    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    widths = q.shape[3], v.shape[3]
+    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths, mask is not None)
     mode = device.mode_of(q.dtype, precision)
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)
     if EMPTY.serves(problem):

@@ -44,7 +44,8 @@ def plan_call(
     specialized: whether a kernel of sm_90 may serve it; default: if they can, where the tensors
     are. tiles: these instead of those that the device's table gives (two queries or more).
     """
-    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    widths = q.shape[3], v.shape[3]
+    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths, mask is not None)
     if causal and shape.queries == 1 and shape.keys:
         # one causal query sees the first key only
         shape, causal = shape._replace(keys=1), False

@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     keys: int
     head_dim: int
     value_dim: int
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Tile:
     warpgroup copies, the others fold, and `warps` are those of one warpgroup. Without, it is
     `one_launch.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each; or
     `two_warpgroups.py`, where twice as many share them.
+    masked: for calls with a mask alone, whose tiles take registers of their own.
     direction: forward or backward; the other direction's rows never serve a call.
     """
 
@@ -66,6 +68,7 @@ class Tile:
     registers: int = 0
     one_loop: bool = False
     specialized: bool = False
+    masked: bool = False
     direction: str = "forward"
 
     @property
@@ -80,7 +83,7 @@ class Tile:
 
     def serves(self, mode: str, dim: int, shape: Shape, direction: str = "forward") -> bool:
         """Whether calls of this mode, padded head dimension, shape and direction are its own."""
-        if direction != self.direction:
+        if direction != self.direction or (self.masked and not shape.masked):
             return False
         if mode != self.mode or dim > self.dim:
             return False
