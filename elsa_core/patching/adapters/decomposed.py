@@ -63,11 +63,13 @@ def attend_decomposed(
     # zeros, with which rows are aligned as a GPU's kernels read them fast
     more = -(dim + k_rows + k_columns) % 8 if key.is_cuda else 0
     places = _places((k_rows, k_columns), more, prefix, key)
-    offsets = torch.cat((by_row, by_column), dim=-1)
-    if more or prefix:
-        offsets = F.pad(offsets, (0, more, prefix, 0))
     # One dtype: autocast may have turned the products, but not the operands, to half precision.
-    query = torch.cat((query * scale, offsets.to(query.dtype)), dim=-1)
+    offsets = [by_row.to(query.dtype), by_column.to(query.dtype)]
+    if prefix:
+        offsets = [F.pad(torch.cat(offsets, dim=-1), (0, 0, prefix, 0))]
+    if more:
+        offsets.append(query.new_zeros(*query.shape[:3], more))
+    query = torch.cat((query * scale, *offsets), dim=-1)
     key = torch.cat((key, places.expand(*key.shape[:2], -1, -1)), dim=-1)
     return attend(module, query, key, value, scale=1.0, dropout_p=dropout_p)
 
