@@ -5,7 +5,8 @@
     python -m elsa_core.bench.tune.attention OUT.json targets     (what ships, against its peers)
 
 A row of candidates.json: block_m, block_n, warps, stages, ahead, part, partitions, one_loop,
-registers.
+registers. A shape: B, H, N, D and, where values are wider, Dv. mask: "heads" for a bias
+[1, H, N, N], "batch" for one [B, H, N, N].
 Each candidate's output is checked against float64 rows before it is timed. Compilation runs in
 parallel processes; times are medians of CUDA graph replays; peers run in the same process.
 """
@@ -36,40 +37,50 @@ PRECISIONS = {"half": "strict", "split": "strict", "single": "turbo"}
 DTYPES = {"half": torch.float16, "split": torch.float32, "single": torch.float32}
 
 
-def candidates(group: str) -> list[tuple[str, tuple[int, ...], list[tuple]]]:
-    """(mode, shape B H N D, rows of (block_m, block_n, warps, stages, ahead, part, partitions,
-    one_tile)).
-    """
+Group = tuple[str, str | None]  # mode, mask
+Tensors = tuple[Any, ...]  # query, key, value, mask
+
+
+def candidates(group: str) -> list[tuple[Group, tuple[int, ...], list[tuple]]]:
+    """(mode and mask, shape B H N D Dv, rows)."""
     groups = json.loads((Path(__file__).parent / "candidates.json").read_text())
-    return [(g["mode"], tuple(s), g["rows"]) for g in groups[group] for s in g["shapes"]]
+    return [
+        ((g["mode"], g.get("mask")), (*s, s[3])[:5], g["rows"])
+        for g in groups[group]
+        for s in g["shapes"]
+    ]
 
 
-def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    b, h, n, d = shape
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, mask: str | None = None) -> Tensors:
+    b, h, n, *widths = shape
     generator = torch.Generator("cuda").manual_seed(0)
-    return tuple(
-        torch.randn(b, h, n, d, device="cuda", generator=generator).to(dtype) for _ in range(3)
-    )
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, device="cuda", generator=generator).to(dtype)
+
+    d, dv = widths[0], widths[-1]
+    bias = None if mask is None else draw(1 if mask == "heads" else b, h, n, n)
+    return draw(b, h, n, d), draw(b, h, n, d), draw(b, h, n, dv), bias
 
 
-def build(mode: str, shape: tuple[int, ...], row: list, tensors: tuple[torch.Tensor, ...]) -> Call:
+def build(mode: str, shape: tuple[int, ...], row: list, tensors: Tensors) -> Call:
     bm, bn, warps, stages, ahead, part, parts, one, registers = row
-    *_, n, d = shape
+    n, d = shape[2:4]
     tile = Tile(
         mode, 256, None, None, bm, bn, warps, stages, bool(ahead), part, registers, bool(one)
     )  # fmt: skip
     key_tiles = -(-n // bn)
     chunk = -(-key_tiles // parts) * bn
     plan = Plan(tile, -(-n // chunk), chunk)
-    return planner.plan_call(*tensors, None, False, d**-0.5, PRECISIONS[mode], tiles=plan)
+    return planner.plan_call(*tensors, False, d**-0.5, PRECISIONS[mode], tiles=plan)
 
 
 def compile_one(task: tuple) -> str:
-    mode, shape, row = task
-    small = (1, *shape[1:2], min(shape[2], 4096), shape[3])
+    (mode, mask), shape, row = task
+    small = (1, *shape[1:2], min(shape[2], 4096), *shape[3:])
     try:
-        tensors = inputs(small, DTYPES[mode])
-        planner.execute(build(mode, small, row, tensors), *tensors, None)
+        tensors = inputs(small, DTYPES[mode], mask)
+        planner.execute(build(mode, small, row, tensors), *tensors)
         torch.cuda.synchronize()
     except Exception as error:
         return repr(error)[:120]
@@ -84,10 +95,13 @@ def graph_ms(call: Any) -> float:
     return triton.testing.do_bench(replay, warmup=8, rep=25, return_mode="median")
 
 
-def oracle(tensors: tuple[torch.Tensor, ...], rows: int = 128) -> torch.Tensor:
-    q, k, v = (t[:1, :2].double() for t in tensors)
-    q = torch.cat([q[:, :, :rows], q[:, :, -rows:]], 2)
-    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+def oracle(tensors: Tensors, rows: int = 128) -> torch.Tensor:
+    q, k, v = (t[:1, :2].double() for t in tensors[:3])
+    ends = lambda t: torch.cat([t[:, :, :rows], t[:, :, -rows:]], 2)  # noqa: E731
+    scores = ends(q) @ k.mT / math.sqrt(q.shape[-1])
+    if tensors[3] is not None:
+        scores += ends(tensors[3][:1, :2].double())
+    return torch.softmax(scores, -1) @ v
 
 
 def error(out: torch.Tensor, reference: torch.Tensor, rows: int = 128) -> float:
@@ -95,12 +109,13 @@ def error(out: torch.Tensor, reference: torch.Tensor, rows: int = 128) -> float:
     return ((out - reference).norm() / reference.norm()).item()
 
 
-def peers(
-    mode: str, tensors: tuple[torch.Tensor, ...], reference: torch.Tensor
-) -> dict[str, list[float]]:
+def peers(mode: str, tensors: Tensors, reference: torch.Tensor) -> dict[str, list[float]]:
     backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION}
     if mode == "half":
         backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    if tensors[3] is not None:  # of PyTorch's choice, and the formula written out
+        backends = {"math": SDPBackend.MATH, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+        backends |= {"cudnn": SDPBackend.CUDNN_ATTENTION} if mode == "half" else {}
     found = {}
     for name, backend in backends.items():
         with sdpa_kernel(backend):
@@ -155,21 +170,22 @@ TARGETS = [
 ]  # fmt: skip
 
 
-def partitioned(mode: str, tensors: tuple[torch.Tensor, ...], count: int) -> Call:
+def partitioned(mode: str, tensors: Tensors, count: int) -> Call:
     """The planned call, with another number of key partitions."""
-    q, _, _ = tensors
+    q = tensors[0]
     b, h, n, d = q.shape
-    shape = Shape(b, h, h, n, n, d, d)
+    widths = d, tensors[2].shape[3]
+    shape = Shape(b, h, h, n, n, *widths, tensors[3] is not None)
     table, multiprocessors = device_table(0)
     plan = tiling.plan(
         shape, mode, table, workspace=True, multiprocessors=multiprocessors,
-        specialized=planner.may_specialize(*tensors, None),
+        specialized=planner.may_specialize(*tensors),
     )  # fmt: skip
     if count:
         tiles = -(-n // plan.tile.block_n)
         chunk = -(-tiles // count) * plan.tile.block_n
         plan = Plan(plan.tile, -(-n // chunk), chunk)
-    return planner.plan_call(*tensors, None, False, d**-0.5, PRECISIONS[mode], tiles=plan)
+    return planner.plan_call(*tensors, False, d**-0.5, PRECISIONS[mode], tiles=plan)
 
 
 def peak(call: Any) -> float:
@@ -207,13 +223,13 @@ def time_targets() -> None:
         peer = min(v[0] for v in best.values())
         line = f"{mode} {shape} peer {peer:.4f} ms {min(v[1] for v in best.values()):.1e}"
         precision = "strict"
-        run = lambda: attention(*tensors, None, False, shape[3] ** -0.5, precision)  # noqa: B023, E731
+        run = lambda: attention(*tensors, False, shape[3] ** -0.5, precision)  # noqa: B023, E731
         ms, e, call = graph_ms(run), error(run()[0], reference, rows), partitioned(mode, tensors, 0)
         line += f" | ours {ms:.4f} ms {peer / ms:.2f}x {e:.1e} parts {call.fold.grid[1]}"
         line += f" MiB {peak(run):.0f} against {min(v[2] for v in best.values()):.0f} |"
         for count in (1, 2):
             forced = partitioned(mode, tensors, count)
-            line += f" {count}: {graph_ms(lambda: planner.execute(forced, *tensors, None)):.4f}"  # noqa: B023
+            line += f" {count}: {graph_ms(lambda: planner.execute(forced, *tensors)):.4f}"  # noqa: B023
         if mode == "split" and shape[2] in (1025, 16384):
             for precision in ("turbo", "lean", "ieee"):
                 line += f" {precision} {graph_ms(run):.4f} {error(run()[0], reference, rows):.1e}"
@@ -256,7 +272,7 @@ def million() -> None:
     """A million tokens in strict: time, memory, and the error of sampled rows."""
     from elsa_core.backends.triton import attention_forward as attention
 
-    q, k, v = inputs((1, 1, 1 << 20, 64), torch.float32)
+    q, k, v, _ = inputs((1, 1, 1 << 20, 64), torch.float32)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -283,7 +299,7 @@ def main() -> None:
         return
     tasks = [(m, s, r) for g in groups for m, s, rows in candidates(g) for r in rows]
     unique = {
-        json.dumps([m, s[3], r[:6], r[6] > 1, r[7:], s[2] > 4096]): (m, s, r) for m, s, r in tasks
+        json.dumps([m, s[3:], r[:6], r[6] > 1, r[7:], s[2] > 4096]): (m, s, r) for m, s, r in tasks
     }
     start = time.time()
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
@@ -291,8 +307,8 @@ def main() -> None:
     print(f"compiled {len(unique)} in {time.time() - start:.0f} s; failed: {set(failed)}")
     results = []
     for group in groups:
-        for mode, shape, rows in candidates(group):
-            tensors = inputs(shape, DTYPES[mode])
+        for (mode, mask), shape, rows in candidates(group):
+            tensors = inputs(shape, DTYPES[mode], mask)
             reference = oracle(tensors)
             best = peers(mode, tensors, reference)
             peer = min(ms for ms, _ in best.values())
@@ -300,15 +316,21 @@ def main() -> None:
             for row in rows:
                 try:
                     call = build(mode, shape, row, tensors)
-                    out, _ = planner.execute(call, *tensors, None)
+                    out, _ = planner.execute(call, *tensors)
                     e = error(out, reference)
-                    timed.append((graph_ms(lambda: planner.execute(call, *tensors, None)), row, e))  # noqa: B023
+                    timed.append((graph_ms(lambda: planner.execute(call, *tensors)), row, e))  # noqa: B023
                 except Exception as problem:
                     timed.append((math.inf, row, repr(problem)[:60]))
             timed.sort(key=lambda t: t[0])
-            results.append({"mode": mode, "shape": shape, "peers": best, "timed": timed})
-            flops = 4 * math.prod(shape) * shape[2]
-            print(mode, shape, {k: (round(v[0], 4), f"{v[1]:.1e}") for k, v in best.items()})
+            shipped = partitioned(mode, tensors, 0)
+            own = graph_ms(lambda: planner.execute(shipped, *tensors))  # noqa: B023
+            results.append(
+                {"mode": mode, "mask": mask, "shape": shape, "shipped": own, "peers": best,
+                 "timed": timed}
+            )  # fmt: skip
+            flops = 2 * math.prod(shape[:3]) * shape[2] * (shape[3] + shape[4])
+            shown = {name: (round(ms, 4), f"{e:.1e}") for name, (ms, e) in best.items()}
+            print(mode, mask, shape, f"shipped {own:.4f}", shown)
             ahead = [build(mode, shape, r, tensors) for r in rows if r[4]][:1]
             if ahead:
                 call, like = ahead[0], tensors[0]
@@ -316,7 +338,7 @@ def main() -> None:
                 split = call.launches["ahead"]
                 for warps in (2, 4):
                     split.options["num_warps"], split.compiled = warps, None
-                    ms = graph_ms(lambda: split(*tensors[1:], w))  # noqa: B023
+                    ms = graph_ms(lambda: split(*tensors[1:3], w))  # noqa: B023
                     print(f"   split ahead alone, {warps} warps: {ms:.4f} ms")
             for ms, row, e in timed[:5]:
                 rate = flops / ms / 1e9
