@@ -47,8 +47,9 @@ class Rows(Mapping[str, dict]):
 
 
 @contextmanager
-def rows_of(script: str) -> Iterator[Rows]:
-    """Run a program of this folder; where a test has failed, what is left of it is not waited for.
+def rows_of(script: str, *names: str) -> Iterator[Rows]:
+    """Run a program of this folder, with cases of these names alone if there are any; where a test
+    has failed, what is left of it is not waited for.
 
     TRITON_INTERPRET must be set before Triton is imported: hence a process of its own.
     """
@@ -56,7 +57,7 @@ def rows_of(script: str) -> Iterator[Rows]:
         **os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [sys.executable, "-u", str(HERE / script)]
+    command = [sys.executable, "-u", str(HERE / script), *names]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(

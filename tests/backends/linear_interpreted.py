@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 
 if __name__ == "__main__":
@@ -412,18 +413,23 @@ if __name__ == "__main__":
     for given in (*declined(), *refused()):
         assert planner.linear(*given) is None, [t if t is None else t.shape for t in given]
     same_halves()
+    chosen = sys.argv[1:]
+
+    def show(name, compute, *case):
+        if not chosen or name in chosen:
+            print(json.dumps({"name": name, **compute(*case)}), flush=True)
+
     for name, case in CASES.items():
-        print(json.dumps({"name": name, **run(*case)}), flush=True)
+        show(name, run, *case)
     for name in HOSTILE:
-        print(json.dumps({"name": f"hostile, {name}", **hostile(name)}), flush=True)
+        show(f"hostile, {name}", hostile, name)
     with unmeasured(PADDED):
         for name, case in PADDED_CASES.items():
-            print(json.dumps({"name": name, **run(*case)}), flush=True)
+            show(name, run, *case)
         for name, case in NORMED.items():
-            print(json.dumps({"name": f"normed, {name}", **normed(*case)}), flush=True)
+            show(f"normed, {name}", normed, *case)
     planner.LEAST_WEIGHT = 0
     for case in GRADIENTS:
-        print(json.dumps({"name": f"gradient {case}", "errors": gradient(*case)}), flush=True)
+        show(f"gradient {case}", lambda *given: {"errors": gradient(*given)}, *case)
     for name in HOSTILE_GRADIENTS:
-        row = hostile_gradient(name)
-        print(json.dumps({"name": f"hostile gradient, {name}", **row}), flush=True)
+        show(f"hostile gradient, {name}", hostile_gradient, name)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import triton_compile
 from backward_interpreted import CASES, F16
 from interpreted import Rows, rows_of
+from sampling import some, thinned
 
 from elsa_core.backends.triton.attention import backward
 from elsa_core.backends.triton.attention.backward_tiling import (
@@ -32,14 +33,17 @@ KINDS = {
 NEEDS = (True, True, True, True)
 
 
+NAMES = some(CASES)
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Rows]:
-    """Every case of backward_interpreted.py, in a process of its own."""
-    with rows_of("backward_interpreted.py") as rows:
+    """This run's cases of backward_interpreted.py, in a process of its own."""
+    with rows_of("backward_interpreted.py", *NAMES) as rows:
         yield rows
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_interpreted_error(interpreted, name):
     """Against float64 autograd, within twice float32 autograd's own error; twice the same bits."""
     row = interpreted[name]
@@ -50,7 +54,7 @@ def test_interpreted_error(interpreted, name):
         assert error < 2 * row["peer"][operand] + band, (operand, error, row["peer"][operand])
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if "needs" in case[3]])
+@pytest.mark.parametrize("name", [n for n in NAMES if "needs" in CASES[n][3]])
 def test_what_is_not_needed_is_empty(interpreted, name):
     needs = CASES[name][3]["needs"]
     assert [shape != [0] for shape in interpreted[name]["shapes"]] == [bool(n) for n in needs]
@@ -80,14 +84,21 @@ def launches(call):
     return [x for x in (call.prepare, *call.sides, call.fallback, call.mask) if x is not None]
 
 
-@pytest.mark.parametrize(("arch", "tiles"), [(80, "default"), (90, "h200"), (120, "default")])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_compiles(monkeypatch, arch, tiles, dtype):
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    thinned(
+        [(80, "default"), (90, "h200"), (120, "default")],
+        [torch.float16, torch.bfloat16, torch.float32],
+        one_in=3,
+    ),
+)
+def test_compiles(monkeypatch, target, dtype):
+    arch, tiles = target
     for launch in launches(planned(dtype, tiles=tiles)):
         assert "cubin" in compiled(monkeypatch, launch, dtype, arch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", some([torch.float16, torch.float32]))
 def test_compiles_with_a_bias_and_causal(monkeypatch, dtype):
     mask = torch.empty((1, 4, 300, 333), dtype=dtype, device="meta")
     call = planned(dtype, mask=mask, causal=True)

@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
+import linear_interpreted as program
 from interpreted import Rows, rows_of
-from sampling import thinned
+from sampling import some, thinned
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.linear import gemm, launches, planner
@@ -51,16 +52,23 @@ HOSTILE_GRADIENTS = [
     "rows of the gradient", "rows of all", "outlier channels", "infinity", "not a number", "both",
     "not finite in x", "large times large",
 ]  # fmt: skip
+SHOWN = list(dict.fromkeys([*some([*NAMES, *PADDED, *NORMED]), "whole numbers"]))
+CHOSEN = [
+    *SHOWN,
+    *(f"hostile, {name}" for name in some(HOSTILE)),
+    *(f"gradient {case}" for case in some(GRADIENTS)),
+    *(f"hostile gradient, {name}" for name in some(HOSTILE_GRADIENTS)),
+]
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Rows]:
-    """Every case of linear_interpreted.py, in a process of its own."""
-    with rows_of("linear_interpreted.py") as rows:
+    """This run's cases of linear_interpreted.py, in a process of its own."""
+    with rows_of("linear_interpreted.py", *CHOSEN) as rows:
         yield rows
 
 
-@pytest.mark.parametrize("name", [*NAMES, *PADDED, *NORMED])
+@pytest.mark.parametrize("name", SHOWN)
 def test_interpreted(interpreted, name):
     row = interpreted[name]
     assert row["same"]  # NaNs and infinities, where PyTorch has them
@@ -76,20 +84,20 @@ def test_whole_numbers_are_exact(interpreted):
     assert interpreted["whole numbers"]["error"] == 0.0
 
 
-@pytest.mark.parametrize("case", GRADIENTS)
+@pytest.mark.parametrize("case", some(GRADIENTS))
 def test_interpreted_gradients(interpreted, case):
     for ours, peer in interpreted[f"gradient {case}"]["errors"]:
         assert ours <= 2 * peer + 2**-24
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", some(HOSTILE))
 def test_interpreted_hostile(interpreted, name):
     row = interpreted[f"hostile, {name}"]
     assert row["same"] and row["fence"]
     assert row["excess"] <= 2**-24
 
 
-@pytest.mark.parametrize("name", HOSTILE_GRADIENTS)
+@pytest.mark.parametrize("name", some(HOSTILE_GRADIENTS))
 def test_interpreted_hostile_gradients(interpreted, name):
     """In sums that one product dominates PyTorch rounds once, and operands have 22 bits here."""
     row = interpreted[f"hostile gradient, {name}"]
@@ -98,10 +106,12 @@ def test_interpreted_hostile_gradients(interpreted, name):
 
 
 def test_interpreted_cases_are_all_here(interpreted):
-    names = [*NAMES, *PADDED, *NORMED, *(f"hostile, {name}" for name in HOSTILE)]
-    names += [f"gradient {case}" for case in GRADIENTS]
-    names += [f"hostile gradient, {name}" for name in HOSTILE_GRADIENTS]
-    assert sorted(interpreted) == sorted(names)
+    """The program has no case that no run looks at."""
+    assert sorted(interpreted) == sorted(CHOSEN)
+    held = [*program.CASES, *program.PADDED_CASES, *(f"normed, {n}" for n in program.NORMED)]
+    assert sorted(held) == sorted([*NAMES, *PADDED, *NORMED])
+    assert sorted(program.HOSTILE) == sorted(HOSTILE) and program.GRADIENTS == GRADIENTS
+    assert sorted(program.HOSTILE_GRADIENTS) == sorted(HOSTILE_GRADIENTS)
 
 
 def meta(rows, depth, columns, dtype=torch.float32):
@@ -166,8 +176,7 @@ def test_small_shared_memory_takes_smaller_tiles():
     assert launches.tile_for(shape, gpu._replace(shared_memory=163 << 10)) == launches.LARGE
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
-@pytest.mark.parametrize("depth", [768, 6144])
+@pytest.mark.parametrize(("depth", "arch"), thinned([768, 6144], [80, 90, 120], one_in=3))
 def test_a_norm_compiles(depth, arch):
     norm = launches.Norm(True, True, 1e-6)
     with describing(Described("a GPU", divmod(arch, 10), 132)):
@@ -179,7 +188,7 @@ def test_a_norm_compiles(depth, arch):
     assert compiled.metadata.shared <= SHARED[arch] * 1024
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", some([80, 90, 120], one_in=3))
 def test_padded_rows_compile(arch):
     call = planner.Forward(*meta(1576, 588, 768), EPILOGUES[0], False, False)
     split = compile_launch(call.split, torch.float32, "cuda", arch).asm["ptx"]
@@ -200,7 +209,7 @@ def test_forms_that_were_not_measured_are_not_chosen():
     assert not planner.serves(x, w, ())
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", some([80, 90, 120], one_in=3))
 def test_splits_compile(arch):
     rows = launches.split_launch((1576, 768, 768), 768, 768)
     turned = launches.Turned(1577, 768, 768)
@@ -210,8 +219,7 @@ def test_splits_compile(arch):
     assert "ld.global.v4" in compile_launch(rows, torch.float32, "cuda", arch).asm["ptx"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", [288, 768])
+@pytest.mark.parametrize(("dtype", "columns"), thinned([torch.float16, torch.bfloat16], [288, 768]))
 def test_half_compiles(dtype, columns):
     compiled = compile_launch(gemm.plan(*meta(1576, 96, columns, dtype), None), dtype, "cuda", 90)
     assert "wgmma.mma_async" in compiled.asm["ptx"]

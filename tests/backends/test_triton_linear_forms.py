@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
+import linear_forms_interpreted as program
 from interpreted import Rows, rows_of
+from sampling import some, thinned
 from triton_compile import compile_launch
 
 from elsa_core.backends.triton.linear import gated, gemm, launches, planner, rounded
@@ -33,23 +35,29 @@ ROUNDED = [
 ]  # fmt: skip
 HALVES = [f"{name}, float16" for name in ("gelu", "silu", "residual", "all terms", "deep")]
 CENTRED_CASES = ["64 channels at once", "32 channels at once"]
+# kind of case: those of this run, and all that the program has
+KINDS = {
+    "gated": (some(GATED), program.GATED), "rounded": (some(ROUNDED), program.ROUNDED_CASES),
+    "half": (some(HALVES), program.HALVES), "centred": (CENTRED_CASES, program.CENTRED_CASES),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Rows]:
-    """Every case of linear_forms_interpreted.py, in a process of its own."""
-    with rows_of("linear_forms_interpreted.py") as rows:
+    """This run's cases of linear_forms_interpreted.py, in a process of its own."""
+    names = [f"{kind}, {name}" for kind, (part, _) in KINDS.items() for name in part]
+    with rows_of("linear_forms_interpreted.py", *names) as rows:
         yield rows
 
 
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", some(GATED))
 def test_gated(interpreted, name):
     row = interpreted[f"gated, {name}"]
     assert row["same"] and row["intact"]
     assert row["error"] <= 2 * row["peer"] + 2**-24
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", some(ROUNDED))
 def test_rounded(interpreted, name):
     """The peer's operands have the 11 bits that TF32 has."""
     row = interpreted[f"rounded, {name}"]
@@ -58,7 +66,7 @@ def test_rounded(interpreted, name):
     assert row["row"] <= 2**-10
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", some(HALVES))
 def test_half(interpreted, name):
     """What follows the product is rounded once, PyTorch's after each step."""
     row = interpreted[f"half, {name}"]
@@ -74,9 +82,13 @@ def test_centred(interpreted, name):
 
 
 def test_interpreted_cases_are_all_here(interpreted):
-    kinds = {"gated": GATED, "rounded": ROUNDED, "half": HALVES, "centred": CENTRED_CASES}
-    names = [f"{kind}, {name}" for kind, cases in kinds.items() for name in cases]
+    """The program has no case that no run looks at."""
+    names = [f"{kind}, {name}" for kind, (part, _) in KINDS.items() for name in part]
     assert sorted(interpreted) == sorted(names)
+    listed = {"gated": GATED, "rounded": ROUNDED, "half": HALVES, "centred": CENTRED_CASES}
+    assert {kind: sorted(held) for kind, (_, held) in KINDS.items()} == {
+        kind: sorted(names) for kind, names in listed.items()
+    }
 
 
 def meta(rows, depth, columns, dtype=torch.float32):
@@ -90,9 +102,12 @@ def planned_for(arch):
     return describing(Described("a GPU", divmod(arch, 10), 132))
 
 
-@pytest.mark.parametrize(("arch", "columns"), [(80, 360), (90, 360), (120, 360), (120, 1152)])
-@pytest.mark.parametrize("normed", [False, True])
-def test_gated_compiles(arch, columns, normed):
+@pytest.mark.parametrize(
+    ("target", "normed"),
+    thinned([(80, 360), (90, 360), (120, 360), (120, 1152)], [False, True], one_in=4),
+)
+def test_gated_compiles(target, normed):
+    arch, columns = target
     norm = launches.Norm(True, True, 1e-6) if normed else None
     with unmeasured(*((CENTRED,) if normed else ())), planned_for(arch):
         call = gated.Gated(
@@ -106,7 +121,9 @@ def test_gated_compiles(arch, columns, normed):
     assert compiled.metadata.shared <= SHARED[arch] * 1024
 
 
-@pytest.mark.parametrize(("arch", "columns"), [(80, 2304), (90, 2304), (90, 768), (120, 2304)])
+@pytest.mark.parametrize(
+    ("arch", "columns"), some([(80, 2304), (90, 2304), (90, 768), (120, 2304)], one_in=4)
+)
 def test_rounded_compiles(arch, columns):
     with planned_for(arch):
         call = rounded.Rounded(*meta(1576, 768, columns), (True, "gelu", True, True), False)
@@ -117,8 +134,9 @@ def test_rounded_compiles(arch, columns):
     compile_launch(call.split, torch.float32, "cuda", arch)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "arch"), thinned([torch.float16, torch.bfloat16], [80, 90, 120], one_in=3)
+)
 def test_half_compiles(dtype, arch):
     vector = torch.empty(3072, dtype=dtype, device="meta")
     residual = torch.empty(1576, 3072, dtype=dtype, device="meta")
@@ -131,7 +149,7 @@ def test_half_compiles(dtype, arch):
     assert compiled.metadata.shared <= SHARED[arch] * 1024
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", some([80, 90, 120], one_in=3))
 def test_centred_compiles(arch):
     with unmeasured(CENTRED):
         calls = [

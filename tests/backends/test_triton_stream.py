@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreted import Rows, rows_of
+from sampling import some
 from stream_interpreted import CASES, DENSE
 from triton_compile import compile_launch
 
@@ -25,14 +26,17 @@ from elsa_core.backends.triton.attention.schedules import stream
 from elsa_core.backends.triton.shared import tickets
 from elsa_core.backends.triton.shared.launch import Launch
 
+JOINED = ("row", "row, one program", "row, a program a tile")  # what a test of its own looks at
+NAMES = list(dict.fromkeys([*some(CASES), *JOINED]))
+
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Rows]:
-    with rows_of("stream_interpreted.py") as rows:
+    with rows_of("stream_interpreted.py", *NAMES) as rows:
         yield rows
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_interpreted(interpreted: Rows, name: str) -> None:
     dtype, precision, *_ = CASES[name][-4:]
     row = interpreted[name]
@@ -103,10 +107,12 @@ SHARED = {80: 166912, 90: 232448, 120: 101376}
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [
-        ("row", 90), ("split ahead", 90), ("half causal", 80), ("ragged rows", 120),
-        ("ragged heads", 90),
-    ],
+    some(
+        [
+            ("row", 90), ("split ahead", 90), ("half causal", 80), ("ragged rows", 120),
+            ("ragged heads", 90),
+        ]
+    ),
 )  # fmt: skip
 def test_compiles(name: str, arch: int) -> None:
     compiled = compile_launch(LAUNCHES[name](), KINDS.get(name, torch.float32), "cuda", arch)

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_compile
 from interpreted import Rows, rows_of
+from sampling import some
 from window_backward_interpreted import CASES, F16, GROUPED
 
 from elsa_core.backends.support import Request
@@ -33,10 +34,13 @@ KINDS = {"Flags": "i32", **dict.fromkeys(FLOATS, "fp32")}
 ALL = Wants(True, True, True, True)
 
 
+NAMES = some(CASES)
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Rows]:
-    """Every case of window_backward_interpreted.py, in a process of its own."""
-    with rows_of("window_backward_interpreted.py") as rows:
+    """This run's cases of window_backward_interpreted.py, in a process of its own."""
+    with rows_of("window_backward_interpreted.py", *NAMES, *GROUPED) as rows:
         yield rows
 
 
@@ -58,7 +62,7 @@ if rounds_by_shape():
     LUCK["long outlier channels"] = "numpy rounds q @ k.T unlike k @ q.T"
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_interpreted(interpreted, name):
     """Within twice the error of autograd on a model's own operations; twice the same bits."""
     row, (_, dtype, precision, options) = interpreted[name], CASES[name]
@@ -109,7 +113,7 @@ def launches(call):
 
 @pytest.mark.parametrize(
     ("dtype", "arch"),
-    [(torch.float16, 80), (torch.bfloat16, 90), (torch.float32, 90), (torch.float16, 120)],
+    some([(torch.float16, 80), (torch.bfloat16, 90), (torch.float32, 90), (torch.float16, 120)]),
 )
 def test_compiles_without_atomics(monkeypatch, dtype, arch):
     call = planned(dtype, cosine=dtype == torch.bfloat16, pad=True, side=60)
@@ -127,10 +131,13 @@ SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 
 @pytest.mark.parametrize(
     ("dtype", "arch", "win", "kinds"),
-    [
-        (torch.float32, 90, 12, 2), (torch.bfloat16, 80, 12, 2), (torch.float16, 120, 16, 2),
-        (torch.bfloat16, 80, 24, 3),
-    ],
+    some(
+        [
+            (torch.float32, 90, 12, 2), (torch.bfloat16, 80, 12, 2), (torch.float16, 120, 16, 2),
+            (torch.bfloat16, 80, 24, 3),
+        ],
+        one_in=4,
+    ),
 )  # fmt: skip
 def test_longer_windows_compile_without_atomics(monkeypatch, dtype, arch, win, kinds):
     """Rows and columns by chunks, or rows, columns and bias tile by tile; sums of three kinds, the
