@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +18,13 @@ import pytest
 import sampling
 import torch
 from quick_compiler import QuickCompiler
+from warm import Warm, warm
 
 ROOT = Path(__file__).parents[1]
 
 
 def pytest_configure() -> None:
+    gc.disable()  # modules and tests stay: looking for garbage is a tenth of collecting them
     # The models here are small: threads that wait for one another cost more than they bring. Tests
     # of several threads ask for them.
     torch.set_num_threads(1)
@@ -56,6 +58,7 @@ def pytest_collection_finish() -> None:
     """What thousands of tests hold is no garbage: a collection in a test need not look at it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,6 +102,15 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
         return folder
 
     return find
+
+
+@pytest.fixture(scope="session")
+def with_torch() -> Iterator[Warm]:
+    """Programs in processes of their own, which have torch and its compiler already: see `warm.py`.
+    Nothing else is imported: what elsa imports can be asked for.
+    """
+    with warm("torch", "torch._dynamo") as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

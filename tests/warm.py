@@ -32,14 +32,15 @@ class Warm:
         self._process = process
 
     def run(
-        self, code: str, *arguments: str, env: Mapping[str, str], timeout: float = 300
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a program with these variables alone."""
+        self, code: str, *arguments: str, env: Mapping[str, str] | None = None,
+        timeout: float = 300,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run a program with these variables alone, else with those of this process."""
         with tempfile.TemporaryDirectory() as name:
             out, errors = Path(name) / "out", Path(name) / "errors"
             asked = {
-                "code": code, "arguments": arguments, "env": dict(env), "cwd": str(Path.cwd()),
-                "out": str(out), "errors": str(errors),
+                "code": code, "arguments": arguments, "env": dict(env or os.environ),
+                "cwd": str(Path.cwd()), "out": str(out), "errors": str(errors),
             }  # fmt: skip
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")

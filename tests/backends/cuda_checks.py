@@ -21,10 +21,12 @@ def lines() -> list[str]:
 
 
 def main(*checks: Callable[[str], None]) -> None:
-    """`python PROGRAM STUB`: every check in a child of this process, which has imported all that
-    they need, since a library's operators and driver are for the life of a process."""
+    """`python PROGRAM STUB [CHECK...]`: every check, or those named, in a child of this process,
+    which has imported all that they need, since a library's operators and driver are for the life of a process."""
     importlib.import_module("torch._dynamo")  # what the first call of an operator imports
     failed = []
+    named = sys.argv[2:]
+    checks = tuple(check for check in checks if not named or check.__name__ in named)
     for check in checks:
         sys.stdout.flush()
         child = os.fork()

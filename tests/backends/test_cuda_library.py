@@ -8,12 +8,13 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from warm import warm
+from sampling import some
+from warm import Warm
 
 triton = pytest.importorskip("triton")
 
@@ -83,16 +84,22 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-PROGRAMS = [("cuda_calls.py", 5), ("cuda_plans.py", 9), ("cuda_planfile.py", 2)]
+CALLS = some(["attention", "hopper", "window", "linear", "gradients"])
+PROGRAMS = [
+    ("cuda_calls.py", CALLS, len(CALLS)), ("cuda_plans.py", [], 9), ("cuda_planfile.py", [], 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "checks"), PROGRAMS)
-def test_over_a_stub_driver(program: str, checks: int, stub: Path, tmp_path: Path) -> None:
-    """`cuda_calls.py`: planned calls make the launches that Triton would; `cuda_plans.py`: plans,
+@pytest.mark.parametrize(("program", "names", "checks"), PROGRAMS)
+def test_over_a_stub_driver(
+    program: str, names: list[str], checks: int, stub: Path, tmp_path: Path
+) -> None:
+    """`cuda_calls.py`: planned calls make the launches that Triton would, of every second operator;
+    `cuda_plans.py`: plans,
     keys, threads, contexts, errors and hostile bytes; `cuda_planfile.py`: plans in a file."""
     environment = {**os.environ, "STUB_LOG": str(tmp_path / "log"), "ELSA_NATIVE": "0"}
     done = subprocess.run(
-        [sys.executable, str(HERE / program), str(stub)],
+        [sys.executable, str(HERE / program), str(stub), *names],
         capture_output=True, text=True, check=False, env=environment, timeout=600,
     )  # fmt: skip
     assert done.stdout == f"{checks} done\n", done.stdout + done.stderr
@@ -142,15 +149,14 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(with_torch: Warm) -> Run:
     """Code, its arguments and variables, in a process of its own."""
-    with warm("torch", "torch._dynamo") as processes:
 
-        def call(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-            environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
-            return processes.run(code, *arguments, env=environment, timeout=600)
+    def call(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **variables}
+        return with_torch.run(code, *arguments, env=environment, timeout=600)
 
-        yield call
+    return call
 
 
 ASKED = """

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from quick_compiler import QuickCompiler
-from warm import warm
+from warm import Warm
 
 from elsa_core.backends import compiler, native
 from elsa_core.errors import UnavailableError
@@ -40,14 +40,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(with_torch: Warm) -> Run:
     """A program in a process of its own, with these variables changed."""
-    with warm("torch", "torch._dynamo") as processes:
 
-        def call(program: str = LOAD, **variables: str) -> subprocess.CompletedProcess[str]:
-            return processes.run(program, env={**os.environ, **variables})
+    def call(program: str = LOAD, **variables: str) -> subprocess.CompletedProcess[str]:
+        return with_torch.run(program, env={**os.environ, **variables})
 
-        yield call
+    return call
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:

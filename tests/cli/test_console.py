@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from sampling import some
 
 from elsa_cli import console
 from elsa_cli.console import Session
@@ -233,7 +234,7 @@ def in_bash(text: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", ["completion bash", "list", "doctor --json"])
+@pytest.mark.parametrize("arguments", some(["completion bash", "list", "doctor --json"], one_in=3))
 def test_a_closed_stdout_is_one_line(arguments: str) -> None:
     done = in_bash(f"{sys.executable} -m elsa_cli {arguments} >&-")
     assert done.returncode == 3

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import some
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elsa_core import inspect, load
@@ -33,7 +34,7 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("name", ["test_vit", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize("name", some(["test_vit", "swin_tiny_patch4_window7_224"]))
 def test_inspect_imports_little(name: str) -> None:
     out, modules = _modules(WATCH.format(arguments=["inspect", name]))
     assert "sites can be patched" in out and "GFLOPs an image" in out and "timm" in modules
@@ -103,7 +104,8 @@ def test_timm_can_download_where_weights_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [("inspect test_vit", 0), ("inspect test_vit --model-kwargs nonsense=1", 4)]
+    ("words", "code"),
+    some([("inspect test_vit", 0), ("inspect test_vit --model-kwargs nonsense=1", 4)]),
 )
 def test_the_process_ends_without_taking_torch_apart(words: str, code: int, tmp_path: Path) -> None:
     """What is registered for the end runs, what was printed is there, the exit code is its own;

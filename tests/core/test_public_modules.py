@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from warm import Warm
 
 import elsa_core
 
@@ -87,7 +86,7 @@ def test_no_module_has_the_name_of_an_export(package: str) -> None:
     assert not modules & {*import_module(f"elsa_core.{package}").__all__}
 
 
-def test_a_door_imports_nothing_behind_it() -> None:
+def test_a_door_imports_nothing_behind_it(with_torch: Warm) -> None:
     code = (
         "import sys\n"
         "from elsa_core import loading, patching, proof\n"
@@ -95,5 +94,5 @@ def test_a_door_imports_nothing_behind_it() -> None:
         "print([name for name in sys.modules if name.startswith(rooms)])\n"
         "print('timm' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = with_torch.run(code)
     assert done.stdout.split() == ["[]", "False"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import Warm
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.spec import parse
@@ -120,7 +119,7 @@ def test_a_model_name_wins_over_a_directory_of_that_name(
     assert parse("mine").source == "directory"
 
 
-def test_a_path_needs_no_library(tmp_path: Path) -> None:
+def test_a_path_needs_no_library(with_torch: Warm, tmp_path: Path) -> None:
     """timm takes seconds to import; a file's name must not cost that."""
     path = tmp_path / "model.safetensors"
     path.touch()
@@ -128,11 +127,11 @@ def test_a_path_needs_no_library(tmp_path: Path) -> None:
         "import sys; sys.modules['timm'] = sys.modules['open_clip'] = None\n"
         f"from elsa_core.loading.spec import parse; print(parse({str(path)!r}).source)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "safetensors"
+    done = with_torch.run(code)
+    assert done.stdout.strip() == "safetensors", done.stderr
 
 
-def test_without_timm_the_error_says_what_to_install() -> None:
+def test_without_timm_the_error_says_what_to_install(with_torch: Warm) -> None:
     code = (
         "import sys; sys.modules['timm'] = None\n"
         "from elsa_core.loading.spec import parse\n"
@@ -140,5 +139,5 @@ def test_without_timm_the_error_says_what_to_install() -> None:
         "try:\n    parse('vit_base_patch16_224')\n"
         "except UnavailableError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install timm" in done.stdout
+    done = with_torch.run(code)
+    assert "pip install timm" in done.stdout, done.stderr

@@ -6,8 +6,6 @@ import copy
 import io
 import json
 import pickle
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -17,6 +15,7 @@ from sampling import thinned
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
+from warm import Warm
 
 from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError, UnavailableError
 from elsa_core.patching import adapters
@@ -129,7 +128,7 @@ def test_copies_and_pickles(kind: str) -> None:
         assert unpatch(twin) == len(patched_sites(model))
 
 
-def test_a_fresh_process_unpickles_without_patching_anything(tmp_path) -> None:
+def test_a_fresh_process_unpickles_without_patching_anything(with_torch: Warm, tmp_path) -> None:
     """Redirected classes exist in no file: their module rebuilds them from the name."""
     model, x = redirected(), images("vit")
     patch(model, precision="ieee", backend="eager")
@@ -140,12 +139,7 @@ def test_a_fresh_process_unpickles_without_patching_anything(tmp_path) -> None:
         "assert len(patched_sites(model)) == 4 and torch.allclose(model(x), y, atol=1e-6)\n"
         "print({m.elsa_precision for m in patched_sites(model).values()})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model.pt")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = with_torch.run(code, str(tmp_path / "model.pt"))
     assert (done.returncode, done.stdout.strip()) == (0, "{'ieee'}"), done.stderr
 
 
@@ -465,7 +459,7 @@ def test_threads_get_one_class() -> None:
     assert len({type(m) for model in models for m in patched_sites(model).values()}) == 1
 
 
-def test_works_without_timm_open_clip_and_torchvision() -> None:
+def test_works_without_timm_open_clip_and_torchvision(with_torch: Warm) -> None:
     code = (
         "import sys\n"
         "for name in ('timm', 'open_clip', 'torchvision', 'transformers'):\n"
@@ -482,5 +476,5 @@ def test_works_without_timm_open_clip_and_torchvision() -> None:
         "x = torch.randn(2, 3, 7, 8)\n"
         "assert torch.allclose(model(x), Attend()(x), atol=1e-6)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = with_torch.run(code)
     assert done.returncode == 0, done.stderr

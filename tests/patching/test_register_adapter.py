@@ -6,7 +6,6 @@ import copy
 import importlib
 import io
 import pickle
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm import Warm
 
 import elsa_core as elsa
 from elsa_core.errors import ArgumentError
@@ -103,7 +103,9 @@ def test_a_class_of_another_package(made_up: Any, tmp_path: Path) -> None:
     assert type(model.blocks[0]) is made_up.Attention and torch.equal(model(x), expected)
 
 
-def test_a_fresh_process_unpickles_it(made_up: Any, tmp_path: Path) -> None:
+def test_a_fresh_process_unpickles_it(
+    made_up: Any, with_torch: Warm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The package registers as it is imported, which pickle does."""
     elsa.register_adapter(made_up.ElsaMadeUp)
     model = made_up.Model().eval()
@@ -116,7 +118,9 @@ def test_a_fresh_process_unpickles_it(made_up: Any, tmp_path: Path) -> None:
         "assert all(site.patched for site in elsa.inspect(model, 32).sites); "
         "assert elsa.unpatch(model) == 2 and len(elsa.patch(model).patched) == 2"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    done = with_torch.run(script)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_reason_of_an_instance(made_up: Any) -> None:
