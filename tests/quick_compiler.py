@@ -1,10 +1,11 @@
-"""A C++ compiler for tests of two builds at once, which takes a third of the time.
+"""A C++ compiler for tests of two builds at once, which takes a part of the time.
 
-    python quick_compiler.py KEPT LOG ARGUMENTS
+    python quick_compiler.py KEPT LOG SET ARGUMENTS
 
-It does not optimise, and copies from the folder KEPT a unit that another test had compiled. LOG
-gets a line for each unit. No unit is done before two processes have asked for the version, so that
-neither of two builds can end before the other one has begun.
+It does not optimise, leaves out the kernels of all instruction sets but SET, the best one of this
+processor (`one_set.py`), and copies from the folder KEPT a unit that another test had compiled.
+LOG gets a line for each unit. No unit is done before two processes have asked for the version, so
+that neither of two builds can end before the other one has begun.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).parent))
+from one_set import emptied
 
 COMPILER = "c++"
 SECONDS = 120
@@ -47,7 +51,7 @@ def meet(log: Path) -> None:
     met.touch()
 
 
-def main(kept: Path, log: Path, words: list[str]) -> int:
+def main(kept: Path, log: Path, isa: str, words: list[str]) -> int:
     if "--version" in words:
         log.with_name(f"{log.name}.by-{os.getppid()}").touch()
     words = ["-O0" if word == "-O3" else word for word in words]
@@ -61,7 +65,11 @@ def main(kept: Path, log: Path, words: list[str]) -> int:
     del words[place : place + 2]
     known = kept / hashlib.sha256("\n".join(words).encode()).hexdigest()
     if not known.exists():
-        status = subprocess.call([COMPILER, *words, "-o", str(output)])
+        empty, others = emptied(words, isa)
+        command = [COMPILER, *others, "-o", str(output)]
+        if empty:
+            command += ["-x", "c++", "-"]
+        status = subprocess.run(command, input=empty, text=True, check=False).returncode
         if status:
             return status
         mine = known.with_suffix(f".{os.getpid()}")
@@ -72,4 +80,4 @@ def main(kept: Path, log: Path, words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -21,8 +21,9 @@ def lines() -> list[str]:
 
 
 def main(*checks: Callable[[str], None]) -> None:
-    """`python PROGRAM STUB [CHECK...]`: every check, or those named, in a child of this process,
-    which has imported all that they need, since a library's operators and driver are for the life of a process."""
+    """`python PROGRAM STUB [CHECK...]`: every check, or those named, each in a child of this
+    process, which has imported all that they need: a library's operators and driver are for the
+    life of a process."""
     importlib.import_module("torch._dynamo")  # what the first call of an operator imports
     failed = []
     named = sys.argv[2:]
