@@ -21,6 +21,7 @@ from torch.cuda import is_current_stream_capturing as _capturing
 from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.patching.adapters.handing import for_nothing
+from elsa_core.patching.adapters.kept import follow
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -291,29 +292,11 @@ def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> 
 
 
 def _own(site: Any, name: str) -> Callable[..., Any]:
-    """A site's original method; one that keeps something of the weights, which may have changed
-    since, keeps it no longer than the call (`elsa_kept`).
-    """
+    """A site's original method; what one keeps of the weights follows them from here on."""
+    if hasattr(type(site), "elsa_kept"):
+        follow(site.elsa_kept())
     method: Callable[..., Any] = getattr(site.elsa_base, name)
-    if not hasattr(type(site), "elsa_kept"):
-        return method
-
-    def fresh(self: Any, *given: Any, **named: Any) -> Any:
-        keeper = self.elsa_kept()
-        kept = keeper.attention_bias_cache
-        kept.clear()
-        late = keeper is not self and is_shown(keeper)  # a hook of its own may write the table
-        if not (late or self.training or torch.is_grad_enabled()):
-            # what the original would gather, by an operator that takes the host half the time
-            table, index = keeper.attention_biases, keeper.attention_bias_idxs
-            biases = table.index_select(1, index.view(-1)).view(-1, *index.shape)
-            kept[str(table.device)] = biases
-        try:
-            return method(self, *given, **named)
-        finally:
-            kept.clear()
-
-    return fresh
+    return method
 
 
 or_original = original_by(lambda site, x: x.numel() * x.shape[-2])

@@ -118,7 +118,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
 
     def elsa_kept(self) -> Any:
         """The module that keeps what it gathers of its weights: biases by device."""
-        return self.attn
+        return self._modules["attn"]
 
     def elsa_derivation(self) -> Derivation:
         """The relative position bias."""
