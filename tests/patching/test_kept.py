@@ -340,3 +340,16 @@ def test_what_is_kept_ends_with_the_model(on_gpu):
     assert len(kept._PLANS) == before + 1
     del model
     assert len(kept._PLANS) == before
+
+
+def test_an_original_beside_the_operator_follows_the_weights():
+    """A hook within TinyViT's attention keeps the block's original, on a CPU too."""
+    model, x = made("tiny_vit_5m_224"), images("tiny_vit_5m_224")
+    elsa.patch(model, scope="attention")
+    for keeper in keepers(model):
+        keeper.qkv.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        model(x)
+        for table in tables(model):
+            table.data.normal_()
+        torch.testing.assert_close(model(x), by_original(model, x))

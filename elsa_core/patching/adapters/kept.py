@@ -30,8 +30,11 @@ _MOST: Final = 1 << 22  # biases that one gather makes: they and their index sta
 _ALIGNED: Final = 256  # biases; attention reads a mask that begins elsewhere by other kernels
 
 
+_NONE: Final[dict[int, Tensor]] = {}
+
+
 class _Current(threading.local):
-    biases: dict[int, Tensor] = {}  # of the call that is under way, by the id of their table
+    biases: dict[int, Tensor] = _NONE  # of the call that is under way, by the id of their table
 
 
 _CURRENT = _Current()
@@ -51,19 +54,21 @@ class Biases(dict[str, Tensor]):
 
     def __getitem__(self, place: str) -> Tensor:
         keeper: Any = self.keeper()
-        if torch.is_grad_enabled():
-            biases: Tensor = keeper.attention_biases[:, keeper.attention_bias_idxs]
-            return biases
-        found = _CURRENT.biases.get(id(keeper._parameters.get(TABLE)))
-        if found is not None:
-            return found
-        # what the original would gather, by an operator that takes the host half the time
-        table, index = keeper.attention_biases, keeper.attention_bias_idxs
-        biases = table.index_select(1, index.view(-1)).view(-1, *index.shape)
+        if not torch.is_grad_enabled():
+            found = _CURRENT.biases.get(id(keeper._parameters.get(TABLE)))
+            return _gathered(keeper) if found is None else found
+        biases: Tensor = keeper.attention_biases[:, keeper.attention_bias_idxs]
         return biases
 
     def __reduce__(self) -> Any:
         return dict, ()
+
+
+def _gathered(keeper: Any) -> Tensor:
+    """What the original would gather, by an operator that takes the host half the time."""
+    index: Tensor = keeper.attention_bias_idxs
+    biases: Tensor = keeper.attention_biases.index_select(1, index.view(-1))
+    return biases.view(-1, *index.shape)
 
 
 def follow(keeper: nn.Module) -> None:
@@ -85,8 +90,9 @@ class Keepers:
     """The sites of a model that have keepers, each with its class, and all modules around these."""
 
     def __init__(self, model: nn.Module, sites: Iterable[Any]) -> None:
+        sites = tuple(sites)
         self.sites = tuple((weakref.ref(site), type(site)) for site in sites)
-        keepers = {ref().elsa_kept() for ref, _ in self.sites}
+        keepers = {site.elsa_kept() for site in sites}
         within = (m for m in model.modules() if not keepers.isdisjoint(m.modules()))
         self.around = tuple(weakref.ref(m) for m in within if m not in keepers)
 
@@ -109,16 +115,16 @@ class Keepers:
             follow(keeper)
         around: list[Any] = [ref() for ref in self.around]
         if len(sites) < len(self.sites) or None in around or torch.is_grad_enabled():
-            return {}
+            return _NONE
         # a hook may write weights after the call has begun
-        if keepers[0].training or _is_hooked([*map(vars, around), *map(vars, keepers)]):
-            return {}
+        if keepers[0].training or _is_hooked([each.__dict__ for each in (*around, *keepers)]):
+            return _NONE
         tables = [keeper._parameters.get(TABLE) for keeper in keepers]
         indexes = [keeper._buffers.get(INDEX) for keeper in keepers]
         plan = _plan_of(tables, indexes)
         if plan is None:
-            return {}
-        flat = torch._C._nn.flatten_dense_tensors(tables).index_select(0, plan.index)
+            return _NONE
+        flat = torch._C._nn.flatten_dense_tensors(tables).index_select(0, plan.rows)
         views = [flat.as_strided(*place) for place in plan.places]
         return dict(zip(map(id, tables), views, strict=True))
 
@@ -135,13 +141,14 @@ class _Plan(NamedTuple):
 
     Attributes:
         key: what it was made for. others: the indexes but the first, whose ids are in it.
-        index: into the tables one after another. places: size, strides and offset of each result.
+        rows: indexes into the tables one after another. places: size, strides and offset of each
+            result.
     """
 
     key: Any
     others: list[Tensor]
-    index: Tensor
-    places: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+    rows: Tensor
+    places: list[Any]
 
 
 # By the first index, so that a plan ends with it: with the model, or where that is moved.
@@ -150,9 +157,10 @@ _PLANS: Any = WeakTensorKeyDictionary()
 
 def _plan_of(tables: list[Any], indexes: list[Any]) -> _Plan | None:
     """None where the tables cannot be gathered at once."""
-    if any(each is None or each.is_inference() for each in indexes) or any(
-        each is None for each in tables
-    ):
+    # no subclass, which may know nothing of this; None where a name is gone
+    if set(map(type, tables)) != {nn.Parameter} or set(map(type, indexes)) != {Tensor}:
+        return None
+    if any(map(Tensor.is_inference, indexes)):  # which have no version
         return None
     key = (
         tuple(map(id, indexes)), tuple(map(_VERSION, indexes)),

@@ -13,10 +13,12 @@ from timm.models.tiny_vit import Attention as TinyVitAttention
 from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from elsa_core.patching.adapters.common import drop_p, project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.host import windows_or_original
+from elsa_core.patching.adapters.kept import follow
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -134,6 +136,8 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
         attn, window = self.attn, self.window_size
         called = is_hooked(attn, TinyVitAttention)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, (window, window)):
+            if not is_compiling():
+                follow(attn)
             out: Tensor = super().forward(x)
             return out
         pad = None
