@@ -36,6 +36,9 @@ def made(name):
     """A model whose biases matter."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **FAMILIES[name]).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and scales that hide the attention at first
+            parameter.data.uniform_(0.3, 0.6)
     for table in tables(model):
         table.data.normal_()
     return model
@@ -163,6 +166,44 @@ def test_a_table_put_in_place_within_the_call_is_read(on_gpu):
         found = model(x)
     act._forward_hooks.clear()
     assert torch.equal(found, by_original(model, x))
+
+
+def test_gradients_within_the_call(on_gpu):
+    """A hook may want some, say of a regulariser."""
+    model, x = settled("levit_128s")
+    keeper = keepers(model)[0]
+
+    def wants(*_):
+        with torch.enable_grad():
+            keeper.get_attention_biases(x.device).sum().backward()
+
+    model.head.register_forward_pre_hook(wants)
+    with torch.no_grad():
+        model(x)
+    assert keeper.attention_biases.grad.any()
+
+
+def test_tables_of_another_kind_of_tensor(on_gpu, gathers):
+    class Own(torch.Tensor):
+        pass
+
+    model, x = settled("levit_128s")
+    keeper = keepers(model)[0]
+    keeper.attention_biases = nn.Parameter(keeper.attention_biases.detach().as_subclass(Own))
+    gathers.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).as_subclass(torch.Tensor), by_original(model, x))
+    assert len(gathers) >= len(tables(model))
+
+
+def test_inference_mode_and_no_grad_share_a_gather(on_gpu):
+    model, x = made("levit_128s"), images("levit_128s")
+    elsa.patch(model, scope="attention")
+    with torch.inference_mode():
+        for _ in range(3):
+            model(x)
+    with torch.no_grad():
+        assert torch.equal(model(x), by_original(model, x))
 
 
 def test_an_index_that_changed_is_read(on_gpu):
