@@ -39,10 +39,12 @@ class Direct:
         sites: for each class the one that it stands for, the name of a method that it takes from
             there, and its modules.
         keepers: those of them that keep something of their weights; None for none.
+        whole: whether no module of the model need be asked.
     """
 
     sites: tuple[tuple[Any, Any, str, tuple[weakref.ref[Any], ...]], ...]
     keepers: Keepers | None = None
+    whole: bool = True
 
     def __call__(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """method(...), within which the modules have their original methods."""
@@ -79,17 +81,27 @@ class Direct:
                     put.append((space, name, own))
 
 
-def direct(model: nn.Module, asked: Iterable[Any], rows: Iterable[Any]) -> Direct:
-    """Of the modules within `model` that were asked, those that need not be: none that ran as
-    functions in a row, and none within one that runs in a way of its own.
+def direct(
+    model: nn.Module, kept: set[Any], rows: Iterable[Any], others: set[Any], whole: bool = True
+) -> Direct:
+    """Of the modules within `model` that kept their originals, those that need not be asked: none
+    that ran as functions in a row, and none within one that runs in a way of its own.
+
+    Args:
+        model: the model. kept: those modules. rows: those that ran in a row.
+        others: those that did not keep their originals, in one of their calls at least.
+        whole: whether all kept them.
     """
     within = set(model.modules()) - {model}
+    kept = kept - others
     own = [*rows, *(m for m in model.modules() if hasattr(type(m), "elsa_stays"))]
+    if not whole:  # one that goes on asking reads what is within it, and hands terms to that
+        own += [m for m in within if hasattr(type(m), "elsa_base") and m not in kept]
     for module in own:  # a module with a method of its own is no row's
         within.difference_update(module.modules())
     known: dict[tuple[Any, str], list[weakref.ref[Any]]] = {}
     keepers = []
-    for site in asked:
+    for site in kept:
         cls: Any = type(site)
         if site not in within or not is_unasked(site.__dict__):
             continue
@@ -98,7 +110,7 @@ def direct(model: nn.Module, asked: Iterable[Any], rows: Iterable[Any]) -> Direc
         if replaced(cls) and hasattr(cls, "elsa_kept"):
             keepers.append(site)
     sites = ((cls, cls.elsa_base, name, tuple(refs)) for (cls, name), refs in known.items())
-    return Direct(tuple(sites), Keepers(model, keepers) if keepers else None)
+    return Direct(tuple(sites), Keepers(model, keepers) if keepers else None, whole)
 
 
 def withdraw(model: nn.Module) -> None:

@@ -55,9 +55,9 @@ class _Choices(threading.local):
     within: tuple[int, int | None, int] | None = None
     originals = 0  # of the answers that sites got
     others = 0
-    # Takes up the sites that are told to keep their originals, and those that run as a row of
-    # functions for that.
-    asked: tuple[set[Any], set[Any]] | None = None
+    # Takes up the sites that are told to keep their originals, those that run as a row of functions
+    # for that, and those that were told otherwise.
+    asked: tuple[set[Any], set[Any], set[Any]] | None = None
 
 
 _CHOICES = _Choices()
@@ -78,18 +78,19 @@ def all_original(forward: Callable[..., Any], *arguments: Any, **options: Any) -
 
 
 def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
-    """`all_original`, and two sets of patched modules: those that asked in it, and those that ran
-    as functions in a row (`flat.py`).
+    """forward(...), and three sets of patched modules: those that kept their originals, those that
+    ran as functions in a row (`flat.py`), and those that did not keep them.
     """
-    before, _CHOICES.asked = _CHOICES.asked, (set(), set())
+    before, _CHOICES.asked = _CHOICES.asked, (set(), set(), set())
     try:
-        return all_original(forward, *arguments, **options), _CHOICES.asked
+        return forward(*arguments, **options), _CHOICES.asked
     finally:
         _CHOICES.asked = before
 
 
-def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, bool]:
-    """forward(...), within which the sites ask, and whether all of them kept their originals.
+def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """forward(...), within which the sites ask, and whether all of them kept their originals: None
+    where some did.
 
     False too where none asked, as in a compiled call. What one call found counts for a call around
     it that is observed as well.
@@ -99,7 +100,7 @@ def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tu
     now.originals = now.others = 0
     try:
         out = forward(*arguments, **options)
-        return out, now.originals > 0 and now.others == 0
+        return out, (None if now.others else True) if now.originals else False
     finally:
         now.within = before[0]
         now.originals += before[1]
@@ -113,6 +114,13 @@ def _answered(original: bool) -> bool:
     else:
         _CHOICES.others += 1
     return original
+
+
+def _told(site: Any, original: bool) -> bool:
+    """`_answered`, of a site that is known."""
+    if _CHOICES.asked is not None:
+        _CHOICES.asked[0 if original else 2].add(site)
+    return _answered(original)
 
 
 def _warm_up(by_elsa: Callable[[], object]) -> None:
@@ -176,15 +184,15 @@ def is_host_bound(
         return False
     waits = x.is_cuda and not calls.traced() and _waits(site, operator, x, work)
     if not waits or site.training:  # a warm-up would draw from the generator of its dropout
-        return _answered(waits and torch.is_grad_enabled())
+        return _told(site, waits and torch.is_grad_enabled())
     kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
         # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
         if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
-            return _answered(False)
+            return _told(site, False)
         calls.first_of_kind(kind)
         _warm_up(by_elsa)
-    return _answered(True)
+    return _told(site, True)
 
 
 def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
@@ -266,7 +274,7 @@ def windows_or_original(channels: int) -> Callable[..., Callable[..., Any]]:
 def is_window_bound(site: Any, x: Tensor, channels: int, by_elsa: Callable[[], object]) -> bool:
     """`is_host_bound` of a block of windows in x, where no gradient is wanted."""
     if torch.is_grad_enabled() or site.training:
-        return False if is_compiling() else _answered(False)
+        return False if is_compiling() else _told(site, False)
     # its largest product has four times as many channels, as MLPs have by default
     bound = "linear" if x.dtype == torch.float32 else "attention"
     return is_host_bound(site, bound, x, 4 * x.numel() * channels, by_elsa)
