@@ -230,11 +230,19 @@ class Once:
         return Once, (None,)
 
 
-def test_a_name_given_since_is_heard(model, monkeypatch):
-    layer, seen = model.head, []
-    layer.elsa_precision = "ieee"
+@pytest.mark.parametrize(
+    ("site", "name", "value"),
+    [
+        ("head", "elsa_precision", "ieee"),
+        ("head", "elsa_backend", "eager"),
+        ("blocks.1.attn", "elsa_sparsity", "exact"),
+    ],
+)
+def test_a_name_given_since_is_heard(model, site, name, value):
+    layer, seen = model.get_submodule(site), []
+    setattr(layer, name, value)
     during(model, lambda: seen.extend(with_own(model)))
-    assert "head" not in seen and "blocks.0" in seen
+    assert site not in seen and "blocks.0" in seen
 
 
 def test_a_thread_of_other_calls_meets_its_own_answers(on_gpu):

@@ -369,7 +369,7 @@ def test_the_original_has_its_own_cache(on_gpu):
             table.data.neg_()
         assert torch.equal(model(x), expected)
     elsa.unpatch(model)
-    assert b"elsa" not in pickle.dumps(model)
+    assert all(type(keeper.attention_bias_cache) is dict for keeper in keepers(model))
 
 
 def test_what_is_kept_ends_with_the_model(on_gpu):

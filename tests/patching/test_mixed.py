@@ -75,6 +75,26 @@ def test_nothing_is_put_within_those_that_ask(model):
     assert not with_own(model)
 
 
+def test_layers_of_an_attention_that_asks(on_gpu, monkeypatch):
+    """One that asks may take a layer with a forward of its own for one that must be called."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.norm = timm.models.pvt_v2.Attention(24, 3), nn.Linear(24, 24)
+
+        def forward(self, x):
+            return self.norm(self.attn(x.flatten(2)[..., :24], (3, 1)))
+
+    monkeypatch.setattr(host.routing, "eager_least", lambda op, _: 10**9 * (op == "linear"))
+    model = Attends().eval()
+    elsa.patch(model, scope="model")
+    for _ in range(3):
+        call(model, on_gpu)
+    assert on_gpu.count(True) == 3 and on_gpu.count(False) == 1  # q, kv, proj and the attention
+    assert during(model) == {"norm"}
+
+
 def test_weights_hooks_and_names_given_since(model, on_gpu):
     seen, expected = [], call(model, on_gpu)
     model.head.weight.data.mul_(2)
