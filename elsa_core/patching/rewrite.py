@@ -23,6 +23,7 @@ from elsa_core.patching import adapters, globs, layers
 from elsa_core.patching.adapters import asked
 from elsa_core.patching.adapters.derived import DERIVED
 from elsa_core.patching.adapters.direct import withdraw
+from elsa_core.patching.adapters.kept import leave
 from elsa_core.patching.adapters.model import asking, is_asking, may_ask
 from elsa_core.patching.adapters.table import LAYERS
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
@@ -197,6 +198,7 @@ def unpatch(model: nn.Module) -> int:
     own = [_own_class(module) for module in modules]
     count = sum(not adapters.is_companion(module) for module in modules)
     withdraw(model)
+    leave(model)
     calls.forget_kinds()
     for module, cls in zip(modules, own, strict=True):
         module.__class__ = cls
@@ -223,6 +225,7 @@ def original(model: nn.Module) -> Iterator[nn.Module]:
     """
     modules = plain_model(model).modules()
     patched = {m: (type(m), _own_class(m)) for m in modules if adapters.is_patched(m)}
+    leave(plain_model(model))
     for module, (_, own) in patched.items():
         module.__class__ = own
     try:

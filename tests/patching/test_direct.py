@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 
 import elsa_core as elsa
 from elsa_core.patching.adapters import direct, host, timm_swin, timm_swin_v2
+from elsa_core.patching.adapters import model as adapter
 
 timm = pytest.importorskip("timm")
 
@@ -63,6 +67,22 @@ def test_no_site_asks(model, monkeypatch):
     assert not asked
 
 
+def test_no_function_is_called_for_each_module(model):
+    own = next(each for each in adapter._SETTLED[model].values() if each is not None)
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        found = own(with_own, model)
+    finally:
+        sys.setprofile(None)
+    assert len(found) > 10 and len(entered[: entered.index("with_own")]) < 5
+
+
 def test_they_go_with_an_error(model):
     def fails():
         raise ValueError("a hook's")
@@ -108,6 +128,21 @@ def test_a_module_put_in_its_place_is_called(model):
         assert model(images()).shape == (2, 7)
 
 
+def test_no_module_is_kept_alive(model):
+    with torch.no_grad():
+        model(images())
+    head = weakref.ref(model.head)
+    gc.disable()
+    try:
+        model.head = nn.Linear(24, 7)
+        assert head() is None
+        whole = weakref.ref(model.blocks[0].attn)
+        del model.blocks[0]
+        assert whole() is None
+    finally:
+        gc.enable()
+
+
 def test_other_threads_compute_the_same(model):
     with torch.no_grad():
         expected = [model(images(batch)) for batch in (2, 3)]
@@ -134,7 +169,9 @@ def test_what_may_be_left_alone():
 
     assert direct.replaced(torch_layers.ElsaLinear) == ("forward",)
     assert direct.replaced(timm_mlp.ElsaMlp) == ("forward",)
-    assert direct.replaced(timm_levit.ElsaLevitAttention) == () == direct.replaced(nn.Linear)
+    assert direct.replaced(timm_levit.ElsaLevitAttention) == ("forward",)
+    assert direct.replaced(timm_swin_v2.ElsaSwinTransformerV2Block) == ()
+    assert direct.replaced(nn.Linear) == ()
 
 
 def test_kept_biases_follow_the_weights(on_gpu):
@@ -193,11 +230,19 @@ class Once:
         return Once, (None,)
 
 
-def test_a_name_given_since_is_heard(model, monkeypatch):
-    layer, seen = model.head, []
-    layer.elsa_precision = "ieee"
+@pytest.mark.parametrize(
+    ("site", "name", "value"),
+    [
+        ("head", "elsa_precision", "ieee"),
+        ("head", "elsa_backend", "eager"),
+        ("blocks.1.attn", "elsa_sparsity", "exact"),
+    ],
+)
+def test_a_name_given_since_is_heard(model, site, name, value):
+    layer, seen = model.get_submodule(site), []
+    setattr(layer, name, value)
     during(model, lambda: seen.extend(with_own(model)))
-    assert "head" not in seen and "blocks.0" in seen
+    assert site not in seen and "blocks.0" in seen
 
 
 def test_a_thread_of_other_calls_meets_its_own_answers(on_gpu):

@@ -7,9 +7,9 @@ PyTorch finds them in the place of those of the class, without a question. A thr
 model meanwhile finds them too and computes the same by the originals.
 
 Left as they are, and asked: a module that the user gave a method of its own, whose class is no
-longer the one that it was patched with, that keeps something of its weights, answers by a property
-of its own or takes the host less than its original (`elsa_stays`), or whose functions are called in
-a row (`flat.py`). A copy or a save that begins within the call finds none of the methods
+longer the one that it was patched with, that was patched with names or sparsity, answers by a
+property of its own or takes the host less than its original (`elsa_stays`), or whose functions are
+called in a row (`flat.py`). A copy or a save that begins within the call finds none of the methods
 (`withdraw`).
 """
 
@@ -24,6 +24,7 @@ from typing import Any, Final
 from torch import nn
 
 from elsa_core.patching.adapters.host import is_unasked
+from elsa_core.patching.adapters.kept import Keepers
 
 # How a module is trained, saved and moved is the same for both.
 _OTHERS: Final = frozenset({"_apply", "_load_from_state_dict", "train"})
@@ -32,46 +33,84 @@ Space = dict[str, Any]  # what a module holds: its __dict__
 
 @dataclass(frozen=True, eq=False)
 class Direct:
-    """Modules of one model, the class that each has, the one that it stands for and the names of
-    the methods that it takes from there; calls the model with these.
+    """Modules of one model that need not be asked; calls the model with their original methods.
+
+    Attributes:
+        sites: for each class the one that it stands for, the name of a method that it takes from
+            there, and its modules.
+        keepers: those of them that keep something of their weights; None for none.
+        whole: whether no module of the model need be asked.
     """
 
-    sites: tuple[tuple[weakref.ref[Any], Any, Any, tuple[str, ...]], ...]
+    sites: tuple[tuple[Any, Any, str, tuple[weakref.ref[Any], ...]], ...]
+    keepers: Keepers | None = None
+    whole: bool = True
 
     def __call__(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """method(...), within which the modules have their original methods."""
         put: list[tuple[Space, str, MethodType]] = []
+        before = None if self.keepers is None else self.keepers.begin()
         try:
-            for ref, cls, base, names in self.sites:
-                site: Any = ref()
-                if type(site) is not cls:  # gone, or another one since
-                    continue
-                space = site.__dict__
-                for name in names:
-                    if name not in space and is_unasked(space):
-                        own = space[name] = MethodType(getattr(base, name), site)
-                        put.append((space, name, own))
+            self._put(put)
             return method(*given, **named)
         finally:
             for space, name, own in put:
                 if space.get(name) is own:
                     space.pop(name, None)
+            if before is not None:
+                Keepers.end(before)
+
+    def _put(self, put: list[tuple[Space, str, MethodType]]) -> None:
+        # No function is called for each module that Python would have to enter: a small layer
+        # takes the host no longer than ten of these lines.
+        for cls, base, name, refs in self.sites:
+            method = getattr(base, name)
+            for ref in refs:
+                site: Any = ref()
+                if type(site) is not cls:  # gone, or another one since
+                    continue
+                space = site.__dict__
+                # as `is_unasked`: the names may have been given since
+                if (
+                    space["elsa_precision"] == "strict"
+                    and space["elsa_backend"] == "auto"
+                    and "elsa_sparsity" not in space
+                    and name not in space
+                ):
+                    space[name] = own = MethodType(method, site)
+                    put.append((space, name, own))
 
 
-def direct(model: nn.Module, asked: Iterable[Any], rows: Iterable[Any]) -> Direct:
-    """Of the modules within `model` that were asked, those that need not be: none that ran as
-    functions in a row, and none within one that runs in a way of its own.
+def direct(
+    model: nn.Module, kept: set[Any], rows: Iterable[Any], others: set[Any], whole: bool = True
+) -> Direct:
+    """Of the modules within `model` that kept their originals, those that need not be asked: none
+    that ran as functions in a row, and none within one that runs in a way of its own.
+
+    Args:
+        model: the model. kept: those modules. rows: those that ran in a row.
+        others: those that did not keep their originals, in one of their calls at least.
+        whole: whether all kept them.
     """
     within = set(model.modules()) - {model}
+    kept = kept - others
     own = [*rows, *(m for m in model.modules() if hasattr(type(m), "elsa_stays"))]
+    if not whole:  # one that goes on asking reads what is within it, and hands terms to that
+        own += [m for m in within if hasattr(type(m), "elsa_base") and m not in kept]
     for module in own:  # a module with a method of its own is no row's
         within.difference_update(module.modules())
-    known: list[tuple[weakref.ref[nn.Module], Any, Any, tuple[str, ...]]] = []
-    for site in asked:
+    known: dict[tuple[Any, str], list[weakref.ref[Any]]] = {}
+    keepers = []
+    for site in kept:
         cls: Any = type(site)
-        if site in within and replaced(cls):
-            known.append((weakref.ref(site), cls, cls.elsa_base, replaced(cls)))
-    return Direct(tuple(known))
+        if site not in within or not is_unasked(site.__dict__):
+            continue
+        for name in replaced(cls):
+            known.setdefault((cls, name), []).append(weakref.ref(site))
+        if replaced(cls) and hasattr(cls, "elsa_kept"):
+            keepers.append(site)
+    sites = ((cls, cls.elsa_base, name, tuple(refs)) for (cls, name), refs in known.items())
+    return Direct(tuple(sites), Keepers(model, keepers) if keepers else None, whole)
 
 
 def withdraw(model: nn.Module) -> None:
@@ -91,8 +130,7 @@ def replaced(cls: Any) -> tuple[str, ...]:
     stand for its own.
     """
     # a class derived since may have methods of its own
-    kept = hasattr(cls, "elsa_kept") or hasattr(cls, "elsa_stays")
-    if "elsa_base" not in cls.__dict__ or kept:
+    if "elsa_base" not in cls.__dict__ or hasattr(cls, "elsa_stays"):
         return ()
     own = cls.__mro__[: cls.__mro__.index(cls.elsa_base)]
     answers = {name for c in own for name, value in vars(c).items() if isinstance(value, property)}

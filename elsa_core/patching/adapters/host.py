@@ -21,6 +21,7 @@ from torch.cuda import is_current_stream_capturing as _capturing
 from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.patching.adapters.handing import for_nothing
+from elsa_core.patching.adapters.kept import follow
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -54,9 +55,9 @@ class _Choices(threading.local):
     within: tuple[int, int | None, int] | None = None
     originals = 0  # of the answers that sites got
     others = 0
-    # Takes up the sites that are told to keep their originals, and those that run as a row of
-    # functions for that.
-    asked: tuple[set[Any], set[Any]] | None = None
+    # Takes up the sites that are told to keep their originals, those that run as a row of functions
+    # for that, and those that were told otherwise.
+    asked: tuple[set[Any], set[Any], set[Any]] | None = None
 
 
 _CHOICES = _Choices()
@@ -77,18 +78,19 @@ def all_original(forward: Callable[..., Any], *arguments: Any, **options: Any) -
 
 
 def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
-    """`all_original`, and two sets of patched modules: those that asked in it, and those that ran
-    as functions in a row (`flat.py`).
+    """forward(...), and three sets of patched modules: those that kept their originals, those that
+    ran as functions in a row (`flat.py`), and those that did not keep them.
     """
-    before, _CHOICES.asked = _CHOICES.asked, (set(), set())
+    before, _CHOICES.asked = _CHOICES.asked, (set(), set(), set())
     try:
-        return all_original(forward, *arguments, **options), _CHOICES.asked
+        return forward(*arguments, **options), _CHOICES.asked
     finally:
         _CHOICES.asked = before
 
 
-def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, bool]:
-    """forward(...), within which the sites ask, and whether all of them kept their originals.
+def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """forward(...), within which the sites ask, and whether all of them kept their originals: None
+    where some did.
 
     False too where none asked, as in a compiled call. What one call found counts for a call around
     it that is observed as well.
@@ -98,7 +100,7 @@ def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tu
     now.originals = now.others = 0
     try:
         out = forward(*arguments, **options)
-        return out, now.originals > 0 and now.others == 0
+        return out, (None if now.others else True) if now.originals else False
     finally:
         now.within = before[0]
         now.originals += before[1]
@@ -112,6 +114,13 @@ def _answered(original: bool) -> bool:
     else:
         _CHOICES.others += 1
     return original
+
+
+def _told(site: Any, original: bool) -> bool:
+    """`_answered`, of a site that is known."""
+    if _CHOICES.asked is not None:
+        _CHOICES.asked[0 if original else 2].add(site)
+    return _answered(original)
 
 
 def _warm_up(by_elsa: Callable[[], object]) -> None:
@@ -175,15 +184,15 @@ def is_host_bound(
         return False
     waits = x.is_cuda and not calls.traced() and _waits(site, operator, x, work)
     if not waits or site.training:  # a warm-up would draw from the generator of its dropout
-        return _answered(waits and torch.is_grad_enabled())
+        return _told(site, waits and torch.is_grad_enabled())
     kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
         # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
         if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
-            return _answered(False)
+            return _told(site, False)
         calls.first_of_kind(kind)
         _warm_up(by_elsa)
-    return _answered(True)
+    return _told(site, True)
 
 
 def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
@@ -265,7 +274,7 @@ def windows_or_original(channels: int) -> Callable[..., Callable[..., Any]]:
 def is_window_bound(site: Any, x: Tensor, channels: int, by_elsa: Callable[[], object]) -> bool:
     """`is_host_bound` of a block of windows in x, where no gradient is wanted."""
     if torch.is_grad_enabled() or site.training:
-        return False if is_compiling() else _answered(False)
+        return False if is_compiling() else _told(site, False)
     # its largest product has four times as many channels, as MLPs have by default
     bound = "linear" if x.dtype == torch.float32 else "attention"
     return is_host_bound(site, bound, x, 4 * x.numel() * channels, by_elsa)
@@ -291,29 +300,11 @@ def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> 
 
 
 def _own(site: Any, name: str) -> Callable[..., Any]:
-    """A site's original method; one that keeps something of the weights, which may have changed
-    since, keeps it no longer than the call (`elsa_kept`).
-    """
+    """A site's original method; what one keeps of the weights follows them from here on."""
+    if hasattr(type(site), "elsa_kept"):
+        follow(site.elsa_kept())
     method: Callable[..., Any] = getattr(site.elsa_base, name)
-    if not hasattr(type(site), "elsa_kept"):
-        return method
-
-    def fresh(self: Any, *given: Any, **named: Any) -> Any:
-        keeper = self.elsa_kept()
-        kept = keeper.attention_bias_cache
-        kept.clear()
-        late = keeper is not self and is_shown(keeper)  # a hook of its own may write the table
-        if not (late or self.training or torch.is_grad_enabled()):
-            # what the original would gather, by an operator that takes the host half the time
-            table, index = keeper.attention_biases, keeper.attention_bias_idxs
-            biases = table.index_select(1, index.view(-1)).view(-1, *index.shape)
-            kept[str(table.device)] = biases
-        try:
-            return method(self, *given, **named)
-        finally:
-            kept.clear()
-
-    return fresh
+    return method
 
 
 or_original = original_by(lambda site, x: x.numel() * x.shape[-2])

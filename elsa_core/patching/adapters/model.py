@@ -2,7 +2,8 @@
 
 Its class becomes one of the same name whose call, and whose methods that users call in its place,
 remember of which kinds every site that asked kept its original: the next call of such a kind runs
-whole within `all_original`, and further ones with the sites' original methods (`direct.py`). That
+whole within `all_original`, and further ones with the sites' original methods (`direct.py`). Of
+kinds of which some sites kept it, calls without gradients have the original methods of these. That
 is right for any call, since the original forward is; only its speed and memory, which are the
 original's, may not be what elsa's would be. So what is told apart are shapes, strides, dtypes and
 modes, and nothing of the model. A call that is not eager and on a GPU is as it was, and so is one
@@ -46,7 +47,7 @@ _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
 _CLASSES = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 # Kinds of calls by model. Bound: models alive, times `_MOST`.
-_SETTLED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Direct | None]]
+_SETTLED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Direct | bool]]
 _SETTLED = weakref.WeakKeyDictionary()
 _MOST = 64
 _UNKNOWN: Any = object()
@@ -154,18 +155,25 @@ def _asked(
 ) -> Any:
     settled = _SETTLED.get(model, {})
     own = settled.get(kind, _UNKNOWN)
-    if own is not _UNKNOWN:
-        if own is not None:
-            return all_original(own, method, model, *given, **named)
-        out, sites = asking_sites(method, model, *given, **named)
-        settled[kind] = direct(model, *sites)
+    if isinstance(own, Direct):
+        call: Any = all_original if own.whole else _calling
+        return call(own, method, model, *given, **named)
+    if own is not _UNKNOWN:  # whether all sites kept their originals
+        call = all_original if own else _calling
+        out, sites = asking_sites(call, method, model, *given, **named)
+        settled[kind] = direct(model, *sites, whole=own)
         return out
     out, original = observed(method, model, *given, **named)
-    if original:
+    # with gradients what a checkpoint runs again must be what ran before
+    if original or (original is None and not torch.is_grad_enabled()):
         if len(settled) >= _MOST:
             _SETTLED.pop(model, None)  # another thread may have
-        _SETTLED.setdefault(model, {})[kind] = None
+        _SETTLED.setdefault(model, {})[kind] = bool(original)
     return out
+
+
+def _calling(method: Any, *given: Any, **named: Any) -> Any:
+    return method(*given, **named)
 
 
 def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:

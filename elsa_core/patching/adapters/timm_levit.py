@@ -2,8 +2,8 @@
 EfficientFormer and EfficientViT (MSRA), on `elsa_core.attention`.
 
 Read against timm 1.0.20, 1.0.29 and 1.0.31. The models keep the gathered biases of eval mode in a
-cache of their own, which does not follow the weights; it is not read here, and emptied around an
-original forward.
+cache of their own, which does not follow the weights; it is not read here, and replaced for an
+original forward (`kept.py`).
 """
 
 from __future__ import annotations

@@ -13,10 +13,12 @@ from timm.models.tiny_vit import Attention as TinyVitAttention
 from timm.models.tiny_vit import TinyVitBlock
 from timm.models.twins import LocallyGroupedAttn
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from elsa_core.patching.adapters.common import drop_p, project, scale_of
 from elsa_core.patching.adapters.derived import Derivation, Derives, derived
 from elsa_core.patching.adapters.host import windows_or_original
+from elsa_core.patching.adapters.kept import follow
 from elsa_core.patching.adapters.windows import (
     Bias,
     as_table,
@@ -118,7 +120,7 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
 
     def elsa_kept(self) -> Any:
         """The module that keeps what it gathers of its weights: biases by device."""
-        return self.attn
+        return self._modules["attn"]
 
     def elsa_derivation(self) -> Derivation:
         """The relative position bias."""
@@ -134,6 +136,8 @@ class ElsaTinyVitBlock(Derives, TinyVitBlock):  # type: ignore[misc]  # timm is 
         attn, window = self.attn, self.window_size
         called = is_hooked(attn, TinyVitAttention)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, (window, window)):
+            if not is_compiling():
+                follow(attn)
             out: Tensor = super().forward(x)
             return out
         pad = None

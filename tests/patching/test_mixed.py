@@ -1,0 +1,145 @@
+"""Small calls on a GPU of which some sites keep their originals and others do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import elsa_core as elsa
+from elsa_core.patching.adapters import host
+from elsa_core.patching.rewrite import original
+
+timm = pytest.importorskip("timm")
+
+
+def images(batch=2):
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def call(model, asked, x=None):
+    asked.clear()
+    with torch.no_grad():
+        return model(images() if x is None else x)
+
+
+def with_own(model):
+    return {name for name, m in model.named_modules() if "forward" in vars(m)}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Sites are large from this many multiply-adds on."""
+    least = [0]
+    monkeypatch.setattr(host.routing, "eager_least", lambda *_: least[0])
+    return least
+
+
+@pytest.fixture
+def model(on_gpu, large):
+    """ConViT, whose MLPs are large, after two calls of a kind."""
+    torch.manual_seed(0)
+    options = {"depth": 2, "img_size": 32, "embed_dim": 6, "num_heads": 2, "local_up_to_layer": 1}
+    made = timm.create_model("convit_tiny", num_classes=5, **options).eval()
+    elsa.patch(made, scope="model")
+    tokens, width = 5, made.embed_dim
+    large[0] = 2 * tokens * width * 2 * width + 1  # 2 images; an MLP has 4 * width
+    for _ in range(2):
+        call(made, on_gpu)
+    assert True in on_gpu and False in on_gpu
+    return made
+
+
+def during(model):
+    """What modules have methods of their own within a call."""
+    seen = set()
+    handle = model.norm.register_forward_hook(lambda *_: seen.update(with_own(model)))
+    with torch.no_grad():
+        model(images())
+    handle.remove()
+    return seen
+
+
+def test_those_that_kept_their_originals_ask_no_more(model, on_gpu):
+    first = [True] * on_gpu.count(True) + [False] * on_gpu.count(False)
+    found = call(model, on_gpu)
+    assert set(on_gpu) == {False} and on_gpu.count(False) == first.count(False)
+    with torch.no_grad(), original(model):
+        torch.testing.assert_close(found, model(images()))
+
+
+def test_nothing_is_put_within_those_that_ask(model):
+    seen = during(model)
+    assert "head" in seen and any(".attn" in name for name in seen)
+    assert not any("mlp" in name for name in seen)
+    assert not with_own(model)
+
+
+def test_layers_of_an_attention_that_asks(on_gpu, monkeypatch):
+    """One that asks may take a layer with a forward of its own for one that must be called."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.norm = timm.models.pvt_v2.Attention(24, 3), nn.Linear(24, 24)
+
+        def forward(self, x):
+            return self.norm(self.attn(x.flatten(2)[..., :24], (3, 1)))
+
+    monkeypatch.setattr(host.routing, "eager_least", lambda op, _: 10**9 * (op == "linear"))
+    model = Attends().eval()
+    elsa.patch(model, scope="model")
+    for _ in range(3):
+        call(model, on_gpu)
+    assert on_gpu.count(True) == 3 and on_gpu.count(False) == 1  # q, kv, proj and the attention
+    assert during(model) == {"norm"}
+
+
+def test_weights_hooks_and_names_given_since(model, on_gpu):
+    seen, expected = [], call(model, on_gpu)
+    model.head.weight.data.mul_(2)
+    model.head.bias.data.mul_(2)
+    torch.testing.assert_close(call(model, on_gpu), 2 * expected)
+    handle = model.head.register_forward_hook(lambda *_: seen.append(1))
+    call(model, on_gpu)
+    assert seen == [1]
+    handle.remove()
+    model.head.elsa_precision = "ieee"
+    assert "head" not in during(model)
+
+
+def test_with_gradients_all_ask(model, on_gpu):
+    for _ in range(4):
+        on_gpu.clear()
+        model(images())
+        assert True in on_gpu
+
+
+def test_an_error_leaves_nothing(model, on_gpu):
+    def fails(*_):
+        raise ValueError("a hook's")
+
+    model.norm.register_forward_hook(fails)
+    with pytest.raises(ValueError, match="a hook's"):
+        call(model, on_gpu)
+    assert not with_own(model)
+
+
+def test_a_module_called_in_two_ways_goes_on_asking(on_gpu, large):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x), self.layer(x[:, :1]), self.other(x[:, :1])
+
+    model = Twice().eval()
+    elsa.patch(model, scope="model")
+    large[0] = 200
+    x = torch.randn(2, 3, 8)
+    for _ in range(2):
+        call(model, on_gpu, x)
+    assert sorted(on_gpu) == [False, True, True]
+    call(model, on_gpu, x)
+    assert sorted(on_gpu) == [False, True]
