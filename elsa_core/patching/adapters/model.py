@@ -160,8 +160,8 @@ def _asked(
         return call(own, method, model, *given, **named)
     if own is not _UNKNOWN:  # whether all sites kept their originals
         call = all_original if own else _calling
-        out, sites = asking_sites(call, method, model, *given, **named)
-        settled[kind] = direct(model, *sites, whole=own)
+        out, (kept, rows, others) = asking_sites(call, method, model, *given, **named)
+        settled[kind] = direct(model, kept, rows, others, whole=own)
         return out
     out, original = observed(method, model, *given, **named)
     # with gradients what a checkpoint runs again must be what ran before
