@@ -174,24 +174,13 @@ def name_of(
 ) -> str:
     """The name of `chosen` for a device, "cuda:1" say: a constant for the compiler, since asking a
     backend may build or load a library, which cannot be traced."""
-    return chosen(
-        operator, torch.device(place), dtype, head_dim, value_dim, precision, backend
-    ).name
-
-
-def rows_of(
-    operator: str,
-    place: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-    backend: str,
-) -> tuple[Row, ...]:
-    """The rows of `chosen`; a constant for the compiler, as `name_of`."""
     device = torch.device(place)
-    found = chosen(operator, device, dtype, head_dim, value_dim, precision, backend)
-    return tuple(row for row, _ in found.rows)
+    return chosen(operator, device, dtype, head_dim, value_dim, precision, backend).name
+
+
+def rows_of(operator: str, place: str, *kind: Any) -> tuple[Row, ...]:
+    """The rows of `chosen`; a constant for the compiler, as `name_of`, whose arguments it takes."""
+    return tuple(row for row, _ in chosen(operator, torch.device(place), *kind).rows)
 
 
 def state_run(
@@ -315,11 +304,8 @@ def trains_original(
 
     A constant for the compiler, as `name_of`.
     """
-    others = [
-        each.name
-        for each in BACKENDS
-        if operator in each.operators and each.device == device_type and each.name not in SHIPPED
-    ]
+    foreign = (each for each in BACKENDS if each.name not in SHIPPED and operator in each.operators)
+    others = any(each.device == device_type for each in foreign)
     if others or device_type not in measured.originals(operator):
         return False
     request = Request(
@@ -330,11 +316,8 @@ def trains_original(
 
 
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
-name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-rows_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-training_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-whole_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-trains_original._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _constant in (name_of, rows_of, training_name, whole_name, trains_original):
+    _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def kernels_of(operator: str, device_type: str) -> str:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from elsa_core import calls
 from elsa_core.patching.adapters.host import has_hooks
@@ -136,6 +137,8 @@ class DerivedTensors:
         Nothing is derived here. What a CUDA graph reads under capture is held as long as the site:
         its replays find it there, and stay with the weights that were frozen.
         """
+        if is_compiling():  # which would guard what is kept of every other site
+            return None
         entries = self._kept.get(site)
         if not entries or calls.recorded():
             return None
