@@ -46,11 +46,10 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention within each of the sequences whose tokens lie one after another.
 
-    Each sequence is what `elsa_core.attention` gives of it alone; nothing is padded on a CPU. On
-    CUDA devices `backend="auto"` pads to the longest sequence and calls `attention`, whose kernels
-    were measured; `backend="triton"` asks for kernels that read packed sequences and were not.
-    Differentiable once in query, key and value; inputs may have any strides (views of a packed
-    projection are read as they lie). No length recompiles anything.
+    Each sequence is what `elsa_core.attention` gives of it alone. Nothing is padded, but on CUDA
+    devices without Triton, and for gradients of float32 there. Differentiable once in query, key
+    and value; inputs may have any strides (views of a packed projection are read as they lie). No
+    length recompiles anything.
 
     Args:
         query: [T, Hq, D], floating; T tokens of all sequences.
@@ -107,7 +106,7 @@ def varlen_attention(
             out, lse = operators.VARLEN_ATTENTION.exported(*given, is_causal, scale)
         elif routing.plain_alone(backend):
             out, lse = operators.VARLEN_ATTENTION.reference(*given, is_causal, scale)
-        elif _pads(backend, q):
+        elif _pads(kind, backend):
             if longest is not None and q.shape[0] and given.key.shape[0]:
                 out, lse = _by_padding(given, longest, is_causal, scale, precision)
             else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
@@ -155,6 +154,7 @@ def explain_varlen_attention(
     given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     q, k, v = given[:3]
     longest = _longest(given, max_seqlen_q, max_seqlen_k)
+    kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
     request = Request(
         q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "varlen_attention",
         "causal" if is_causal else "none",
@@ -163,7 +163,7 @@ def explain_varlen_attention(
     alone = routing.plain_alone(backend)
     if alone:
         return routing.route(request, routing.PLAIN, schedule=(q,), because=f"has no {alone}")
-    if not _pads(backend, q):
+    if not _pads(kind, backend):
         return routing.route(request, backend, schedule=(q,))
     if longest is None or not (q.shape[0] and k.shape[0]):
         return routing.route(request, routing.PLAIN, schedule=(q,))
@@ -181,13 +181,16 @@ def explain_varlen_attention(
     return replace(
         found,
         schedule=f"padded to {longest[0]} queries and {longest[1]} keys; {found.schedule}",
-        reasons=(*found.reasons, "triton: its kernels of packed sequences were not measured"),
+        reasons=(*routing.select(request)[1], *found.reasons),
     )
 
 
-def _pads(backend: str, query: Tensor) -> bool:
-    """Whether a call is served by `attention` of a padded batch."""
-    return backend == "auto" and query.device.type == "cuda"
+def _pads(kind: tuple[str, torch.dtype, int, int, str], backend: str) -> bool:
+    """Whether a call is served by `attention` of a padded batch: on a GPU, where no backend has
+    kernels of packed sequences."""
+    if backend != "auto" or not kind[0].startswith("cuda"):
+        return False
+    return routing.name_of("varlen_attention", *kind, backend) == routing.PLAIN
 
 
 def _by_padding(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elsa_core import monoid
 from elsa_core.backends import philox
+from elsa_core.backends.partition import Partition, RoundTrip
 from elsa_core.backends.support import Request, Support, loses_digits
 
 # Scores alive at once: 2**22 values are 16 MiB in float32, which stays near the last-level cache.
@@ -60,6 +61,24 @@ def schedule(
     """Name the blocks a call would be cut into."""
     block_q, block_k = _block_sizes(query, key)
     return f"query blocks of {block_q}, fold over key blocks of {block_k}"
+
+
+def partition(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Partition:
+    """The blocks of a call, each of which writes its state; takes what `schedule` does."""
+    heads, queries, keys = query.shape[0] * query.shape[1], query.shape[2], key.shape[2]
+    rows, block = _block_sizes(query, key)
+    tiles, compute = -(-keys // block), _compute_dtype(query.dtype)
+    state = (value.shape[3] + 2) * compute.itemsize
+    trips = heads * queries * tiles
+    states = RoundTrip(
+        "memory", f"m, S, W in float{8 * compute.itemsize}", trips, trips * state, trips * state,
+        heads * rows * state,
+    )  # fmt: skip
+    return Partition(
+        "eager", schedule(query, key, value, *rest), str(query.device),
+        queries, keys, rows, -(-queries // rows), block, tiles, 1, block * tiles, block * tiles, 1,
+        0, states,
+    )  # fmt: skip
 
 
 @_without_autocast

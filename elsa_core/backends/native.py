@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import compiler, native_backward, native_entmax
+from elsa_core.backends.partition import STATE_BYTES, Partition, RoundTrip
 from elsa_core.backends.support import Request, Support
 from elsa_core.errors import UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
@@ -116,6 +117,32 @@ def cut(
         answer,
     )
     return Cut(*answer)
+
+
+def partition(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Partition:
+    """`cut`, as a record; takes what `schedule` does."""
+    found = cut(query, key, value, *rest[:2])
+    heads, queries, keys = query.shape[0] * query.shape[1], query.shape[2], key.shape[2]
+    # The library folds a block at a time; with one block the state never leaves the row's pass.
+    merges = found.key_blocks - 1
+    state = (value.shape[3] + 2) * STATE_BYTES
+    rows = -(-queries // found.query_ranges)
+    trips = heads * queries * merges
+    states = RoundTrip(
+        where="worker memory" if merges else "registers",
+        form="m, S, W in float32",
+        states=trips,
+        written_bytes=trips * state,
+        read_bytes=trips * state,
+        resident_bytes=found.workers * rows * state if merges else 0,
+    )
+    tile, whole = min(rows, found.block_rows), found.key_block * found.key_blocks
+    return Partition(
+        "native", schedule(query, key, value, *rest),
+        f"{isa()}, {torch.get_num_threads()} threads", queries, keys, tile,
+        found.query_ranges * -(-rows // tile), found.key_block, found.key_blocks, 1, whole, whole,
+        heads * found.query_ranges, 0, states,
+    )  # fmt: skip
 
 
 @functools.cache

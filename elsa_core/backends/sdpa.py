@@ -4,11 +4,10 @@
 `elsa_core.attention`. `backward` hands our (out, lse) to the backward kernels of PyTorch's
 attention, which need nothing else of a forward: on the CPU flash; on CUDA the memory-efficient
 ones, and in half precision without a mask flash, which takes 0.37 of their time (1 x 8 x 32768 x 64
-in fp16 on an H100). Neither CUDA kernel adds in one order unless PyTorch is told to:
-`torch.use_deterministic_algorithms` keeps to the memory-efficient ones, which then give equal bits
-in every run. cuDNN's are faster still, and not used: PyTorch keeps their plan by the strides of
-query, key and value alone, and a plan made for another layout of `out` gave wrong gradients.
-Preconditions: ATen/native/transformers/cuda/attention_backward.cu and
+in fp16 on an H100), or, for long rows on Hopper and later, cuDNN's, which take 0.22 (`_by_cudnn`).
+No CUDA kernel adds in one order unless PyTorch is told to: `torch.use_deterministic_algorithms`
+keeps to the memory-efficient ones, which then give equal bits in every run. Preconditions:
+ATen/native/transformers/cuda/attention_backward.cu, ATen/native/cudnn/MHA.cpp and
 ATen/native/cpu/FlashAttentionKernel.cpp.
 """
 
@@ -22,11 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elsa_core import calls
+from elsa_core.backends.sdpa_layout import (
+    aligned,
+    bias_of,
+    laid_out_as,
+    padded_bias,
+    rows_of,
+    starts_aligned,
+    step_of,
+    written,
+)
 from elsa_core.backends.support import Request, Support, loses_digits
 
-_WIDTH = 16  # bytes that the CUDA kernels load at once
 _LSE_ROWS = 32  # the rows of lse are padded to a multiple of this
-_BIAS_KEYS = 16  # and those of a bias
+# Multiply-adds of query key^T from which cuDNN's gradients take less time than flash by more than a
+# copy and, after some hundred calls, the making of a plan: rows of 8192 tokens of 8 heads of 64.
+_LONG = 1 << 35
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -85,7 +95,7 @@ def attention(
     if query.is_cuda:
         # of rows that do not start at 16 bytes cuDNN gives wrong results and the memory-efficient
         # kernel raises (seen in torch 2.11)
-        query, key, value = (_aligned(t) for t in (query, key, value))
+        query, key, value = (aligned(t) for t in (query, key, value))
     if attn_mask is not None:
         if attn_mask.shape[-1] != key.shape[2]:  # a kernel wants the keys side by side
             attn_mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2]).contiguous()
@@ -140,19 +150,19 @@ def measured_attention(
     """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve."""
     if attn_mask is not None or is_causal:
         return None
-    if not all(t.stride(-1) == 1 and _starts_aligned(t) for t in (query, key, value)):
+    if not all(t.stride(-1) == 1 and starts_aligned(t) for t in (query, key, value)):
         return None
     if torch.compiler.is_compiling():
         if not _cudnn_compiles(calls.place(query), query.dtype, query.shape[-1]):
             return None
-    elif not _by_cudnn(query, key, value):
+    elif not _cudnn_takes(query, key, value):
         return None
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     out: Tensor = cudnn(query, key, value, None, False, 0.0, is_causal, scale=scale)[0]
     return out
 
 
-def _by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     cuda = torch.backends.cuda
     if not cuda.cudnn_sdp_enabled():
         return False
@@ -161,9 +171,9 @@ def _by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _cudnn_compiles(place: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """`_by_cudnn` of a short row: a constant for the compiler, which has no tensors to ask with."""
+    """`_cudnn_takes` of a short row: a constant for compilers, who have no tensors to ask by."""
     row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
-    return _by_cudnn(row, row, row)
+    return _cudnn_takes(row, row, row)
 
 
 _cudnn_compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -192,7 +202,7 @@ def _why_not_cuda(request: Request) -> str:
         return "keeps lse in another form on AMD's GPUs"
     if request.precision == "ieee":
         return "takes tensor cores: not for precision 'ieee'"
-    step = _step(request.dtype)
+    step = step_of(request.dtype)
     if request.head_dim % step or request.value_dim % step:
         return f"wants multiples of {step} channels"
     return ""
@@ -237,7 +247,7 @@ def backward(
             return None
         found = _on_cpu(*terms)
     grad_query, grad_key, grad_value = (
-        _as(grad, t) if needed and grad is not None else query.new_empty(0)
+        laid_out_as(grad, t) if needed and grad is not None else query.new_empty(0)
         for grad, t, needed in zip(found[:3], inputs, needs, strict=False)
     )
     grad_mask = query.new_empty(0)
@@ -258,7 +268,7 @@ def _on_cpu(
     scale: float,
 ) -> tuple[Tensor | None, ...]:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    bias = None if attn_mask is None else _bias(attn_mask, query.dtype)
+    bias = None if attn_mask is None else bias_of(attn_mask, query.dtype)
     grads = flash(
         grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
     )
@@ -279,24 +289,67 @@ def _on_cuda(
     bias_needed: bool,
 ) -> tuple[Tensor | None, ...]:
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
-    query, key, value = (_aligned(t) for t in (query, key, value))
+    query, key, value = (aligned(t) for t in (query, key, value))
     half = query.dtype != torch.float32
     if half and attn_mask is None and not torch.are_deterministic_algorithms_enabled():
-        given = [_written(t) for t in (grad_out, query, key, value, _rows_of(out), lse)]
-        found = _by_flash(*given, is_causal=is_causal, scale=scale)
-        if found is not None:
-            return *found, None
+        given = [written(t) for t in (grad_out, query, key, value, rows_of(out), lse)]
+        for kernel in (_by_cudnn, _by_flash):
+            found = kernel(*given, is_causal=is_causal, scale=scale)
+            if found is not None:
+                return *found, None
     bias = None
     if attn_mask is not None:
-        bias = _padded_bias(_bias(attn_mask, query.dtype), key.shape[2])
+        bias = padded_bias(bias_of(attn_mask, query.dtype), key.shape[2])
         bias = bias.expand(*query.shape[:3], key.shape[2])
     lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=torch.inf)
     no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
     grads: tuple[Tensor | None, ...] = efficient(
-        grad_out, query, key, value, bias, _rows_of(out), lse,
+        grad_out, query, key, value, bias, rows_of(out), lse,
         no_seed, no_seed, 0.0, [True, True, True, bias_needed], is_causal, scale=scale,
     )  # fmt: skip
     return grads
+
+
+def _by_cudnn(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, ...] | None:
+    """By cuDNN's kernel; None where it has none, or flash takes no longer.
+
+    PyTorch, until 2.13 at least, keeps plans by the shapes and strides of query, key and value
+    alone, and one made for another layout of `grad_out`, `out` or `lse` gives wrong gradients. Of a
+    query in strides that nobody else has (`_apart`) all plans are made here, for one layout.
+    """
+    queries, width, keys = *query.shape[2:], key.shape[2]
+    if query.numel() * keys < _LONG or (is_causal and queries != keys):
+        return None
+    if not 64 <= width <= 128 or value.shape[3] != width:
+        return None
+    major, _ = torch.cuda.get_device_capability(query.device)
+    if major < 9 or not _cudnn_takes(query, key, value):
+        return None
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
+    found: tuple[Tensor, ...] = kernel(
+        grad_out.contiguous(), _apart(query), key, value, out, lse.contiguous().unsqueeze(-1),
+        no_seed, no_seed, None, None, None, queries, keys, 0.0, is_causal, scale=scale,
+    )  # fmt: skip
+    return found
+
+
+def _apart(t: Tensor) -> Tensor:
+    """t in strides of no other program: between heads lie 16 bytes, which is less than a row."""
+    batch, heads, rows, width = t.shape
+    step = rows * width + step_of(t.dtype)
+    memory = t.new_empty(batch * heads * step)
+    return memory.as_strided(t.shape, (heads * step, step, width, 1)).copy_(t)
 
 
 def _by_flash(
@@ -324,54 +377,3 @@ def _by_flash(
         queries, keys, 0.0, is_causal, no_seed, no_seed, scale=scale,
     )  # fmt: skip
     return found
-
-
-def _written(t: Tensor) -> Tensor:
-    """t, each element in a place of its own, and rows along the last dim aligned."""
-    apart = all(stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1)
-    return _aligned(t) if apart else t.clone(memory_format=torch.contiguous_format)
-
-
-def _rows_of(out: Tensor) -> Tensor:
-    """out with the rows of channels side by side, as a forward of these kernels gives it."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _bias(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if attn_mask.dtype != torch.bool:
-        return attn_mask.detach()
-    return torch.zeros_like(attn_mask, dtype=dtype).masked_fill_(~attn_mask, -math.inf)
-
-
-def _padded_bias(bias: Tensor, keys: int) -> Tensor:
-    """Rows [..., keys] that start at multiples of _BIAS_KEYS."""
-    bias = bias.expand(*bias.shape[:-1], keys)
-    if keys % _BIAS_KEYS:
-        return F.pad(bias, (0, -keys % _BIAS_KEYS))[..., :keys]
-    return _aligned(bias)
-
-
-def _step(dtype: torch.dtype) -> int:
-    return _WIDTH // dtype.itemsize
-
-
-def _starts_aligned(t: Tensor) -> bool:
-    """Whether each row along the last dim starts at a multiple of 16 bytes."""
-    step = _step(t.dtype)
-    # A compiler cannot read where a tensor begins; what it makes of a packed projection begins at a
-    # multiple of its strides, and it copies inputs that begin elsewhere.
-    begins = torch.compiler.is_compiling() or t.storage_offset() % step == 0
-    return bool(begins and all(n % step == 0 for n in t.stride()[:-1]))
-
-
-def _aligned(t: Tensor) -> Tensor:
-    ready = t.stride(-1) == 1 and _starts_aligned(t)
-    return t if ready else t.clone(memory_format=torch.contiguous_format)
-
-
-def _as(grad: Tensor, like: Tensor) -> Tensor:
-    """A gradient in the shape and layout of query, key or value; heads of a group are summed."""
-    if grad.shape[1] != like.shape[1]:
-        grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
-    wanted = torch.empty_like(like)
-    return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)

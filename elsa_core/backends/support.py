@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from elsa_core.backends.partition import Partition
 
 # The relative error of exp(scores - lse) that is left to the rounding of a large lse.
 WEIGHT_ERROR = 2.0**-13
@@ -69,7 +72,7 @@ class Implementation:
         support: whether a request can be served, and why not; may load or build once.
         run: takes the arguments of the operator `elsa::<name>` and gives its results. Compilers and
             autograd meet it as it is, so it is an overload of `torch.ops` or made of PyTorch's own
-            operations.
+            operations. None where a backend has gradients alone, as `support` then says.
         schedule: the same arguments without the scale; how the call would be cut and merged, in
             words.
         arithmetic: what a precision means here, in words.
@@ -79,6 +82,8 @@ class Implementation:
         gradient: as `support`, for the gradients of `run`; None where autograd records `run`.
         backward: takes the arguments of `elsa::<name>_backward`; gives None where it does not
             serve the call.
+        partition: as `schedule`, as a record that `elsa bench attention --trace` proves; None where
+            a backend does not tell.
         state: as `run`, for results that are merged with those of other keys: its lse may be
             float64. None where `run` serves.
         takes: whether query, key and mask are such that `run` loses nothing.
@@ -89,12 +94,13 @@ class Implementation:
     """
 
     support: Callable[[Request], Support]
-    run: Callable[..., Any]
+    run: Callable[..., Any] | None
     schedule: Callable[..., str]
     arithmetic: Callable[[Request], str]
     direct: Callable[..., Any] | None = None
     gradient: Callable[[Request], Support] | None = None
     backward: Callable[..., Any] | None = None
+    partition: Callable[..., Partition] | None = None
     state: Callable[..., Any] | None = None
     takes: Callable[..., bool] | None = None
     whole: bool = False
@@ -115,9 +121,13 @@ class Backend:
     is_built: Callable[[], bool] | None = None
 
 
-def loses_digits(lse: Tensor) -> bool:
-    """Whether the rounding of some finite lse shows in the weights exp(score - lse)."""
+def loses_digits(lse: Tensor, shared: Callable[[Tensor], Tensor] | None = None) -> bool:
+    """Whether the rounding of some finite lse shows in the weights exp(score - lse).
+
+    `shared` takes the answer [1] of this process, on the device, and gives those of several.
+    """
     if lse.is_cuda and torch.cuda.is_current_stream_capturing():
         return True  # a graph is recorded without values: be safe
     limit = WEIGHT_ERROR / torch.finfo(lse.dtype).eps
-    return bool(((lse.abs() > limit) & lse.isfinite()).any())
+    found = ((lse.abs() > limit) & lse.isfinite()).any().view(1)
+    return bool(found if shared is None else shared(found).any())

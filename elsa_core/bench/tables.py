@@ -42,11 +42,6 @@ _MARKER: Final = re.compile(r"<!-- (?:begin|end):bench:[^\n]*?-->")
 
 _MODELS: Final = {bench.COMMAND: bench.TABLES for bench in (models, training)}
 _COMMANDS: Final = ("bench attention", *_MODELS, "profile")
-AWAITED: Final = {
-    "models_h200_families": "elsa bench models --device cuda --table families --limit 500 --resume "
-    "-o models_h200_families.json",
-}
-"""Documents that a page may name before somebody has measured them, and what writes them."""
 _NAMED: Final = 8  # cases that a summary names; the table has them all
 
 Document = dict[str, Any]
@@ -101,10 +96,6 @@ def rendered(text: str, results: Path | None = None) -> str:
             documents = [load(path) for path in sorted(profiles.glob("*.json"))]
             return block["begin"] + render_profiles(documents, block["table"]) + block["end"]
         path = folder / f"{block['document']}.json"
-        if block["document"] in AWAITED and not path.exists():
-            # One line for the document, however many tables of it the page names.
-            text = f"Not measured yet: `{AWAITED[block['document']]}` writes this.\n"
-            return block["begin"] + text * (block["table"] == "summary") + block["end"]
         document = load(path)
         return block["begin"] + render(document, block["table"]) + block["end"]
 

@@ -10,13 +10,16 @@ mask gives all keys of a row a large finite number, ln S is lost, and every bloc
 whatever its number of keys. Backward, the weights of a block are
 P = exp(score - lse) with the lse of the whole row, and delta = rowsum(grad_out * out) with the out
 of the whole row: what a block adds to the gradients needs nothing of other blocks
-(FlashAttention, arXiv 2205.14135, Algorithm 4).
+(FlashAttention, arXiv 2205.14135, Algorithm 4). But a backward rounds scores otherwise than the
+forward did, and where a rounding of them shows in exp, the weights of a row do not sum to one.
+Such calls compute both in float64 (`doubled`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +37,10 @@ class Run(NamedTuple):
     stop: int
     key: Tensor
     value: Tensor
+
+    def doubled(self) -> Run:
+        """In float64."""
+        return self._replace(key=self.key.double(), value=self.value.double())
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,15 @@ class Rows:
     scale: float
     precision: str
     backend: str
+
+    def doubled(self) -> Rows:
+        """In float64, by plain PyTorch, which has it on every device."""
+        mask = self.attn_mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.double()
+        return replace(
+            self, query=self.query.double(), attn_mask=mask, precision="strict", backend="eager"
+        )
 
 
 class _Block(NamedTuple):
@@ -206,30 +222,42 @@ def narrowed(saved: Saved) -> Saved:
 
 
 def gradients(
-    rows: Rows, run: Run, saved: Saved, sums: Sums, wanted: Wanted
+    rows: Rows,
+    run: Run,
+    saved: Saved,
+    sums: Sums,
+    wanted: Wanted,
+    memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add a run's share to `sums`; give the gradients of its keys and values.
+
+    memory: takes them, flat, one behind the other; of the dtype of `sums`.
 
     Returns:
         [B, Hkv, n, D] and [B, Hkv, n, Dv] of this rank's rows alone, float32 or float64; [0] where
         not wanted.
     """
-    wide = state_dtype(rows.query.dtype)
-    of_key, of_value = (
-        torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format)
-        if needed
-        else t.new_empty(0, dtype=wide)
-        for t, needed in ((run.key, wanted.key), (run.value, wanted.value))
-    )
+    shapes = [t.shape if needed else torch.Size([0])
+              for t, needed in ((run.key, wanted.key), (run.value, wanted.value))]  # fmt: skip
+    counts = [math.prod(shape) for shape in shapes]
+    if memory is None:
+        memory = run.key.new_empty(sum(counts), dtype=state_dtype(rows.query.dtype))
+    parts = zip(memory.split(counts), shapes, strict=True)
+    of_key, of_value = (part.view(shape) for part, shape in parts)
     stop = rows.start + rows.query.shape[2]
-    for block in _blocks(rows.start, stop, run.start, run.stop, rows.is_causal):
+    blocks = list(_blocks(rows.start, stop, run.start, run.stop, rows.is_causal))
+    once = [block.columns for block in blocks] == [slice(0, run.stop - run.start)]
+    if not once:
+        memory.zero_()
+    for block in blocks:
         grads = _block_gradients(rows, run, block, saved, wanted)
         if sums.query is not None:
             sums.query[:, :, block.rows] += grads[0]
-        if wanted.key:
-            of_key[:, :, block.columns] += grads[1]
-        if wanted.value:
-            of_value[:, :, block.columns] += grads[2]
+        for total, grad, needed in zip((of_key, of_value), grads[1:3], wanted[1:3], strict=True):
+            if needed and once:
+                total.copy_(grad)
+            elif needed:
+                total[:, :, block.columns] += grad
         if sums.attn_mask is not None:
             part = _mask_of(_with_mask(rows, sums.attn_mask), block, run)
             assert part is not None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elsa_core import monoid
+from elsa_core.backends.support import loses_digits
 from elsa_core.dense import attention as attend
 from elsa_core.distributed import groups, shards
 from elsa_core.distributed.agreement import Agreement
@@ -33,6 +34,11 @@ class Call(NamedTuple):
     value: Tensor
     agreed: Agreement
     group: dist.ProcessGroup
+
+    def doubled(self) -> Call:
+        """In float64."""
+        key, value = self.key.double(), self.value.double()
+        return self._replace(rows=self.rows.doubled(), key=key, value=value)
 
 
 def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
@@ -59,17 +65,33 @@ def forward(call: Call, method: str) -> tuple[Tensor, Tensor]:
 
 def backward(call: Call, method: str, saved: Saved, wanted: Wanted) -> Gradients:
     """The gradients of this rank's query, key, value and mask."""
-    saved = shards.narrowed(saved)
+    grad_out, saved = saved.grad_out, shards.narrowed(saved)
     if method == "heads":
         return _heads_backward(call, saved, wanted)
-    sums = Sums.zeros(call.rows, wanted)
     if method == "gather":
-        run = _gathered(call)
-        of_key, of_value = shards.gradients(call.rows, run, saved, sums, wanted)
-        own = _summed_at_home(call, of_key, of_value, wanted)
-    else:
-        own = _ring_backward(call, saved, sums, wanted)
+        run, rows = _gathered(call), call.rows
+        if loses_digits(saved.lse):
+            run, rows = run.doubled(), rows.doubled()
+            found = shards.finished(shards.state(rows, [run]), rows, call.value.shape[3])
+            saved = Saved(grad_out.double(), *found)
+        sums = Sums.zeros(rows, wanted)
+        moved = state_dtype(call.key.dtype)  # other ranks need not have computed in float64
+        of_key, of_value = shards.gradients(rows, run, saved, sums, wanted)
+        own = _summed_at_home(call, of_key.to(moved), of_value.to(moved), wanted)
+        return sums.query, *own, sums.attn_mask
+    if loses_digits(saved.lse, lambda found: _of_all(call.group, found)):
+        call = call.doubled()
+        saved = Saved(grad_out.double(), *forward(call, "ring"))
+    sums = Sums.zeros(call.rows, wanted)
+    own = _ring_backward(call, saved, sums, wanted)
     return sums.query, *own, sums.attn_mask
+
+
+def _of_all(group: dist.ProcessGroup, found: Tensor) -> Tensor:
+    if group.size() == 1:
+        return found
+    with groups.watching(group, "asking whether scores are large"):
+        return groups.all_gather(group, found.to(torch.uint8))
 
 
 def _packed(*tensors: Tensor) -> Tensor:
@@ -120,7 +142,9 @@ def _ring_backward(
         if needed and sent is not None:
             come = sent.new_empty(_gradient_size(run, wanted))
             works = groups.pass_on(call.group, sent, come)
-        found = _packed(*shards.gradients(call.rows, run, saved, sums, wanted))
+        dtype = state_dtype(run.key.dtype)
+        found = run.key.new_empty(_gradient_size(run, wanted), dtype=dtype)
+        shards.gradients(call.rows, run, saved, sums, wanted, found)
         groups.finish(call.group, works)
         sent = found if come is None else come.add_(found)
     if not needed or sent is None:

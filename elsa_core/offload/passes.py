@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from elsa_core.backends.support import loses_digits
 from elsa_core.distributed import shards
 from elsa_core.distributed.shards import Rows, Run, Saved, Sums, Wanted
 from elsa_core.errors import ArgumentError
@@ -110,10 +111,17 @@ def backward(call: Call, saved: Saved, wanted: Wanted) -> tuple[Tensor | None, .
             ),
         ]
         given = [t for t in (saved.grad_out, saved.out, saved.lse, saved.grad_lse) if t is not None]
-        for bounds, (query, *parts) in pass_.queries(call.query, *given):
+        for bounds, (rows_of, *parts) in pass_.queries(call.query, *given):
+            query, of_rows = rows_of, Saved(*parts)
+            large = loses_digits(of_rows.lse)
+            if large:
+                query, of_rows = query.double(), pass_.doubled(query, bounds, of_rows)
             own = Sums.zeros(pass_.rows(query, bounds), wanted)
             for block in pass_.keys(query, bounds):
-                grads = shards.gradients(block.rows, block.run, Saved(*parts), own, wanted)
+                rows, run = block.rows, block.run
+                if large:
+                    rows, run = rows.doubled(), run.doubled()
+                grads = shards.gradients(rows, run, of_rows, own, wanted)
                 pairs = [
                     (grad.to(total.dtype), total[:, :, block.columns])
                     for grad, total, needed in zip(grads, totals[1:], wanted[1:3], strict=True)
@@ -193,6 +201,15 @@ class _Pass:
         return Rows(
             query, None, bounds[0], call.is_causal, call.scale, call.precision, call.backend
         )
+
+    def doubled(self, query: Tensor, bounds: tuple[int, int], saved: Saved) -> Saved:
+        """What the gradients of a block of queries read, in float64: their keys come once more."""
+        total = None
+        for block in self.keys(query, bounds):
+            total = shards.state(block.rows.doubled(), [block.run.doubled()], total)
+        rows = self.rows(query, bounds).doubled()
+        found = shards.finished(total, rows, self.call.value.shape[3])
+        return saved._replace(grad_out=saved.grad_out.double(), out=found[0], lse=found[1])
 
     def put(self, *pairs: tuple[Tensor, Tensor], add: bool = False) -> None:
         """Put results where they belong: in place on the device, by the writer on the host."""

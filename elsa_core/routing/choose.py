@@ -24,7 +24,7 @@ class Chosen(NamedTuple):
     """What serves calls of one kind: a name, what to call, and the rows that may overrule it."""
 
     name: str
-    run: Callable[..., Any]
+    run: Callable[..., Any] | None
     direct: Callable[..., Any] | None
     rows: tuple[tuple[Row, Callable[..., Any]], ...]
 
@@ -66,8 +66,8 @@ def names(operator: str = "attention") -> tuple[str, ...]:
     has each that has a record.
     """
     every = {PLAIN} if any(record.name == operator for record in operators.records()) else set()
-    having = (each for each in BACKENDS if operator in each.operators or each.name in every)
-    return ("auto", *(each.name for each in having))
+    runs = {b.name for b in BACKENDS if getattr(b.operators.get(operator), "run", None)} | every
+    return ("auto", *(each.name for each in BACKENDS if each.name in runs))
 
 
 def implementation(operator: str, name: str) -> Implementation:
@@ -380,7 +380,8 @@ def _forget() -> None:
     homes = {each.name: each.device for each in BACKENDS}
     for each in BACKENDS:
         for operator, offered in each.operators.items():
-            RUNS[operator, each.name] = offered.run
+            if offered.run is not None:
+                RUNS[operator, each.name] = offered.run
             if offered.direct is not None:
                 DIRECT[operator, each.name] = offered.direct
             known = operators.of(f"elsa::{operator}")

@@ -56,7 +56,10 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
             if name == "native" and request.operator == "attention" and request.dtype.itemsize == 2:
                 of += f" up to {HALF_KEYS_MAX} keys, beyond by PyTorch's kernels or plain PyTorch"
             return (*reasons, f"gradients: by {name}{of}")
-        if request.operator != "attention":
-            return (*reasons, "gradients: recomputed in plain PyTorch")
-        return (*reasons, "gradients: recomputed block by block in plain PyTorch from the lse")
+        by = "recomputed in plain PyTorch"
+        if request.operator == "attention":
+            by = "recomputed block by block in plain PyTorch from the lse"
+        elif request.operator == "varlen_attention" and request.device_type == "cuda":
+            by = "those of attention of a padded batch"
+        return (*reasons, f"gradients: {by}")
     return ("gradients: recomputed in plain PyTorch",)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elsa_core import operators, packing
 from elsa_core.backends import cuda, eager
-from elsa_core.backends.support import Request, loses_digits
+from elsa_core.backends.support import Request
 from elsa_core.operators import attention as attention_operator
 from elsa_core.operators import window as window_operator
 from elsa_core.operators.record import implement
@@ -67,18 +67,15 @@ def shard_backward(*arguments: Any) -> Any:
 
     `out` and `lse` are of the whole rows, so that a kernel serves only where it reads both as they
     are: P = exp(score - lse), delta = rowsum(grad_out * out). PyTorch's kernels do; the Triton ones
-    do in float32 where no lse is large. For others plain PyTorch. Where an lse is large, in
-    float64: scores rounded otherwise than those that lse was summed of would double the error.
+    do in float32 where no lse is large. For others plain PyTorch. Where an lse `loses_digits`, give
+    all in float64, an lse of float64 scores among it: here scores are rounded otherwise than those
+    that it was summed of, and the weights of a row would not sum to one.
     """
-    query, value, attn_mask, lse = arguments[2], arguments[4], arguments[5], arguments[7]
+    query, value, attn_mask = arguments[2], arguments[4], arguments[5]
     is_causal, _, precision, needs = arguments[8:]
     row = measured.training("attention", query.device.type, query.dtype)
     if row is None or not (query.numel() and value.numel()):
         return eager.backward(*arguments, is_shard=True)
-    if loses_digits(lse):
-        wide = (t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
-                for t in arguments)  # fmt: skip
-        return eager.backward(*wide, is_shard=True)
     wanted = zip(operators.ATTENTION.terms, needs, strict=True)
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, "attention",
@@ -114,10 +111,11 @@ def varlen_attention_backward(*arguments: Any) -> Any:
         "varlen_attention", gradient=tuple(name for name, needed in wanted if needed),
         ordinal=query.get_device(),
     )  # fmt: skip
-    if query.is_cuda:
-        return padded_backward(*arguments)
     grads = _by_the_table(request, arguments)
-    return operators.VARLEN_ATTENTION.recomputed(*arguments) if grads is None else grads
+    if grads is not None:
+        return grads
+    otherwise = padded_backward if query.is_cuda else operators.VARLEN_ATTENTION.recomputed
+    return otherwise(*arguments)
 
 
 def padded_backward(

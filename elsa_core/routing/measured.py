@@ -48,6 +48,30 @@ class Row(NamedTuple):
         )
 
 
+class Products(NamedTuple):
+    """Products [rows, channels] x [columns, channels]^T, with at most a bias, that PyTorch computes
+    no slower than this package's kernels. `ratio` is the kernels' speed over PyTorch's.
+    """
+
+    channels: int
+    columns: int
+    rows: tuple[int, int]
+    ratio: tuple[float, float]
+
+    def holds(
+        self, elements: Any, channels: Any, columns: Any, known: Callable[[Any], bool] = bool
+    ) -> bool:
+        """Whether an input of so many elements and a weight [columns, channels] make one of them,
+        as far as that is `known`."""
+        least, most = self.rows
+        return (
+            known(channels == self.channels)
+            and known(columns == self.columns)
+            and known(least * self.channels <= elements)
+            and known(elements <= most * self.channels)
+        )
+
+
 class Training(NamedTuple):
     """Who serves calls of which a gradient is wanted.
 
@@ -110,6 +134,24 @@ def eager_least(operator: str, dtype: torch.dtype) -> int:
     """The multiply-adds from which an eager call on a GPU takes longer there than on the host."""
     least: int = _table()["eager"][operator].get(dtype_name(dtype), 0)
     return least
+
+
+def linear_by_pytorch(device: torch.device, dtype: torch.dtype) -> tuple[Products, ...]:
+    """The products that are left to PyTorch on a device whose kernels serve the others."""
+    return _by_pytorch(device, dtype)
+
+
+linear_by_pytorch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=64)
+def _by_pytorch(device: torch.device, dtype: torch.dtype) -> tuple[Products, ...]:
+    return tuple(
+        Products(row["channels"], row["columns"], tuple(row["rows"]), tuple(row["ratio"]))
+        for row in _table()["linear_by_pytorch"]
+        if row["device"] == device.type and dtype_name(dtype) in row["dtypes"]
+        and _capability(device) == tuple(row["capability"])
+    )  # fmt: skip
 
 
 def scope(device: torch.device, dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
-from elsa_core.backends import cuda, onednn, portable, sdpa
+from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_varlen
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import has_kernel, implement, implement_on_cuda, variant
 from elsa_core.precision import dtype_name
@@ -61,6 +61,7 @@ def reference(record: operators.Operator) -> Implementation:
         arithmetic=_of_pytorch,
         gradient=_late("eager", "support") if gradients else None,
         backward=gradients.reference if gradients else None,
+        partition=_late("eager", "partition") if record.name == "attention" else None,
     )
 
 
@@ -134,14 +135,14 @@ def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
     return kernel(grad_out, grad_lse, *rest)
 
 
-def _triton_dropout_gradient(request: Request) -> Support:
-    answer: Support = _late("triton.attention.dropout", "support_gradient")(request)
-    return _late("triton", "support")(request) if answer.ok else answer
+def _on_triton(module: str, name: str = "support") -> Callable[[Request], Support]:
+    """What a module of kernels answers, and then Triton."""
 
+    def support(request: Request) -> Support:
+        answer: Support = _late(module, name)(request)
+        return _late("triton", "support")(request) if answer.ok else answer
 
-def _triton_window_gradient(request: Request) -> Support:
-    answer: Support = _late("triton.window.backward", "support")(request)
-    return _late("triton", "support")(request) if answer.ok else answer
+    return support
 
 
 def _whole(*arguments: Any) -> tuple[Tensor, None]:
@@ -186,16 +187,6 @@ def _native_gradient(request: Request) -> Support:
 _NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
 
 
-def _triton_entmax(request: Request) -> Support:
-    answer: Support = _late("triton.attention.entmax", "support")(request)
-    return _late("triton", "support")(request) if answer.ok else answer
-
-
-def _triton_sparse(request: Request) -> Support:
-    answer: Support = _late("triton.attention.sparse", "support")(request)
-    return _late("triton", "support")(request) if answer.ok else answer
-
-
 def _entmax_schedule(*arguments: Any) -> str:
     return "query tiles of 64, key tiles of 64 without a weight skipped after the first step"
 
@@ -208,6 +199,7 @@ _NATIVE = {
         arithmetic=_fma,
         gradient=_native_gradient,
         backward=_late("native_backward", f"{record.name}_backward"),
+        partition=_late("native", "partition") if record is operators.ATTENTION else None,
     )
     for record in (
         operators.ATTENTION,
@@ -259,7 +251,7 @@ _TRITON = {
         run=operators.ATTENTION_DROPOUT.overload,
         schedule=_late("triton.attention.dropout", "schedule"),
         arithmetic=_split,
-        gradient=_triton_dropout_gradient,
+        gradient=_on_triton("triton.attention.dropout", "support_gradient"),
         backward=_late("triton.attention.dropout", "attention_dropout_backward"),
         asked=True,
     ),
@@ -271,6 +263,7 @@ _TRITON = {
         direct=cuda.direct(operators.ATTENTION.overload, KERNELS_ON_CUDA["attention"]),
         gradient=_triton_gradient,
         backward=_by_triton_backward,
+        partition=_late("triton.attention.partition", "partition"),
         state=_late("triton", "attention_state"),
     ),
     "varlen_attention": Implementation(
@@ -278,7 +271,8 @@ _TRITON = {
         run=operators.VARLEN_ATTENTION.overload,
         schedule=_late("triton.attention.varlen", "schedule"),
         arithmetic=_split,
-        asked=True,
+        # by `elsa::varlen_attention_backward`, as those of every forward
+        gradient=_late("eager", "support"),
     ),
     "window_attention": Implementation(
         support=_late("triton", "support"),
@@ -288,19 +282,19 @@ _TRITON = {
         direct=cuda.direct(
             operators.WINDOW_ATTENTION.overload, KERNELS_ON_CUDA["window_attention"]
         ),
-        gradient=_triton_window_gradient,
+        gradient=_on_triton("triton.window.backward"),
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),
     "entmax_attention": Implementation(
-        support=_triton_entmax,
+        support=_on_triton("triton.attention.entmax"),
         run=operators.ENTMAX_ATTENTION.overload,
         schedule=_entmax_schedule,
         arithmetic=_of_tf32,
-        gradient=_triton_entmax,
+        gradient=_on_triton("triton.attention.entmax"),
         asked=True,
     ),
     "sparse_attention": Implementation(
-        support=_triton_sparse,
+        support=_on_triton("triton.attention.sparse"),
         run=operators.SPARSE_ATTENTION.overload,
         schedule=_late("triton.attention.sparse", "schedule"),
         arithmetic=_of_tf32,
@@ -368,6 +362,14 @@ _SDPA = {
         direct=sdpa.measured_attention,
         takes=sdpa.takes,
         whole=True,
+    ),
+    "varlen_attention": Implementation(
+        support=sdpa_varlen.support,
+        run=None,
+        schedule=_as_written,
+        arithmetic=_of_pytorch,
+        gradient=sdpa_varlen.gradient,
+        backward=sdpa_varlen.backward,
     ),
 }
 _EAGER = {record.name: reference(record) for record in operators.records()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elsa_core import routing
-from elsa_core.backends.support import Request
+from elsa_core.backends.support import Request, Support
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -79,9 +79,17 @@ def test_grid_holds_every_tile() -> None:
     assert first[8] == launch.tail["slots"]
 
 
-def test_is_served_by_name_alone() -> None:
+def test_auto_takes_it_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "triton" in routing.names("varlen_attention")
     request = Request("cuda", torch.float32, 64, 64, "strict", "varlen_attention")
+    asked = "elsa_core.backends.triton.attention.varlen.support"
+    monkeypatch.setattr(asked, lambda _: Support(True))
+    assert routing.select(request) == ("triton", ())
+    trained = request._replace(gradient=("query",))
+    assert routing.route(trained).reasons[-1] == "gradients: those of attention of a padded batch"
+    half = routing.route(trained._replace(dtype=torch.float16)).reasons
+    assert half == ("gradients: by sdpa",) and routing.route(request).reasons == ()
+    monkeypatch.setattr(asked, lambda _: Support(False, "no GPU of its own"))
     name, reasons = routing.select(request)
     assert name == "eager"
-    assert any("triton: was not measured" in reason for reason in reasons)
+    assert "triton: no GPU of its own" in reasons

@@ -1,7 +1,8 @@
-"""Packed sequences on a real GPU: by padding, which is the default, and by their own kernel."""
+"""Packed sequences on a real GPU: by their own kernel, and gradients of half precision by flash."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ pytestmark = [
 sys.path.insert(0, str(Path(__file__).parent))
 
 import elsa_core as elsa  # noqa: E402
+from elsa_core import routing  # noqa: E402
+from elsa_core.backends import sdpa_varlen  # noqa: E402
 
 LENGTHS = {
     "mixed": ([256, 1, 0, 1000, 63, 577], [256, 1, 0, 1000, 63, 577]),
@@ -106,6 +109,47 @@ def test_gradients(backend, case):
         found[index] = found[index].masked_fill(rows[:, None, None], 0.0)
     for one, other, reference in zip(found, peer, exact, strict=True):
         assert relative(one, reference) <= 2 * relative(other, reference) + 5e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_gradients_in_half_precision(case, is_causal, dtype, monkeypatch):
+    """By PyTorch's flash kernel, but for causal limits between sequences of two lengths."""
+    *operand, starts, others = operands(case, dtype)
+    same = LENGTHS[case][0] == LENGTHS[case][1]
+    given = (*operand, starts, starts if same else others)
+    weight = torch.randn_like(given[0])
+    by_flash = []
+
+    def backward(*terms, run=sdpa_varlen.backward):
+        by_flash.append(run(*terms) is not None)
+        return run(*terms)
+
+    offered = routing.implementation("varlen_attention", "sdpa")
+    replaced = {"varlen_attention": dataclasses.replace(offered, backward=backward)}
+    home = next(each for each in routing.table.BACKENDS if each.name == "sdpa")
+    monkeypatch.setattr(
+        routing.table, "BACKENDS",
+        [dataclasses.replace(each, operators={**each.operators, **replaced}) if each is home
+         else each for each in routing.table.BACKENDS],
+    )  # fmt: skip
+    monkeypatch.setattr(routing.choose, "BACKENDS", routing.table.BACKENDS)
+
+    def grads(dtype, backend):
+        q, k, v = (t.to(dtype).requires_grad_() for t in given[:3])
+        out = elsa.varlen_attention(
+            q, k, v, *given[3:], enable_gqa=True, is_causal=is_causal, backend=backend
+        )
+        return torch.autograd.grad((out * weight.to(dtype)).sum(), (q, k, v))
+
+    exact, peer = grads(torch.float64, "eager"), grads(dtype, "eager")
+    assert not by_flash
+    found = grads(dtype, "auto")
+    assert by_flash == [same or not is_causal]
+    for one, other, reference in zip(found, peer, exact, strict=True):
+        assert one.isfinite().all()
+        assert relative(one, reference) <= 2 * relative(other, reference) + 5e-4
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -69,6 +69,13 @@ CASES = {
     "half, 49 keys, masked": ((1, 2, 2, 49, 49, 32, 32), F16, "strict", {"mask": "float"}),
     "half, wide values, masked": ((1, 2, 1, 49, 49, 32, 128), F16, "strict", {"mask": "float"}),
     "half, 196 keys, masked": ((1, 2, 2, 50, 196, 96, 96), F16, "strict", {"mask": "bool"}),
+    "half, additive row, causal": (
+        (1, 2, 2, 50, 100, 64, 64), F16, "strict", {"mask": "float row", "causal": True},
+    ),
+    "strict, additive row": ((1, 2, 1, 20, 300, 32, 32), F32, "strict", {"mask": "float row"}),
+    "half, boolean row, causal": (
+        (1, 2, 2, 70, 70, 128, 128), F16, "strict", {"mask": "bool row", "causal": True},
+    ),
     "half, hidden NaN": ((1, 2, 2, 20, 100, 64, 64), F16, "strict", {"hidden": True}),
     "ieee, hidden NaN": ((1, 1, 1, 20, 300, 32, 32), F32, "ieee", {"hidden": True}),
     "one query, hidden NaN": ((1, 2, 2, 1, 300, 64, 64), F32, "strict", {"hidden": True}),
@@ -118,9 +125,11 @@ def run(shape, dtype, precision, options):
         k[..., -1, 5], v[..., -1, 3], q[..., -1, 9] = 1e-9, -1e-9, 1e-10
     mask = None
     if "mask" in options:
-        mask = torch.rand(1, hq, n, m, generator=generator) > 0.3
-        mask[:, :, 0] = False
-        if options["mask"] == "float":
+        kind, _, row = options["mask"].partition(" ")
+        mask = torch.rand(1, hq, 1 if row else n, m, generator=generator) > 0.3
+        if not row:
+            mask[:, :, 0] = False
+        if kind == "float":
             mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     if options.get("hidden"):  # NaN in keys that no query sees
         mask = torch.ones(1, 1, 1, m, dtype=torch.bool)

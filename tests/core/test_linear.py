@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from elsa_core import routing
 from elsa_core.backends import onednn as onednn_backend
 from elsa_core.backends.triton.linear import gate as module
-from elsa_core.linear import linear
+from elsa_core.linear import linear, served
+from elsa_core.routing import measured
 
+ROOT = Path(__file__).parents[2]
 OPERATOR = torch.ops.elsa.linear.default
 
 
@@ -120,6 +126,91 @@ def test_where_it_gains(monkeypatch, dtype, rows, depth, columns, suits, small):
     assert module._is_small(x, w) is small
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not module._is_small(x, w)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The shipped rows of sm_90, whatever device asks."""
+    monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
+    measured._by_pytorch.cache_clear()
+    gpu, shipped = torch.device("cuda"), measured.linear_by_pytorch
+    monkeypatch.setattr(module, "linear_by_pytorch", lambda device, dtype: shipped(gpu, dtype))
+    yield shipped(gpu, torch.float32)
+    measured._by_pytorch.cache_clear()
+
+
+def measured_products():
+    """The kernels' speed over PyTorch's by (rows, channels, columns), of published products."""
+    read = [
+        json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))
+        for name in ("layers_h200.json", "linear_forms_h200.json")
+    ]
+    found = {
+        (p["rows"], p["depth"], p["columns"]): min(
+            p["pytorch_ms"] / p[key] for key in ("elsa_ms", "elsa_frozen_ms")
+        )
+        for p in read[0]["products"]
+    }
+    for row in read[1]["rows"]:
+        if row["form"] == "centred" and row["way"] == "elsa":
+            shape = tuple(int(size) for size in row["product"].split("x"))
+            found[shape] = min(row["gain"], found.get(shape, row["gain"]))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_product_that_was_measured_to_lose_is_pytorchs(kernel, hopper, monkeypatch, mode, frozen):
+    """Every published product, and no other one is kept from the kernels."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: mode == "graph")
+    if mode == "eager":
+        monkeypatch.setattr(module, "eager_least", lambda operator, dtype: 0)
+    products = measured_products()
+    assert products[50176, 96, 288] < 1 < products[25088, 96, 288]
+    for (rows, channels, columns), gain in products.items():
+        x, w = (torch.empty(n, channels, device="meta") for n in (rows, columns))
+        kept = (w.half(), w[:, 0]) if frozen else (None, None)
+        x, w = x.as_subclass(OnGpu), w.as_subclass(OnGpu)
+        kernel[0] = 0
+        served(x, w, None, halves=kept[0], powers=kept[1])
+        assert kernel == [int(gain >= 1)], (rows, channels, columns, gain)
+        kernel[0] = 0
+        served(x, w, None, "gelu", halves=kept[0], powers=kept[1])  # passes of PyTorch's beside it
+        served(x, w, None, precision="turbo", halves=kept[0], powers=kept[1])
+        assert kernel == [2]
+
+
+def test_rows_of_products_rest_on_measurements(hopper):
+    products = measured_products()
+    for row in hopper:
+        held = [
+            gain
+            for (rows, channels, columns), gain in products.items()
+            if row.holds(rows * channels, channels, columns)
+        ]
+        assert held and max(held) < 1
+        assert row.ratio == (round(min(held), 2), round(max(held), 2))
+
+
+def test_a_compiled_product_that_loses_is_pytorchs(hopper):
+    """Where its lengths are those of this graph alone; others are not asked for."""
+    x, w = torch.ones(50176, 96), torch.ones(288, 96)
+    for dynamic, wanted in ((False, 2.0), (True, 1.0)):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        asked = torch.compile(
+            lambda x, w: x[:1, :1] + int(module._loses(x, w)), dynamic=dynamic, backend=counter
+        )
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        assert asked(x, w).item() == wanted and asked(x[:64], w).item() == 1.0
+        assert counter.frame_count == (1 if dynamic else 2)
+
+    class Asked(torch.nn.Module):
+        def forward(self, x):
+            return x[:1, :1] + int(module._loses(x, w))
+
+    assert torch.export.export(Asked(), (x,)).module()(x).item() == 1.0
 
 
 class OnGpu(torch.Tensor):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import Tensor
 
 import elsa_core as elsa
 from elsa_core import packing, routing, varlen
-from elsa_core.backends import eager_varlen, native
+from elsa_core.backends import eager_varlen, native, sdpa_varlen
+from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.routing.gradients import padded_backward
 
@@ -380,6 +384,15 @@ def test_explain() -> None:
     assert "one sequence after another" in wide.schedule
 
 
+def test_only_gpus_without_a_kernel_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = (torch.float32, 64, 64, "strict")
+    for serves, pads in (("eager", True), ("triton", False)):
+        monkeypatch.setattr(routing, "name_of", lambda *_, serves=serves: serves)
+        assert varlen._pads(("cuda:0", *kind), "auto") is pads
+        assert not varlen._pads(("cuda:0", *kind), "eager")
+        assert not varlen._pads(("cpu", *kind), "auto")
+
+
 def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_pads", lambda *of: True)
     q, k, v, *lengths = operands("mixed")
@@ -388,7 +401,38 @@ def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     route = elsa.explain_varlen_attention(q.requires_grad_(), k, v, *lengths)
     assert any(reason.startswith("gradients:") for reason in route.reasons)
     assert "padded to 130 queries and 130 keys" in route.schedule
-    assert any("not measured" in reason for reason in route.reasons)
+
+
+def test_gradients_by_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch's kernel is given, and what comes of it; `test_triton_varlen_gpu` runs it."""
+    q, k, v, starts, _ = operands("mixed")
+    out, lse = elsa.varlen_attention(q, k, v, starts, return_lse=True, enable_gqa=True)
+    grad, none, every = torch.randn_like(out), lse.new_zeros(0), [True, True, True]
+    lse[:, 3] = -math.inf
+    seen: list[Any] = []
+
+    def flash(*given: Any, scale: float) -> tuple[Tensor, ...]:
+        seen.extend((given, scale))
+        return tuple(t + 1 for t in given[1:4])
+
+    packet = SimpleNamespace(default=flash)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", packet, raising=False)
+    terms = (q, k, v, starts, starts, out, lse, True, 0.5, "strict")
+    grads = sdpa_varlen.backward(grad, none, *terms, [True, False, True])
+    assert grads is not None and torch.equal(grads[0], q + 1) and torch.equal(grads[2], v + 1)
+    assert not grads[1].numel()
+    given, scale = seen
+    assert scale == 0.5 and given[5][0, 3] == math.inf  # a query without keys has no weights
+    assert given[6].dtype == torch.int32 and given[8:12] == (q.shape[0], k.shape[0], 0.0, True)
+    crossed = (*terms[:4], starts.clone(), *terms[5:])
+    assert sdpa_varlen.backward(grad, none, *crossed, every) is None  # another causal limit
+    assert sdpa_varlen.backward(grad, lse, *terms, every) is None  # no gradient of lse
+    assert sdpa_varlen.backward(grad, none, q[:0], *terms[1:], every) is None
+    half = ("cuda", torch.float16, 64, 64)
+    served = {half: True, ("cuda", torch.float32, 64, 64): False, ("cpu", *half[1:]): False,
+              (*half[:2], 60, 60): False, (*half[:2], 64, 32): False}  # fmt: skip
+    for request, ok in served.items():
+        assert sdpa_varlen.gradient(Request(*request, "strict")).ok == ok
 
 
 def test_shapes_alone_on_the_meta_device() -> None:

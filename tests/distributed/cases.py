@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """A call. queries, keys: each rank's tokens; factor: of the queries.
+    """A call. queries, keys: each rank's tokens; factor: of the queries, or of those of one rank.
 
     mask: none, bool (whole rows hidden too), additive, hidden (-inf, whole rows too), row (one for
     all queries) or column (one value a query); mask_heads: of how many heads; expanded: made whole.
@@ -30,6 +30,7 @@ class Case:
     is_causal: bool = False
     scale: float | None = None
     factor: float = 1.0
+    of_rank: int | None = None
     expanded: bool = False
     methods: tuple[str, ...] = ("ring", "gather")
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +46,9 @@ class Case:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
         rows, columns = (sum(n) for n in self.lengths())
-        query = draw(self.batch, self.heads, rows, self.head_dim) * self.factor
+        query = draw(self.batch, self.heads, rows, self.head_dim)
+        large = slice(None) if self.of_rank is None else cut(self.queries, self.of_rank)
+        query[:, :, large] *= self.factor
         key = draw(self.batch, self.kv_heads, columns, self.head_dim)
         value = draw(self.batch, self.kv_heads, columns, self.value_dim)
         grad = draw(self.batch, self.heads, rows, self.value_dim)
@@ -108,6 +111,8 @@ TWO = {
     "column": Case((7, 12), mask="column"),
     "extreme": Case((33, 34), factor=60.0),
     "huge": Case((33, 34), factor=4000.0),
+    "huge on one rank": Case((33, 34), factor=4000.0, of_rank=1, mask="additive"),
+    "huge in halves": Case((33, 34), factor=4000.0, of_rank=0, dtype=torch.bfloat16),
     "zero scale": Case((5, 6), scale=0.0),
     "float64": Case((7, 12), dtype=torch.float64, mask="additive"),
     "float16": Case((19, 12), dtype=torch.float16),

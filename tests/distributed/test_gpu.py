@@ -53,7 +53,7 @@ def on_one_gpu(case: Case) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize(("name", "method"), NAMES)
 def test_as_exact_as_one_gpu(name: str, method: str, found: list[Any]) -> None:
     """float32 and float64: 1.1 times the error of one GPU; halves twice, as between kernels, and
-    gradients of scores whose rounding is a thousandth."""
+    gradients by one GPU's kernels of scores whose rounding is a thousandth."""
     case = gpu_ranks.CASES[name]
     parts = [found[rank][name, method] for rank in range(2)]
     assert all(same_again for _, same_again in parts)
@@ -64,7 +64,7 @@ def test_as_exact_as_one_gpu(name: str, method: str, found: list[Any]) -> None:
         if whole is None or oracle is None or alone is None:
             assert whole is None and oracle is None
             continue
-        if name == "huge" and term != "out":
+        if name == "huge" and method == "heads" and term != "out":
             factor = 2.0
         band = 2 * torch.finfo(case.dtype).eps * float(torch.linalg.vector_norm(oracle))
         assert error(whole, oracle) <= factor * error(alone, oracle) + band, term

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from elsa_core import monoid
-from elsa_core.distributed import shards
+from elsa_core.distributed import shards, ways
+from elsa_core.distributed.agreement import Agreement
 from elsa_core.distributed.shards import Rows, Run, Saved, Sums, Wanted
 from elsa_core.monoid import State
+from elsa_core.offload import passes
 
 WANTED = Wanted(query=True, key=True, value=True, attn_mask=False)
 
@@ -52,6 +57,37 @@ def test_rounding_lse_costs_no_digit_of_the_gradients(offset: int) -> None:
     kept = errors(lse.detach())
     assert max(rounded) > 5e-6  # what is to be given back
     assert max(kept) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "offload"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_of_large_scores_read_no_rounded_lse(method: str, dtype: torch.dtype) -> None:
+    """Tensor cores leave an error of 1e-3 in the lse of scores of 10 000, and as much of their
+    scores' exp in out: a gradient has neither."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, 2, n, d, generator=generator, dtype=torch.float64).to(dtype)
+        for n, d in ((7, 8), (12, 8), (12, 4), (7, 4))
+    )
+    query[..., 0], key[..., 0] = 10000, 1
+    wide = [t.double().requires_grad_() for t in (query, key, value)]
+    scores = wide[0] @ wide[1].mT
+    out, lse = scores.softmax(-1) @ wide[2], scores.logsumexp(-1)
+    exact = torch.autograd.grad(out, wide, grad.double())
+    wrong = Saved(grad, out.detach().to(dtype) * 1.001, lse.detach().float() + 1e-3)
+    if method == "offload":
+        call = passes.Call(
+            query, key, value, None, False, 1.0, "strict", "auto", torch.device("cpu"), 5, 3
+        )
+        found = passes.backward(call, wrong, WANTED)
+    else:
+        rows = Rows(query, None, 0, is_causal=False, scale=1.0, precision="strict", backend="auto")
+        group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        alone = ways.Call(rows, key, value, Agreement((7,), (12,), 0, {}), group)
+        found = ways.backward(alone, method, wrong, WANTED)[:3]
+    for ours, wanted in zip(found, exact, strict=True):
+        assert ours is not None
+        assert relative(ours, wanted) < 2 * torch.finfo(dtype).eps
 
 
 def test_rows_that_see_nothing_have_no_gradient() -> None:

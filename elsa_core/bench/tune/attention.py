@@ -6,7 +6,8 @@
 
 A row of candidates.json: block_m, block_n, warps, stages, ahead, part, partitions, one_loop,
 registers. A shape: B, H, N, D and, where values are wider, Dv. mask: "heads" for a bias
-[1, H, N, N], "batch" for one [B, H, N, N].
+[1, H, N, N], "batch" for one [B, H, N, N], "keys" for a boolean mask [B, 1, 1, N] that hides a
+quarter of them.
 Each candidate's output is checked against float64 rows before it is timed. Compilation runs in
 parallel processes; times are medians of CUDA graph replays; peers run in the same process.
 """
@@ -59,7 +60,11 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, mask: str | None = None) 
         return torch.randn(size, device="cuda", generator=generator).to(dtype)
 
     d, dv = widths[0], widths[-1]
-    bias = None if mask is None else draw(1 if mask == "heads" else b, h, n, n)
+    bias = None
+    if mask == "keys":
+        bias = torch.rand(b, 1, 1, n, device="cuda", generator=generator) > 0.25
+    elif mask is not None:
+        bias = draw(1 if mask == "heads" else b, h, n, n)
     return draw(b, h, n, d), draw(b, h, n, d), draw(b, h, n, dv), bias
 
 
@@ -99,8 +104,11 @@ def oracle(tensors: Tensors, rows: int = 128) -> torch.Tensor:
     q, k, v = (t[:1, :2].double() for t in tensors[:3])
     ends = lambda t: torch.cat([t[:, :, :rows], t[:, :, -rows:]], 2)  # noqa: E731
     scores = ends(q) @ k.mT / math.sqrt(q.shape[-1])
-    if tensors[3] is not None:
-        scores += ends(tensors[3][:1, :2].double())
+    mask = tensors[3]
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask[:1], -math.inf)
+    elif mask is not None:
+        scores += ends(mask[:1, :2].double())
     return torch.softmax(scores, -1) @ v
 
 
@@ -119,8 +127,11 @@ def peers(mode: str, tensors: Tensors, reference: torch.Tensor) -> dict[str, lis
     found = {}
     for name, backend in backends.items():
         with sdpa_kernel(backend):
-            ms = graph_ms(lambda: F.scaled_dot_product_attention(*tensors))
-            found[name] = [ms, error(F.scaled_dot_product_attention(*tensors), reference)]
+            try:
+                ms = graph_ms(lambda: F.scaled_dot_product_attention(*tensors))
+                found[name] = [ms, error(F.scaled_dot_product_attention(*tensors), reference)]
+            except RuntimeError:  # PyTorch has no such kernel for these tensors
+                continue
     return found
 
 
@@ -311,7 +322,7 @@ def main() -> None:
             tensors = inputs(shape, DTYPES[mode], mask)
             reference = oracle(tensors)
             best = peers(mode, tensors, reference)
-            peer = min(ms for ms, _ in best.values())
+            peer = min((ms for ms, _ in best.values()), default=math.inf)
             timed = []
             for row in rows:
                 try:

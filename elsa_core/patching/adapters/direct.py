@@ -72,8 +72,8 @@ class Direct:
                 space = site.__dict__
                 # as `is_unasked`: the names may have been given since
                 if (
-                    space["elsa_precision"] == "strict"
-                    and space["elsa_backend"] == "auto"
+                    space.get("elsa_precision") == "strict"
+                    and space.get("elsa_backend") == "auto"
                     and "elsa_sparsity" not in space
                     and name not in space
                 ):

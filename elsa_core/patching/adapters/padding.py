@@ -6,18 +6,20 @@ that came from the caller is a mask like any other. So is one that was written t
 compared with a copy, because PyTorch counts no writes in inference mode, nor those through `.data`
 or numpy. A boolean mask says what is there by its contents, whoever made it: `hidden_keys`.
 
-On CUDA devices masks stay masks, until the kernels of packed sequences are measured there.
+On a GPU the host has to wait to read how many tokens there are. A model does it once in a forward,
+before its blocks, where they have much to do; attention alone never does: there masks stay masks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elsa_core import calls, routing
+from elsa_core.routing import measured
 from elsa_core.varlen import varlen_attention
 
 # Packing copies queries, keys and values: only where this share of the tokens is padding.
@@ -34,52 +36,84 @@ class Padding:
     Attributes:
         cu_seqlens: [B + 1] int32, of the tokens that are there.
         rows: [T] their places among B * N; None where the tokens lie packed already.
+        longest: the most tokens of a sequence.
         of_queries: whether padded queries see no key either; then each sees all with equal weight,
             since all of its scores are the same least number.
-        contents: of the mask that was made from it.
+        contents: of the mask that was made from it, on a CPU; None where it needs no comparison.
     """
 
     cu_seqlens: Tensor
     rows: Tensor | None
+    longest: int
     of_queries: bool
-    contents: Tensor
+    contents: Tensor | None
 
 
-def note(mask: Tensor, valid: Tensor, of_queries: bool) -> None:
+def note(mask: Tensor, valid: Tensor, of_queries: bool, least: int = 1) -> None:
     """Let attention know what a mask was made from: valid [B, N] bool, True for tokens.
 
-    Only where it would be used: an eager call on a CPU, an eighth of padding, no empty sequence.
+    Only where it would be used: an eager call, an eighth of padding, sequences of `least` tokens or
+    more; on a GPU where the model's forward asked `may_wait`.
     """
-    if calls.traced() or mask.device.type != "cpu" or mask.dtype not in _DTYPES:
+    here = mask.device.type == "cpu" and mask.dtype in _DTYPES
+    if calls.traced() or not (here or mask.is_cuda):
         return
-    if pays(valid):
+    counts = lengths(valid, least)
+    if counts is not None:
         rows = valid.flatten().nonzero().squeeze(1)
-        found = Padding(bounds(valid.sum(1)), rows, of_queries, mask.clone())
+        contents = mask.clone() if here else None
+        found = Padding(bounds(valid.sum(1)), rows, max(counts), of_queries, contents)
         mask.elsa_padding = found  # type: ignore[attr-defined]
 
 
-def pays(valid: Tensor) -> bool:
-    """Whether so many of the tokens valid [B, N] are padding that leaving it out is the faster way;
-    never where a sequence is empty."""
-    counts = valid.sum(1)
-    if not valid.numel() or int(counts.amin()) == 0:
+def may_wait(x: Tensor, heads: int, head_dim: int, module: Any) -> bool:
+    """Whether a model's forward of tokens x [B, N, ...] may ask its device how many there are.
+
+    On a GPU where blocks of so many tokens take longer there than on the host, packed sequences
+    have a kernel and no graph is being recorded.
+    """
+    if calls.traced() or x.device.type not in ("cpu", "cuda"):
         return False
-    return int(counts.sum()) <= (1 - _LEAST_PADDING) * valid.numel()
+    if x.device.type == "cpu":
+        return True
+    work = x.shape[0] * heads * x.shape[1] ** 2 * head_dim
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return work >= measured.eager_least("attention", x.dtype) and has_kernel(
+        x, head_dim, module.elsa_precision, module.elsa_backend
+    )
 
 
-def hidden_keys(mask: Any) -> Tensor | None:
+def has_kernel(x: Tensor, head_dim: int, precision: str, backend: str) -> bool:
+    """Whether more than plain PyTorch takes packed sequences of x's dtype and device."""
+    kind = (calls.place(x), x.dtype, head_dim, head_dim, precision, backend)
+    return routing.name_of("varlen_attention", *kind) != routing.PLAIN
+
+
+def lengths(valid: Tensor, least: int = 1) -> list[int] | None:
+    """The tokens of each sequence, where so many of valid [B, N] are padding that leaving it out is
+    the faster way; None elsewhere, and where a sequence has fewer than `least`."""
+    counts: list[int] = valid.sum(1).tolist() if valid.numel() else [0]
+    pays = min(counts) >= least and sum(counts) <= (1 - _LEAST_PADDING) * valid.numel()
+    return counts if pays else None
+
+
+def hidden_keys(mask: Any, on_gpu: bool = False) -> Tensor | None:
     """The keys that a boolean mask [B, 1, N, N] lets all queries of a sequence see, [B, N] bool.
 
-    None in a call that is not eager and on a CPU, for a mask that hides keys of some queries alone,
-    and where leaving keys out does not pay.
+    None in a call that is not eager, for a mask that hides keys of some queries alone, where
+    leaving keys out does not pay, and of a GPU unless `on_gpu` says that the host may wait for it.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4:
         return None
-    if calls.traced() or mask.device.type != "cpu" or mask.shape[1] != 1 or not mask.numel():
+    if calls.traced() or not (mask.device.type == "cpu" or (on_gpu and mask.is_cuda)):
+        return None
+    if mask.shape[1] != 1 or not mask.numel():
         return None
     row = mask[:, :, :1]
     valid = row[:, 0, 0]
-    return valid if pays(valid) and torch.equal(mask, row.expand_as(mask)) else None
+    same = lengths(valid) is not None and torch.equal(mask, row.expand_as(mask))
+    return valid if same else None
 
 
 def without_hidden_keys(
@@ -91,24 +125,36 @@ def without_hidden_keys(
     if valid is None or (q.dtype != torch.float32 and calls.differentiates(q, k, v)):
         return None  # the packed backward of other dtypes is plain PyTorch
     rows = valid.flatten().nonzero().squeeze(1)
-    padding = Padding(bounds(valid.sum(1)), rows, False, mask)
+    padding = Padding(bounds(valid.sum(1)), rows, valid.shape[1], False, mask)
     return without_padding(module, q, k, v, padding, scale)
 
 
 def packed_mask(padding: Padding) -> Tensor:
     """What takes the place of a mask where a model's tokens lie packed, [1, T, C]."""
     marker = padding.cu_seqlens.clone()
-    marker.elsa_padding = Padding(  # type: ignore[attr-defined]
-        padding.cu_seqlens, None, padding.of_queries, padding.cu_seqlens
-    )
+    marker.elsa_padding = replace(padding, rows=None, contents=None)  # type: ignore[attr-defined]
     return marker
 
 
+def is_packed(mask: Tensor | None) -> bool:
+    """Whether a mask is what `packed_mask` gave: the original forward cannot read it."""
+    found = noted(mask)
+    return found is not None and found.rows is None
+
+
+def noted(mask: Tensor | None) -> Padding | None:
+    """What `note` has just written on a mask that nobody else has seen."""
+    return getattr(mask, "elsa_padding", None)
+
+
 def padding_of(mask: Tensor | None) -> Padding | None:
-    """What `note` wrote on a mask, as long as the mask is what it was."""
-    found: Padding | None = getattr(mask, "elsa_padding", None)
+    """What `note` wrote on a mask, as long as the mask is what it was; on a GPU only what
+    `packed_mask` gave, which nobody else sees."""
+    found = noted(mask)
     if found is None or mask is None or calls.traced():
         return None
+    if found.contents is None:
+        return found if found.rows is None else None
     return found if torch.equal(found.contents, mask) else None
 
 
@@ -130,7 +176,8 @@ def without_padding(
     queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # [B * N, H, D]
     out: Any
     if rows is None:
-        out = varlen_attention(queries, keys, values, starts, **options)
+        most = padding.longest
+        out = varlen_attention(queries, keys, values, starts, max_seqlen_q=most, **options)
         return _heads_first(out, batch, tokens)
     if q.dtype not in _DTYPES or (batch, tokens) != (starts.shape[0] - 1, k.shape[2]):
         return None

@@ -32,7 +32,7 @@ from elsa_core.patching.adapters.common import (
     weights_are_hooked,
 )
 from elsa_core.patching.adapters.host import is_host_bound, is_within_original, or_original
-from elsa_core.patching.adapters.padding import padding_of, without_padding
+from elsa_core.patching.adapters.padding import is_packed, padding_of, without_padding
 
 
 class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
@@ -69,6 +69,8 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
             q, k = self.q_norm(q), self.k_norm(k)
             return attended(self, q, k, v, attn_mask, is_causal, gate, residual, scale)
 
+        if is_packed(attn_mask):
+            return by_elsa()
         if (
             is_within_original(self)
             or is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa)

@@ -23,6 +23,7 @@ from elsa_core.patching.adapters.host import (
     is_unasked,
     is_within_original,
 )
+from elsa_core.patching.adapters.padding import is_packed
 from elsa_core.patching.adapters.residual import added
 from elsa_core.patching.adapters.rows import by_row
 
@@ -62,6 +63,8 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
             y = added(x, self.norm1, self.attn, self.ls1, self.drop_path1, terms)
             return added(y, self.norm2, self.mlp, self.ls2, self.drop_path2)
 
+        if is_packed(attn_mask):
+            return by_elsa()
         # its largest product has four times as many channels, as MLPs have by default
         operator, work = "linear", 4 * x.numel() * x.shape[-1]
         if not layered:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elsa_core import calls, routing
 from elsa_core.patching.adapters import padding
-from elsa_core.patching.adapters.host import is_shown
+from elsa_core.patching.adapters.host import is_shown, is_within_original
 from elsa_core.patching.adapters.padding import Padding
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 
@@ -23,7 +23,7 @@ _POOLS = ("avg", "avgmax", "max", "token", "map")
 
 
 class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
-    """On a CPU, in inference of batches with padding: patches [B, N, P * P * C] -> [B, classes].
+    """In inference of batches with padding: patches [B, N, P * P * C] -> [B, classes].
 
     `forward` takes the tokens of all images one after another through the blocks and puts them back
     for the pooling, which reads no padding. `forward_features` and training keep padded tokens in
@@ -61,11 +61,13 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
             "patch_valid": given.get("patch_valid", patch_valid),
             "attn_mask": given.get("attn_mask", attn_mask),
         }
-        if not _packs(self, **terms):
+        if not _packs(self, given["patches"], **terms):
             whole: Tensor = super().forward(x, patch_coord, patch_valid, attn_mask)
             return whole
         embeds = self._forward_embeds(given["patches"], **terms)
-        tokens, found = embeds["patches"], padding.padding_of(embeds["attn_mask"])
+        if embeds["patches"].is_cuda:
+            self._note(embeds)
+        tokens, found = embeds["patches"], padding.noted(embeds["attn_mask"])
         if found is None or found.rows is None:  # little padding
             for block in self.blocks:
                 tokens = block(tokens, attn_mask=embeds["attn_mask"])
@@ -78,12 +80,18 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
         self, x: Any, patch_coord: Any, patch_valid: Any, attn_mask: Any
     ) -> dict[str, Any]:
         embeds: dict[str, Any] = super()._forward_embeds(x, patch_coord, patch_valid, attn_mask)
+        if attn_mask is None and not x.is_cuda:
+            self._note(embeds)
+        return embeds
+
+    def _note(self, embeds: dict[str, Any]) -> None:
         valid, mask = embeds["patch_valid"], embeds["attn_mask"]
-        if attn_mask is None and valid is not None and mask is not None:
+        if valid is not None and mask is not None:
             prefix = valid.new_ones((valid.shape[0], self.num_prefix_tokens), dtype=torch.bool)
             every = torch.cat((prefix, valid.bool()), 1)
-            padding.note(mask, every, not self.use_key_only_attn_mask)
-        return embeds
+            # a pooling of no patch reads what stands at padded places
+            least = self.num_prefix_tokens + 1
+            padding.note(mask, every, not self.use_key_only_attn_mask, least)
 
 
 def _through_blocks(blocks: Any, tokens: Tensor, found: Padding, rows: Tensor) -> Tensor:
@@ -99,20 +107,26 @@ def _through_blocks(blocks: Any, tokens: Tensor, found: Padding, rows: Tensor) -
 
 
 def _packs(
-    model: Any, patch_coord: Tensor | None, patch_valid: Tensor | None, attn_mask: Tensor | None
+    model: Any,
+    patches: Tensor,
+    patch_coord: Tensor | None,
+    patch_valid: Tensor | None,
+    attn_mask: Tensor | None,
 ) -> bool:
     """Whether the blocks can take a call's tokens packed, where no hook or tracer would see it."""
     if patch_coord is None or patch_valid is None or attn_mask is not None:
         return False
-    if calls.traced() or patch_valid.device.type != "cpu" or model.rope is not None:
+    if calls.traced() or is_within_original(model) or model.rope is not None:
         return False
     if model.attn_pool is None and model.global_pool not in _POOLS:
         return False
-    if not bool(patch_valid.bool().any(1).all()):  # a pooling of nothing reads what is there
-        return False
     if model.grad_checkpointing or "forward_features" in vars(model):
         return False
-    return all(map(_is_plain, model.blocks))
+    site = getattr(model.blocks[0], "attn", None) if len(model.blocks) else None
+    waits = isinstance(site, ElsaAttention) and padding.may_wait(
+        patches, site.num_heads, site.head_dim, site
+    )
+    return waits and all(map(_is_plain, model.blocks))
 
 
 def _is_plain(block: Any) -> bool:

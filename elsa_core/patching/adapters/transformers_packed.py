@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa_core import calls, routing
+from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.host import is_within_original
 from elsa_core.varlen import varlen_attention
 
@@ -36,9 +37,9 @@ _ARGUMENTS = (
 class PackedAttention(nn.Module):
     """Attention within each of the sequences packed in [T, C] -> [T, C], any floating dtype.
 
-    On a CPU. On other devices it keeps transformers' forward, unless a backend was named: packed
-    sequences were not measured there. So do gradients of other dtypes than float32, whose packed
-    backward is plain PyTorch.
+    On a CPU and on GPUs with kernels of packed sequences. Elsewhere it keeps transformers' forward,
+    unless a backend was named. So do gradients whose packed backward is plain PyTorch (on a CPU, of
+    other dtypes than float32) or pads (on a GPU, of float32).
     """
 
     elsa_base: Any
@@ -86,11 +87,15 @@ def _packs(site: Any, x: Tensor) -> bool:
     """Whether one call of packed sequences serves the site."""
     if is_within_original(site) or site.elsa_backend not in routing.names("varlen_attention"):
         return False
-    if x.device.type != "cpu" and site.elsa_backend == "auto":
-        return False
     if site.training and site.attention_dropout:
         return False
-    return x.dtype == torch.float32 or not calls.wanted(x=x, weight=site.qkv.weight)
+    trained = calls.wanted(x=x, weight=site.qkv.weight)
+    if x.device.type == "cpu" or site.elsa_backend != "auto":
+        return not trained or x.dtype == torch.float32
+    if trained and x.dtype == torch.float32:
+        return False
+    head_dim = site.qkv.weight.shape[1] // site.num_heads
+    return padding.has_kernel(x, head_dim, site.elsa_precision, "auto")
 
 
 def __getattr__(name: str) -> Any:

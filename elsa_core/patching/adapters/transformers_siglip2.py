@@ -36,6 +36,7 @@ class Packed:
         queries: [B + 1] int32, cumulative: tokens and padded ones.
         keys: [B + 1] int32, cumulative: tokens alone.
         seen: [Tk] the keys among the T tokens.
+        longest: the most queries of an image, or more.
     """
 
     rows: Tensor
@@ -43,12 +44,14 @@ class Packed:
     queries: Tensor
     keys: Tensor
     seen: Tensor
+    longest: int
 
 
 class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transformers is untyped
     """SigLIP 2's attention: [B, N, C] -> [B, N, C] and no weights; any floating dtype.
 
-    On a CPU a mask that hides the same keys of all queries is not read: the keys are left out.
+    On a CPU a mask that hides the same keys of all queries is not read: the keys are left out. On a
+    GPU that is so within an encoder that packs its tokens.
     """
 
     elsa_base = Siglip2Attention
@@ -79,7 +82,7 @@ class ElsaSiglip2Attention(Siglip2Attention):  # type: ignore[misc]  # transform
 
 
 class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
-    """On a CPU, in inference of batches with padding: tokens [B, N, C] -> the same.
+    """In inference of batches with padding: tokens [B, N, C] -> the same.
 
     The padded tokens of an image are equal when they come from SigLIP 2's own embedding of padding,
     and no key of any query: then they stay equal through all layers. So the layers take the tokens
@@ -105,10 +108,10 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
         return tuple(layer.self_attn for layer in module.layers)
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        valid = padding.hidden_keys(attention_mask)
         packed = None
-        if valid is not None and _packs(self, inputs_embeds) and not kwargs:
-            packed = _packed(inputs_embeds, valid)
+        if not kwargs and _packs(self, inputs_embeds):
+            valid = padding.hidden_keys(attention_mask, on_gpu=True)
+            packed = None if valid is None else _packed(inputs_embeds, valid)
         if packed is None:
             return super().forward(inputs_embeds, attention_mask, **kwargs)
         tokens = inputs_embeds.flatten(0, 1)[packed.rows].unsqueeze(0)  # [1, T, C]
@@ -134,7 +137,7 @@ def _packed(x: Tensor, valid: Tensor) -> Packed | None:
     places = torch.where(valid, order, order.gather(1, first[:, None]))
     return Packed(
         rows, places.flatten(), padding.bounds(kept.sum(1)), padding.bounds(valid.sum(1)),
-        valid.flatten()[rows].nonzero().squeeze(1),
+        valid.flatten()[rows].nonzero().squeeze(1), valid.shape[1],
     )  # fmt: skip
 
 
@@ -143,7 +146,8 @@ def _among_tokens(site: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) ->
     queries, keys, values = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))  # [T, H, D]
     out: Any = varlen_attention(
         queries, keys[packed.seen], values[packed.seen], packed.queries, packed.keys,
-        scale=site.scale, precision=site.elsa_precision, backend=site.elsa_backend,
+        packed.longest, packed.longest, scale=site.scale, precision=site.elsa_precision,
+        backend=site.elsa_backend,
     )  # fmt: skip
     heads_first: Tensor = out.transpose(0, 1).unsqueeze(0)
     return heads_first
@@ -152,6 +156,11 @@ def _among_tokens(site: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) ->
 def _packs(encoder: Any, x: Tensor) -> bool:
     """Whether the layers can take packed tokens x: all plain, no gradient of x wanted."""
     if torch.is_grad_enabled() and x.requires_grad:  # a gradient of each padded token of its own
+        return False
+    site = encoder.layers[0].self_attn if len(encoder.layers) else None
+    if is_within_original(encoder) or not isinstance(site, ElsaSiglip2Attention):
+        return False
+    if not padding.may_wait(x, site.num_heads, site.head_dim, site):  # the cheaper question
         return False
     return all(map(_is_plain, encoder.layers))
 

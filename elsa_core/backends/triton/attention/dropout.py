@@ -20,7 +20,7 @@ from elsa_core.backends.triton.attention.schedules import EMPTY
 from elsa_core.backends.triton.attention.schedules.forward import FORWARD, SPLIT_AHEAD
 from elsa_core.backends.triton.attention.schedules.record import Call, Problem
 from elsa_core.backends.triton.attention.tiling import Shape
-from elsa_core.backends.triton.shared import device
+from elsa_core.backends.triton.shared import device, layout
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 
@@ -31,7 +31,8 @@ def plan_call(
 ) -> Call:  # fmt: skip
     """The planned call; its fold takes a seed."""
     widths = q.shape[3], v.shape[3]
-    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths, mask is not None)
+    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths,
+                  layout.has_rows(mask))  # fmt: skip
     mode = device.mode_of(q.dtype, precision)
     problem = Problem(q, k, v, mask, causal, scale, precision, mode, shape)
     if EMPTY.serves(problem):

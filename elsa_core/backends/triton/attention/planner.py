@@ -45,7 +45,8 @@ def plan_call(
     are. tiles: these instead of those that the device's table gives (two queries or more).
     """
     widths = q.shape[3], v.shape[3]
-    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths, mask is not None)
+    shape = Shape(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], *widths,
+                  layout.has_rows(mask))  # fmt: skip
     if causal and shape.queries == 1 and shape.keys:
         # one causal query sees the first key only
         shape, causal = shape._replace(keys=1), False

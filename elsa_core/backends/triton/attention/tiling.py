@@ -25,7 +25,7 @@ PARTITIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
 class Shape(NamedTuple):
-    """What decides tiles and schedule. Counts, not bytes."""
+    """What decides tiles and schedule. Counts, not bytes. masked: by a row for each query."""
 
     batch: int
     heads: int
@@ -51,7 +51,7 @@ class Tile:
     warpgroup copies, the others fold, and `warps` are those of one warpgroup. Without, it is
     `one_launch.py`, which holds all keys at once: `warps` for all of block_m, 16 queries each; or
     `two_warpgroups.py`, where twice as many share them.
-    masked: for calls with a mask alone, whose tiles take registers of their own.
+    masked: for calls with a mask of a row for each query, whose tiles take registers of their own.
     direction: forward or backward; the other direction's rows never serve a call.
     """
 

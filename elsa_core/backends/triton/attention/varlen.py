@@ -1,8 +1,4 @@
-"""Packed sequences on the GPU: tiles, launch and results of `elsa::varlen_attention`.
-
-`elsa.varlen_attention` calls them with backend="triton" alone: "auto" does not choose them until
-they are timed.
-"""
+"""Packed sequences on the GPU: tiles, launch and results of `elsa::varlen_attention`."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from elsa_core import calls
 from elsa_core.backends import cuda
@@ -15,7 +17,14 @@ from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.operators.gated_linear import plain as plain_gated
 from elsa_core.operators.linear import Eager, epilogue, plain, plain_backward, plain_split
 from elsa_core.operators.normed_linear import plain as plain_normed
-from elsa_core.routing.measured import GATED, HALF, NORM, eager_least, linear_form
+from elsa_core.routing.measured import (
+    GATED,
+    HALF,
+    NORM,
+    eager_least,
+    linear_by_pytorch,
+    linear_form,
+)
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 31
@@ -193,6 +202,7 @@ def serve(
         )
         or not _fits(input, weight, bias)
         or not _serves(input.device, input.dtype, precision)
+        or (not fused and precision == "strict" and _loses(input, weight))
     ):
         return None
     plain = _plain(input, weight)
@@ -316,6 +326,25 @@ def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
     if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
         return False
     return HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
+
+
+def _loses(input: Tensor, weight: Tensor) -> bool:
+    """Whether the shipped table says that PyTorch's own product is as fast: in eager calls, CUDA
+    graphs and what `torch.compile` makes for these lengths alone. A program that holds for others
+    asks for none.
+    """
+    known: Callable[[Any], bool] = bool
+    if calls.recorded():
+        if calls.exporting() or not is_compiling():
+            return False
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        known = statically_known_true
+    columns, depth = weight.shape
+    return any(
+        each.holds(input.numel(), depth, columns, known)
+        for each in linear_by_pytorch(input.device, input.dtype)
+    )
 
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:

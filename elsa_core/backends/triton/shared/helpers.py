@@ -205,11 +205,19 @@ def apply_mask(
 ):
     """Scores in base 2 with the mask, the causal limit and the length applied. [BM, BN]
 
-    MASK: 0 none, 1 boolean (as uint8), 2 additive. Row and column numbers count from the tile's
-    corner.
+    MASK: 0 none, 1 boolean (as uint8), 2 additive; 3 and 4: such a mask of one row, which all
+    queries see keys by, as they do where keys are padding. Row and column numbers count from the
+    tile's corner.
     """
     valid = (o_n < columns)[None, :]
-    if MASK:
+    if MASK > 2:
+        row = p_mask + o_n * stride_k
+        if MASK == 3:
+            seen = tl.load(row, mask=o_n < columns, other=0) != 0
+            s = tl.where(seen[None, :], s, -float("inf"))
+        else:
+            s += (tl.load(row, mask=o_n < columns, other=0.0).to(tl.float32) * LOG2E)[None, :]
+    elif MASK:
         p = p_mask + o_m[:, None] * stride_q + o_n[None, :] * stride_k
         inside = (o_m < rows)[:, None] & valid
         if MASK == 1:

@@ -37,6 +37,7 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
     unit, unit_d = layout.row_unit((q, k, v))
     (d0, d1), (v0, v1) = _widths(problem, unit)
     m_strides, factors = layout.mask_strides(mask), layout.score_scale(problem.scale, mode)
+    kind = layout.mask_kind(mask)
     tail_stages = 1
     if mode == "half" or t.ahead:
         tail_stages = t.stages if t.one_loop else 2
@@ -50,7 +51,8 @@ def fold_tail(problem: Problem) -> dict[str, Any]:
         **layout.strides("v", v, unit), **m_strides, "batch": shape.batch,
         "MODE": device.MODES[mode], "PRE": t.ahead, "ONE_LOOP": t.one_loop,
         "FRESH": mode != "half" or shape.keys > FRESH_KEYS,
-        "MASK": layout.mask_kind(mask), "CAUSAL": problem.causal, "PARTIAL": p.partitions > 1,
+        "MASK": kind + 2 if kind and not layout.has_rows(mask) else kind,
+        "CAUSAL": problem.causal, "PARTIAL": p.partitions > 1,
         "FLIP": factors["FLIP"], "OVERLAP": device.overlaps(q.device),
         "BX": t.block_n if mode == "exact" else 16,
         "UNIT": unit, "UNIT_D": unit_d, "UNIT_K": m_strides["mask_k"] == 1,
@@ -87,9 +89,11 @@ def fold_options(problem: Problem, tail: dict[str, Any]) -> dict[str, Any]:
     """The compiler's options for the fold."""
     t = problem.tile
     options: dict[str, Any] = {"num_warps": t.warps, "num_stages": t.stages}
-    # The tables were measured without masks. With one, half precision needs twice the registers:
-    # within these limits it spilled 1 KB a thread; 196 tokens of 32 channels took 58 us on an H200.
-    if t.registers and not (problem.mode == "half" and problem.mask is not None):
+    # The tables were measured without masks. With one of a row for each query, half precision needs
+    # twice the registers: within these limits it spilled 1 KB a thread; 196 tokens of 32 channels
+    # took 58 us on an H200. With one row for all it needs some more: of 128 channels too many.
+    wide = tail["MASK"] in (1, 2) or (tail["MASK"] and tail["D0"] > 64)
+    if t.registers and not (problem.mode == "half" and wide):
         options["maxnreg"] = t.registers
     if tail["OVERLAP"] and t.ahead:
         options["launch_pdl"] = True

@@ -1,0 +1,146 @@
+"""How a call of attention is really cut: what `Implementation.partition` of a backend gives.
+
+Every backend's schedule is one shape: leaves of `key_tile` keys, folded one after another within a
+split, and the splits merged by a tree. What differs is where the states live in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+
+from elsa_core.precision import ceil_log2, depth, theorem1_bound, unit_roundoff
+
+STATE_BYTES: Final = 4  # of a number of a float32 state
+_CONSTANT: Final = 3  # the constant of Eq. 6, counted in every schedule alike
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """What becomes of the states (m, S, W) between merges.
+
+    Attributes:
+        where: "registers", "worker memory" (a thread's own, cache-sized), or "memory".
+        form: how a state is kept there.
+        states: states that are written and read back, over all rows.
+        written_bytes, read_bytes: their traffic; 0 where the fold stays on chip.
+        resident_bytes: the most that exists at once, over all workers.
+    """
+
+    where: str
+    form: str
+    states: int
+    written_bytes: int
+    read_bytes: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The partition of one call.
+
+    Attributes:
+        backend, schedule: as `elsa_core.explain` says of calls that no measured table gives away.
+        machine: what the plan was made for.
+        queries, keys: tokens.
+        query_tile, query_tiles: rows of a head that one program or pass works on, and how many such
+            tiles a head has.
+        key_tile, key_tiles: keys of a leaf (one maximum serves them), and leaves of a row.
+        splits: partitions of the keys that are folded apart.
+        split_keys: keys of a split, a multiple of `key_tile`; the last split may have fewer.
+        chain_keys: keys of a split that one state folds before a fresh one begins, which is merged
+            with those before it.
+        programs: tiles that could all run at once.
+        ahead_bytes: operands (not states) written ahead of the fold.
+        states: the states' round trip.
+    """
+
+    backend: str
+    schedule: str
+    machine: str
+    queries: int
+    keys: int
+    query_tile: int
+    query_tiles: int
+    key_tile: int
+    key_tiles: int
+    splits: int
+    split_keys: int
+    chain_keys: int
+    programs: int
+    ahead_bytes: int
+    states: RoundTrip
+
+    @property
+    def leaf_levels(self) -> int:
+        """Levels of one leaf, counted as Eq. 6 counts a block: ceil(log2 of its keys)."""
+        return ceil_log2(min(self.key_tile, self.keys))
+
+    @property
+    def chain_merges(self) -> int:
+        """Merges, one after another, that fold the leaves of the longest split.
+
+        Those of its first chain of leaves, and one for each chain that follows.
+        """
+        longest = min(self.split_keys, self.keys)
+        leaves = -(-min(self.chain_keys, longest) // self.key_tile)
+        return leaves - 1 + -(-longest // self.chain_keys) - 1
+
+    @property
+    def tree_levels(self) -> int:
+        """Levels of the tree over the splits."""
+        return ceil_log2(self.splits)
+
+    @property
+    def depth(self) -> int:
+        """Merges on the longest path from a key to the output, with the constant of Eq. 6."""
+        return self.leaf_levels + self.chain_merges + self.tree_levels + _CONSTANT
+
+    @property
+    def bound(self) -> float:
+        """u x `depth`: Theorem 1's argument for this schedule's own merges, in float32."""
+        return unit_roundoff(torch.float32) * self.depth
+
+    @property
+    def scan_depth(self) -> int:
+        """L(n, B) with B the keys of a leaf: the depth of the paper's scan (Eq. 6)."""
+        return depth(self.keys, self.key_tile)
+
+    @property
+    def scan_bound(self) -> float:
+        """u L(n, B) in float32: Theorem 1."""
+        return theorem1_bound(self.keys, self.key_tile)
+
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """[first, last) key of every split."""
+        step = self.split_keys
+        return tuple((i * step, min(self.keys, (i + 1) * step)) for i in range(self.splits))
+
+    def chains(self, first: int, last: int) -> tuple[tuple[int, int], ...]:
+        """[first, last) key of every chain of a split."""
+        step = self.chain_keys
+        return tuple((i, min(last, i + step)) for i in range(first, last, step))
+
+    def leaves(self) -> tuple[tuple[int, int], ...]:
+        """[first, last) key of every leaf, in order."""
+        return tuple(
+            (i, min(last, i + self.key_tile))
+            for first, last in self.spans()
+            for i in range(first, last, self.key_tile)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, the derived numbers included."""
+        tree = {
+            "leaf_levels": self.leaf_levels,
+            "chain_merges": self.chain_merges,
+            "tree_levels": self.tree_levels,
+            "depth": self.depth,
+            "bound": self.bound,
+            "scan_depth": self.scan_depth,
+            "scan_bound": self.scan_bound,
+        }
+        spans = [list(span) for span in self.spans()]
+        return asdict(self) | {"states": asdict(self.states), "spans": spans, "tree": tree}
