@@ -30,11 +30,12 @@ def around(module: nn.Module, enter: Callable[[], None], leave: Callable[[], Non
     if inner is not None and name != "forward":
         setattr(module, name, _watched(getattr(module, name), enter, leave))
         return
+    # A child may be a site of its own: whoever is inside leaves before another one enters.
     module.register_forward_pre_hook(lambda *_: enter())
     for child in () if inner is None else _others(module, inner):
-        child.register_forward_pre_hook(lambda *_: leave())
+        child.register_forward_pre_hook(lambda *_: leave(), prepend=True)
         child.register_forward_hook(lambda *_: enter())
-    module.register_forward_hook(lambda *_: leave())
+    module.register_forward_hook(lambda *_: leave(), prepend=True)
 
 
 def _watched(

@@ -130,6 +130,9 @@ def _check_profile(found: Any) -> None:
     for site in found["sites"]:
         _fits(site, "site")
         _fits(site["ratio"], "ratio")
+        within = site.get("within", [])  # older documents have none
+        if not isinstance(within, list) or not all(isinstance(each, str) for each in within):
+            raise _MisfitError("within of a site is no list of texts")
     names = {run["name"] for run in found["runs"]}
     if not {"eager", found["best_baseline"], found["best_patched"]} <= names:
         raise _MisfitError("a point lacks its runs")

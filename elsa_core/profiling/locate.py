@@ -24,15 +24,14 @@ from elsa_core.patching import (
     AttentionSite,
     PatchReport,
     attention_within,
-    entry,
     find_sites,
     inspect,
-    patched_sites,
     shared_copy,
 )
 from elsa_core.profiling.sites import (
     SiteClock,
     SiteProfile,
+    inside,
     order_of,
     outermost,
     profiles,
@@ -110,7 +109,7 @@ def locate(
         asked.settings, budget_seconds=budget if always else min(budget, asked.left), decide=True
     )
     tell("sites", 0, 0)
-    places = _sites_of(ready.plain, ready.report, ready.first)
+    places, within = _sites_of(ready.plain, ready.report, ready.first)
     graphs = _graphs(ready.built)
     lines: dict[str, tuple[Cut, ...]] = {}
     notes: tuple[str, ...] = ()
@@ -131,10 +130,24 @@ def locate(
     elif asked.errors:
         tell("errors", 0, 0)
         judged, more = _errors(ready.patched, ready.arguments)
-    routes = served(ready.patched, ready.arguments, list(patched_sites(ready.patched)))
-    rows = profiles(places, timed.before, timed.after, routes, judged, how.seed)
+    # a hook on a projection would send some attention back to its original forward
+    asked_of = [site.path for site in places if site.patched]
+    routes = served(ready.patched, ready.arguments, asked_of)
+    rows = profiles(places, timed.before, timed.after, routes, judged, how.seed, within)
     cover = {name: each.value for name, each in timed.covers.items()}
-    return Located(rows, cover, timed.warnings, (*notes, *timed.notes, *more))
+    return Located(rows, cover, timed.warnings, (*notes, *timed.notes, *_held(rows), *more))
+
+
+def _held(rows: Sequence[SiteProfile]) -> tuple[str, ...]:
+    """What to note of sites that have no row of their own."""
+    held = [path for row in rows for path in row.within]
+    if not held:
+        return ()
+    holders = sum(bool(row.within) for row in rows)
+    return (
+        f"{len(held)} linear layers inside {holders} attention sites ({held[0]}, ...) are timed as "
+        "part of these: attention's rows are with their projections",
+    )
 
 
 @dataclass(frozen=True)
@@ -301,27 +314,26 @@ def _profiled(cuts: Sequence[Cut], busy_seconds: float, seed: int) -> Ratio:
     return ratio(whole, [busy_seconds] * len(whole), seed)
 
 
-def _sites_of(plain: nn.Module, report: PatchReport, first: Tensor) -> tuple[AttentionSite, ...]:
+def _sites_of(
+    plain: nn.Module, report: PatchReport, first: Tensor
+) -> tuple[tuple[AttentionSite, ...], dict[str, tuple[str, ...]]]:
     """The sites whose times add up, with tokens where they can be found out, and whether elsa
-    serves them."""
+    serves them; and by site the paths of those that are timed as part of it."""
     everything: tuple[AttentionSite, ...] = find_sites(plain, report.scope)
     if first.dim() == 4:
         with contextlib.suppress(ElsaError):  # only the tokens are missing then
             everything = inspect(plain, tuple(first.shape[1:]), scope=report.scope).sites
     known = {site.path: site for site in (*report.patched, *report.kept)}
-    return tuple(_marked(site, known) for site in outermost(everything, _timed(plain, everything)))
+    parts = _timed(plain, everything)
+    chosen = tuple(_marked(site, known) for site in outermost(everything, parts))
+    return chosen, inside(everything, parts)
 
 
 def _timed(model: nn.Module, sites: Sequence[AttentionSite]) -> dict[str, str]:
-    """Of each block that is watched in a method of its own, the path of its attention."""
+    """Of each block that is timed in its attention alone, the path of that."""
     paths = {module: path for path, module in model.named_modules()}
-    blocks = {site.path: model.get_submodule(site.path) for site in sites}
-    found = {path: attention_within(block) for path, block in blocks.items()}
-    return {
-        path: paths[inner]
-        for path, inner in found.items()
-        if inner is not None and entry(blocks[path]) != "forward"
-    }
+    found = {site.path: attention_within(model.get_submodule(site.path)) for site in sites}
+    return {path: paths[inner] for path, inner in found.items() if inner is not None}
 
 
 def _marked(site: AttentionSite, known: Mapping[str, AttentionSite]) -> AttentionSite:

@@ -17,6 +17,7 @@ from elsa_core.profiling.words import (
     heads_text,
     is_step,
     megabytes,
+    path_text,
     point_name,
     ratio_text,
     shares,
@@ -114,12 +115,12 @@ def _steps(runs: Sequence[Document]) -> str:
 
 
 def _sites(sites: Sequence[Document]) -> str:
-    columns = (".site", ".kind of attention", "tokens", "heads x channels", "time before",
+    columns = (".site", ".kind", "tokens", "heads x channels", "time before",
                "time after", "share of the model before", ".times as fast",
                "relative error against float64", ".served by")  # fmt: skip
     lines = [
         [
-            site["path"] or "the model", site["kind"], tokens_text(site), heads_text(site),
+            path_text(site), site["kind"], tokens_text(site), heads_text(site),
             duration(site["seconds_before"]), duration(site["seconds_after"]),
             share, ratio_text(site["ratio"]),
             "" if site["error"] is None else f"{site['error']:.1e}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elsa_core import operators, routing
 from elsa_core.attention import explain
 from elsa_core.errors import ElsaError
+from elsa_core.linear import explain_linear
 from elsa_core.measuring.intervals import Ratio, digits, middle_means, ratio
 from elsa_core.measuring.rounds import Sample
-from elsa_core.patching import AttentionSite
+from elsa_core.patching import AttentionSite, is_layer
 from elsa_core.profiling.boundaries import around
 from elsa_core.window import explain_window_attention
 
@@ -35,6 +37,8 @@ class SiteProfile:
             rounds, or of a CUDA graph's replays: attention with its projections, without the MLP
             and the norms of a block (`elsa_core.profiling.boundaries`).
         flops: of one image, as `AttentionSite` counts them; they tell layers of one class apart.
+        within: paths of the sites that lie inside and have no row of their own, such as the
+            projections of attention: their time is this row's.
         share: of the forward before patching; those of all rows add up to 1.
         ratio: how many times as fast it became: the quotient of the two.
         error, original_error: relative error of its output against float64, patched and before;
@@ -62,10 +66,12 @@ class SiteProfile:
     backend: str
     schedule: str
     precision: str
+    within: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return asdict(self) | {"extra": list(self.extra), "ratio": self.ratio.to_dict()}
+        lists = {"extra": list(self.extra), "within": list(self.within)}
+        return asdict(self) | lists | {"ratio": self.ratio.to_dict()}
 
 
 class SiteClock:
@@ -79,9 +85,9 @@ class SiteClock:
         self._cuda = device.type == "cuda"
         self._seconds = dict.fromkeys(paths, 0.0)
         self._events: list[tuple[str, Any, Any]] = []
-        self._open: list[Any] = []
+        self._open: dict[str, list[Any]] = {path: [] for path in paths}
         for path in paths:
-            around(model.get_submodule(path), self._enter, self._leaver(path))
+            around(model.get_submodule(path), self._enterer(path), self._leaver(path))
 
     def reset(self) -> None:
         """Forget what was seen."""
@@ -95,12 +101,12 @@ class SiteClock:
             found[path] += float(begin.elapsed_time(end)) / 1e3
         return found
 
-    def _enter(self) -> None:
-        self._open.append(self._mark())
+    def _enterer(self, path: str) -> Callable[[], None]:
+        return lambda: self._open[path].append(self._mark())
 
     def _leaver(self, path: str) -> Callable[[], None]:
         def leave() -> None:
-            begin, end = self._open.pop(), self._mark()
+            begin, end = self._open[path].pop(), self._mark()
             if self._cuda:
                 self._events.append((path, begin, end))
             else:
@@ -119,21 +125,29 @@ class SiteClock:
 def outermost(
     sites: Sequence[AttentionSite], timed: Mapping[str, str] | None = None
 ) -> tuple[AttentionSite, ...]:
-    """The sites that lie in no other one: their times add up.
+    """The sites that lie in no other one: their times add up. Arguments as of `inside`."""
+    within = {path for paths in inside(sites, timed).values() for path in paths}
+    return tuple(site for site in sites if site.path not in within)
+
+
+def inside(
+    sites: Sequence[AttentionSite], timed: Mapping[str, str] | None = None
+) -> dict[str, tuple[str, ...]]:
+    """By site, the paths of the others that lie in what is timed of it.
 
     Args:
         timed: of a site of which only a part is timed (the attention of a Swin block) the path of
             that part.
     """
-    paths = {site.path: (timed or {}).get(site.path, site.path) for site in sites}
-    return tuple(
-        site
-        for site in sites
-        if not any(
-            own != site.path and (other == "" or site.path.startswith(f"{other}."))
-            for own, other in paths.items()
+    parts = {site.path: (timed or {}).get(site.path, site.path) for site in sites}
+    return {
+        own: tuple(
+            site.path
+            for site in sites
+            if site.path != own and (part == "" or site.path.startswith(f"{part}."))
         )
-    )
+        for own, part in parts.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,10 @@ class Served:
 
 
 def served(patched: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) -> dict[str, Served]:
-    """Which backend and schedule serve each patched site, from one forward's own calls."""
+    """Which backend and schedule serve each patched site, from one forward's own calls.
+
+    A layer that calls no operator of elsa's is plain PyTorch's.
+    """
     watch = _Watch()
     with watch.on(patched, paths), torch.inference_mode(), watch:
         patched(*inputs)
@@ -154,12 +171,14 @@ def served(patched: nn.Module, inputs: tuple[Any, ...], paths: Sequence[str]) ->
 
 
 class _Watch(TorchDispatchMode):
-    """Asks for the route of the first call of elsa's operators in each site."""
+    """Asks for the route of the first call of elsa's operators in each site: of linear layers in
+    those that are layers, of any other operator in those that are attention.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, Served] = {}
-        self._site: tuple[str, nn.Module] | None = None
+        self._sites: list[tuple[str, nn.Module]] = []  # a projection lies within attention
 
     @contextmanager
     def on(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
@@ -176,25 +195,38 @@ class _Watch(TorchDispatchMode):
 
     def _enterer(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
-            self._site = (path, module)
+            self._sites.append((path, module))
 
         return enter
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._site = None
+        path, _ = self._sites.pop()
+        if is_layer(module) and path not in self.found:
+            self.found[path] = _unseen(module, args[0])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         schema = func._schema
         record = operators.of(schema.name)
-        if self._site is not None and record is not None and record.kind != "linear":
-            path, module = self._site
-            if path not in self.found:
+        if self._sites and record is not None:
+            path, module = self._sites[-1]
+            if path not in self.found and is_layer(module) == (record.kind == "linear"):
                 names = [argument.name for argument in schema.arguments]
                 given = dict(zip(names, args, strict=False)) | (kwargs or {})
                 self.found[path] = _route(record, schema.name, given, module)
         return func(*args, **(kwargs or {}))
+
+
+def _unseen(layer: nn.Module, input: Tensor) -> Served:
+    """What serves a layer that called no operator of elsa's: a CPU's kernels take eager calls
+    alone, which one under a dispatch mode is not."""
+    asked, precision = (str(vars(layer)[f"elsa_{name}"]) for name in ("backend", "precision"))
+    weight = next((p for p in layer.parameters() if p.dim() == 2), None)
+    backend = routing.PLAIN
+    if weight is not None and not input.is_cuda and input.shape[-1] == weight.shape[1]:
+        backend = explain_linear(input, weight, precision=precision, backend=asked).backend
+    return Served(backend, "", precision)
 
 
 def _route(
@@ -221,6 +253,18 @@ def _route(
             pass  # the backend that was asked for is gone
         else:
             return Served(route.backend, route.schedule, precision)
+    if record.kind == "linear":
+        norm: Any = (given.get("norm_weight"), given.get("norm_bias"), given.get("eps"))
+        value = given.get("value")
+        with contextlib.suppress(ElsaError):  # the backend that was asked for is gone
+            route = explain_linear(
+                given["input"], given["weight"], given.get("bias"),
+                activation=given.get("activation", "none"), residual=given.get("residual"),
+                scale=given.get("scale"), norm=None if norm[2] is None else norm,
+                value=None if value is None else (value, given.get("value_bias")),
+                precision=precision, backend=asked,
+            )  # fmt: skip
+            return Served(route.backend, route.schedule, precision)
     tensor = next(value for value in given.values() if isinstance(value, Tensor))
     backend = routing.PLAIN
     if operator != str(record.eager._schema.name):
@@ -235,6 +279,7 @@ def profiles(
     routes: Mapping[str, Served],
     errors: Mapping[str, tuple[float, float]],
     seed: int,
+    within: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[SiteProfile, ...]:
     """All rows, slowest first; the rest of the model is the last one.
 
@@ -244,6 +289,7 @@ def profiles(
         routes: from `served`.
         errors: (patched, original) by path.
         seed: of the bootstrap.
+        within: from `inside`.
     """
     order = order_of(before, after)
     (whole,) = middle_means(order, [[_whole(sample) for sample in before]])
@@ -264,6 +310,7 @@ def profiles(
             backend=route.backend,
             schedule=route.schedule,
             precision=route.precision,
+            within=(within or {}).get(site.path, ()),
         )
 
     ran = [site for site in sites if any(sample.sites.get(site.path, 0.0) for sample in before)]

@@ -151,6 +151,13 @@ def tokens_text(site: Document) -> str:
     return f"{queries}" if queries == keys else f"{queries}:{keys}"
 
 
+def path_text(site: Document) -> str:
+    """A row's name, with the sites that are timed as part of it: `blocks.0.attn with qkv, proj`."""
+    path = site["path"] or "the model"
+    within = [each.removeprefix(f"{site['path']}.") for each in site.get("within", ())]
+    return f"{path} with {', '.join(within)}" if within else path
+
+
 def heads_text(site: Document) -> str:
     """Heads of a site and their size: `12x64`."""
     if site["num_heads"] is None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import elsa_core as elsa
-from elsa_core.profiling import policy
+from elsa_core.patching import find_sites, shared_copy
+from elsa_core.profiling import boundaries, locate, policy
+from elsa_core.profiling.sites import SiteClock, inside, outermost
 
 timm = pytest.importorskip("timm")
 
@@ -35,6 +37,18 @@ def test_every_layer_has_a_row_but_those_within_a_timed_attention(report):
     assert rows["layers.0.blocks.0.mlp"].kind == "mlp" and rows["head.fc"].patched
     assert all(site.seconds_before > 0 for site in report.sites)
     assert sum(site.share for site in report.sites) == pytest.approx(1.0, abs=0.01)
+    block = "layers.0.blocks.0"
+    assert rows[block].within == (f"{block}.attn.qkv", f"{block}.attn.proj")
+    assert not rows[f"{block}.mlp"].within
+    assert len(rows) - 1 + sum(len(row.within) for row in rows.values()) == report.patched
+    assert [note for note in report.notes if note.startswith("4 linear layers inside 2 attention")]
+
+
+def test_every_row_says_what_serves_it(report):
+    """Attention that holds patched projections was served by nothing."""
+    for site in report.sites[:-1]:
+        assert site.backend in (("native", "eager") if site.kind == "window" else ("eager",))
+        assert bool(site.schedule) == (site.kind == "window")
 
 
 def test_the_policy_writes_the_scope(report):
@@ -45,3 +59,35 @@ def test_the_policy_writes_the_scope(report):
     for site in document["results"]["points"][0]["profile"]["sites"]:
         site["patched"] = site["patched"] and site["kind"] == "window"
     assert policy.faster(document).scope == "attention"
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_block_timed_in_its_forward_leaves_its_mlp_a_row(patched):
+    """DaViT's block has no method for its attention: its MLP was in no row, and in a plan of
+    --policy in none either."""
+    import time
+
+    torch.manual_seed(0)
+    model = timm.create_model("davit_tiny", depths=(1,), embed_dims=(32,), num_heads=(2,)).eval()
+    sites = find_sites(model, "model")
+    parts = locate._timed(model, sites)
+    block = "stages.0.blocks.0.0"
+    places = [site.path for site in outermost(sites, parts)]
+    assert {block, f"{block}.mlp"} <= set(places) and f"{block}.attn.qkv" not in places
+    assert inside(sites, parts)[block] == (f"{block}.attn.qkv", f"{block}.attn.proj")
+    if patched:
+        elsa.patch(model, scope="model")
+    model.get_submodule(f"{block}.mlp.fc1").register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    inner: list[str] = []
+    for order in (places, places[::-1]):
+        copied = shared_copy(model)
+        clock = SiteClock(copied, order, torch.device("cpu"))
+        for path in order:  # as markers in a graph: no site begins within another one
+            boundaries.around(
+                copied.get_submodule(path), lambda path=path: inner.append(path),
+                lambda path=path: inner.remove(path) if inner == [path] else pytest.fail(path),
+            )  # fmt: skip
+        with torch.inference_mode():
+            copied(torch.randn(1, 3, 64, 64))
+        taken = clock.read()
+        assert taken[f"{block}.mlp"] > 0.19 > 0.15 > taken[block] > 0 and inner == []
