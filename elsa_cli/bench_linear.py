@@ -1,4 +1,5 @@
-"""`elsa bench linear --tune`: whether split products serve float32 layers on the user's GPU."""
+"""`elsa bench linear`: float32 linear layers, product by product; with --tune whether they are the
+kernels' on the user's GPU."""
 
 from __future__ import annotations
 
@@ -6,24 +7,38 @@ from typing import Any
 
 import click
 
+from elsa_cli import bench_models, pipeline
 from elsa_cli.console import Session
 from elsa_cli.options import typed
 
-_TAKES = ("kind", "device", "tune", "dry_run", "rounds", "budget", "allow_busy")
+_TUNE = ("kind", "device", "tune", "dry_run", "rounds", "budget", "allow_busy")
+_MEASURE = (
+    *_TUNE, "quick", "tables", "patterns", "limit", "seed", "backend", "output", "resume", "force",
+)  # fmt: skip
 
 
 def run(session: Session, given: dict[str, Any]) -> None:
+    """Measure products, or with --tune those of the user's table, which it writes; or list them."""
+    takes = _TUNE if given["tune"] else _MEASURE
+    alone = [flag for flag in typed(name for name in given if name not in takes) if flag]
+    if alone:
+        raise click.UsageError(f"{alone[0]} is not for linear{' --tune' * given['tune']}")
+    if given["resume"] and given["output"] is None:
+        raise click.UsageError("--resume goes on with what --output holds: name it")
+    pipeline.import_torch(session)
+    if given["tune"]:
+        _tune(session, given)
+    else:
+        bench_models.run(session, given, None, products=True)
+
+
+def _tune(session: Session, given: dict[str, Any]) -> None:
     """Measure the products and write the user's table, or only list them.
 
     Raises:
         ArgumentError: the device is no GPU.
         UnavailableError: no GPU, or one that others use: what is measured there is kept for long.
     """
-    alone = [flag for flag in typed(name for name in given if name not in _TAKES) if flag]
-    if alone:
-        raise click.UsageError(f"{alone[0]} is not for linear")
-    if not given["tune"]:
-        raise click.UsageError("linear is measured with --tune; `elsa profile` times whole models")
     import torch
 
     from elsa_core.bench.tune import linear

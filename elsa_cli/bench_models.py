@@ -14,25 +14,26 @@ from elsa_cli.options import resolve_device, typed
 if TYPE_CHECKING:
     import torch
 
-    from elsa_core.bench.model_cases import ModelCase
-
 Document = dict[str, Any]
 
 
 def run(
-    session: Session, given: dict[str, Any], published: Document | None, *, steps: bool = False
-) -> None:
+    session: Session, given: dict[str, Any], published: Document | None, *, steps: bool = False,
+    products: bool = False,
+) -> None:  # fmt: skip
     """Measure the models that the options name, keep them in --output as they come, show them.
 
-    `steps`: their training steps.
+    `steps`: their training steps. `products`: linear layers instead.
     """
     import torch
 
-    from elsa_core.bench import families, models, training
+    from elsa_core.bench import models, training
+    from elsa_core.bench import products as linear_layers
     from elsa_core.errors import UnavailableError
     from elsa_core.measuring import environment
 
-    bench: Any = training if steps else models
+    bench: Any = linear_layers if products else training if steps else models
+    what = "products" if products else "models"
     # Listing what a GPU would measure needs none.
     listed = given["dry_run"] and given["device"] != "auto"
     device = torch.device(given["device"] if listed else resolve_device(given["device"]))
@@ -41,16 +42,11 @@ def run(
         dtype=given["dtype"],
     )  # fmt: skip
     if given["dry_run"]:
-        _list(session, cases, device, bench.COMMAND)
+        _list(session, cases, device, bench.COMMAND, what)
         return
     target: Path | None = given["output"]
     _check_target(target, device, given)
-    named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}
-    how = {key: given[name] for name, key in named.items()}
-    if not steps:
-        plain = [key for name, key in named.items() if not typed((name,))]
-        how |= families.protocol(device, cases, how | dict.fromkeys(plain))
-    settings = bench.settings(device, **how, seed=given["seed"], backend=given["backend"])
+    settings = _settings(bench, cases, device, given)
     document = bench.started(settings, environment.describe(device))
     if given["resume"] and target is not None and target.exists():
         document = models.read(target, document)
@@ -75,16 +71,29 @@ def run(
     done = document["results"]["cases"]
     if given["backend"] != "auto" and done and not any(case["measurements"] for case in done):
         reason = next(iter(done[0]["left_out"].values()), "")
-        raise UnavailableError(f"--backend {given['backend']} served no model: {reason}")
+        raise UnavailableError(f"--backend {given['backend']} served no {what[:-1]}: {reason}")
     left = models.left(cases, document)
     if left:
         hint = f"; --resume -o {target} goes on" if target is not None else ""
-        session.line(f"{len(left)} of {len(cases)} models are left{hint}")
+        session.line(f"{len(left)} of {len(cases)} {what} are left{hint}")
     wrong = [case["case"]["name"] for case in document["results"]["cases"] if case["wrong"]]
     if wrong:
         raise VerdictError(f"wrong results: {', '.join(wrong)}")
     if published is not None:
         bench_compare.judge(session, document, published)
+
+
+def _settings(bench: Any, cases: Any, device: torch.device, given: dict[str, Any]) -> Document:
+    """The settings of a run: the user's, and the families' own protocol for what is not named."""
+    from elsa_core.bench import families, models
+
+    named = {"rounds": "rounds", "budget": "budget_seconds", "baselines": "baselines"}
+    how = {key: given[name] for name, key in named.items()}
+    if bench is models:
+        plain = [key for name, key in named.items() if not typed((name,))]
+        how |= families.protocol(device, cases, how | dict.fromkeys(plain))
+    found: Document = bench.settings(device, **how, seed=given["seed"], backend=given["backend"])
+    return found
 
 
 def _check_target(target: Path | None, device: torch.device, given: dict[str, Any]) -> None:
@@ -103,31 +112,40 @@ def _check_target(target: Path | None, device: torch.device, given: dict[str, An
 
 
 def _list(
-    session: Session, cases: tuple[ModelCase, ...], device: torch.device, command: str
+    session: Session, cases: tuple[Any, ...], device: torch.device, command: str, what: str
 ) -> None:
     from torch.cuda import is_available
 
     from elsa_core.measuring import environment
 
     there = device.type == "cpu" or is_available()
-    results = {"dry_run": True, "models": [case.to_dict() for case in cases]}
+    results = {"dry_run": True, what: [case.to_dict() for case in cases]}
     session.document(command, environment.describe(device if there else "cpu"), results)
-    rows = [
-        [case.name, case.model, "-" if case.window is None else str(case.window)]
-        for case in cases
-    ]  # fmt: skip
-    session.table(("case", "model", ">window"), rows)
-    session.line(f"{len(cases)} models on {device}; nothing was measured", even_quiet=True)
+    if what == "products":
+        sizes = ("rows", "channels", "columns")
+        rows = [[case.name, *(str(getattr(case, size)) for size in sizes)] for case in cases]
+        session.table(("case", *(f">{size}" for size in sizes)), rows)
+    else:
+        rows = [
+            [case.name, case.model, "-" if case.window is None else str(case.window)]
+            for case in cases
+        ]  # fmt: skip
+        session.table(("case", "model", ">window"), rows)
+    session.line(f"{len(cases)} {what} on {device}; nothing was measured", even_quiet=True)
 
 
 def _show(session: Session, document: Document, published: Document | None) -> None:
-    from elsa_core.bench import model_tables
+    from elsa_core.bench import model_tables, products
     from elsa_core.measuring import environment
     from elsa_core.messages import milliseconds
 
     results = document["results"] | bench_compare.added(document, published)
     session.document(document["command"], document["environment"], results)
     session.line(environment.label(document["environment"]), "bold")
+    if document["command"] == products.COMMAND:
+        session.table(*products.table_of(document["results"]["cases"]))
+        session.line(products.summary(document).partition(". ")[2], even_quiet=True)
+        return
     rows = []
     for case in document["results"]["cases"]:
         runs = {m["contender"]: m for m in case["measurements"]}

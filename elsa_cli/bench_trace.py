@@ -11,8 +11,8 @@ from elsa_cli.errors import VerdictError
 if TYPE_CHECKING:
     import torch
 
+    from elsa_core.backends.partition import Partition
     from elsa_core.bench.cases import Case
-    from elsa_core.bench.partition import Partition
     from elsa_core.bench.trace import Trace
 
 

@@ -30,7 +30,7 @@ TABLES = {
     ),
     "models": ("batch8", "resolution", "families"),
     "training": ("steps", "paper"),
-    "linear": (),
+    "linear": ("products", "swin"),
 }  # fmt: skip
 
 # Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--limit", type=click.FloatRange(1), metavar="SECONDS",
-    help="Begin no further model after this time; --resume goes on.",
+    help="Begin no further model or product after this time; --resume goes on.",
 )  # fmt: skip
 @click.option(
     "--baselines", type=Listed(click.STRING), metavar="NAME[,...]",
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     "--plot", type=FilePath(), metavar="FILE",
     help="Draw time and memory against tokens (.png or .svg).",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Models, training: go on with what --output holds.")
+@click.option("--resume", is_flag=True, help="Not for attention: go on with what --output holds.")
 @click.option(
     "--compare", metavar="FILE",
     help="Set this run beside the results in FILE, or a published one (attention_cpu, ...).",
@@ -120,6 +120,7 @@ def command(session: Session, /, kind: str | None, **given: Any) -> None:
 
     --trace measures nothing: it shows a call's partitions, what becomes of its states and how deep
     its merges are, and replays them; a GPU's schedule needs no GPU. --tune times tiles on a GPU.
+    `linear` times float32 linear layers, product by product, beside PyTorch's own and TF32.
     `linear --tune` measures whether split float32 products gain on this GPU; patched models then
     use them there.
     --compare measures the cases of an earlier or published run again; exit code 1 if any became

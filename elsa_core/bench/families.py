@@ -2,8 +2,10 @@
 
 The families are those of docs/coverage.md of which something is patched; a test compares the two.
 Runs of one kind stand beside each other: the model as it was loaded and patched, and both as CUDA
-graphs. Cases come in passes (batch 1 in fp32 first), so that a run that is cut short has seen every
-family. Weights are random, filled where the model runs.
+graphs; compiled ones where --baselines names them (compile, compile+graph), and then also the gain
+of the fastest patched run over the fastest of the original's. Cases come in passes (batch 1 in fp32
+first), so that a run that is cut short has seen every family. Weights are random, filled where the
+model runs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ TABLE: Final = "families"
 GOAL: Final = 0.99
 PROTOCOL: Final[dict[str, Any]] = {"rounds": 9, "budget_seconds": 2.0}
 PEERS: Final = {"cpu": ("eager",), "cuda": ("eager", "eager+graph")}
-_PAIRS: Final = (("eager", "patched"), ("eager+graph", "patched+graph"))
+_PAIRS: Final = (
+    ("eager", "patched"), ("compile", "patched+compile"), ("eager+graph", "patched+graph"),
+    ("compile+graph", "patched+compile+graph"),
+)  # fmt: skip
 _NAMED: Final = 5  # of the slowest
 
 FAMILIES: Final = (
@@ -195,10 +200,13 @@ def pairs(case: Document) -> dict[str, float]:
 
 def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of this table: times and ratios of each kind of run, the slowest marked."""
-    kinds = [peer for peer, _ in _PAIRS if any(peer in pairs(case) for case in cases)]
+    ran = {each["contender"] for case in cases for each in case["measurements"]}
+    kinds = [peer for peer, _ in _PAIRS if peer in ran]
     columns = ["family", "architecture", ">px", ">batch", "dtype", ">sites"]
     for peer in kinds:
         columns += [f">{peer}, ms", f">{dict(_PAIRS)[peer]}, ms", ">gain"]
+    compiled = any(peer.startswith("compile") for peer in kinds)
+    columns += [">gain, best of both"] if compiled else []
     rows = []
     for case in cases:
         asked, found = case["case"], pairs(case)
@@ -209,6 +217,8 @@ def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
             times = [seconds.get(name) for name in (peer, dict(_PAIRS)[peer])]
             row += ["-" if each is None else milliseconds(each) for each in times]
             row.append(_ratio(case, found.get(peer)))
+        if compiled:
+            row.append(_ratio(case, case["gain"] and case["gain"]["value"]))
         rows.append(row)
     return columns, rows
 

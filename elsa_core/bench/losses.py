@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from elsa_core.bench import tables
+from elsa_core.bench.cases import CPU_TABLES, CUDA_TABLES
 from elsa_core.files import write_text
 from elsa_core.measuring.losses import LOST, TABLE, Case
+
+_FORWARDS: Final = {*CPU_TABLES, *CUDA_TABLES}  # neither gradients nor packed sequences
 
 
 def table(results: Path | None = None) -> str:
@@ -49,9 +52,11 @@ def _kind(case: Case) -> tuple[Any, ...]:
 
 
 def _cases(document: dict[str, Any], machine: str) -> Iterable[Case]:
-    """Every measurement of elsa's against a peer."""
+    """Every measurement of a forward of elsa's `attention` against a peer."""
     for row in document["results"].get("cases", ()):
         case = row["case"]
+        if case["table"] not in _FORWARDS:
+            continue
         for measured in row.get("measurements", ()):
             if measured.get("precision") and measured.get("ratio") and "queries" in case:
                 yield Case(

@@ -121,7 +121,7 @@ def select(
         and (not patterns or any(fnmatch.fnmatchcase(case.name, glob) for glob in patterns))
     )
     if not chosen:
-        raise ArgumentError("cases: no model matches the selection; --dry-run lists them")
+        raise ArgumentError("cases: nothing matches the selection; --dry-run lists what there is")
     return chosen
 
 

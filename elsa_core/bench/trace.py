@@ -21,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elsa_core import monoid, reference
+from elsa_core import calls, monoid, reference, routing
 from elsa_core.attention import attention
+from elsa_core.backends.partition import Partition
 from elsa_core.bench.cases import Case, inputs
-from elsa_core.bench.partition import Partition, partition_of
 from elsa_core.bench.peers import Inputs
 from elsa_core.bench.results import TURBO_ULP
+from elsa_core.errors import UnavailableError
 from elsa_core.monoid import State
 from elsa_core.precision import unit_roundoff, validate
 
@@ -114,16 +115,46 @@ def trace(
     made = replace(case, batch=1, heads=min(2, case.heads)) if absent else case
     tensors = Inputs(*inputs(made, "cpu" if absent else device, seed))
     shapes = _shapes(case) if absent else tensors
-    partition = partition_of(case, shapes, precision, backend=backend, planned=absent)
+    partition = partition_of(shapes, precision, backend=backend, planned=absent)
     sample = sample_of(made, tensors)
     output: Tensor | None = None
     if not absent:
         with torch.inference_mode():
-            returned = attention(*tensors, precision=precision, backend=backend)
+            returned = attention(*tensors, precision=precision, backend=partition.backend)
         assert isinstance(returned, Tensor)
         output = sample.pick(returned)
     claims = (_cover(partition), *_replayed(partition, sample, precision, output))
     return Trace(case, precision, partition, sample.heads, sample.rows, claims)
+
+
+def partition_of(
+    tensors: Inputs, precision: str, *, backend: str = "auto", planned: bool = False
+) -> Partition:
+    """The partition with which a backend's kernels serve a call; of `auto` the one behind the
+    measured table, which gives some calls to PyTorch's own kernels.
+
+    Args:
+        tensors: its inputs, not empty. Layout and device matter, values do not; meta tensors do.
+        precision: of the call.
+        backend: as in `elsa_core.attention`.
+        planned: plan the call for a GPU although none is here (with a shipped tuning table).
+
+    Raises:
+        ArgumentError, UnavailableError: as `elsa_core.attention` would; and where a backend tells
+            no partition.
+    """
+    query, key, value, mask = tensors
+    if planned:
+        name = routing.kernels_of("attention", "cuda")
+        if backend not in ("auto", name):
+            raise UnavailableError(f"without a GPU {name} alone plans calls, not {backend!r}")
+    else:
+        kind = (calls.place(query), query.dtype, query.shape[3], value.shape[3], precision)
+        name = routing.name_of("attention", *kind, backend)
+    told = routing.implementation("attention", name).partition
+    if told is None:
+        raise UnavailableError(f"backend={name!r} tells no partition of its calls: name another")
+    return told(query, key, value, mask, False, precision)
 
 
 def _shapes(case: Case) -> Inputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +146,38 @@ def test_runs_of_one_kind_stand_beside_each_other() -> None:
     assert rows[2][6:] == ["1000", "9000", "wrong", "-", "-", "-"]
 
 
-def test_a_page_says_what_was_not_measured_yet(tmp_path: Path) -> None:
-    begin, end = (f"<!-- {x}:bench:models_h200_families:summary -->" for x in ("begin", "end"))
-    text = tables.rendered(f"{begin}\n{end}\n", tmp_path)
-    assert re.search(r"Not measured yet: `elsa bench models .*--table families", text)
-    with pytest.raises(ArgumentError, match="no such result"):
-        tables.rendered(f"{begin}\n{end}\n".replace("h200_families", "h201"), tmp_path)
+def test_the_compiled_original_is_a_peer_with_columns() -> None:
+    """The bar is the faster of the original's CUDA graph and its compiled graph."""
+    seconds = {"eager": 2.0, "eager+graph": 0.4, "compile+graph": 0.3, "patched": 1.0,
+               "patched+graph": 0.2}  # fmt: skip
+    found = result("a", seconds | {"patched+compile+graph": 0.25}, gain={"value": 1.5})
+    lost = result("b", seconds, gain={"value": 1.5})  # the compiler failed on the patched model
+    columns, rows = families.table_of([found, lost])
+    assert columns[9:] == [
+        ">eager+graph, ms", ">patched+graph, ms", ">gain", ">compile+graph, ms",
+        ">patched+compile+graph, ms", ">gain", ">gain, best of both",
+    ]  # fmt: skip
+    assert rows[0][9:] == ["400", "200", "2.00", "300", "250", "1.20", "1.50"]
+    assert rows[1][9:] == ["400", "200", "2.00", "300", "-", "-", "1.50"]
+    text = families.summary({"results": {"cases": [found, lost]}})
+    assert "patched+compile+graph against compile+graph: 0 of 1 under 0.99" in text
+
+
+@pytest.mark.usefixtures("small")
+def test_a_compiled_original_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda m, **kw: compile_(m, backend="eager", **kw))
+    line = ["bench", "models", "--device", "cpu", "--table", "families", "-o", "m.json"]
+    line += ["--rounds", "3", "--budget", "0.3", "--baselines", "eager,compile"]
+    assert run([*line, "--case", "families/vision_transformer-160x1-fp32"]) == 0
+    capsys.readouterr()
+    [found] = tables.load(Path("m.json"))["results"]["cases"]
+    assert set(families.pairs(found)) == {"eager", "compile"} and not found["wrong"]
+    assert {m["contender"] for m in found["measurements"]} >= {"compile", "patched+compile"}
+    head = tables.render(tables.load(Path("m.json")), "families").splitlines()[0]
+    assert "| compile, ms | patched+compile, ms | gain | gain, best of both |" in head
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -68,9 +68,12 @@ def test_the_products_fit_the_kernels():
     ("arguments", "code", "words"),
     [
         (["--tune", "--device", "cpu"], 2, "keeps PyTorch's products"),
-        ([], 2, "--tune"),
-        (["--tune", "--quick"], 2, "--quick is not for linear"),
-        (["--tune", "--shape", "1,2,3,4"], 2, "--shape is not for linear"),
+        (["--tune", "--quick"], 2, "--quick is not for linear --tune"),
+        (["--tune", "--shape", "1,2,3,4"], 2, "--shape is not for linear --tune"),
+        (["--shape", "1,2,3,4"], 2, "--shape is not for linear"),
+        (["--compare", "models_cpu"], 2, "--compare is not for linear"),
+        (["--resume"], 2, "--resume goes on"),
+        (["--table", "batch8", "--device", "cpu"], 2, "use one of products, swin"),
     ],
 )
 def test_what_is_refused(capsys, arguments, code, words):

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from elsa_cli.main import run
-from elsa_core import explain, monoid
+from elsa_core import explain, monoid, routing
 from elsa_core.backends import native
-from elsa_core.backends.support import Request
+from elsa_core.backends.partition import Partition, RoundTrip
+from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.backends.triton.attention import planner, tiling
 from elsa_core.backends.triton.shared import device
-from elsa_core.bench import partition, trace
+from elsa_core.bench import trace
 from elsa_core.bench.cases import Case, inputs
-from elsa_core.bench.partition import Partition, RoundTrip
 from elsa_core.bench.peers import Inputs
 from elsa_core.errors import ArgumentError, UnavailableError
 
@@ -75,8 +75,7 @@ def test_the_native_plan_is_the_librarys_own() -> None:
     masked = native.cut(long, long, long, torch.empty(1, 1, 4097, 4097, device="meta"), False)
     assert masked._replace(workspace_bytes=0) == many._replace(workspace_bytes=0)
     assert masked.workspace_bytes > many.workspace_bytes
-    case = Case("t", 1, 12, 4097, 4097, 64)
-    part = partition.partition_of(case, Inputs(long, long, long, None), "strict")
+    part = trace.partition_of(Inputs(long, long, long, None), "strict")
     assert (part.key_tile, part.key_tiles) == (many.key_block, many.key_blocks)
     trips = 12 * 4097 * (many.key_blocks - 1)
     assert part.states.where == "worker memory" and part.states.states == trips
@@ -142,6 +141,8 @@ def test_one_query_and_what_the_gpu_does_not_take() -> None:
     assert part.query_tile == part.query_tiles == 1 and "one query" in part.schedule
     with pytest.raises(UnavailableError, match="eager serves it there"):
         trace.trace(Case("t", 1, 1, 4, 4, 16, "fp64"), CUDA, "strict")
+    with pytest.raises(UnavailableError, match="triton alone plans calls, not 'native'"):
+        trace.trace(Case("t", 1, 1, 4, 4, 16), CUDA, "strict", backend="native")
     with pytest.raises(ArgumentError, match="turbo"):
         trace.run([Case("t", 1, 1, 4, 4, 16, "fp16")], device="cuda", precision="turbo")
 
@@ -175,7 +176,7 @@ def test_a_replay_follows_any_partition() -> None:
 def test_a_long_row_begins_fresh_states() -> None:
     """A chain over a million keys alone errs by more than Theorem 1 allows."""
     part, short = (
-        trace.partition_of(case, trace._shapes(case), "strict", planned=True)
+        trace.partition_of(trace._shapes(case), "strict", planned=True)
         for case in (Case("t", 1, 1, 2**16, 2**20, 64), Case("t", 1, 1, 2**16, 2**16, 64))
     )
     assert part.splits == 1 and part.chain_keys == 1024 * part.key_tile
@@ -216,6 +217,32 @@ def test_the_command_shows_and_proves(
     found = document["results"]["traces"][0]
     assert found["ok"] and found["case"]["name"] == "shape/1x2x40:1301x32-fp32"
     assert found["partition"]["tree"]["scan_depth"] >= 11
+
+
+def test_a_backend_of_another_package_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    """What its record tells is replayed; of a record that tells nothing one line says so."""
+
+    def attend(q, k, v, mask, is_causal, scale, precision):
+        scores = q @ k.mT * scale
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    def tell(q, k, v, mask, is_causal, precision):
+        return replace(made(k.shape[2], 16, 2, 48), backend="toy", schedule="in two halves")
+
+    arguments = ["bench", "attention", "--trace", "--device", "cpu", "--shape", "1,2,9:90,16"]
+    offered = Implementation(lambda _: Support(True), attend, lambda *_: "", lambda _: "")
+    for told, status in ((tell, 0), (None, 3)):
+        operators = {"attention": replace(offered, partition=told)}
+        routing.register(Backend("toy", "cpu", operators), ahead_of="native")
+        try:
+            assert run(arguments) == status
+        finally:
+            routing.unregister("toy")
+        out, err = capsys.readouterr()
+        assert ("toy" in out and "in two halves" in out) is (told is not None)
+        assert err == "" or "error: backend='toy' tells no partition" in err
+        assert err.count("\n") == (told is None)
+    assert run([*arguments, "--backend", "sdpa"]) == 3  # PyTorch's kernels tell nothing
 
 
 def test_a_false_claim_ends_with_1(

@@ -66,7 +66,7 @@ def test_offers(words: str, expected: str) -> None:
         ("elsa bench models --table ", ["batch8", "resolution", "families"]),
         ("elsa bench training --table ", ["steps", "paper"]),
         ("elsa bench training --table steps --table ", ["paper"]),
-        ("elsa bench linear --table ", []),
+        ("elsa bench linear --table ", ["products", "swin"]),
         ("elsa profile x --dtype fp32,", ["fp32,fp16", "fp32,bf16"]),
         ("elsa profile x --precision strict,ieee,", ["strict,ieee,turbo", "strict,ieee,lean"]),
         ("elsa profile x --baselines eager,co", ["eager,control", "eager,compile",
