@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,8 +74,8 @@ def explore(target: Target, folder: Path, *, seconds: float, seed: int = 0) -> i
         if time.monotonic() > end and not failed:
             return
         count += 1
-        place = folder / f"{target.name.replace(' ', '-')}-{count}"
-        place.mkdir()
+        # a second exploration of the same folder, or a replayed example, makes others beside these
+        place = Path(tempfile.mkdtemp(prefix=f"{target.name.replace(' ', '-')}-", dir=folder))
         start = time.monotonic()
         try:
             target.check(value, place)
