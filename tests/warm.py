@@ -11,6 +11,7 @@ process, then its exit code.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -19,6 +20,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,10 +107,32 @@ def _become(asked: dict[str, Any]) -> None:
         os.close(given)
 
 
+def _run(code: str) -> None:
+    """Run a program and end the process as Python does, but leave what was imported as it is: to
+    take it apart takes longer than most programs, and nanobind's modules say that it was leaked.
+    """
+    status: Any = 0
+    try:
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        status = end.code
+        if status is not None and not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # those that are no daemons end first
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status or 0)
+
+
 if __name__ == "__main__":
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    gc.freeze()  # what was imported is no garbage, and the end of a program need not look at it
+    gc.freeze()  # what was imported is no garbage
     program = _serve()
     _become(program)
-    exec(compile(program["code"], "<string>", "exec"), {"__name__": "__main__"})
+    _run(program["code"])
