@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from sampling import some
 
-from .conftest import TINY, Answer, environment
+from .conftest import TINY, Answer, environment, without_beats
 
 # A command that imports torch and timm takes 0.5 to 0.6 GiB; the smallest of these files took 7.8.
 MOST = 1.5 * 2**30
@@ -38,7 +38,7 @@ def measured(*words: str) -> tuple[Answer, int]:
             [*command, *words], capture_output=True, text=True, env=environment(), check=False
         )
         scale = 1 if sys.platform == "darwin" else 1024
-        answer = Answer(ended.returncode, ended.stdout, ended.stderr)
+        answer = Answer(ended.returncode, ended.stdout, without_beats(ended.stderr))
         return answer, int(Path(most.name).read_text()) * scale
 
 
