@@ -71,9 +71,16 @@ struct Wanted {
   bool query, key, value;
 };
 
-// The gradients of one head. The caller fills query and grad_out (rows padded with zeros), calls
-// begin(), then key_block() for each block of keys with row_block() for each block of rows within.
-// grad_query and grad_key come out without the factor `scale`.
+// For callers whose next operands are near.
+struct NoFetch {
+  ELSA_INLINE void step() {}
+};
+
+// The gradients of one head. The caller fills query and grad_out (rows padded with zeros), clears
+// the sums, then calls pack() for each block of keys with row_block() for each block of rows within.
+// grad_query and grad_key come out without the factor `scale`. `Fetch::step()` is called between
+// register tiles, at least once for each row: it may fetch a part of what comes next.
+template <class Fetch>
 class HeadGradient {
  public:
   HeadGradient(const GradientLayout& at, float* memory, float scale, bool causal)
@@ -96,6 +103,7 @@ class HeadGradient {
   float* factor() const { return memory_ + at_.factor; }
   float* delta() const { return memory_ + at_.delta; }
   bool whole() const { return at_.key_blocks == 1; }
+  Fetch& fetch() { return fetch_; }
 
   void clear_query() { clear(at_.grad_query, at_.rows * at_.width); }
   void clear_keys() {
@@ -249,6 +257,7 @@ class HeadGradient {
         t.row_max = lanes + tile.local * kLanes;
         if (first_bias) t.bias = first_bias + tile.local * t.bias_stride + panel;
         functions[tile.rows - 1](t);
+        fetch_.step();
       }
       panel = panel < wide ? smaller(panel + kPanel, wide) : keys_;
     }
@@ -312,6 +321,7 @@ class HeadGradient {
       }
       store(lanes + i * kLanes, sum);
       store(dots + i * kLanes, dot);
+      fetch_.step();
     }
     for (int64_t i = 0; i < rows_; i += kLanes) {
       const Floats sum = ::elsa::row_sums(lanes + i * kLanes);
@@ -367,6 +377,7 @@ class HeadGradient {
         t.weights = weights + key;
         t.out = out + key * width + c;
         functions[end - key - 1](t);
+        fetch_.step();
       }
     }
   }
@@ -390,6 +401,7 @@ class HeadGradient {
           t.weights = memory_ + at_.slopes + tile.local * at_.score_stride + key;
           t.out = grad_query(row + tile.local) + c;
           Tiles::value[t.value_stride > kLanes][tile.rows - 1](t);
+          fetch_.step();
         }
         key = end;
       }
@@ -403,6 +415,7 @@ class HeadGradient {
   const bool causal_;
   const Dropout* dropout_ = nullptr;
   int64_t head_index_ = 0;
+  Fetch fetch_;
   int64_t first_key_ = 0, keys_ = 0;  // of the packed block
   int64_t row_ = 0, rows_ = 0, visible_ = 0, tile_count_ = 0;
   Tile tiles_[kGradientTiles];

@@ -154,7 +154,7 @@ class AttentionItem {
   const AttentionGradient& g_;
   const Attention& a_;
   const GradientLayout at_;
-  HeadGradient head_;
+  HeadGradient<NoFetch> head_;
   float* const mask_copy_;  // [block_rows][score_stride], or one row of the output
   const int64_t batch_, kv_head_;
   const Matrix key_ = matrix(a_.key, batch_, kv_head_);
@@ -190,6 +190,49 @@ void normalise_gradient(const float* raw, int64_t width, float* grad) {
   }
 }
 
+// Fetches what one head of the next window reads and writes into the second-level cache, a token at
+// a time: a head's channels are short runs at a long distance, which the hardware does not follow.
+class TokenFetch {
+ public:
+  // offsets: bytes from a token's channels to the head's query, key and value; out: to the head's
+  // in grad_out, where `tokens` points. gradient: of qkv, or null.
+  void start(const Tokens& tokens, int64_t count, const int64_t (&offsets)[3], int64_t out,
+             int64_t bytes, const void* grad_out, const float* gradient) {
+    source_ = tokens.source;
+    target_ = tokens.target;
+    left_ = count;
+    for (int i = 0; i < 3; ++i) offset_[i] = offsets[i];
+    out_ = out;
+    bytes_ = bytes;
+    grad_out_ = static_cast<const char*>(grad_out);
+    gradient_ = reinterpret_cast<const char*>(gradient);
+  }
+  ELSA_INLINE void step() {
+    if (left_ == 0) return;
+    --left_;
+    const char* const source = *source_++;
+    const char* const target = *target_++;
+    for (const int64_t offset : offset_) fetch(source + offset);
+    if (target == nullptr) return;
+    fetch(target + out_);
+    if (gradient_ == nullptr) return;
+    const char* const written = gradient_ + 3 * (target - grad_out_);
+    for (const int64_t offset : offset_) fetch(written + offset);
+  }
+
+ private:
+  ELSA_INLINE void fetch(const char* from) const {
+    for (int64_t i = 0; i < bytes_; i += 64) __builtin_prefetch(from + i, 0, 2);
+  }
+
+  const char* const* source_ = nullptr;
+  const char* const* target_ = nullptr;
+  int64_t left_ = 0, out_ = 0, bytes_ = 0;
+  int64_t offset_[3] = {};
+  const char* grad_out_ = nullptr;
+  const char* gradient_ = nullptr;
+};
+
 // One head of a run of windows.
 class WindowItem {
  public:
@@ -204,8 +247,10 @@ class WindowItem {
         head_(at_, memory, scale_, false),
         part_(plan.parts + item * plan.part) {
     float* rest = memory + at_.total;
-    place(a_, plan.windows, rest, tokens_);
-    rest += round_up(token_floats(a_, plan.windows), 16);
+    for (Tokens& tokens : all_tokens_) {
+      place(a_, plan.windows, rest, tokens);
+      rest += round_up(token_floats(a_, plan.windows), 16);
+    }
     raw_ = rest;
     mixed_bias_ = rest + at_.width;
   }
@@ -215,7 +260,13 @@ class WindowItem {
     const WindowPlan& windows = plan_.windows;
     const int64_t count = a_.batch * windows.windows[0] * windows.windows[1] * windows.windows[2];
     const int64_t end = (run_ + 1) * count / plan_.runs;
-    for (int64_t w = run_ * count / plan_.runs; w < end; ++w) window(w);
+    int64_t w = run_ * count / plan_.runs;
+    if (w < end) find_tokens(a_, windows, w, all_tokens_[w % 2]);
+    for (; w < end; ++w) {
+      tokens_ = &all_tokens_[w % 2];
+      if (w + 1 < end) fetch(w + 1);
+      window();
+    }
   }
 
  private:
@@ -224,7 +275,15 @@ class WindowItem {
   }
   TokenRows operand(int64_t which) const {
     const bool normalised = a_.logit_scale && which < 2;
-    return {tokens_.source, channel(which) * 4, DType::kFloat32, normalised};
+    return {tokens_->source, channel(which) * 4, DType::kFloat32, normalised};
+  }
+
+  void fetch(int64_t index) {
+    Tokens& next = all_tokens_[index % 2];
+    find_tokens(a_, plan_.windows, index, next);
+    const int64_t offsets[3] = {4 * channel(0), 4 * channel(1), 4 * channel(2)};
+    head_.fetch().start(next, plan_.windows.tokens, offsets, 4 * head_index_ * a_.head_dim,
+                        4 * a_.head_dim, a_.out, g_.qkv);
   }
 
   // Sets a tile's bias: the problem's own rows, or a copy with what keeps tokens from mixing.
@@ -238,9 +297,9 @@ class WindowItem {
         t.bias_stride = windows.bias_stride[1];
         t.bias_end = from + (rows - 1) * t.bias_stride + keys;
       }
-      if (!tokens_.masked) return;
+      if (!tokens_->masked) return;
       for (int64_t i = 0; i < rows; ++i) {
-        const float* const mask = tokens_.mask + tokens_.region[row + i] * mask_stride(windows);
+        const float* const mask = tokens_->mask + tokens_->region[row + i] * mask_stride(windows);
         float* const out = mixed_bias_ + i * at_.score_stride;
         for (int64_t j = 0; j < keys; ++j) {
           out[j] = mask[j] + (from ? from[i * windows.bias_stride[1] + j] : 0.0f);
@@ -252,16 +311,15 @@ class WindowItem {
     };
   }
 
-  void window(int64_t index) {
+  void window() {
     const WindowPlan& windows = plan_.windows;
-    find_tokens(a_, windows, index, tokens_);
     const TokenRows query = operand(0);
     for (int64_t i = 0; i < windows.tokens; ++i) {
       float* const q = head_.query(i);
       float* const slope = head_.grad_out(i);
       query.copy(i, 0, a_.head_dim, q);
       for (int64_t d = a_.head_dim; d < at_.width; ++d) q[d] = 0.0f;
-      if (const char* const from = tokens_.target[i]) {
+      if (const char* const from = tokens_->target[i]) {
         copy_padded(Matrix{from + head_index_ * a_.head_dim * 4, 0, 1, DType::kFloat32}, 0,
                     a_.head_dim, at_.width, slope);
       } else {
@@ -294,10 +352,10 @@ class WindowItem {
       float* const rows[3] = {head_.grad_query(i), head_.grad_key(i), head_.grad_value(i)};
       if (g_.logit_scale) part_[plan_.part_scale] += dot(head_.query(i), rows[0], at_.width);
       float* target = nullptr;
-      if (tokens_.target[i] == nullptr) {
+      if (tokens_->target[i] == nullptr) {
         if (g_.pad_qkv == nullptr) continue;
       } else if (g_.qkv) {
-        target = g_.qkv + 3 * (reinterpret_cast<const float*>(tokens_.target[i]) - base);
+        target = g_.qkv + 3 * (reinterpret_cast<const float*>(tokens_->target[i]) - base);
       } else {
         continue;
       }
@@ -305,7 +363,7 @@ class WindowItem {
         float* const row = rows[which];
         const float factor = which < 2 ? scale_ : 1.0f;
         if (a_.logit_scale && which < 2) {
-          copy_padded(Matrix{tokens_.source[i] + channel(which) * 4, 0, 1, DType::kFloat32}, 0,
+          copy_padded(Matrix{tokens_->source[i] + channel(which) * 4, 0, 1, DType::kFloat32}, 0,
                       a_.head_dim, at_.width, raw_);
           normalise_gradient(raw_, at_.width, row);
         }
@@ -325,9 +383,10 @@ class WindowItem {
   const GradientLayout at_;
   const int64_t head_index_, run_;
   const float scale_;
-  HeadGradient head_;
+  HeadGradient<TokenFetch> head_;
   float* const part_;  // [tokens][tokens] of the bias, [3][head_dim] of padding, logit_scale's
-  Tokens tokens_;
+  Tokens all_tokens_[2];  // this window's and the next one's
+  const Tokens* tokens_ = nullptr;
   float* raw_;         // [width]
   float* mixed_bias_;  // [block_rows][score_stride]
 };
@@ -335,7 +394,7 @@ class WindowItem {
 int64_t window_workspace(const WindowGradient& g, const WindowGradientPlan& plan) {
   const GradientLayout at = window_layout(g.forward, plan.windows);
   const int64_t tokens = round_up(token_floats(g.forward, plan.windows), 16);
-  return at.total + tokens + at.width + at.block_rows * at.score_stride + kPanel;
+  return at.total + 2 * tokens + at.width + at.block_rows * at.score_stride + kPanel;
 }
 
 void window(const WindowGradient& g, const WindowGradientPlan& plan, int64_t item, float* memory) {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elsa_core import calls
+from elsa_core.backends import processor
 from elsa_core.backends.support import Request, Support
 from elsa_core.operators.linear import epilogue
 
@@ -19,7 +19,6 @@ LEAST_ONEDNN = 1 << 23
 ONEDNN_DEPTH = 192
 # Rows from which it is worth to copy the weight's parts, which oneDNN wants dense.
 ONEDNN_ROWS = 128
-CPUINFO = Path("/proc/cpuinfo")
 
 
 def support(request: Request) -> Support:
@@ -119,11 +118,7 @@ def _mkl_lags() -> bool:
         return False
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    try:
-        with CPUINFO.open(encoding="utf-8") as lines:
-            return any(line.startswith("vendor_id") and "AuthenticAMD" in line for line in lines)
-    except OSError:
-        return False
+    return processor.vendor() == "AuthenticAMD"
 
 
 def _plain(input: Tensor, weight: Tensor) -> bool:

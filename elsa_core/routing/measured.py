@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from elsa_core.backends import processor
 from elsa_core.precision import dtype_name
 
 TABLE = Path(__file__).with_name("measured.json")
@@ -118,9 +119,17 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
         if alike and dtype_name(dtype) in row["dtypes"]:
             return Training(
                 row["whole"], row["otherwise"], tuple(row["backward"]), row.get("small", ""),
-                row.get("small_below", 0), row.get("small_masked", True),
+                _small_below(row), row.get("small_masked", True),
             )  # fmt: skip
     return None
+
+
+def _small_below(row: dict[str, Any]) -> int:
+    below: int = row.get("small_below", 0)
+    if processor.vendor() == "AuthenticAMD":
+        # products of PyTorch's attention are MKL's, which is slower there
+        below = row.get("small_below_amd", below)
+    return below
 
 
 def originals(operator: str) -> tuple[str, ...]:

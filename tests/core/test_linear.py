@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from elsa_core import routing
 from elsa_core.backends import onednn as onednn_backend
+from elsa_core.backends import processor
 from elsa_core.backends.triton.linear import gate as module
 from elsa_core.linear import linear, served
 from elsa_core.routing import measured
@@ -421,7 +422,8 @@ def test_a_gradient_and_a_recorded_program_are_not_onednns(onednn):
 def test_where_mkl_lags(monkeypatch, tmp_path, vendor, capability, lags):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
-    monkeypatch.setattr(onednn_backend, "CPUINFO", file)
+    monkeypatch.setattr(processor, "CPUINFO", file)
+    monkeypatch.setattr(processor, "vendor", processor.vendor.__wrapped__)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
 from elsa_core import calls, operators, routing
-from elsa_core.backends import sdpa
+from elsa_core.backends import processor, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.routing import choose, measured
@@ -184,6 +184,22 @@ def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypat
     monkeypatch.setattr(table, "_triton_backward", lambda: None)
     routing_name = routing.training_name("attention", device, dtype, *dims, precision, ("query",))
     assert routing_name == name
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device", "below"),
+    [
+        ("AuthenticAMD", "cpu", 1 << 24),
+        ("GenuineIntel", "cpu", 1 << 27),
+        ("", "cpu", 1 << 27),
+        ("AuthenticAMD", "cuda", 1 << 28),
+    ],
+)
+def test_small_calls_of_a_processor(vendor, device, below, monkeypatch) -> None:
+    """PyTorch's attention multiplies by MKL, which an AMD processor runs more slowly."""
+    monkeypatch.setattr(processor, "vendor", lambda: vendor)
+    row = measured.training.__wrapped__("attention", device, torch.float32)
+    assert (row.small, row.small_below) == ("sdpa", below)
 
 
 def test_small_masked_calls_train_by_the_native_kernels() -> None:
