@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from elsa_core import calls
 from elsa_core.errors import ArgumentError, ExportError
 from elsa_core.exporting.tracing import attempt
 from elsa_core.messages import first_line, quiet
@@ -96,7 +97,8 @@ def _program(
         shapes = tuple({0: batch} for _ in inputs)
 
     def export() -> torch.export.ExportedProgram:
-        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+        with calls.Products(kept=True):
+            return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
 
     return attempt("torch.export", module, export)
 
