@@ -49,7 +49,8 @@ def export_onnx(
         mode: "custom": nodes of the domain `elsa`, each with a function of standard operators, so
             that ONNX Runtime with the library (`ort_library`) runs elsa's kernels and any other
             runtime the function; "standard": no `elsa` domain, and at opset 23 the standard
-            `Attention`; "custom-only": nodes alone, for ONNX Runtime with the library.
+            `Attention`; "custom-only": nodes alone, for ONNX Runtime with the library, and standard
+            operators for what it has no kernel of.
         opset: 18 or 23.
         input_names: one a tensor; default "input" or "input_0", ...
         output_names: one a tensor; default "output" or "output_0", ...

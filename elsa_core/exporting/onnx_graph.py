@@ -36,6 +36,7 @@ def rewrite(program: torch.export.ExportedProgram) -> int:
         ExportError: the graph asks for what the ONNX operators do not give.
     """
     graph, known = program.graph_module.graph, exports()
+    graph.eliminate_dead_code()  # an lse that is reshaped and not used is no lse that is used
     count = 0
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
