@@ -173,6 +173,49 @@ def exporting() -> bool:
     return not is_compiling() and _tracing() is not None
 
 
+class _Recording(threading.local):
+    products: Products | None = None
+
+
+_RECORDING = _Recording()
+
+
+class Products:
+    """For the length of a `with` block: how this thread's recorded programs write `elsa.linear` on
+    a CPU. `kept`: as `elsa::linear`, of which ONNX has a node. Else, and without a block, as
+    PyTorch's operators: no library holds a CPU's kernel of elsa's.
+
+    Attributes:
+        asked: whether a program holds such a call.
+    """
+
+    __slots__ = ("asked", "before", "kept")
+
+    def __init__(self, *, kept: bool):
+        self.kept, self.asked = kept, False
+        self.before: Products | None = None
+
+    def __enter__(self) -> Products:
+        self.before, _RECORDING.products = _RECORDING.products, self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _RECORDING.products = self.before
+
+
+def keeps_products() -> bool:
+    """Whether the program that is recorded now holds a call of `elsa.linear` as its operator."""
+    block = _RECORDING.products
+    if block is None:
+        return False
+    block.asked = True
+    return block.kept
+
+
+# A constant for the compiler, which records no such program.
+keeps_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def differentiates(*arguments: Any) -> bool:
     """Whether autograd would record a call of these arguments."""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)

@@ -131,6 +131,9 @@ def served(
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
     given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+    if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):
+        kept: Tensor = torch.ops.elsa.linear.default(*given)
+        return kept
     for serve in routing.SERVING.get(("linear", device_type, backend), ()):
         out: Tensor | None = serve(*given)
         if out is not None:
@@ -260,6 +263,13 @@ def _composes(
     if calls.wanted(input=input, weight=weight, bias=bias, residual=residual, scale=scale):
         return True
     return calls.differentiates_otherwise()
+
+
+def _is_uniform(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the operator computes what PyTorch's does: of operands of one dtype, not cast."""
+    if torch.is_autocast_enabled(input.device.type):
+        return False
+    return input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype)
 
 
 def _explain_types(

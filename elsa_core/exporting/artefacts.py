@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from elsa_core import calls
 from elsa_core.backends import compiler as compiling
 from elsa_core.backends import native
 from elsa_core.errors import ElsaError, ExportError, UnavailableError
@@ -104,7 +105,8 @@ def _written(name: str, writer: _Writer) -> tuple[str, ...]:
 @dataclass
 class _Writer:
     """Writes the artefacts of one bundle. torch.export traces a model once for model.pt2 and
-    model.onnx: `program` is the one that model.pt2 holds, of an open batch."""
+    model.onnx: `program` is the one that model.pt2 holds, of an open batch. A model that calls
+    `elsa.linear` is traced for each of them."""
 
     exported: ExportTarget
     chosen: Choices
@@ -123,16 +125,17 @@ class _Writer:
             quantised.quantise(self.staging / FILES["onnx"], path)
             return _elsa_nodes(path)
         dynamic_size = self.chosen.dynamic_size and name == "pt2"
-        program = exported_program.export_program(
-            exported.model, exported.first, dynamic_size=dynamic_size, step=size_step(exported)
-        )
+        with calls.Products(kept=False) as products:
+            program = exported_program.export_program(
+                exported.model, exported.first, dynamic_size=dynamic_size, step=size_step(exported)
+            )
         names = operators.in_program(program)
         if name == "aoti":
             exported_program.compile_program(program, path)
             return names
         if dynamic_size:
             _prove_other_sizes(exported, program, self.chosen.batches)
-        else:
+        elif not products.asked:  # which model.onnx holds as nodes, and this program does not
             self.program = program
         exported_program.save_program(program, path)
         return names

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from elsa_core import calls
 from elsa_core.errors import ArgumentError, ExportError
 from elsa_core.exporting.tracing import attempt
 from elsa_core.messages import first_line, quiet
@@ -48,7 +49,8 @@ def export_onnx(
         mode: "custom": nodes of the domain `elsa`, each with a function of standard operators, so
             that ONNX Runtime with the library (`ort_library`) runs elsa's kernels and any other
             runtime the function; "standard": no `elsa` domain, and at opset 23 the standard
-            `Attention`; "custom-only": nodes alone, for ONNX Runtime with the library.
+            `Attention`; "custom-only": nodes alone, for ONNX Runtime with the library, and standard
+            operators for what it has no kernel of.
         opset: 18 or 23.
         input_names: one a tensor; default "input" or "input_0", ...
         output_names: one a tensor; default "output" or "output_0", ...
@@ -96,7 +98,8 @@ def _program(
         shapes = tuple({0: batch} for _ in inputs)
 
     def export() -> torch.export.ExportedProgram:
-        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+        with calls.Products(kept=True):
+            return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
 
     return attempt("torch.export", module, export)
 

@@ -29,19 +29,21 @@ def rewrite(program: torch.export.ExportedProgram) -> int:
     An operator whose record says nothing of ONNX stays: torch.onnx writes its portable form.
 
     Returns:
-        How many calls of elsa's operators the graph holds, projections left out.
+        How many calls of elsa's operators the graph holds, without projections of which there is no
+        node.
 
     Raises:
         ExportError: the graph asks for what the ONNX operators do not give.
     """
     graph, known = program.graph_module.graph, exports()
+    graph.eliminate_dead_code()  # an lse that is reshaped and not used is no lse that is used
     count = 0
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = node.target._schema.name
         record = operators.of(name)
-        if record is None or record.kind == "linear":
+        if record is None or (record.kind == "linear" and name not in known):
             continue
         count += 1
         if name in known:

@@ -101,11 +101,13 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
         ExportError: the nodes need more different bodies than there are names.
     """
     nodes = [node for node in model.graph if node.domain == DOMAIN]
-    if mode != "custom-only":
-        _add_functions(model, nodes, standard=mode == "standard", opset=opset)
-    if mode == "standard":
+    if mode == "custom-only":  # what the library has no kernel of needs its body
+        known = onnx_graph.onnx_operators()
+        nodes = [node for node in nodes if not known[node.op_type].kernel]
+    _add_functions(model, nodes, inlined=mode != "custom", opset=opset)
+    if mode != "custom":
         _inline(model)
-    else:
+    if any(node.domain == DOMAIN for node in model.graph):
         model.graph.opset_imports[DOMAIN] = 1
     if opset < onnx_functions.ATTENTION_OPSET:
         model.ir_version = _OLDEST_IR
@@ -113,23 +115,23 @@ def finish(model: ir.Model, mode: str, opset: int) -> None:
     _name_nodes(model)
 
 
-def _add_functions(model: ir.Model, nodes: list[ir.Node], *, standard: bool, opset: int) -> None:
-    """One function a kind of body; in "standard" the leanest, as they are inlined."""
+def _add_functions(model: ir.Model, nodes: list[ir.Node], *, inlined: bool, opset: int) -> None:
+    """One function a kind of body; the leanest where they are to be inlined."""
     import onnx_ir as ir
 
     known = onnx_graph.onnx_operators()
-    newest = standard and opset >= onnx_functions.ATTENTION_OPSET
+    newest = inlined and opset >= onnx_functions.ATTENTION_OPSET
     kinds: dict[Body, Body] = {}  # what must agree -> all that its nodes need
     of_node = []
     for node in nodes:
-        body = _body(known[node.op_type], node, newest)
-        kind = body if standard else body.kind()
+        body = _body(known[node.op_type], node, newest, opset)
+        kind = body if inlined else body.kind()
         kinds[kind] = body.joined(kinds.get(kind, body))
         of_node.append(kind)
     names: dict[Body, str] = {}
     for kind, body in kinds.items():
         earlier = sum(other.op_type == kind.op_type for other in names)
-        if earlier == VARIANTS_MAX and not standard:
+        if earlier == VARIANTS_MAX and known[kind.op_type].kernel and not inlined:
             raise ExportError(
                 f"ONNX: the model needs more than {VARIANTS_MAX} kinds of elsa::{kind.op_type}; "
                 "use mode 'custom-only' or 'standard'"
@@ -142,12 +144,12 @@ def _add_functions(model: ir.Model, nodes: list[ir.Node], *, standard: bool, ops
         node.op_type = names[kind]
 
 
-def _body(operator: OnnxOperator, node: ir.Node, newest: bool) -> Body:
+def _body(operator: OnnxOperator, node: ir.Node, newest: bool, opset: int) -> Body:
     """What the body of a node must do."""
     names = [name for name, _ in operator.parameters]
     given = {name: value for name, value in zip(names, node.inputs, strict=False) if value}
     traits, more = operator.needs(node, given, newest)
-    return Body(operator.name, tuple(given), frozenset(traits), frozenset(more))
+    return Body(operator.name, tuple(given), frozenset(traits), frozenset(more), opset)
 
 
 def _inline(model: ir.Model) -> None:
@@ -201,7 +203,8 @@ def _name_nodes(model: ir.Model) -> None:
     for node in model.graph:
         scopes = node.metadata_props.get(_SCOPES)
         path = _module_path(scopes) if scopes else ""
-        name = f"{path}/{node.op_type}" if path else node.op_type
+        kind = node.op_type.partition("_")[0]  # without a body's number, which is none of the node
+        name = f"{path}/{kind}" if path else kind
         used[name] = used.get(name, 0) + 1
         node.name = name if used[name] == 1 else f"{name}_{used[name]}"
         node.metadata_props.clear()

@@ -28,12 +28,14 @@ class Body:
         inputs: which of its inputs the node has.
         traits: what the nodes of one function must agree in.
         more: what some of its nodes need and the others can bear.
+        opset: of the model.
     """
 
     op_type: str
     inputs: tuple[str, ...]
     traits: frozenset[str] = frozenset()
     more: frozenset[str] = frozenset()
+    opset: int = 18
 
     def __contains__(self, word: str) -> bool:
         return word in self.inputs or word in self.traits or word in self.more
@@ -60,6 +62,7 @@ class OnnxOperator:
         lines: of the body of standard operators, in ONNX's text form; results in `out`.
         needs: (traits, more) of a node's body, given the values of its inputs by name and whether
             it may hold operators of opset 23.
+        kernel: whether the library for ONNX Runtime computes it, under `VARIANTS_MAX` names.
     """
 
     name: str
@@ -69,6 +72,7 @@ class OnnxOperator:
     fake: Callable[..., Tensor]
     lines: Callable[[Body], list[str]]
     needs: Callable[[ir.Node, dict[str, ir.Value], bool], tuple[set[str], set[str]]]
+    kernel: bool = True
 
     @property
     def parameters(self) -> tuple[tuple[str, bool], ...]:
@@ -112,6 +116,16 @@ def take_over(graph: Graph, old: Node, new: Node) -> None:
     old.replace_all_uses_with(new)
     if not old.users:
         graph.erase_node(old)
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """All arguments of a call by name, the defaults of its schema included."""
+    target: Any = node.target
+    found = {}
+    for index, parameter in enumerate(target._schema.arguments):
+        rest = node.kwargs.get(parameter.name, parameter.default_value)
+        found[parameter.name] = node.args[index] if index < len(node.args) else rest
+    return found
 
 
 def value_of(node: Any) -> Tensor:

@@ -1,8 +1,9 @@
 """The custom-op library for ONNX Runtime: the CPU kernels of `csrc/elsa` behind its C ABI.
 
-It holds `elsa::Attention`, `elsa::PackedAttention` and `elsa::WindowAttention`, needs neither torch
-nor Python nor ONNX Runtime's headers, and serves every ONNX Runtime from 1.17 on. Register it with
-`SessionOptions.register_custom_ops_library` (Python) or `RegisterCustomOpsLibrary` (C, C++).
+It holds `elsa::Attention`, `elsa::PackedAttention` and `elsa::WindowAttention`; `elsa::Linear` runs
+its body everywhere. It needs neither torch nor Python nor ONNX Runtime's headers, and serves every
+ONNX Runtime from 1.17 on. Register it with `SessionOptions.register_custom_ops_library` (Python) or
+`RegisterCustomOpsLibrary` (C, C++).
 """
 
 from __future__ import annotations

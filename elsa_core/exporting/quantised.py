@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from elsa_core.errors import ExportError
+from elsa_core.exporting import onnx_graph
 from elsa_core.messages import first_line, quiet
 
 # Attention, LayerNorm and the patch embedding stay as they are: their share of the time is small,
@@ -34,9 +36,11 @@ def quantise(source: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     try:
-        with quiet():
+        # Beside the source: its weights may lie there in a file of their own.
+        with quiet(), tempfile.NamedTemporaryFile(dir=source.parent, suffix=".onnx") as opened:
+            _open_layers(source, Path(opened.name))
             quantize_dynamic(
-                source,
+                opened.name,
                 target,
                 op_types_to_quantize=list(LAYERS),
                 per_channel=True,
@@ -50,3 +54,19 @@ def quantise(source: Path, target: Path) -> None:
     nodes = onnx.load(str(target), load_external_data=False).graph.node
     if not any(node.op_type == "MatMulInteger" for node in nodes):
         raise ExportError("model.int8.onnx: the graph holds no linear layer to quantise")
+
+
+def _open_layers(source: Path, target: Path) -> None:
+    """Write the model with the bodies of its linear layers in the graph, where the quantiser sees
+    them."""
+    import onnx
+    from onnx.inliner import inline_selected_functions
+
+    model = onnx.load(str(source), load_external_data=False)
+    known = onnx_graph.onnx_operators()
+    layers = [
+        (each.domain, each.name)
+        for each in model.functions
+        if not known[each.name.partition("_")[0]].kernel
+    ]
+    onnx.save(inline_selected_functions(model, layers) if layers else model, str(target))

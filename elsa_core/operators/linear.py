@@ -352,6 +352,7 @@ LINEAR = register(
         ),
         kind="linear",
         terms=("input", "weight", "bias"),
+        onnx="elsa_core.exporting.onnx_linear:EXPORT",
     )
 )
 SPLIT_WEIGHT = register(

@@ -1,50 +1,283 @@
-"""`elsa::linear` in ONNX: what follows the product is written in standard operators."""
+"""`elsa::linear` in ONNX: one node with a body, or standard operators, with every term."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import elsa_core as elsa
+from elsa_core import calls
+from elsa_core.exporting import artefacts, onnx_linear, quantised
+from elsa_core.exporting.export_target import export_target
+from elsa_core.exporting.onnx import export_onnx
+from elsa_core.operators.linear import ACTIVATIONS, plain
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 runtime = pytest.importorskip("onnxruntime")
+timm = pytest.importorskip("timm")
+
+ULPS = 2.4e-7  # two roundings, so that a peer that happens to be exact is no trap
+# activation, and whether there are a bias, a residual and a scale
+TERMS = tuple(itertools.product(ACTIVATIONS, *((None, True),) * 3))
+DEPTH, COLUMNS = 24, 16
 
 
-class Layers(nn.Module):
-    """What a GPU's program holds: products with all terms, and an attention."""
+class Terms(nn.Module):
+    """A call of each combination of terms, with an output of its own."""
+
+    def __init__(self, terms: Any = TERMS) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(COLUMNS, DEPTH, generator=generator))
+        self.bias = nn.Parameter(torch.randn(COLUMNS, generator=generator))
+        self.gamma = nn.Parameter(torch.randn(COLUMNS, generator=generator))
+        self.terms = terms
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            elsa.linear(
+                x, self.weight, self.bias if bias else None, activation=activation,
+                residual=y if residual else None, scale=self.gamma if scale else None,
+            )
+            for activation, bias, residual, scale in self.terms
+        )  # fmt: skip
+
+    def plain(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """PyTorch's own results in a dtype."""
+        x, y, weight, bias, gamma = (
+            t.detach().to(dtype) for t in (x, y, self.weight, self.bias, self.gamma)
+        )
+        return [
+            plain(x, weight, b and bias, activation, r and y, s and gamma)
+            for activation, b, r, s in self.terms
+        ]
+
+
+def session(path: Path) -> Any:
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def run(path: Path, *inputs: Tensor) -> list[Tensor]:
+    on = session(path)
+    names = [given.name for given in on.get_inputs()]
+    feeds = {name: t.numpy() for name, t in zip(names, inputs, strict=True)}
+    return [torch.from_numpy(out) for out in on.run(None, feeds)]
+
+
+def operands(lead: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (DEPTH, COLUMNS)
+    x, y = (torch.randn(*lead, n, generator=generator).to(dtype) for n in sizes)
+    return x, y
+
+
+def no_worse(outs: list[Tensor], model: Terms, x: Tensor, y: Tensor) -> None:
+    """Each output is at most twice as far from float64 as PyTorch's own."""
+    given = zip(
+        model.terms, outs, model.plain(x, y, x.dtype), model.plain(x, y, torch.float64), strict=True
+    )
+    for terms, out, peer, exact in given:
+        assert (out.shape, out.dtype) == (peer.shape, peer.dtype)
+        error, allowed = float((out - exact).norm()), 2 * float((peer - exact).norm())
+        assert error <= allowed + ULPS * float(exact.norm()), terms
+
+
+@pytest.mark.parametrize(
+    ("lead", "dtype", "opset"),
+    [
+        ((), torch.float32, 23),
+        ((5,), torch.float16, 18),
+        ((5, 3), torch.float16, 23),
+        ((5, 3, 2), torch.float32, 18),
+    ],
+    ids=str,
+)
+def test_each_call_is_one_node(
+    lead: tuple[int, ...], dtype: torch.dtype, opset: int, tmp_path: Path
+) -> None:
+    model, (x, y) = Terms().to(dtype).eval(), operands(lead, dtype)
+    path = tmp_path / "model.onnx"
+    example = (x[:2], y[:2]) if lead else (x, y)
+    export_onnx(model, example, path, opset=opset, dynamic_batch=bool(lead))
+    graph = onnx.load(path).graph
+    assert {(node.domain, node.op_type.partition("_")[0]) for node in graph.node} == {
+        ("elsa", "Linear")
+    }
+    named = [node.attribute[0].s.decode() for node in graph.node]
+    assert named == [activation for activation, *_ in TERMS]
+    no_worse(run(path, x, y), model, x, y)
+
+
+@pytest.mark.parametrize("mode", ["standard", "custom-only"])
+def test_no_library_is_asked_for_the_node(mode: str, tmp_path: Path) -> None:
+    """ONNX Runtime alone runs either file: no kernel of `Linear` is in the library."""
+    model, (x, y) = Terms(TERMS[::3]).eval(), operands((3, 5), torch.float32)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (x[:2], y[:2]), path, mode=mode, opset=23)
+    found = onnx.load(path)
+    assert not found.functions
+    assert not [node for node in found.graph.node if node.domain]
+    assert "Gelu" in {node.op_type for node in found.graph.node}
+    no_worse(run(path, x, y), model, x, y)
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_torch_onnx_writes_standard_operators(dynamo: bool, tmp_path: Path) -> None:
+    model, (x, y) = Terms().eval(), operands((3, 5), torch.float32)
+    path = tmp_path / "model.onnx"
+    if dynamo:
+        batch = torch.export.Dim("batch")
+        how: dict[str, Any] = {"dynamic_shapes": ({0: batch}, {0: batch}), "verbose": False}
+    else:
+        axes = {name: {0: "batch"} for name in ("x", "y")}
+        how = {"dynamo": False, "input_names": list(axes), "dynamic_axes": axes}
+    torch.onnx.export(model, (x[:2], y[:2]), str(path), opset_version=18, **how)
+    assert not [node for node in onnx.load(path).graph.node if node.domain]
+    no_worse(run(path, x, y), model, x, y)
+
+
+def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
+    """Not at each step of a formula, also where a runtime has half-precision kernels for them."""
+    from onnx.reference import ReferenceEvaluator
+
+    smooth = [each for each in TERMS if each[0] not in ("none", "relu") and each[1]]
+    model, (x, y) = Terms(smooth).half().eval(), operands((40, 5), torch.float16)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (x[:2], y[:2]), path)
+    feeds = dict(zip(("input_0", "input_1"), (x.numpy(), y.numpy()), strict=True))
+    outs = ReferenceEvaluator(onnx.load(path)).run(None, feeds)
+    no_worse([torch.from_numpy(np.asarray(out)) for out in outs], model, x, y)
+
+
+class Cast(nn.Module):
+    """A residual of another dtype, and a product that autocast computes in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.gamma = nn.Parameter(torch.randn(8))
+        self.layer = nn.Linear(DEPTH, COLUMNS)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        weight, bias = self.layer.weight, self.layer.bias
+        first = elsa.linear(x, weight, bias, activation="silu", residual=y.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            second = elsa.linear(x, weight, bias, activation="gelu")
+        return first, second.float()
+
+
+def test_dtypes_are_those_of_pytorch() -> None:
+    model, (x, y) = Cast().eval(), operands((2, 3), torch.float32)
+    with calls.Products(kept=True), torch.no_grad():
+        program = torch.export.export(model, (x, y), strict=False)
+    assert sum("elsa.linear" in str(node.target) for node in program.graph.nodes) == 1
+    with torch.no_grad():
+        for out, wanted in zip(program.module()(x, y), model(x, y), strict=True):
+            assert out.dtype == wanted.dtype
+            torch.testing.assert_close(out, wanted)
+
+
+def test_double_precision_is_written_in_standard_operators(tmp_path: Path) -> None:
+    some = [each for each in TERMS if each[0] in ("none", "relu")]
+    model, (x, y) = Terms(some).double().eval(), operands((3,), torch.float64)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (x[:2], y[:2]), path)
+    assert not [node for node in onnx.load(path).graph.node if node.domain]
+    for out, exact in zip(run(path, x, y), model.plain(x, y, torch.float64), strict=True):
+        torch.testing.assert_close(out, exact)
+
+
+def test_programs_of_other_formats_hold_no_operator_without_a_library() -> None:
+    model, (x, y) = Terms(TERMS[-1:]).eval(), operands((2, 3), torch.float32)
+    with calls.Products(kept=False) as products, torch.no_grad():
+        program = torch.export.export(model, (x, y), strict=False)
+    assert products.asked
+    assert not [node for node in program.graph.nodes if "elsa." in str(node.target)]
+
+
+def vit() -> nn.Module:
+    """Patched as a whole: nine linear layers."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(
+        "test_vit", img_size=32, num_classes=7, depth=2, init_values=0.5
+    ).eval()
+    elsa.patch(model, scope="model")
+    return model
+
+
+def written(path: Path) -> Counter[str]:
+    return Counter(node.op_type.partition("_")[0] for node in onnx.load(path).graph.node)
+
+
+def test_patched_layers_are_nodes(tmp_path: Path) -> None:
+    """Residual, LayerScale and GELU are in them; ONNX Runtime then runs the same operators."""
+    model, images = vit(), torch.randn(5, 3, 32, 32)
+    with torch.no_grad():
+        exact = model.double()(images.double())
+        own = model.float()(images)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (images[:2],), path, input_names=["image"])
+    found = written(path)
+    assert found["Linear"] == 9
+    assert not {"MatMul", "Gemm", "Erf", "Mul"} & set(found)
+    error, allowed = (float((t - exact).norm()) for t in (run(path, images)[0], own))
+    assert error <= 2 * allowed + ULPS * float(exact.norm())
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    optimised = written(tmp_path / "optimized.onnx")
+    assert optimised["BiasGelu"] == 2 and not {"Erf", "Linear"} & set(optimised)
+
+
+def test_integers_reach_the_layers_of_nodes(tmp_path: Path) -> None:
+    path, target = tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
+    export_onnx(vit(), (torch.randn(2, 3, 32, 32),), path)
+    quantised.quantise(path, target)
+    found = written(target)
+    assert (found["MatMulInteger"], found["Linear"], found["PackedAttention"]) == (9, 0, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.int8.onnx", "model.onnx"]
+
+
+def test_a_bundle_holds_nodes_beside_a_program_without(tmp_path: Path) -> None:
+    """No library for a CPU serves `elsa::linear`: model.onnx is not made of model.pt2's program."""
+    images = torch.randn(2, 3, 32, 32)
+    target = export_target(vit(), None, images, 0)
+    chosen = artefacts.Choices(("pt2", "onnx"), "custom", 18, False)
+    writer = artefacts._Writer(target, chosen, tmp_path)
+    assert writer.write("pt2") == ("attention",)
+    assert "Linear" in writer.write("onnx")
+
+
+class Mixed(nn.Module):
+    """Calls of two kinds, of which the first comes twice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.first.weight, self.first.bias
-        y = torch.ops.elsa.linear(x, weight, bias, "gelu", x, self.gamma, "strict")
-        for activation in ("gelu_tanh", "quick_gelu", "silu", "relu", "none"):
-            y = torch.ops.elsa.linear(y, weight, None, activation)
-        q = y.unflatten(-1, (2, 4)).transpose(1, 2)
-        out = elsa.attention(q, q, q)
-        assert isinstance(out, Tensor)
-        return out
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = torch.zeros(x.shape[1], x.shape[1])
+        first: Any = elsa.attention(heads, heads, heads)
+        second: Any = elsa.attention(heads, heads, first, mask)
+        third: Tensor = elsa.attention(heads, first, second)  # type: ignore[assignment]
+        return third
 
 
-@pytest.mark.parametrize("opset", [18, 23])
-def test_terms_are_standard_operators(tmp_path, opset):
-    from elsa_core.exporting.onnx import export_onnx
+def test_names_of_nodes_differ(tmp_path: Path) -> None:
+    """The second `Attention` had the name of the first `Attention_2`: no runtime took the file."""
+    model, x = Mixed().eval(), torch.randn(3, 9, 16)
+    path = tmp_path / "model.onnx"
+    export_onnx(model, (x[:2],), path)
+    names = [node.name for node in onnx.load(path).graph.node if node.domain == "elsa"]
+    assert names == ["Attention", "Attention_2", "Attention_3"]
+    torch.testing.assert_close(run(path, x)[0], model(x), rtol=1e-5, atol=1e-5)
 
-    torch.manual_seed(0)
-    model, x = Layers().eval(), torch.randn(2, 3, 8)
-    file = tmp_path / "model.onnx"
-    export_onnx(model, (x,), file, mode="standard", opset=opset)
-    graph = onnx.load(file).graph
-    assert {node.domain for node in graph.node} == {""}
-    if opset == 23:  # the runtime's own Attention of opset 23 is not what is tested
-        assert "Gelu" in {node.op_type for node in graph.node}
-        return
-    (out,) = runtime.InferenceSession(file).run(None, {graph.input[0].name: x.numpy()})
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(out), model(x), rtol=1e-5, atol=1e-6)
+
+def test_every_activation_has_a_body() -> None:
+    assert set(onnx_linear._ACTIVATIONS) | {"none"} == set(ACTIVATIONS)

@@ -60,6 +60,23 @@ class Sdpa(nn.Module):
         return elsa.attention(query, key, value, attn_mask, enable_gqa=True, **self.options)
 
 
+class Folded(nn.Module):
+    """A call whose lse is reshaped as its output is, and not used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, lse = elsa.attention(x, x, x, return_lse=True)
+        lse.unflatten(1, (2, 2))
+        folded: Tensor = out.unflatten(1, (2, 2))
+        return folded
+
+
+def test_an_lse_that_is_not_used_is_left_out(tmp_path: Path) -> None:
+    """Hiera, whose queries have five dimensions, was refused for its log-sum-exp."""
+    path, x = tmp_path / "model.onnx", torch.randn(3, 4, 7, 8)
+    export_onnx(Folded(), (x[:2],), path)
+    torch.testing.assert_close(run(session(path), x), Folded()(x))
+
+
 CASES: dict[str, tuple[tuple[tuple[int, ...], ...], str, dict[str, Any]]] = {
     "plain, odd sizes": (((3, 63, 16), (3, 63, 16), (3, 63, 16)), "", {}),
     "Dv and Nk differ, scale": (((2, 7, 24), (2, 100, 24), (2, 100, 40)), "", {"scale": 0.3}),

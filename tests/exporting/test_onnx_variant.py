@@ -114,4 +114,4 @@ def test_a_record_knows_no_exporter() -> None:
     """Its parts are names until somebody asks for them."""
     assert isinstance(operators.ATTENTION.onnx, str)
     assert operators.ATTENTION.part("onnx").operators[0].name == "Attention"
-    assert operators.LINEAR.part("onnx") is None
+    assert operators.SPLIT_WEIGHT.part("onnx") is None

@@ -75,12 +75,12 @@ def project(
 ) -> Tensor:
     """residual + scale * activation(layer(norm(x))), a projection of the patched site: one call
     where that is a plain linear layer without hooks, and the norm in it where a kernel takes it. On
-    a CPU a recorded program calls the layer. A block may have handed the layer a residual and a
-    scale.
+    a CPU a recorded program calls the layer, see `is_elsas`. A block may have handed the layer a
+    residual and a scale.
     """
     if activation != "none" and leaves_out(ACTIVATION):
         return epilogue(project(site, layer, x, norm=norm), activation, residual, scale)
-    if is_plain_linear(layer) and not is_shown(layer) and (x.is_cuda or not calls.recorded()):
+    if is_plain_linear(layer) and not is_shown(layer) and is_elsas(layer, x):
         if is_within_original(site):
             out = by_pytorch(layer, x if norm is None else norm(x))
             return epilogue(out, activation, residual, scale)
@@ -96,6 +96,15 @@ def project(
             site.elsa_backend, halves, powers, within,
         )  # fmt: skip
     return epilogue(layer(x if norm is None else norm(x)), activation, residual, scale)
+
+
+def is_elsas(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer's product of x is a call of elsa's. A recorded program on a CPU calls the
+    layer, but for ONNX, which has a node for it, where the layer itself is patched.
+    """
+    if x.is_cuda or not calls.recorded():
+        return True
+    return type(layer) is not nn.Linear and calls.keeps_products()
 
 
 def by_pytorch(layer: Any, x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Adds(_Module):  # type: ignore[misc]
         return tuple(module.modules())
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        if is_within_original(self) or calls.recorded():
+        if is_within_original(self) or (calls.recorded() and not calls.keeps_products()):
             return super().forward(*given, **named)
 
         def by_elsa() -> Any:
@@ -191,7 +191,7 @@ def added_by(
     """x + drop_path(scale * compute()), where compute calls a part, in its last product if that
     layer can take the terms.
     """
-    if calls.recorded():
+    if calls.recorded() and not calls.keeps_products():
         return _plain(x, compute(), scale, drop_path)
     with handed_to(part, x, scale, drop_path) as handed:
         out = compute()
