@@ -86,6 +86,8 @@ def may_wait(x: Tensor, heads: int, head_dim: int, module: Any) -> bool:
 
 def has_kernel(x: Tensor, head_dim: int, precision: str, backend: str) -> bool:
     """Whether more than plain PyTorch takes packed sequences of x's dtype and device."""
+    if backend not in routing.names("varlen_attention"):
+        return False
     kind = (calls.place(x), x.dtype, head_dim, head_dim, precision, backend)
     return routing.name_of("varlen_attention", *kind) != routing.PLAIN
 
