@@ -155,9 +155,10 @@ def explain_varlen_attention(
     q, k, v = given[:3]
     longest = _longest(given, max_seqlen_q, max_seqlen_k)
     kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
+    limits = "causal" if given.cu_seqlens_k is given.cu_seqlens_q else "crossed"
     request = Request(
         q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "varlen_attention",
-        "causal" if is_causal else "none",
+        limits if is_causal else "none",
         gradient=calls.wanted(query=query, key=key, value=value), ordinal=q.get_device(),
     )  # fmt: skip
     alone = routing.plain_alone(backend)

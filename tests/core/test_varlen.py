@@ -403,6 +403,21 @@ def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "padded to 130 queries and 130 keys" in route.schedule
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+def test_explain_of_gradients(same: bool, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal limits between sequences of two lengths are not flash's: explain said they were."""
+    asked: list[Request] = []
+    monkeypatch.setattr(routing, "route", lambda request, *of, **terms: asked.append(request))
+    q, k, v, starts, others = operands("mixed", dims=(16, 16), dtype=torch.float16)
+    given = (q.requires_grad_(), k, v, starts, *(() if same else (others,)))
+    elsa.explain_varlen_attention(*given, is_causal=is_causal)
+    request = asked[0]._replace(device_type="cuda")
+    name, reasons = routing.gradient_name(request)
+    assert (name == "sdpa") == (same or not is_causal)
+    assert name == "sdpa" or "bottom right" in reasons[-1]
+
+
 def test_gradients_by_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """What PyTorch's kernel is given, and what comes of it; `test_triton_varlen_gpu` runs it."""
     q, k, v, starts, _ = operands("mixed")
@@ -426,13 +441,27 @@ def test_gradients_by_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given[6].dtype == torch.int32 and given[8:12] == (q.shape[0], k.shape[0], 0.0, True)
     crossed = (*terms[:4], starts.clone(), *terms[5:])
     assert sdpa_varlen.backward(grad, none, *crossed, every) is None  # another causal limit
+    apart = torch.cat((starts, starts))  # two views that begin in one place
+    crossed = (*terms[:3], apart[: len(starts)], apart[::2][: len(starts)], *terms[5:])
+    assert sdpa_varlen.backward(grad, none, *crossed, every) is None
+    seen.clear()
+    spread = torch.stack((starts, starts), 1)[:, 0]
+    aslant = (*terms[:3], spread, spread, out, lse.t().contiguous().t(), *terms[7:])
+    assert sdpa_varlen.backward(grad, none, *aslant, every) is not None
+    assert all(t.is_contiguous() for t in seen[0][5:8])  # the kernel reads or wants them so
     assert sdpa_varlen.backward(grad, lse, *terms, every) is None  # no gradient of lse
     assert sdpa_varlen.backward(grad, none, q[:0], *terms[1:], every) is None
     half = ("cuda", torch.float16, 64, 64)
     served = {half: True, ("cuda", torch.float32, 64, 64): False, ("cpu", *half[1:]): False,
               (*half[:2], 60, 60): False, (*half[:2], 64, 32): False}  # fmt: skip
+    built, here = (SimpleNamespace(is_built=lambda: True, flash_sdp_enabled=lambda: True,
+                                   is_flash_attention_available=lambda there=there: there)
+                   for there in (False, True))  # fmt: skip
+    monkeypatch.setattr(torch.backends, "cuda", here)
     for request, ok in served.items():
         assert sdpa_varlen.gradient(Request(*request, "strict")).ok == ok
+    monkeypatch.setattr(torch.backends, "cuda", built)
+    assert "without flash" in sdpa_varlen.gradient(Request(*half, "strict")).reason
 
 
 def test_shapes_alone_on_the_meta_device() -> None:
