@@ -106,7 +106,7 @@ def varlen_attention(
             out, lse = operators.VARLEN_ATTENTION.exported(*given, is_causal, scale)
         elif routing.plain_alone(backend):
             out, lse = operators.VARLEN_ATTENTION.reference(*given, is_causal, scale)
-        elif _pads(kind, backend):
+        elif _pads(kind, backend) or _is_recorded(given, is_causal, precision, backend):
             if longest is not None and q.shape[0] and given.key.shape[0]:
                 out, lse = _by_padding(given, longest, is_causal, scale, precision)
             else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
@@ -155,12 +155,7 @@ def explain_varlen_attention(
     q, k, v = given[:3]
     longest = _longest(given, max_seqlen_q, max_seqlen_k)
     kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
-    limits = "causal" if given.cu_seqlens_k is given.cu_seqlens_q else "crossed"
-    request = Request(
-        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "varlen_attention",
-        limits if is_causal else "none",
-        gradient=calls.wanted(query=query, key=key, value=value), ordinal=q.get_device(),
-    )  # fmt: skip
+    request = _request(given, is_causal, precision)
     alone = routing.plain_alone(backend)
     if alone:
         return routing.route(request, routing.PLAIN, schedule=(q,), because=f"has no {alone}")
@@ -192,6 +187,26 @@ def _pads(kind: tuple[str, torch.dtype, int, int, str], backend: str) -> bool:
     if backend != "auto" or not kind[0].startswith("cuda"):
         return False
     return routing.name_of("varlen_attention", *kind, backend) == routing.PLAIN
+
+
+def _request(given: Packed, is_causal: bool, precision: str) -> Request:
+    q, k, v, starts, others = given
+    limits = "causal" if others is starts else "crossed"
+    return Request(
+        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "varlen_attention",
+        limits if is_causal else "none", gradient=calls.wanted(query=q, key=k, value=v),
+        ordinal=q.get_device(),
+    )  # fmt: skip
+
+
+def _is_recorded(given: Packed, is_causal: bool, precision: str, backend: str) -> bool:
+    """Whether a CUDA graph is being recorded of a call whose gradients pad: of packed sequences
+    these ask the device for the longest lengths, which no graph holds."""
+    if backend != "auto" or not given.query.is_cuda or calls.traced():
+        return False
+    if not (torch.cuda.is_current_stream_capturing() and calls.differentiates(*given[:3])):
+        return False
+    return routing.gradient_name(_request(given, is_causal, precision))[0] == routing.PLAIN
 
 
 def _by_padding(

@@ -393,6 +393,26 @@ def test_only_gpus_without_a_kernel_pad(monkeypatch: pytest.MonkeyPatch) -> None
         assert not varlen._pads(("cpu", *kind), "auto")
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_a_recorded_step_pads_ahead(
+    kernel: str, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding in the backward asks the device for the longest lengths, which ends the recording."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(routing, "gradient_name", lambda request: (kernel, ()))
+    q, k, v, *lengths = operands("mixed")
+    padded: list[int] = []
+    monkeypatch.setattr(
+        varlen, "_by_padding", lambda given, *of: padded.append(1) or (given.query, given.query)
+    )
+    elsa.varlen_attention(q, k, v, *lengths, backend="auto")
+    assert not padded
+    elsa.varlen_attention(q.requires_grad_(), k, v, *lengths)
+    assert len(padded) == (capturing and kernel == "eager")
+
+
 def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_pads", lambda *of: True)
     q, k, v, *lengths = operands("mixed")
