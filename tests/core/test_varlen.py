@@ -393,24 +393,43 @@ def test_only_gpus_without_a_kernel_pad(monkeypatch: pytest.MonkeyPatch) -> None
         assert not varlen._pads(("cpu", *kind), "auto")
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-def test_a_recorded_step_pads_ahead(
-    kernel: str, capturing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Padding in the backward asks the device for the longest lengths, which ends the recording."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(routing, "gradient_name", lambda request: (kernel, ()))
+CUDA = ("cuda:0", torch.float32, 24, 24, "strict")
+# why: (kind, is_causal, backend, lengths of their own, max_seqlen_q and max_seqlen_k), pads ahead
+TOLD = {
+    "float32": (CUDA, False, "auto", False, (130, None), True),
+    "nothing told": (CUDA, False, "auto", False, (None, None), False),
+    "one of two told": (CUDA, False, "auto", True, (130, None), False),
+    "both told": (CUDA, False, "auto", True, (130, 130), True),
+    "by name": (CUDA, False, "triton", False, (130, None), False),
+    "a CPU": (("cpu", *CUDA[1:]), False, "auto", False, (130, None), False),
+    "half": ((CUDA[0], torch.float16, *CUDA[2:]), True, "auto", False, (130, None), False),
+    "crossed": ((CUDA[0], torch.float16, *CUDA[2:]), True, "auto", True, (130, 130), True),
+    "widths": ((CUDA[0], torch.float16, 24, 40, "strict"), False, "auto", False, (130, 130), True),
+}
+
+
+@pytest.mark.parametrize("why", TOLD)
+def test_gradients_that_pad_have_a_padded_forward(why: str) -> None:
+    """Where the caller told the longest lengths: a backward that asks the device for them waits,
+    and no CUDA graph can be recorded of it."""
+    kind, is_causal, backend, own, told, pads = TOLD[why]
+    q, k, v, starts, others = operands("mixed", dims=kind[2:4])
+    given = varlen.Packed(q, k, v, starts, others if own else starts)
+    assert not varlen._spares_waiting(kind, given, is_causal, backend, told)
+    q.requires_grad_()
+    assert varlen._spares_waiting(kind, given, is_causal, backend, told) == pads
+    with torch.no_grad():
+        assert not varlen._spares_waiting(kind, given, is_causal, backend, told)
+
+
+def test_what_pads_ahead_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_spares_waiting", lambda *of: True)
     q, k, v, *lengths = operands("mixed")
-    padded: list[int] = []
-    monkeypatch.setattr(
-        varlen, "_by_padding", lambda given, *of: padded.append(1) or (given.query, given.query)
-    )
-    elsa.varlen_attention(q, k, v, *lengths, backend="auto")
-    assert not padded
-    elsa.varlen_attention(q.requires_grad_(), k, v, *lengths)
-    assert len(padded) == (capturing and kernel == "eager")
+    q.requires_grad_()
+    route = elsa.explain_varlen_attention(q, k, v, *lengths)
+    assert "padded to 130" in route.schedule and any("would wait" in r for r in route.reasons)
+    monkeypatch.setattr(varlen, "_by_padding", lambda given, *of: (given.query, given.query))
+    assert elsa.varlen_attention(q, k, v, *lengths) is q
 
 
 def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
