@@ -186,7 +186,7 @@ class _Watch(TorchDispatchMode):
         for path in paths:
             module = model.get_submodule(path)
             handles.append(module.register_forward_pre_hook(self._enterer(path)))
-            handles.append(module.register_forward_hook(self._leave))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
             yield
         finally:
@@ -199,10 +199,11 @@ class _Watch(TorchDispatchMode):
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
         path, _ = self._sites.pop()
         if is_layer(module) and path not in self.found:
-            self.found[path] = _unseen(module, args[0])
+            input = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
+            self.found[path] = _unseen(module, input)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
