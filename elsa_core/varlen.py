@@ -327,8 +327,10 @@ def _longest(
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
     queries, keys = given.query.shape[0], given.key.shape[0]
-    of_queries = _longest_of("q", queries, given.cu_seqlens_q, max_seqlen_q)
-    of_keys = _longest_of("k", keys, given.cu_seqlens_k, max_seqlen_k)
+    of_queries = of_keys = _longest_of("q", queries, given.cu_seqlens_q, max_seqlen_q)
+    same = given.cu_seqlens_k is given.cu_seqlens_q and max_seqlen_k == max_seqlen_q
+    if calls.traced() or not (same and queries == keys):  # on a GPU the host waits but once
+        of_keys = _longest_of("k", keys, given.cu_seqlens_k, max_seqlen_k)
     return None if of_queries is None or of_keys is None else (of_queries, of_keys)
 
 

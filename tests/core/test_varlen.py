@@ -422,6 +422,22 @@ def test_gradients_that_pad_have_a_padded_forward(why: str) -> None:
         assert not varlen._spares_waiting(kind, given, is_causal, backend, told)
 
 
+def test_lengths_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time the host waits for a GPU."""
+    read: list[str] = []
+    checked = packing.checked_bounds
+    monkeypatch.setattr(
+        packing, "checked_bounds", lambda name, *of: read.append(name) or checked(name, *of)
+    )
+    q, k, v, starts, others = operands("mixed")
+    elsa.varlen_attention(q, k, v, starts)
+    assert read == ["cu_seqlens_q"]
+    elsa.varlen_attention(q, k, v, starts, others)
+    assert read[1:] == ["cu_seqlens_q", "cu_seqlens_k"]
+    with pytest.raises(ArgumentError, match="cu_seqlens_k must"):
+        elsa.varlen_attention(q, k[1:], v[1:], starts)
+
+
 def test_what_pads_ahead_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_spares_waiting", lambda *of: True)
     q, k, v, *lengths = operands("mixed")
