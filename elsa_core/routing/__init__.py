@@ -24,7 +24,6 @@ from elsa_core.routing.choose import (
     name_of,
     names,
     plain_alone,
-    recomputes,
     register,
     rows_of,
     select,
@@ -36,7 +35,7 @@ from elsa_core.routing.choose import (
     whole_name,
 )
 from elsa_core.routing.explained import route
-from elsa_core.routing.gradients import recorded, shard_backward
+from elsa_core.routing.gradients import recomputes, recorded, shard_backward
 from elsa_core.routing.measured import (
     CENTRED,
     FORMS,

@@ -315,30 +315,8 @@ def trains_original(
     return gradient_name(request)[0] == PLAIN
 
 
-def recomputes(
-    operator: str,
-    place: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    precision: str,
-    gradient: tuple[str, ...],
-    mask: str,
-) -> bool:
-    """Whether no backend has a kernel of the gradients of such calls.
-
-    A constant for the compiler, as `name_of`.
-    """
-    device = torch.device(place)
-    request = Request(
-        device.type, dtype, head_dim, value_dim, precision, operator, mask, gradient=gradient,
-        ordinal=_ordinal(device),
-    )  # fmt: skip
-    return gradient_name(request)[0] == PLAIN
-
-
 # The mark of `torch.compiler.assume_constant_result`, set without importing the compiler.
-for _constant in (name_of, rows_of, training_name, whole_name, trains_original, recomputes):
+for _constant in (name_of, rows_of, training_name, whole_name, trains_original):
     _constant._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
