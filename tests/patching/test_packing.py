@@ -122,14 +122,40 @@ def test_a_thread_with_original_methods(
     assert packed and torch.equal(found[0], expected) and torch.allclose(own, alone, atol=1e-5)
 
 
+TOKENS: Any = SimpleNamespace(
+    device=torch.device("cuda"), shape=(16, 576, 384), dtype=torch.float32
+)  # fmt: skip
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a GPU would say of its current stream."""
+    said = {"capturing": False, "current": 0}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: said["capturing"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: said["current"])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: 0)
+    return said
+
+
 @pytest.mark.parametrize("backend", routing.names("attention"))
-def test_a_backend_without_packed_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_packed_sequences(
+    backend: str, streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that was patched with its name failed on a GPU, where padding is asked about."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(routing, "name_of", lambda *kind: kind[-1])
     site = SimpleNamespace(elsa_precision="strict", elsa_backend=backend)
-    tokens: Any = SimpleNamespace(
-        device=torch.device("cuda"), shape=(16, 576, 384), dtype=torch.float32
-    )
     packs = backend in routing.names("varlen_attention") and backend != routing.PLAIN
-    assert padding.may_wait(tokens, 6, 64, site) == packs
+    assert padding.may_wait(TOKENS, 6, 64, site) == packs
+
+
+def test_a_warm_up_is_as_the_graph(
+    streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph holds masked attention; calls ahead of it packed, and loaded other kernels."""
+    monkeypatch.setattr(routing, "name_of", lambda *kind: "triton")
+    site = SimpleNamespace(elsa_precision="strict", elsa_backend="auto")
+    assert padding.may_wait(TOKENS, 6, 64, site)
+    streams["current"] = 7
+    assert not padding.may_wait(TOKENS, 6, 64, site)
+    streams.update(capturing=True, current=0)
+    assert not padding.may_wait(TOKENS, 6, 64, site)
