@@ -60,10 +60,10 @@ def varlen_attention(
             empty.
         cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: the longest sequence or more. They are used on CUDA devices
-            alone: without them a call reads cu_seqlens there, and waits for the device, and so do
-            gradients that pad. With them
-            the contents of cu_seqlens are not checked there: a longest length that is too small or
-            cumulative lengths that are none give an error of the device or wrong results.
+            alone: without them a call reads cu_seqlens there, and waits for the device, as do
+            gradients that pad. With them the contents of cu_seqlens are not checked there: a
+            longest length that is too small or cumulative lengths that are none give an error of
+            the device or wrong results.
         is_causal: query i of a sequence sees its keys 0..i (top-left aligned, as in `attention`).
         scale: factor on the scores; default 1 / sqrt(D). A scale of 0.0 is a scale.
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).

@@ -52,7 +52,7 @@ class Direct:
         before = None if self.keepers is None else self.keepers.begin()
         try:
             with PACKING.lock:
-                if not PACKING.calls:  # whose sites ask, as in the first call of a kind
+                if not PACKING.calls:  # while one is under way, sites ask
                     self._put(put)
             return method(*given, **named)
         finally:
