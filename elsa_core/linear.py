@@ -231,6 +231,8 @@ def explain_linear(
     )  # fmt: skip
     given = (backend, input, weight, bias)
     found = _explained(request, *given)
+    if activation == "none" and not any(t is not None for t in (residual, scale, norm, value)):
+        return _unless_slower(found, request, *given)
     if value is not None and (norm is None or found.backend != routing.PLAIN):
         gradient = request.gradient + calls.wanted(value=value[0], value_bias=value[1])
         gated = request._replace(operator="gated_linear", gradient=gradient)
@@ -248,6 +250,23 @@ def _explained(
     serving = (request.operator, request.device_type, backend) in routing.SERVING
     asked = "auto" if backend == "auto" or serving else routing.PLAIN
     return routing.route(request, asked, schedule=(input, weight, bias))
+
+
+def _unless_slower(
+    found: Route, request: Request, backend: str, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Route:
+    """What serves a product with at most a bias: PyTorch some that the shipped table names."""
+    if found.backend == routing.PLAIN or request.precision != "strict":
+        return found
+    for row in routing.linear_by_pytorch(input.device, input.dtype):
+        if row.holds(input.numel(), request.head_dim, request.value_dim):
+            slower = (
+                f"{row.ratio[0]} to {row.ratio[1]} of PyTorch's speed in the shipped table; serves "
+                "exported programs and open lengths of compiled ones"
+            )
+            terms = (input, weight, bias)
+            return routing.route(request, routing.PLAIN, schedule=terms, because=slower)
+    return found
 
 
 def _composes(

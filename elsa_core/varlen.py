@@ -60,9 +60,10 @@ def varlen_attention(
             empty.
         cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: the longest sequence or more. They are used on CUDA devices
-            alone: without them a call reads cu_seqlens there, and waits for the device. With them
-            the contents of cu_seqlens are not checked there: a longest length that is too small or
-            cumulative lengths that are none give an error of the device or wrong results.
+            alone: without them a call reads cu_seqlens there, and waits for the device, as do
+            gradients that pad. With them the contents of cu_seqlens are not checked there: a
+            longest length that is too small or cumulative lengths that are none give an error of
+            the device or wrong results.
         is_causal: query i of a sequence sees its keys 0..i (top-left aligned, as in `attention`).
         scale: factor on the scores; default 1 / sqrt(D). A scale of 0.0 is a scale.
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
@@ -86,7 +87,8 @@ def varlen_attention(
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     try:
         given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
-        longest = _longest(given, max_seqlen_q, max_seqlen_k)
+        told = max_seqlen_q, max_seqlen_k
+        longest = _longest(given, *told)
         if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
             q, k, v, _ = autocast(*given[:3], None)
             given = given._replace(query=q, key=k, value=v)
@@ -106,7 +108,7 @@ def varlen_attention(
             out, lse = operators.VARLEN_ATTENTION.exported(*given, is_causal, scale)
         elif routing.plain_alone(backend):
             out, lse = operators.VARLEN_ATTENTION.reference(*given, is_causal, scale)
-        elif _pads(kind, backend):
+        elif _pads(kind, backend) or _spares_waiting(kind, given, is_causal, backend, told):
             if longest is not None and q.shape[0] and given.key.shape[0]:
                 out, lse = _by_padding(given, longest, is_causal, scale, precision)
             else:  # nothing to pad; or a compiled program, which cannot ask for the longest length
@@ -153,17 +155,19 @@ def explain_varlen_attention(
     """
     given = _checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     q, k, v = given[:3]
-    longest = _longest(given, max_seqlen_q, max_seqlen_k)
+    told = max_seqlen_q, max_seqlen_k
+    longest = _longest(given, *told)
     kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
     request = Request(
         q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, "varlen_attention",
-        "causal" if is_causal else "none",
-        gradient=calls.wanted(query=query, key=key, value=value), ordinal=q.get_device(),
+        _limits(given, is_causal), gradient=calls.wanted(query=query, key=key, value=value),
+        ordinal=q.get_device(),
     )  # fmt: skip
     alone = routing.plain_alone(backend)
     if alone:
         return routing.route(request, routing.PLAIN, schedule=(q,), because=f"has no {alone}")
-    if not _pads(kind, backend):
+    spares = _spares_waiting(kind, given, is_causal, backend, told)
+    if not (spares or _pads(kind, backend)):
         return routing.route(request, backend, schedule=(q,))
     if longest is None or not (q.shape[0] and k.shape[0]):
         return routing.route(request, routing.PLAIN, schedule=(q,))
@@ -181,7 +185,7 @@ def explain_varlen_attention(
     return replace(
         found,
         schedule=f"padded to {longest[0]} queries and {longest[1]} keys; {found.schedule}",
-        reasons=(*routing.select(request)[1], *found.reasons),
+        reasons=(*_passed_over(request, spares), *found.reasons),
     )
 
 
@@ -191,6 +195,37 @@ def _pads(kind: tuple[str, torch.dtype, int, int, str], backend: str) -> bool:
     if backend != "auto" or not kind[0].startswith("cuda"):
         return False
     return routing.name_of("varlen_attention", *kind, backend) == routing.PLAIN
+
+
+def _passed_over(request: Request, spares: bool) -> tuple[str, ...]:
+    """Why no kernel of packed sequences serves a call that is padded."""
+    name, reasons = routing.select(request)
+    return (*reasons, f"{name}: its gradients would wait for the device") if spares else reasons
+
+
+def _spares_waiting(
+    kind: tuple[str, torch.dtype, int, int, str],
+    given: Packed,
+    is_causal: bool,
+    backend: str,
+    told: tuple[int | None, int | None],
+) -> bool:
+    """Whether a call pads ahead since its gradients will: those of packed sequences would ask the
+    device for the longest lengths, which the caller `told` (max_seqlen_q, max_seqlen_k)."""
+    if backend != "auto" or not kind[0].startswith("cuda") or told[0] is None:
+        return False
+    wanted = calls.wanted(query=given.query, key=given.key, value=given.value)
+    known = told[1] is not None or given.cu_seqlens_k is given.cu_seqlens_q
+    return bool(wanted and known) and routing.recomputes(
+        "varlen_attention", *kind, wanted, _limits(given, is_causal)
+    )
+
+
+def _limits(given: Packed, is_causal: bool) -> str:
+    """The word of `Request.mask`."""
+    if not is_causal:
+        return "none"
+    return "causal" if given.cu_seqlens_k is given.cu_seqlens_q else "crossed"
 
 
 def _by_padding(
@@ -292,8 +327,10 @@ def _longest(
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
     queries, keys = given.query.shape[0], given.key.shape[0]
-    of_queries = _longest_of("q", queries, given.cu_seqlens_q, max_seqlen_q)
-    of_keys = _longest_of("k", keys, given.cu_seqlens_k, max_seqlen_k)
+    of_queries = of_keys = _longest_of("q", queries, given.cu_seqlens_q, max_seqlen_q)
+    same = given.cu_seqlens_k is given.cu_seqlens_q and max_seqlen_k == max_seqlen_q
+    if calls.traced() or not (same and queries == keys):  # on a GPU the host waits but once
+        of_keys = _longest_of("k", keys, given.cu_seqlens_k, max_seqlen_k)
     return None if of_queries is None or of_keys is None else (of_queries, of_keys)
 
 

@@ -29,6 +29,10 @@ def gradient(request: Request) -> Support:
         reason = f"wants values as wide as keys, {_FLASH_DIM} channels at most"
     elif request.head_dim % step_of(request.dtype):
         reason = f"wants multiples of {step_of(request.dtype)} channels"
+    elif request.mask == "crossed":
+        reason = "aligns causal limits to the bottom right"
+    elif torch.backends.cuda.is_built() and not torch.backends.cuda.is_flash_attention_available():
+        reason = "this PyTorch was built without flash attention"
     elif not torch.backends.cuda.flash_sdp_enabled():
         reason = "flash attention is switched off"
     return Support(not reason, reason)
@@ -62,10 +66,11 @@ def backward(
     lse = lse.masked_fill(lse.isneginf(), torch.inf)  # exp(-inf - inf) = 0
     no_seed = torch.empty(0, dtype=torch.int64, device=query.device)  # nothing is dropped
     operands = [aligned(t) for t in (grad_out, query, key, value, out)]
-    places = (cu_seqlens_q.int(), cu_seqlens_k.int(), query.shape[0], key.shape[0])
+    starts, others = (t.int().contiguous() for t in (cu_seqlens_q, cu_seqlens_k))
     grads = torch.ops.aten._flash_attention_backward.default(
-        *operands, lse, *places, 0.0, is_causal, no_seed, no_seed, scale=scale
-    )
+        *operands, lse.contiguous(), starts, others, query.shape[0], key.shape[0], 0.0, is_causal,
+        no_seed, no_seed, scale=scale,
+    )  # fmt: skip
     return tuple(
         laid_out_as(g, t) if needed else t.new_empty(0)
         for t, g, needed in zip((query, key, value), grads, needs, strict=True)
@@ -76,6 +81,7 @@ def _is_same(starts: Tensor, others: Tensor) -> bool:
     """Whether two operands are one tensor, which a dispatcher may have wrapped anew."""
     return starts is others or (
         starts.shape == others.shape
+        and starts.stride() == others.stride()
         and starts.dtype == others.dtype
         and starts.data_ptr() == others.data_ptr()
     )

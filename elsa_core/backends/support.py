@@ -36,7 +36,8 @@ class Request(NamedTuple):
         head_dim, value_dim: D and Dv; of `linear` the channels of input and output.
         precision: one of `elsa_core.precision.PRECISIONS`, already validated against `dtype`.
         operator: the name of a record of `elsa_core.operators`.
-        mask: "none", "causal", "bool" or "additive".
+        mask: "none", "causal", "bool" or "additive"; of packed sequences "crossed": causal, where
+            keys have lengths of their own.
         layout: "dense" where the last dim of each operand is, else "strided".
         gradient: the arguments that reverse mode wants a gradient of; none in inference.
         tokens: of a window, which a model fixes, in requests of `window_attention` for gradients;

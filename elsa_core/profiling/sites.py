@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core import operators, routing
+from elsa_core import calls, operators, routing
 from elsa_core.attention import explain
 from elsa_core.errors import ElsaError
 from elsa_core.linear import explain_linear
@@ -186,7 +186,7 @@ class _Watch(TorchDispatchMode):
         for path in paths:
             module = model.get_submodule(path)
             handles.append(module.register_forward_pre_hook(self._enterer(path)))
-            handles.append(module.register_forward_hook(self._leave))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
             yield
         finally:
@@ -199,10 +199,11 @@ class _Watch(TorchDispatchMode):
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, named: dict[str, Any], output: Any) -> None:
         path, _ = self._sites.pop()
         if is_layer(module) and path not in self.found:
-            self.found[path] = _unseen(module, args[0])
+            input = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
+            self.found[path] = _unseen(module, input)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -220,12 +221,20 @@ class _Watch(TorchDispatchMode):
 
 def _unseen(layer: nn.Module, input: Tensor) -> Served:
     """What serves a layer that called no operator of elsa's: a CPU's kernels take eager calls
-    alone, which one under a dispatch mode is not."""
+    alone, which one under a dispatch mode is not. Those that are large enough for them."""
     asked, precision = (str(vars(layer)[f"elsa_{name}"]) for name in ("backend", "precision"))
     weight = next((p for p in layer.parameters() if p.dim() == 2), None)
     backend = routing.PLAIN
     if weight is not None and not input.is_cuda and input.shape[-1] == weight.shape[1]:
-        backend = explain_linear(input, weight, precision=precision, backend=asked).backend
+        terms = (input, weight, None, "none", None, None, precision, None, None)
+        serving = routing.SERVING.get(("linear", input.device.type, asked), ())
+        calls.observe(1)
+        try:
+            taken = any(serve(*terms) is not None for serve in serving)
+        finally:
+            calls.observe(-1)
+        if taken:
+            backend = explain_linear(input, weight, precision=precision, backend=asked).backend
     return Served(backend, "", precision)
 
 

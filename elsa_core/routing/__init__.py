@@ -35,7 +35,7 @@ from elsa_core.routing.choose import (
     whole_name,
 )
 from elsa_core.routing.explained import route
-from elsa_core.routing.gradients import recorded, shard_backward
+from elsa_core.routing.gradients import recomputes, recorded, shard_backward
 from elsa_core.routing.measured import (
     CENTRED,
     FORMS,
@@ -83,6 +83,7 @@ __all__ = [
     "name_of",
     "names",
     "plain_alone",
+    "recomputes",
     "recorded",
     "register",
     "route",

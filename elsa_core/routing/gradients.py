@@ -18,7 +18,8 @@ from elsa_core.operators import attention as attention_operator
 from elsa_core.operators import window as window_operator
 from elsa_core.operators.record import implement
 from elsa_core.routing import measured
-from elsa_core.routing.choose import DIRECT, implementation, mask_kind
+from elsa_core.routing.choose import DIRECT, gradient_name, implementation, mask_kind
+from elsa_core.routing.table import PLAIN
 
 
 def attention_backward(*arguments: Any) -> Any:
@@ -208,6 +209,29 @@ def _with_mask(grads: Sequence[Tensor], arguments: tuple[Any, ...]) -> tuple[Ten
         return tuple(grads)
     of_mask = [False, False, False, True, False]
     return *grads[:3], operators.ENTMAX_ATTENTION.recomputed(*terms, of_mask)[3], grads[4]
+
+
+def recomputes(
+    operator: str,
+    place: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    precision: str,
+    gradient: tuple[str, ...],
+    mask: str,
+) -> bool:
+    """Whether no backend has a kernel of the gradients of such calls on a device, "cuda:1" say: a
+    constant for the compiler, as `choose.name_of`."""
+    device = torch.device(place)
+    request = Request(
+        device.type, dtype, head_dim, value_dim, precision, operator, mask, gradient=gradient,
+        ordinal=-1 if device.index is None else device.index,
+    )  # fmt: skip
+    return gradient_name(request)[0] == PLAIN
+
+
+recomputes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recorded(operator: str, backend: str) -> Callable[..., Any] | None:

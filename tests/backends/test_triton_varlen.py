@@ -79,6 +79,18 @@ def test_grid_holds_every_tile() -> None:
     assert first[8] == launch.tail["slots"]
 
 
+@pytest.mark.parametrize("operator", ["attention", "varlen_attention"])
+def test_values_of_no_channel_are_not_for_kernels(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lse was what stood in memory, or minus infinity."""
+    monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
+    request = Request("cuda", torch.float32, 64, 0, "strict", operator)
+    name, reasons = routing.select(request)
+    assert name == "eager" and any("one channel or more" in reason for reason in reasons)
+    assert routing.select(request._replace(value_dim=8, head_dim=0))[0] == "triton"
+
+
 def test_auto_takes_it_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "triton" in routing.names("varlen_attention")
     request = Request("cuda", torch.float32, 64, 64, "strict", "varlen_attention")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +16,7 @@ from elsa_core import routing
 from elsa_core.backends import onednn as onednn_backend
 from elsa_core.backends import processor
 from elsa_core.backends.triton.linear import gate as module
-from elsa_core.linear import linear, served
+from elsa_core.linear import explain_linear, linear, served
 from elsa_core.routing import measured
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +192,21 @@ def test_rows_of_products_rest_on_measurements(hopper):
         ]
         assert held and max(held) < 1
         assert row.ratio == (round(min(held), 2), round(max(held), 2))
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_product_that_loses_is_explained_so(hopper, monkeypatch, backend):
+    monkeypatch.setattr(module, "_least_served", lambda device: 0)
+    with FakeTensorMode():
+        w = torch.empty(288, 96, device="cuda")
+        for rows, terms, plain in (
+            (50176, {}, True), (25088, {}, False), (50176, {"activation": "gelu"}, False),
+            (50176, {"precision": "turbo"}, False),
+        ):  # fmt: skip
+            x = torch.empty(rows, 96, device="cuda")
+            route = explain_linear(x, w, backend=backend, **terms)
+            assert route.backend == ("eager" if plain else "triton")
+            assert any("0.95 to 0.95 of PyTorch's speed" in r for r in route.reasons) is plain
 
 
 def test_a_compiled_product_that_loses_is_pytorchs(hopper):

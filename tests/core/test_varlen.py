@@ -393,6 +393,61 @@ def test_only_gpus_without_a_kernel_pad(monkeypatch: pytest.MonkeyPatch) -> None
         assert not varlen._pads(("cpu", *kind), "auto")
 
 
+CUDA = ("cuda:0", torch.float32, 24, 24, "strict")
+# why: (kind, is_causal, backend, lengths of their own, max_seqlen_q and max_seqlen_k), pads ahead
+TOLD = {
+    "float32": (CUDA, False, "auto", False, (130, None), True),
+    "nothing told": (CUDA, False, "auto", False, (None, None), False),
+    "one of two told": (CUDA, False, "auto", True, (130, None), False),
+    "both told": (CUDA, False, "auto", True, (130, 130), True),
+    "by name": (CUDA, False, "triton", False, (130, None), False),
+    "a CPU": (("cpu", *CUDA[1:]), False, "auto", False, (130, None), False),
+    "half": ((CUDA[0], torch.float16, *CUDA[2:]), True, "auto", False, (130, None), False),
+    "crossed": ((CUDA[0], torch.float16, *CUDA[2:]), True, "auto", True, (130, 130), True),
+    "widths": ((CUDA[0], torch.float16, 24, 40, "strict"), False, "auto", False, (130, 130), True),
+}
+
+
+@pytest.mark.parametrize("why", TOLD)
+def test_gradients_that_pad_have_a_padded_forward(why: str) -> None:
+    """Where the caller told the longest lengths: a backward that asks the device for them waits,
+    and no CUDA graph can be recorded of it."""
+    kind, is_causal, backend, own, told, pads = TOLD[why]
+    q, k, v, starts, others = operands("mixed", dims=kind[2:4])
+    given = varlen.Packed(q, k, v, starts, others if own else starts)
+    assert not varlen._spares_waiting(kind, given, is_causal, backend, told)
+    q.requires_grad_()
+    assert varlen._spares_waiting(kind, given, is_causal, backend, told) == pads
+    with torch.no_grad():
+        assert not varlen._spares_waiting(kind, given, is_causal, backend, told)
+
+
+def test_lengths_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time the host waits for a GPU."""
+    read: list[str] = []
+    checked = packing.checked_bounds
+    monkeypatch.setattr(
+        packing, "checked_bounds", lambda name, *of: read.append(name) or checked(name, *of)
+    )
+    q, k, v, starts, others = operands("mixed")
+    elsa.varlen_attention(q, k, v, starts)
+    assert read == ["cu_seqlens_q"]
+    elsa.varlen_attention(q, k, v, starts, others)
+    assert read[1:] == ["cu_seqlens_q", "cu_seqlens_k"]
+    with pytest.raises(ArgumentError, match="cu_seqlens_k must"):
+        elsa.varlen_attention(q, k[1:], v[1:], starts)
+
+
+def test_what_pads_ahead_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_spares_waiting", lambda *of: True)
+    q, k, v, *lengths = operands("mixed")
+    q.requires_grad_()
+    route = elsa.explain_varlen_attention(q, k, v, *lengths)
+    assert "padded to 130" in route.schedule and any("would wait" in r for r in route.reasons)
+    monkeypatch.setattr(varlen, "_by_padding", lambda given, *of: (given.query, given.query))
+    assert elsa.varlen_attention(q, k, v, *lengths) is q
+
+
 def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_pads", lambda *of: True)
     q, k, v, *lengths = operands("mixed")
@@ -401,6 +456,21 @@ def test_explain_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     route = elsa.explain_varlen_attention(q.requires_grad_(), k, v, *lengths)
     assert any(reason.startswith("gradients:") for reason in route.reasons)
     assert "padded to 130 queries and 130 keys" in route.schedule
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+def test_explain_of_gradients(same: bool, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal limits between sequences of two lengths are not flash's: explain said they were."""
+    asked: list[Request] = []
+    monkeypatch.setattr(routing, "route", lambda request, *of, **terms: asked.append(request))
+    q, k, v, starts, others = operands("mixed", dims=(16, 16), dtype=torch.float16)
+    given = (q.requires_grad_(), k, v, starts, *(() if same else (others,)))
+    elsa.explain_varlen_attention(*given, is_causal=is_causal)
+    request = asked[0]._replace(device_type="cuda")
+    name, reasons = routing.gradient_name(request)
+    assert (name == "sdpa") == (same or not is_causal)
+    assert name == "sdpa" or "bottom right" in reasons[-1]
 
 
 def test_gradients_by_flash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,13 +496,27 @@ def test_gradients_by_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given[6].dtype == torch.int32 and given[8:12] == (q.shape[0], k.shape[0], 0.0, True)
     crossed = (*terms[:4], starts.clone(), *terms[5:])
     assert sdpa_varlen.backward(grad, none, *crossed, every) is None  # another causal limit
+    apart = torch.cat((starts, starts))  # two views that begin in one place
+    crossed = (*terms[:3], apart[: len(starts)], apart[::2][: len(starts)], *terms[5:])
+    assert sdpa_varlen.backward(grad, none, *crossed, every) is None
+    seen.clear()
+    spread = torch.stack((starts, starts), 1)[:, 0]
+    aslant = (*terms[:3], spread, spread, out, lse.t().contiguous().t(), *terms[7:])
+    assert sdpa_varlen.backward(grad, none, *aslant, every) is not None
+    assert all(t.is_contiguous() for t in seen[0][5:8])  # the kernel reads or wants them so
     assert sdpa_varlen.backward(grad, lse, *terms, every) is None  # no gradient of lse
     assert sdpa_varlen.backward(grad, none, q[:0], *terms[1:], every) is None
     half = ("cuda", torch.float16, 64, 64)
     served = {half: True, ("cuda", torch.float32, 64, 64): False, ("cpu", *half[1:]): False,
               (*half[:2], 60, 60): False, (*half[:2], 64, 32): False}  # fmt: skip
+    built, here = (SimpleNamespace(is_built=lambda: True, flash_sdp_enabled=lambda: True,
+                                   is_flash_attention_available=lambda there=there: there)
+                   for there in (False, True))  # fmt: skip
+    monkeypatch.setattr(torch.backends, "cuda", here)
     for request, ok in served.items():
         assert sdpa_varlen.gradient(Request(*request, "strict")).ok == ok
+    monkeypatch.setattr(torch.backends, "cuda", built)
+    assert "without flash" in sdpa_varlen.gradient(Request(*half, "strict")).reason
 
 
 def test_shapes_alone_on_the_meta_device() -> None:

@@ -193,6 +193,29 @@ def test_hooks_see_padded_batches() -> None:
     assert shapes == [(3, 24, 32)]
 
 
+class _Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("since", [False, True])
+def test_weights_that_another_module_changes(since: bool) -> None:
+    """A module in the place of the dropout of weights: packed tokens once went past it."""
+    original = model()
+    patched = copy.deepcopy(original)
+    if since:
+        elsa.patch(patched)
+    for each in (original, patched):
+        for block in each.blocks:
+            block.attn.fused_attn = False
+            block.attn.attn_drop = _Halved().eval()
+    if not since:
+        elsa.patch(patched)
+    exact = copy.deepcopy(original).double()(wide(batch()))
+    assert_agree(patched(batch()), original(batch()), exact)
+
+
 @torch.no_grad()
 def test_a_block_that_is_not_patched_keeps_its_mask(packed: list[int]) -> None:
     original, given = model(), batch()

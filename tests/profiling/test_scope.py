@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import elsa_core as elsa
+from elsa_core.backends import onednn
 from elsa_core.patching import find_sites, shared_copy
 from elsa_core.profiling import boundaries, locate, policy
-from elsa_core.profiling.sites import SiteClock, inside, outermost
+from elsa_core.profiling.sites import SiteClock, _unseen, _Watch, inside, outermost, served
 
 timm = pytest.importorskip("timm")
 
@@ -49,6 +52,36 @@ def test_every_row_says_what_serves_it(report):
     for site in report.sites[:-1]:
         assert site.backend in (("native", "eager") if site.kind == "window" else ("eager",))
         assert bool(site.schedule) == (site.kind == "window")
+
+
+@pytest.mark.parametrize("rows", [64, 1 << 10])
+def test_a_layer_that_is_too_small_is_pytorchs(rows, monkeypatch):
+    """Of an AMD processor with AVX-512 every layer's row said onednn."""
+    monkeypatch.setattr(onednn, "_mkl_lags", lambda: True)
+    monkeypatch.setattr(onednn, "_onednn_is_exact", lambda: True)
+    monkeypatch.setattr(onednn, "_by_onednn", functional.linear)
+    layer = nn.Linear(64, 128)
+    vars(layer).update(elsa_backend="auto", elsa_precision="strict")
+    watch = _Watch()
+    with torch.inference_mode(), watch:
+        found = _unseen(layer, torch.ones(rows, 64))
+    assert found.backend == ("onednn" if rows > 64 else "eager")
+
+
+def test_a_layer_that_is_called_by_keyword():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tower = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+
+        def forward(self, x):
+            pooled = self.tower.forward_head(self.tower.forward_features(x), pre_logits=True)
+            return self.tower.head(input=pooled)
+
+    model = Named().eval()
+    elsa.patch(model, scope="model")
+    found = served(model, (torch.randn(1, 3, 32, 32),), ["tower.head"])
+    assert found.keys() == {"tower.head"}
 
 
 def test_the_policy_writes_the_scope(report):

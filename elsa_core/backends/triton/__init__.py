@@ -66,6 +66,8 @@ def support(request: Request) -> Support:
         return Support(
             False, f"head dimension {dim} is above {LARGEST_HEAD_DIM}, the Triton kernels' largest"
         )
+    if request.value_dim < 1:  # a program writes the lse of rows of values
+        return Support(False, "takes values of one channel or more, not 0")
     return _environment(request.ordinal)
 
 

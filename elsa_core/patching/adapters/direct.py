@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from elsa_core.patching.adapters.host import is_unasked
+from elsa_core.patching.adapters.host import PACKING, is_unasked
 from elsa_core.patching.adapters.kept import Keepers
 
 # How a module is trained, saved and moved is the same for both.
@@ -51,7 +51,9 @@ class Direct:
         put: list[tuple[Space, str, MethodType]] = []
         before = None if self.keepers is None else self.keepers.begin()
         try:
-            self._put(put)
+            with PACKING.lock:
+                if not PACKING.calls:  # while one is under way, sites ask
+                    self._put(put)
             return method(*given, **named)
         finally:
             for space, name, own in put:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,22 @@ class _Choices(threading.local):
 _CHOICES = _Choices()
 
 
+class _Packing:
+    """Calls of all threads whose sites get what no original forward can read; see `packing`.
+
+    Attributes:
+        lock: held while `direct.py` puts original methods on modules, and while one is counted.
+        calls: how many are under way.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls = 0
+
+
+PACKING = _Packing()
+
+
 def is_captured() -> bool:
     """Whether a CUDA graph is being recorded."""
     return _capturing()
@@ -86,6 +103,24 @@ def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -
         return forward(*arguments, **options), _CHOICES.asked
     finally:
         _CHOICES.asked = before
+
+
+@contextmanager
+def packing(model: nn.Module) -> Iterator[None]:
+    """Calls of a patched model whose sites may get packed tokens, which no original forward reads.
+
+    Until it ends no thread puts an original method on a module: ask within it whether one is there.
+    The model around hears that this one did not keep its original, whatever the layers within say:
+    another batch of the same shape may have more padding, or less.
+    """
+    _told(model, False)
+    with PACKING.lock:
+        PACKING.calls += 1
+    try:
+        yield
+    finally:
+        with PACKING.lock:
+            PACKING.calls -= 1
 
 
 def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:

@@ -70,22 +70,30 @@ def may_wait(x: Tensor, heads: int, head_dim: int, module: Any) -> bool:
     """Whether a model's forward of tokens x [B, N, ...] may ask its device how many there are.
 
     On a GPU where blocks of so many tokens take longer there than on the host, packed sequences
-    have a kernel and no graph is being recorded.
+    have a kernel and no graph is being recorded; nor on a stream of the caller's own, as calls that
+    warm up for a graph are on: they load the kernels that it needs, where padding is masked.
     """
     if calls.traced() or x.device.type not in ("cpu", "cuda"):
         return False
     if x.device.type == "cpu":
         return True
     work = x.shape[0] * heads * x.shape[1] ** 2 * head_dim
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() or is_own_stream(x.device):
         return False
     return work >= measured.eager_least("attention", x.dtype) and has_kernel(
         x, head_dim, module.elsa_precision, module.elsa_backend
     )
 
 
+def is_own_stream(device: torch.device) -> bool:
+    """Whether the current stream is none that PyTorch begins with."""
+    return torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+
+
 def has_kernel(x: Tensor, head_dim: int, precision: str, backend: str) -> bool:
     """Whether more than plain PyTorch takes packed sequences of x's dtype and device."""
+    if backend not in routing.names("varlen_attention"):
+        return False
     kind = (calls.place(x), x.dtype, head_dim, head_dim, precision, backend)
     return routing.name_of("varlen_attention", *kind) != routing.PLAIN
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from elsa_core import calls, routing
 from elsa_core.patching.adapters import padding
-from elsa_core.patching.adapters.host import is_shown, is_within_original
+from elsa_core.patching.adapters.common import weights_are_hooked
+from elsa_core.patching.adapters.host import is_shown, is_within_original, packing
 from elsa_core.patching.adapters.padding import Padding
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 
@@ -61,10 +62,15 @@ class ElsaNaFlexVit(NaFlexVit):  # type: ignore[misc]  # timm is untyped
             "patch_valid": given.get("patch_valid", patch_valid),
             "attn_mask": given.get("attn_mask", attn_mask),
         }
-        if not _packs(self, given["patches"], **terms):
-            whole: Tensor = super().forward(x, patch_coord, patch_valid, attn_mask)
-            return whole
-        embeds = self._forward_embeds(given["patches"], **terms)
+        if _may_pack(self, given["patches"], **terms):
+            with packing(self):
+                if all(map(_is_plain, self.blocks)):
+                    return self._packed(given["patches"], terms)
+        whole: Tensor = super().forward(x, patch_coord, patch_valid, attn_mask)
+        return whole
+
+    def _packed(self, patches: Tensor, terms: dict[str, Tensor | None]) -> Tensor:
+        embeds = self._forward_embeds(patches, **terms)
         if embeds["patches"].is_cuda:
             self._note(embeds)
         tokens, found = embeds["patches"], padding.noted(embeds["attn_mask"])
@@ -106,14 +112,14 @@ def _through_blocks(blocks: Any, tokens: Tensor, found: Padding, rows: Tensor) -
     return whole
 
 
-def _packs(
+def _may_pack(
     model: Any,
     patches: Tensor,
     patch_coord: Tensor | None,
     patch_valid: Tensor | None,
     attn_mask: Tensor | None,
 ) -> bool:
-    """Whether the blocks can take a call's tokens packed, where no hook or tracer would see it."""
+    """Whether blocks that are plain can take a call's tokens packed, where no tracer sees it."""
     if patch_coord is None or patch_valid is None or attn_mask is not None:
         return False
     if calls.traced() or is_within_original(model) or model.rope is not None:
@@ -123,17 +129,16 @@ def _packs(
     if model.grad_checkpointing or "forward_features" in vars(model):
         return False
     site = getattr(model.blocks[0], "attn", None) if len(model.blocks) else None
-    waits = isinstance(site, ElsaAttention) and padding.may_wait(
+    return isinstance(site, ElsaAttention) and padding.may_wait(
         patches, site.num_heads, site.head_dim, site
     )
-    return waits and all(map(_is_plain, model.blocks))
 
 
 def _is_plain(block: Any) -> bool:
     """Whether a block is timm's own, in eval mode, with a patched attention and without hooks."""
     if getattr(type(block), "elsa_base", type(block)) is not Block:
         return False
-    if not isinstance(block.attn, ElsaAttention):
+    if not isinstance(block.attn, ElsaAttention) or weights_are_hooked(block.attn):
         return False
     if block.attn.elsa_backend not in routing.names("varlen_attention"):
         return False

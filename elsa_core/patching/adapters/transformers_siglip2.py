@@ -22,7 +22,7 @@ from transformers.models.siglip2.modeling_siglip2 import (
 from elsa_core import routing
 from elsa_core.patching.adapters import hf_transformers, padding
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
-from elsa_core.patching.adapters.host import is_shown, is_within_original
+from elsa_core.patching.adapters.host import is_shown, is_within_original, packing
 from elsa_core.varlen import varlen_attention
 
 
@@ -108,16 +108,21 @@ class ElsaSiglip2Encoder(Siglip2Encoder):  # type: ignore[misc]
         return tuple(layer.self_attn for layer in module.layers)
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        packed = None
-        if not kwargs and _packs(self, inputs_embeds):
-            valid = padding.hidden_keys(attention_mask, on_gpu=True)
-            packed = None if valid is None else _packed(inputs_embeds, valid)
-        if packed is None:
-            return super().forward(inputs_embeds, attention_mask, **kwargs)
-        tokens = inputs_embeds.flatten(0, 1)[packed.rows].unsqueeze(0)  # [1, T, C]
+        if not kwargs and _may_pack(self, inputs_embeds):
+            with packing(self):
+                packed = None
+                if all(map(_is_plain, self.layers)):
+                    valid = padding.hidden_keys(attention_mask, on_gpu=True)
+                    packed = None if valid is None else _packed(inputs_embeds, valid)
+                if packed is not None:
+                    return self._through_layers(inputs_embeds, packed)
+        return super().forward(inputs_embeds, attention_mask, **kwargs)
+
+    def _through_layers(self, x: Tensor, packed: Packed) -> Any:
+        tokens = x.flatten(0, 1)[packed.rows].unsqueeze(0)  # [1, T, C]
         found = super().forward(tokens, packed)
         whole = found.last_hidden_state.squeeze(0)[packed.places]
-        found.last_hidden_state = whole.unflatten(0, inputs_embeds.shape[:2])
+        found.last_hidden_state = whole.unflatten(0, x.shape[:2])
         return found
 
 
@@ -153,16 +158,14 @@ def _among_tokens(site: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) ->
     return heads_first
 
 
-def _packs(encoder: Any, x: Tensor) -> bool:
-    """Whether the layers can take packed tokens x: all plain, no gradient of x wanted."""
+def _may_pack(encoder: Any, x: Tensor) -> bool:
+    """Whether layers that are plain can take packed tokens x: no gradient of x wanted."""
     if torch.is_grad_enabled() and x.requires_grad:  # a gradient of each padded token of its own
         return False
     site = encoder.layers[0].self_attn if len(encoder.layers) else None
     if is_within_original(encoder) or not isinstance(site, ElsaSiglip2Attention):
         return False
-    if not padding.may_wait(x, site.num_heads, site.head_dim, site):  # the cheaper question
-        return False
-    return all(map(_is_plain, encoder.layers))
+    return padding.may_wait(x, site.num_heads, site.head_dim, site)
 
 
 def _is_plain(layer: Any) -> bool:
