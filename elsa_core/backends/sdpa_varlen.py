@@ -11,6 +11,7 @@ from elsa_core.backends.sdpa_layout import aligned, laid_out_as, step_of
 from elsa_core.backends.support import Request, Support
 
 _FLASH_DIM = 256  # the most channels of a head
+_SEQUENCES = 65535  # the most programs along the second axis of a CUDA grid, one for each sequence
 
 
 def support(request: Request) -> Support:
@@ -60,6 +61,8 @@ def backward(
     the host knows without waiting for the device; programs beyond a sequence end at once.
     """
     if grad_lse.numel() or not (query.numel() and key.numel()):
+        return None
+    if cu_seqlens_q.shape[0] - 1 > _SEQUENCES:
         return None
     if is_causal and not _is_same(cu_seqlens_q, cu_seqlens_k):
         return None

@@ -506,6 +506,11 @@ def test_gradients_by_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(t.is_contiguous() for t in seen[0][5:8])  # the kernel reads or wants them so
     assert sdpa_varlen.backward(grad, lse, *terms, every) is None  # no gradient of lse
     assert sdpa_varlen.backward(grad, none, q[:0], *terms[1:], every) is None
+    many = starts.new_zeros(1 << 16)
+    many[-1] = q.shape[0]
+    for places, serves in ((many, True), (F.pad(many, (1, 0)), False)):
+        terms = (*terms[:3], places, places, *terms[5:])
+        assert (sdpa_varlen.backward(grad, none, *terms, every) is not None) is serves
     half = ("cuda", torch.float16, 64, 64)
     served = {half: True, ("cuda", torch.float32, 64, 64): False, ("cpu", *half[1:]): False,
               (*half[:2], 60, 60): False, (*half[:2], 64, 32): False}  # fmt: skip
