@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
-from elsa_core import routing
+from elsa_core import calls, routing
 from elsa_core.backends.triton.linear import gate
 from elsa_core.operators.linear import plain
 from elsa_core.patching.adapters import host, timm_plain
@@ -204,3 +204,39 @@ def test_what_asks_beside_what_is_settled(on_gpu, least, monkeypatch):
     on_gpu.clear()
     settled(model, x, 1)
     assert on_gpu == [False]  # what was named asks, as ever
+
+
+def test_a_known_product_is_asked_about_anew(least, kernels, monkeypatch):
+    """Where a setting has changed that decides who serves it, or the choice was forgotten."""
+    least["linear"] = 0
+    asked, suits = [], gate._suits
+    monkeypatch.setattr(gate, "_suits", lambda *given: asked.append(1) or suits(*given))
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+
+    def asks(*given, **named):
+        asked.clear()
+        out = gate.serve(*given or (x, weight, None), **named)
+        return bool(asked), out is not None
+
+    calls.forget_kinds()
+    with torch.no_grad():
+        assert asks() == (True, True) and asks() == (False, True)
+        assert asks(x[:2], weight, None) == (True, True)
+        assert asks(x, weight, weight[:, 0]) == (True, True)
+        assert asks(activation="gelu") == (True, True)
+        assert asks(precision="ieee") == (True, False)
+        assert asks(x.double(), weight.double(), None) == (True, False)
+        with monkeypatch.context() as under_autocast:
+            under_autocast.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+            assert asks() == (True, False)
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            assert asks() == (True, False)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+        asks()  # PyTorch may have another word for what was before
+        assert asks() == (False, True)
+        calls.forget_kinds()
+        assert asks() == (True, True)
+    assert asks() == (True, True)  # gradients may be wanted

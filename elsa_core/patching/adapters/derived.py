@@ -117,7 +117,9 @@ class DerivedTensors:
         """Whether nothing is kept of any site. A compiler, which would guard what is kept of every
         other site, is told so.
         """
-        return is_dynamo_compiling() or not self._kept.data
+        if is_dynamo_compiling():
+            return True
+        return not self._kept.data  # type: ignore[attr-defined]  # without its __len__ in Python
 
     def kept(self, site: nn.Module) -> list[Any]:
         """The values kept of a site."""

@@ -3,7 +3,8 @@
 A small call takes the host longer than the device. There a patched site keeps its original forward,
 whose few calls take the host less than the questions of elsa's operators do. Who asks: a site for
 itself; a block for all within it; a model once for each kind of call (`model.py`), after a call in
-which every site that asked kept its original. Within `all_original` the sites ask nothing.
+which every site that asked kept its original. Within `all_original` the sites ask nothing; within
+`with_settled` those do not that run elsa's operators in calls of that kind.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def is_shown(layer: nn.Module) -> bool:
     own = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
     if (own or layer._backward_pre_hooks or "forward" in vars(layer)) and has_hooks(layer):
         return True
-    return torch.nn.modules.module._has_any_global_hook()
+    seen: bool = torch.nn.modules.module._has_any_global_hook()
+    return seen
 
 
 class _Choices(threading.local):
