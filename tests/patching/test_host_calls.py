@@ -161,8 +161,11 @@ def test_the_table_of_one_image(on_gpu, tokens, channels, batch, waits):
     assert not host._waits(other, "attention", x, x.numel() * tokens)
 
 
-@pytest.mark.parametrize("name", ["eva02_small_patch14_336", "convit_small"])
-def test_large_calls_ask_once(on_gpu, least, kernels, monkeypatch, name):
+# 585 and 500 functions where every site and product asked in each call
+@pytest.mark.parametrize(
+    ("name", "most"), [("eva02_small_patch14_336", 390), ("convit_small", 300)]
+)
+def test_large_calls_ask_once(on_gpu, least, kernels, monkeypatch, name, most):
     """Sites that run elsa's operators are settled too, and so are their products."""
     least.update(attention=0, linear=0)
     original, model, x = made(name), made(name), image(name, 2)
@@ -176,8 +179,7 @@ def test_large_calls_ask_once(on_gpu, least, kernels, monkeypatch, name):
     assert len(kernels) >= 9
     # the patch embedding as a product is of five views more
     assert operators(model, x) <= operators(original, x) + 5
-    # 650 and 810 where every site and product asked in each call
-    assert python_calls(model, x, "elsa_core") <= 450
+    assert python_calls(model, x, "elsa_core") <= most
 
 
 def test_what_asks_beside_what_is_settled(on_gpu, least, monkeypatch):

@@ -32,6 +32,7 @@ LEAST_TRAINED = 1 << 31
 # within these bounds.
 HALF_DEPTH = 96
 HALF_ROWS = (2048, 65536)
+_WEIGHTS = (Tensor, nn.Parameter)
 
 
 def support(request: Request) -> Support:
@@ -324,7 +325,7 @@ def _kind_of(
     """
     if input.dtype != torch.float32 or calls.traced() or torch.is_grad_enabled():
         return None
-    if not _plain(input, weight):
+    if type(input) is not Tensor or type(weight) not in _WEIGHTS:  # as `_plain`
         return None
     settings = torch.is_autocast_enabled("cuda"), torch.backends.cuda.matmul.fp32_precision
     terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
@@ -332,7 +333,7 @@ def _kind_of(
 
 
 def _plain(input: Tensor, weight: Tensor) -> bool:
-    return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
+    return type(input) is Tensor and type(weight) in _WEIGHTS
 
 
 def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
