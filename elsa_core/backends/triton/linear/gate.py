@@ -32,7 +32,6 @@ LEAST_TRAINED = 1 << 31
 # within these bounds.
 HALF_DEPTH = 96
 HALF_ROWS = (2048, 65536)
-_WEIGHTS = (Tensor, nn.Parameter)
 
 
 def support(request: Request) -> Support:
@@ -325,7 +324,7 @@ def _kind_of(
     """
     if input.dtype != torch.float32 or calls.traced() or torch.is_grad_enabled():
         return None
-    if type(input) is not Tensor or type(weight) not in _WEIGHTS:  # as `_plain`
+    if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # `_plain`
         return None
     settings = torch.is_autocast_enabled("cuda"), torch.backends.cuda.matmul.fp32_precision
     terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
@@ -333,7 +332,7 @@ def _kind_of(
 
 
 def _plain(input: Tensor, weight: Tensor) -> bool:
-    return type(input) is Tensor and type(weight) in _WEIGHTS
+    return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
 
 def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
