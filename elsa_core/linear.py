@@ -277,9 +277,14 @@ def _composes(
     scale: Tensor | None,
 ) -> bool:
     """Whether what follows the product is PyTorch's: a derivative is wanted, or dtypes differ."""
-    if any(t is not None and t.dtype != input.dtype for t in (residual, scale)):
-        return True  # promoted as PyTorch does
-    if calls.wanted(input=input, weight=weight, bias=bias, residual=residual, scale=scale):
+    # promoted as PyTorch does
+    if residual is not None and residual.dtype != input.dtype:
+        return True
+    if scale is not None and scale.dtype != input.dtype:
+        return True
+    if torch.is_grad_enabled() and calls.wanted(
+        input=input, weight=weight, bias=bias, residual=residual, scale=scale
+    ):
         return True
     return calls.differentiates_otherwise()
 

@@ -140,7 +140,10 @@ def originals(operator: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def eager_least(operator: str, dtype: torch.dtype) -> int:
-    """The multiply-adds from which an eager call on a GPU takes longer there than on the host."""
+    """The multiply-adds from which an eager call on a GPU takes longer there than on the host.
+
+    Of an `operator`, or "one_image": attention of a batch of one, see the table.
+    """
     least: int = _table()["eager"][operator].get(dtype_name(dtype), 0)
     return least
 

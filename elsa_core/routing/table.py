@@ -157,10 +157,11 @@ def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
 
 
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
-    # Compilers read this, and an import that they know: no `_late`.
-    from elsa_core.backends.triton.linear import gate
+    # Compilers read this, and an import that they know: no `_late`. From a module, which calls no
+    # function of Python as it would from a package.
+    from elsa_core.backends.triton.linear.gate import serve
 
-    found: Tensor | None = gate.serve(*arguments)
+    found: Tensor | None = serve(*arguments)
     return found
 
 

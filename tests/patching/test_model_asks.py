@@ -143,12 +143,18 @@ def test_one_site_that_is_not_original_keeps_all_asking(on_gpu):
             assert asks(model, on_gpu)
 
 
-def test_large_calls_ask_each_time(on_gpu, monkeypatch):
+def test_large_calls_ask_twice(on_gpu, monkeypatch):
     monkeypatch.setattr(host.routing, "eager_least", lambda *_: 0)
     model = made()
     elsa.patch(model, scope="attention")
     for _ in range(2):
         assert asks(model, on_gpu) and not any(on_gpu)
+    waits = []
+    monkeypatch.setattr(host, "_waits", lambda *given: waits.append(given))
+    asks(model, on_gpu)
+    assert not waits
+    asks(model, on_gpu, images(3))  # another kind
+    assert waits
 
 
 def test_hooks_see_every_call(patched, on_gpu):

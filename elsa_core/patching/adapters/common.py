@@ -20,6 +20,7 @@ from elsa_core.patching.adapters.handing import (
     leaves_out,
     taken,
     taken_norm,
+    waiting,
 )
 from elsa_core.patching.adapters.host import (
     by_sdpa,
@@ -84,11 +85,14 @@ def project(
         if is_within_original(site):
             out = by_pytorch(layer, x if norm is None else norm(x))
             return epilogue(out, activation, residual, scale)
-        if residual is None and scale is None:
-            residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
-        within = taken_norm(layer, x) if norm is None else norm_of(norm, x)  # type: ignore[arg-type]
-        if norm is not None and within is None:
-            x = norm(x)
+        within = None
+        if waiting():
+            if residual is None and scale is None:
+                residual, scale = taken(layer, x, layer.weight.shape[0])  # type: ignore[arg-type, index]
+            within = taken_norm(layer, x) if norm is None else None
+        if norm is not None:
+            within = norm_of(norm, x)  # type: ignore[arg-type]
+            x = norm(x) if within is None else x
         kept: Any = getattr(layer, "elsa_halves", None)
         halves, powers = (None, None) if kept is None else kept()
         return served(

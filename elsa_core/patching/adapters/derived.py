@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from elsa_core import calls
 from elsa_core.patching.adapters.host import has_hooks
@@ -113,6 +113,14 @@ class DerivedTensors:
         """Whether anything is kept of a site, whether it still holds or not."""
         return site in self._kept
 
+    def keeps_nothing(self) -> bool:
+        """Whether nothing is kept of any site. A compiler, which would guard what is kept of every
+        other site, is told so.
+        """
+        if is_dynamo_compiling():
+            return True
+        return not self._kept.data  # type: ignore[attr-defined]  # without its __len__ in Python
+
     def kept(self, site: nn.Module) -> list[Any]:
         """The values kept of a site."""
         return [entry.value for entry in self._kept.get(site, {}).values()]
@@ -137,7 +145,7 @@ class DerivedTensors:
         Nothing is derived here. What a CUDA graph reads under capture is held as long as the site:
         its replays find it there, and stay with the weights that were frozen.
         """
-        if is_compiling():  # which would guard what is kept of every other site
+        if self.keeps_nothing():
             return None
         entries = self._kept.get(site)
         if not entries or calls.recorded():

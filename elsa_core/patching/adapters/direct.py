@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from elsa_core.patching.adapters.host import PACKING, is_unasked
+from elsa_core.patching.adapters.host import PACKING, is_unasked, with_settled
 from elsa_core.patching.adapters.kept import Keepers
 
 # How a module is trained, saved and moved is the same for both.
@@ -40,11 +40,13 @@ class Direct:
             there, and its modules.
         keepers: those of them that keep something of their weights; None for none.
         whole: whether no module of the model need be asked.
+        settled: the ids of those that run elsa's operators in such calls, see `host.is_settled`.
     """
 
     sites: tuple[tuple[Any, Any, str, tuple[weakref.ref[Any], ...]], ...]
     keepers: Keepers | None = None
     whole: bool = True
+    settled: frozenset[int] = frozenset()
 
     def __call__(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """method(...), within which the modules have their original methods."""
@@ -54,7 +56,7 @@ class Direct:
             with PACKING.lock:
                 if not PACKING.calls:  # while one is under way, sites ask
                     self._put(put)
-            return method(*given, **named)
+            return with_settled(self.settled, method, *given, **named)
         finally:
             for space, name, own in put:
                 if space.get(name) is own:
@@ -95,6 +97,7 @@ def direct(
         whole: whether all kept them.
     """
     within = set(model.modules()) - {model}
+    settled = frozenset(id(site) for site in others - kept if is_unasked(site.__dict__))
     kept = kept - others
     own = [*rows, *(m for m in model.modules() if hasattr(type(m), "elsa_stays"))]
     if not whole:  # one that goes on asking reads what is within it, and hands terms to that
@@ -112,7 +115,7 @@ def direct(
         if replaced(cls) and hasattr(cls, "elsa_kept"):
             keepers.append(site)
     sites = ((cls, cls.elsa_base, name, tuple(refs)) for (cls, name), refs in known.items())
-    return Direct(tuple(sites), Keepers(model, keepers) if keepers else None, whole)
+    return Direct(tuple(sites), Keepers(model, keepers) if keepers else None, whole, settled)
 
 
 def withdraw(model: nn.Module) -> None:

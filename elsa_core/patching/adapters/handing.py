@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from elsa_core.linear import Norm
 
@@ -78,11 +78,17 @@ class Handing:
         _WAITING.terms = self.before
 
 
+def waiting() -> bool:
+    """Whether anything is on its way to a layer; not where a compiler records."""
+    # a compiler reads no further than its own question
+    return not is_dynamo_compiling() and (_WAITING.terms is not None or _WAITING.norm is not None)
+
+
 def taken(layer: nn.Module, x: Tensor, columns: int) -> Terms:
     """The terms handed to `layer`, once, if its product of x [..., K] with `columns` columns has
     the shape of the residual, and that is dense; else two times None.
     """
-    if torch.compiler.is_compiling():  # a compiler reads no further than its own question
+    if is_dynamo_compiling():  # a compiler reads no further than its own question
         return NONE
     terms = _WAITING.terms
     if terms is None or terms.layer is not layer or terms.taken:
@@ -131,7 +137,7 @@ def for_nothing() -> Iterator[None]:
 
 def taken_norm(layer: nn.Module, x: Tensor) -> Norm | None:
     """The norm handed to `layer` for x, once; whoever takes it must apply it."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return None
     waiting = _WAITING.norm
     if waiting is None or waiting.layer is not layer or waiting.x is not x or waiting.taken:

@@ -3,7 +3,8 @@
 A small call takes the host longer than the device. There a patched site keeps its original forward,
 whose few calls take the host less than the questions of elsa's operators do. Who asks: a site for
 itself; a block for all within it; a model once for each kind of call (`model.py`), after a call in
-which every site that asked kept its original. Within `all_original` the sites ask nothing.
+which every site that asked kept its original. Within `all_original` the sites ask nothing; within
+`with_settled` those do not that run elsa's operators in calls of that kind.
 """
 
 from __future__ import annotations
@@ -43,22 +44,29 @@ def noted(module: nn.Module, name: str) -> Any:
     A compiler guards what it finds by getattr, not what it finds in `__dict__`; in eager mode the
     former takes 2.5 us where there is nothing.
     """
-    return getattr(module, name, None) if is_compiling() else module.__dict__.get(name)
+    return getattr(module, name, None) if is_dynamo_compiling() else module.__dict__.get(name)
 
 
 def is_shown(layer: nn.Module) -> bool:
     """Whether a layer must be called, since a hook reads or changes what passes through it."""
-    return has_hooks(layer) or torch.nn.modules.module._has_any_global_hook()
+    own = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    if (own or layer._backward_pre_hooks or "forward" in vars(layer)) and has_hooks(layer):
+        return True
+    seen: bool = torch.nn.modules.module._has_any_global_hook()
+    return seen
 
 
 class _Choices(threading.local):
     # Where the sites keep their originals, unasked: the modes and transforms around the call.
     within: tuple[int, int | None, int] | None = None
+    # Where sites run elsa's operators, unasked: the same, and the ids of these sites.
+    settled: tuple[tuple[int, int | None, int], frozenset[int]] | None = None
     originals = 0  # of the answers that sites got
     others = 0
     # Takes up the sites that are told to keep their originals, those that run as a row of functions
     # for that, and those that were told otherwise.
     asked: tuple[set[Any], set[Any], set[Any]] | None = None
+    reader: Any = None  # the redirected site whose call of attention comes next, for `asked`
 
 
 _CHOICES = _Choices()
@@ -94,6 +102,31 @@ def all_original(forward: Callable[..., Any], *arguments: Any, **options: Any) -
         _CHOICES.within = before
 
 
+def with_settled(
+    sites: frozenset[int], forward: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    """forward(...), within which the sites of these ids run elsa's operators, unasked."""
+    if not sites:
+        return forward(*arguments, **options)
+    now = _CHOICES
+    before, now.settled = now.settled, (calls.surroundings(), sites)
+    now.others += 1  # for a model around this one
+    try:
+        return forward(*arguments, **options)
+    finally:
+        now.settled = before
+
+
+def is_settled(site: Any) -> bool:
+    """Whether a site is called within `with_settled`, and is one of those: it answered in a call of
+    the same kind that it does not wait for the host. That is a matter of speed alone.
+    """
+    if is_dynamo_compiling():
+        return False
+    settled = _CHOICES.settled
+    return settled is not None and id(site) in settled[1] and settled[0] == calls.surroundings()
+
+
 def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
     """forward(...), and three sets of patched modules: those that kept their originals, those that
     ran as functions in a row (`flat.py`), and those that did not keep them.
@@ -102,7 +135,7 @@ def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -
     try:
         return forward(*arguments, **options), _CHOICES.asked
     finally:
-        _CHOICES.asked = before
+        _CHOICES.asked, _CHOICES.reader = before, None
 
 
 @contextmanager
@@ -125,9 +158,9 @@ def packing(model: nn.Module) -> Iterator[None]:
 
 def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
     """forward(...), within which the sites ask, and whether all of them kept their originals: None
-    where some did.
+    where some or all did not.
 
-    False too where none asked, as in a compiled call. What one call found counts for a call around
+    False where none asked, as in a compiled call. What one call found counts for a call around
     it that is observed as well.
     """
     now = _CHOICES
@@ -135,7 +168,7 @@ def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tu
     now.originals = now.others = 0
     try:
         out = forward(*arguments, **options)
-        return out, (None if now.others else True) if now.originals else False
+        return out, None if now.others else now.originals > 0
     finally:
         now.within = before[0]
         now.originals += before[1]
@@ -156,6 +189,18 @@ def _told(site: Any, original: bool) -> bool:
     if _CHOICES.asked is not None:
         _CHOICES.asked[0 if original else 2].add(site)
     return _answered(original)
+
+
+def reads_switch(site: Any) -> None:
+    """Note for `asking_sites` that a redirected site is about to call attention."""
+    if not is_dynamo_compiling() and _CHOICES.asked is not None:
+        _CHOICES.reader = site
+
+
+def _told_reader(original: bool) -> bool:
+    """`_told` of the site that has read its switch, if that is known."""
+    site, _CHOICES.reader = _CHOICES.reader, None
+    return _answered(original) if site is None else _told(site, original)
 
 
 def _warm_up(by_elsa: Callable[[], object]) -> None:
@@ -215,7 +260,7 @@ def is_host_bound(
             a CUDA graph, and its result is not used.
         form: what else tells the kernels of such calls apart.
     """
-    if is_compiling():  # no compiler may read a length, the table or what is noted
+    if is_settled(site) or is_compiling():  # no compiler may read a length, or what is noted
         return False
     waits = x.is_cuda and not calls.traced() and _waits(site, operator, x, work)
     if not waits or site.training:  # a warm-up would draw from the generator of its dropout
@@ -232,8 +277,16 @@ def is_host_bound(
 
 def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
     if work >= routing.eager_least(operator, x.dtype):
-        return False
+        one = operator == "attention" and x.shape[0] == 1 and _calls_sdpa(site)
+        if not one or work >= routing.eager_least("one_image", x.dtype):
+            return False
     return is_unasked(site.__dict__) and not is_captured()
+
+
+def _calls_sdpa(site: Any) -> bool:
+    """Whether the original of an attention, or of the one in a block, calls PyTorch's kernel."""
+    part = site._modules.get("attn", site)
+    return getattr(type(part), "elsa_calls_sdpa", False) and bool(part.fused_attn)
 
 
 def by_sdpa(
@@ -249,24 +302,27 @@ def by_sdpa(
 
     The first call of its kind loads the operator's kernels, for a CUDA graph of the same call.
     """
-    if is_compiling():  # as in `is_host_bound`
+    if is_dynamo_compiling():  # as in `is_host_bound`
         return False
     if is_original(backend, precision):
         return True
     named = backend != "auto" or precision != "strict"
     if named or not query.is_cuda or calls.traced() or not _is_small(query, key, mask):
-        return _answered(False)
+        return _told_reader(False)
     masked = None if mask is None else (mask.shape, mask.dtype, mask.stride())
     shapes = query.shape, key.shape, value.shape, masked
     kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)
     if calls.first_of_kind(kind):
         _warm_up(lambda: attention(query, key, value, mask, enable_gqa=True))
-    return _answered(True)
+    return _told_reader(True)
 
 
 def _is_small(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    if query.numel() * key.shape[-2] >= routing.eager_least("attention", query.dtype):
-        return False
+    work = query.numel() * key.shape[-2]
+    if work >= routing.eager_least("attention", query.dtype):
+        one = mask is None and query.shape[0] == 1 and query.dim() == 4
+        if not one or work >= routing.eager_least("one_image", query.dtype):
+            return False
     return (mask is None or mask.dtype in (torch.bool, query.dtype)) and not is_captured()
 
 
@@ -322,6 +378,8 @@ def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> 
     def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
         if is_within_original(self):
             return _own(self, name)(self, x, *given, **named)
+        if is_settled(self):
+            return forward(self, x, *given, **named)
 
         def by_elsa() -> Any:
             return forward(self, x, *given, **named)

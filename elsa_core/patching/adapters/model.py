@@ -3,9 +3,10 @@
 Its class becomes one of the same name whose call, and whose methods that users call in its place,
 remember of which kinds every site that asked kept its original: the next call of such a kind runs
 whole within `all_original`, and further ones with the sites' original methods (`direct.py`). Of
-kinds of which some sites kept it, calls without gradients have the original methods of these. That
-is right for any call, since the original forward is; only its speed and memory, which are the
-original's, may not be what elsa's would be. So what is told apart are shapes, strides, dtypes and
+kinds of which some or all sites did not, calls without gradients have the original methods of those
+that did, and the others run elsa's operators unasked (`host.is_settled`). That is right for any
+call, since the original forward is, and the operators; only speed and memory, which are those of
+one, may not be what the other's would be. So what is told apart are shapes, strides, dtypes and
 modes, and nothing of the model. A call that is not eager and on a GPU is as it was, and so is one
 that a CUDA graph records: there sites are asked as in the first call, which loaded their kernels.
 

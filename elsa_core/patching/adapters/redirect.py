@@ -31,7 +31,12 @@ from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import asked, table
 from elsa_core.patching.adapters.common import hooks_weights, other_part
-from elsa_core.patching.adapters.host import by_sdpa, is_original, is_within_original
+from elsa_core.patching.adapters.host import (
+    by_sdpa,
+    is_original,
+    is_within_original,
+    reads_switch,
+)
 from elsa_core.patching.bytecode import Method, methods, sdpa_calls, variable_globals
 
 _PREFIX = "Redirected"
@@ -205,6 +210,7 @@ def _always_on(switch: str, cls: Any, reader: str) -> property:
             self
         ):
             return bool(space.get(switch, True))
+        reads_switch(self)
         return not hooks_weights(self) or bool(space.get(switch, True))
 
     def write(self: nn.Module, value: bool) -> None:

@@ -25,6 +25,7 @@ from elsa_core.patching.adapters.handing import (
 from elsa_core.patching.adapters.host import (
     all_original,
     is_host_bound,
+    is_settled,
     is_shown,
     is_within_original,
 )
@@ -94,6 +95,8 @@ class Adds(_Module):  # type: ignore[misc]
         return tuple(module.modules())
 
     def forward(self, *given: Any, **named: Any) -> Any:
+        if is_settled(self):
+            return self.elsa_forward(*given, **named)
         if is_within_original(self) or (calls.recorded() and not calls.keeps_products()):
             return super().forward(*given, **named)
 

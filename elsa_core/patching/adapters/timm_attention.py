@@ -39,6 +39,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     """timm's ViT attention: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = Attention
+    elsa_calls_sdpa = True
     elsa_normalises = True
     elsa_precision: str
     elsa_backend: str
@@ -93,6 +94,7 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
     """timm's attention with rotary positions: [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = AttentionRope
+    elsa_calls_sdpa = True
     elsa_precision: str
     elsa_backend: str
 

@@ -30,7 +30,7 @@ from elsa_core.patching.adapters.common import (
 )
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives
 from elsa_core.patching.adapters.halves import NONE, Halves, of_layer
-from elsa_core.patching.adapters.handing import taken, taken_norm
+from elsa_core.patching.adapters.handing import taken, taken_norm, waiting
 from elsa_core.patching.adapters.host import (
     all_original,
     has_hooks,
@@ -58,6 +58,8 @@ class ElsaLinear(Derives, nn.Linear):
 
     def elsa_halves(self) -> Halves:
         """What `freeze` keeps of the weight, if it still holds."""
+        if DERIVED.keeps_nothing():
+            return NONE
         return DERIVED.frozen(self, (self.weight,)) or NONE
 
     def forward(self, input: Tensor) -> Tensor:
@@ -65,7 +67,9 @@ class ElsaLinear(Derives, nn.Linear):
             return by_pytorch(self, input)
         if not is_elsas(self, input):
             return super().forward(input)
-        terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
+        terms, norm = NONE, None
+        if waiting():
+            terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
 
         def by_elsa() -> Tensor:
             return served(
@@ -74,7 +78,7 @@ class ElsaLinear(Derives, nn.Linear):
             )  # fmt: skip
 
         work = input.numel() * self.weight.shape[0]
-        form = tuple(term is None for term in (*terms, norm))
+        form = terms[0] is None, terms[1] is None, norm is None
         if is_host_bound(self, "linear", input, work, by_elsa, form):
             if norm is not None:
                 input = functional.layer_norm(input, input.shape[-1:], *norm)

@@ -192,6 +192,11 @@ def serve(
     Questions are in the order of their cost: eager calls are host-bound.
     """
     fused = activation != "none" or residual is not None or scale is not None
+    terms = (activation, residual, scale, precision, halves, powers)
+    kind = _kind_of(input, weight, bias, fused, precision)
+    if kind is not None and calls.was_seen(kind):
+        known: Tensor | None = _eager(input, weight, bias, *terms)
+        return known
     if not _suits(input, weight, fused):
         return None
     small = _is_small(input, weight)
@@ -208,7 +213,6 @@ def serve(
     plain = _plain(input, weight)
     recorded = calls.recorded()
     wanted = calls.differentiates(input, weight, bias)
-    terms = (activation, residual, scale, precision, halves, powers)
     if wanted and not recorded and input.numel() * weight.shape[0] < LEAST_TRAINED:
         return None
     if wanted and plain and not (small or fused or calls.traced()):
@@ -218,6 +222,8 @@ def serve(
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
     if not small:
+        if kind is not None and not _waits(input, weight):  # small calls under capture are none
+            calls.first_of_kind(kind)
         return _eager(input, weight, bias, *terms)
     if plain and not torch.cuda.is_current_stream_capturing():
         _eager(input, weight, bias, *terms)  # a graph may be recorded of it later
@@ -310,6 +316,21 @@ def serve_gated(
     return gated.gated_linear(*given)
 
 
+def _kind_of(
+    input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, precision: str
+) -> Any:
+    """All that the questions of `serve` read of an eager float32 product without gradients, in one
+    term: those that the kernel computed are asked about once. None of any other call.
+    """
+    if input.dtype != torch.float32 or calls.traced() or torch.is_grad_enabled():
+        return None
+    if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # `_plain`
+        return None
+    settings = torch.is_autocast_enabled("cuda"), torch.backends.cuda.matmul.fp32_precision
+    terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
+    return "product", input.shape, weight.shape, input.device, *terms, *settings
+
+
 def _plain(input: Tensor, weight: Tensor) -> bool:
     return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
 
@@ -323,6 +344,8 @@ def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
     if fused and linear_form(HALF, input.device):
         return True
     depth = weight.shape[-1]
+    if type(depth) is int and depth > HALF_DEPTH:  # most, whatever records them
+        return False
     if calls.recorded() or not 0 < depth <= HALF_DEPTH:  # what is recorded must not ask for lengths
         return False
     return HALF_ROWS[0] <= input.numel() // depth <= HALF_ROWS[1]
@@ -349,9 +372,13 @@ def _loses(input: Tensor, weight: Tensor) -> bool:
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:
     """Whether the host would be waited for: not where a CUDA graph or a program is recorded."""
-    if calls.recorded() or input.numel() * weight.shape[0] >= eager_least("linear", input.dtype):
+    if calls.recorded() or not _waits(input, weight):
         return False
     return not torch.cuda.is_current_stream_capturing()
+
+
+def _waits(input: Tensor, weight: Tensor) -> bool:
+    return input.numel() * weight.shape[0] < eager_least("linear", input.dtype)
 
 
 def _seen(input: Tensor, weight: Tensor, terms: tuple[str | bool, ...]) -> bool:
@@ -416,6 +443,7 @@ _served_from._dynamo_marked_constant = True
 def forget() -> None:
     """Read the user's tables again."""
     _least_served.cache_clear()
+    calls.forget_kinds()
 
 
 def _gains(input: Tensor, weight: Tensor) -> bool:
