@@ -176,7 +176,8 @@ def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tenso
         return None
     head_dim = query.shape[3]
     kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
-    whole = _trains_whole(query, key, value, attn_mask, kind, backend, return_lse=False)
+    given = (query, key, value, attn_mask, kind, backend, False)
+    whole = _trains_whole(*given, arguments[4])
     run = routing.RUNS["attention", whole or choice.name]
     # a profile looks for the operator's name
     if not whole and run is operators.ATTENTION.overload and not _profiled():
@@ -245,7 +246,7 @@ def _served(
     else:
         asked = (q, k, v, mask, kind, backend, return_lse)
         plain = name == routing.PLAIN
-        name = _trains_whole(*asked) or (plain and _without_kernels(*asked)) or name
+        name = _trains_whole(*asked, is_causal) or (plain and _without_kernels(*asked)) or name
         arguments = (q, k, v, mask, is_causal, scale, precision)
         faster = None if return_lse else _measured_faster(kind, backend, arguments)
         run = routing.RUNS["attention", name]
@@ -267,17 +268,28 @@ def _trains_whole(
     kind: tuple[str, torch.dtype, int, int, str],
     backend: str,
     return_lse: bool,
+    is_causal: bool,
+    asked: bool = False,
 ) -> str:
-    """The backend that takes this call and its gradients as a whole; empty where there is none."""
+    """The backend that takes this call and its gradients as a whole; empty where there is none.
+    `asked`: only a question, see `calls.is_for_graph`."""
     if backend != "auto" or return_lse:
         return ""
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
     if not gradient:
         return ""
-    # also under capture, so that a graph holds kernels that its warm-up has loaded
     work = None if calls.traced() else query.numel() * key.shape[2]
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     name = routing.training_name("attention", *kind, gradient, work, boolean)
+    if name and work is not None and query.is_cuda:
+        in_graphs = routing.training_name("attention", *kind, gradient, None, boolean)
+        operands = tuple(
+            t if t is None else (t.shape, t.stride(), t.dtype)
+            for t in (query, key, value, attn_mask)
+        )
+        form = ("trains", *kind, operands, gradient, is_causal)
+        if in_graphs != name and calls.is_for_graph(query.device, form, asked=asked):
+            name = in_graphs
     return _if_taken(name, query, key, attn_mask)
 
 
@@ -355,7 +367,8 @@ def explain(
         return routing.route(request, routing.PLAIN, schedule=arguments, because=f"has no {alone}")
     kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
     given = (q, k, v, mask, kind, backend, False)
-    whole, faster = _trains_whole(*given), "trains slower: the shipped table of measurements"
+    whole = _trains_whole(*given, is_causal, asked=True)
+    faster = "trains slower: the shipped table of measurements"
     if not whole:
         whole = _without_kernels(*given)
         faster = "serves exported graphs and calls with lse; PyTorch's own kernels are faster"

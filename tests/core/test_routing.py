@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
-from elsa_core import calls, operators, routing
+from elsa_core import calls, dense, operators, routing
 from elsa_core.backends import processor, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -212,6 +212,38 @@ def test_small_masked_calls_train_by_the_native_kernels() -> None:
     assert elsa.explain(q, q, q, mask.float()).backend == "sdpa"
     kind = ("attention", "cuda", torch.float32, 64, 64, "strict", ("query",), 1)
     assert routing.training_name(*kind, masked=True) == "sdpa"  # not measured to be slower
+
+
+class OnCuda(Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_small_calls_of_a_graph_train_by_our_kernels(monkeypatch) -> None:
+    """The host's time does not count there; kernels that its warm-up did not load are not asked."""
+    now = {"capturing": False, "own": False}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["capturing"])
+    monkeypatch.setattr(calls, "is_own_stream", lambda device: now["own"])
+    calls.forget_kinds()
+    kind = ("cuda", torch.float32, 64, 64, "strict")
+    q = make(1, 2, 5, 64).as_subclass(OnCuda).requires_grad_()
+
+    def whole(is_causal=False, asked=False, q=q):
+        return dense._trains_whole(q, q, q, None, kind, "auto", False, is_causal, asked=asked)
+
+    assert whole() == "sdpa"
+    now.update(own=True)
+    assert whole(asked=True) == ""
+    now.update(capturing=True)
+    assert whole() == "sdpa"  # a question has loaded nothing
+    now.update(capturing=False)
+    assert whole() == ""
+    now.update(capturing=True)
+    assert whole() == "" and whole(is_causal=True) == "sdpa"
+    assert whole(q=make(1, 5, 2, 64).as_subclass(OnCuda).requires_grad_().mT) == "sdpa"
+    now.update(capturing=False, own=False)
+    assert whole() == "sdpa"
 
 
 def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:

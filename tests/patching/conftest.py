@@ -16,6 +16,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(host, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(calls, "is_own_stream", lambda device: False)
     calls.forget_kinds()
     asked, answered = [], host._answered
     monkeypatch.setattr(host, "_answered", lambda yes: asked.append(yes) or answered(yes))

@@ -48,6 +48,7 @@ def tokens():
 def on_gpu(monkeypatch):
     """CPU tensors that say they are on a GPU; nothing there is computed by a GPU's kernels."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(calls, "is_own_stream", lambda device: False)
     monkeypatch.setattr(host, "_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     calls.forget_kinds()

@@ -209,7 +209,11 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
-    return bool(routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]))
+    if not routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]):
+        return False
+    if routing.training_name("attention", *kind, ("query",)):
+        return True
+    return not calls.is_for_graph(x.device, ("site", *kind, site.num_heads, x.shape, x.stride()))
 
 
 def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:

@@ -188,7 +188,10 @@ def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if not any(x.is_cuda for x in tensors) or calls.traced() or is_captured():
         return None
     cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-    modes = model.training, torch.is_grad_enabled(), cast
+    grad = torch.is_grad_enabled()
+    # a step that warms up for a CUDA graph is another kind: see `calls.is_for_graph`
+    apart = grad and calls.is_own_stream(next(x.device for x in tensors if x.is_cuda))
+    modes = model.training, grad, apart, cast
     return terms, tuple(named), modes, routing.switched(), calls.forgotten()
 
 

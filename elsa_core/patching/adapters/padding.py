@@ -78,16 +78,11 @@ def may_wait(x: Tensor, heads: int, head_dim: int, module: Any) -> bool:
     if x.device.type == "cpu":
         return True
     work = x.shape[0] * heads * x.shape[1] ** 2 * head_dim
-    if torch.cuda.is_current_stream_capturing() or is_own_stream(x.device):
+    if torch.cuda.is_current_stream_capturing() or calls.is_own_stream(x.device):
         return False
     return work >= measured.eager_least("attention", x.dtype) and has_kernel(
         x, head_dim, module.elsa_precision, module.elsa_backend
     )
-
-
-def is_own_stream(device: torch.device) -> bool:
-    """Whether the current stream is none that PyTorch begins with."""
-    return torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
 
 
 def has_kernel(x: Tensor, head_dim: int, precision: str, backend: str) -> bool:
