@@ -62,6 +62,7 @@ def hold() -> None:
 
 def pytest_collection_finish() -> None:
     hold()
+    gc.set_threshold(10_000, 10, 10)  # a compiler makes far more objects than garbage
     gc.enable()
 
 
