@@ -54,10 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-def pytest_collection_finish() -> None:
-    """What thousands of tests hold is no garbage: a collection in a test need not look at it."""
+def hold() -> None:
+    """What is alive between two tests is no garbage: a collection in a test need not look at it."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    hold()
+    gc.set_threshold(10_000, 10, 10)  # a compiler makes far more objects than garbage
     gc.enable()
 
 
@@ -77,6 +82,8 @@ def pytest_runtest_protocol(
         result = yield
         if not torch.is_grad_enabled():
             item.warn(pytest.PytestWarning(f"{item.nodeid} left gradients off"))
+        if nextitem is not None and nextitem.path != item.path:
+            hold()  # full collections took two seconds each by the end of a run
         return result
 
 

@@ -233,15 +233,21 @@ def test_no_compiler(elsa: Elsa, cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not cache.exists()
 
 
-def test_patch_goes_on_without_a_compiler(process: Elsa, tmp_path: Path) -> None:
+def test_patch_goes_on_without_a_compiler(
+    process: Elsa, elsa: Elsa, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The eager backend takes over and says so; asked for by name, native is an error."""
-    env = {"CXX": "no-such-compiler", "ELSA_CACHE_DIR": str(tmp_path / "cache")}
-    answer = process("patch", *TINY, "-v", env=env)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    small = (*TINY, "--model-kwargs", "depth=2")
+    answer = process("patch", *small, "-v")
     assert answer.code == 0
     assert "eager kernels" in answer.out
     warnings = [line for line in answer.err.splitlines() if "no-such-compiler" in line]
     assert len(warnings) == 1
-    process("patch", *TINY, "--backend", "native", "-q", env=env).fails(3, "no-such-compiler")
+    native.load.cache_clear()
+    answer = elsa("patch", *small, "--backend", "native", "-q")
+    native.load.cache_clear()
+    answer.fails(3, "no-such-compiler")
 
 
 def test_a_cache_that_cannot_be_written(elsa: Elsa, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,18 +50,20 @@ def _cmake() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     cmake = _cmake()
     if cmake is None:
         pytest.skip("cmake is not installed: pip install cmake")
-    build = tmp_path_factory.mktemp("build")
-    for command in (
-        [cmake, "-S", str(SOURCE), "-B", str(build), f"-DPython3_EXECUTABLE={sys.executable}"],
-        [cmake, "--build", str(build)],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return build / "elsa_run"
+
+    def build(folder: Path) -> None:
+        for command in (
+            [cmake, "-S", str(SOURCE), "-B", str(folder), f"-DPython3_EXECUTABLE={sys.executable}"],
+            [cmake, "--build", str(folder)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+    return once("elsa_run", build) / "elsa_run"
 
 
 def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

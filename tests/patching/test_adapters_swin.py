@@ -445,7 +445,7 @@ def trained_swin(pixels: Tensor, labels: Tensor) -> nn.Module:
         TIMM["swin"], img_size=8, patch_size=2, in_chans=1, num_classes=10, window_size=3,
         embed_dim=48, depths=(2, 2), num_heads=(2, 4), drop_path_rate=0.0,
     )  # fmt: skip
-    epochs, size = 12, 40
+    epochs, size = 8, 40
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     steps = epochs * math.ceil(len(pixels) / size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)

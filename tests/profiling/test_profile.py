@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,18 +35,23 @@ import torch
 from elsa_core.profiling.profile import profile
 from tests.profiling.conftest import small_vit
 
-model, images = small_vit(), torch.randn(1, 3, 96, 96)
+model, images, right = small_vit(), torch.randn(1, 3, 96, 96), 0
 for seed in range(3):
     report = profile(
-        model, images, baselines=["control"], sites=False, budget_seconds=25,
+        model, images, baselines=["control"], sites=False, budget_seconds=12,
         seed=3 * int(sys.argv[1]) + seed,
     )
-    print(json.dumps(report.run("control").ratio.to_dict()))
+    ratio = report.run("control").ratio.to_dict()
+    print(json.dumps(ratio))
+    right += abs(ratio["value"] - 1) < 0.03 and ratio["low"] <= 1 <= ratio["high"]
+    if right == 2:
+        break  # whatever the third one said
 """
 
 
 def controls(turn: int) -> list[dict[str, Any]]:
-    """Three ratios of a model against itself, in a process of their own, as the command is."""
+    """Three ratios of a model against itself, in a process of their own, as the command is; two
+    where both are as all should be, since two of three decide."""
     done = subprocess.run(
         [sys.executable, "-c", CONTROL, str(turn)], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[2], timeout=300,
@@ -70,8 +74,8 @@ def test_a_model_against_itself_is_a_ratio_of_one() -> None:
     for turn in range(2):
         found = controls(turn)
         seen.append(found)
-        near = abs(statistics.median(each["value"] for each in found) - 1) < 0.03
-        if near and sum(each["low"] <= 1 <= each["high"] for each in found) >= 2:
+        middle = sorted(each["value"] for each in found)[1]  # of two good ones either is
+        if abs(middle - 1) < 0.03 and sum(each["low"] <= 1 <= each["high"] for each in found) >= 2:
             return
     raise AssertionError(seen)
 

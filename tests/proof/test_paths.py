@@ -67,7 +67,9 @@ def test_each_verdict_names_its_path(quick: None) -> None:
 
 
 def test_compiled_by_inductor() -> None:
-    report = checked(vit(), paths=["compile"])
+    model = vit()
+    model.blocks = model.blocks[:1]
+    report = checked(model, paths=["compile"])
     assert report.ok, report.failures
     assert [case.path for case in report.cases] == ["compile"]
     assert report.cases[0].patched_error > 0
@@ -199,8 +201,6 @@ def test_what_is_wrong_only_in_a_compiled_graph(
 
 def test_every_shape_has_its_program(quick: None) -> None:
     """torch.compile gives up at nine shapes of one model, which is no finding about elsa."""
-    model, generator = vit(), torch.Generator().manual_seed(0)
-    model.blocks = model.blocks[:1]
-    run = paths.runner("compile", model, None)
+    run = paths.runner("compile", nn.Conv2d(3, 8, 8, 8), None)
     for rows in range(1, 11):
-        run(((torch.randn(rows, 3, 32, 32, generator=generator),), {}))
+        run(((torch.zeros(rows, 3, 32, 32),), {}))

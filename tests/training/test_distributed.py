@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,14 @@ def full(grad: Tensor | None) -> Tensor | None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """What two processes wrote, started once: most of their time goes to imports."""
-    written = tmp_path_factory.mktemp("gradients")
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "timm"])
-    mp.start_processes(work, (free_port(), str(written)), 2, start_method="forkserver")
-    return written
+
+    def start(folder: Path) -> None:
+        multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed", "timm"])
+        mp.start_processes(work, (free_port(), str(folder)), 2, start_method="forkserver")
+
+    return once("gradients", start)
 
 
 @pytest.mark.parametrize(("how", "kind"), WAYS)
