@@ -32,7 +32,7 @@ TABLE = "elsa_core.routing.measured."  # the shipped table, which imports no oth
 DOOR = ("distributed/__init__.py", "elsa_core.patching")
 # What backends share, and those that use another one: Triton's kernels in a library without Python
 # (cuda), and its call for shapes that its window kernels refuse (eager).
-SHARED = ("cache", "compiler", "partition", "philox", "support", "window_call")
+SHARED = ("cache", "compiler", "partition", "philox", "processor", "support", "window_call")
 BESIDE = {("triton", "cuda"), ("cuda", "triton"), ("triton", "eager")}
 # A string that names a module, or an attribute of it; the first part of an f-string ends in a dot.
 NAMED = re.compile(r"elsa_core(\.\w+)+(\.|:\w+)?")
