@@ -204,9 +204,11 @@ class Products:
 
 
 def keeps_products() -> bool:
-    """Whether the program that is recorded now holds a call of `elsa.linear` as its operator."""
+    """Whether the program that is recorded now holds a call of `elsa.linear` as its operator: not
+    within a transform, whose derivatives and batches are of PyTorch's operators.
+    """
     block = _RECORDING.products
-    if block is None:
+    if block is None or _transforms() is not None or forward_ad._current_level >= 0:
         return False
     block.asked = True
     return block.kept
