@@ -81,11 +81,14 @@ def place(tensor: Tensor) -> str:
     return device.type if device.index is None else f"{device.type}:{device.index}"
 
 
-def surroundings() -> tuple[int, int | None, int]:
-    """How many modes and transforms are active, of those of `traced` that a forward can begin and
-    end itself. No compiler comes here.
+Surroundings = tuple[int, int | None, int, bool]
+
+
+def surroundings() -> Surroundings:
+    """How many modes and transforms are active, and whether a trace is, of those of `traced` that a
+    forward can begin and end itself. No compiler comes here.
     """
-    return _modes(), _level(), forward_ad._current_level
+    return _modes(), _level(), forward_ad._current_level, _tracing() is not None
 
 
 def recorded() -> bool:
