@@ -283,7 +283,7 @@ def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
         one = operator == "attention" and x.shape[0] == 1 and _calls_sdpa(site)
         if not one or work >= routing.eager_least("one_image", x.dtype):
             return False
-    return is_unasked(site.__dict__) and not is_captured()
+    return is_unasked(site.__dict__) and not x.is_nested and not is_captured()
 
 
 def _calls_sdpa(site: Any) -> bool:
