@@ -81,11 +81,14 @@ def place(tensor: Tensor) -> str:
     return device.type if device.index is None else f"{device.type}:{device.index}"
 
 
-def surroundings() -> tuple[int, int | None, int]:
-    """How many modes and transforms are active, of those of `traced` that a forward can begin and
-    end itself. No compiler comes here.
+Surroundings = tuple[int, int | None, int, bool]
+
+
+def surroundings() -> Surroundings:
+    """How many modes and transforms are active, and whether a trace is, of those of `traced` that a
+    forward can begin and end itself. No compiler comes here.
     """
-    return _modes(), _level(), forward_ad._current_level
+    return _modes(), _level(), forward_ad._current_level, _tracing() is not None
 
 
 def recorded() -> bool:
@@ -230,9 +233,11 @@ class Products:
 
 
 def keeps_products() -> bool:
-    """Whether the program that is recorded now holds a call of `elsa.linear` as its operator."""
+    """Whether the program that is recorded now holds a call of `elsa.linear` as its operator: not
+    within a transform, whose derivatives and batches are of PyTorch's operators.
+    """
     block = _RECORDING.products
-    if block is None:
+    if block is None or _transforms() is not None or forward_ad._current_level >= 0:
         return False
     block.asked = True
     return block.kept

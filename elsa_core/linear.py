@@ -290,8 +290,12 @@ def _composes(
 
 
 def _is_uniform(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the operator computes what PyTorch's does: of operands of one dtype, not cast."""
+    """Whether the operator computes what PyTorch's does: of operands of one dtype, not cast, and
+    weights of no class that may know PyTorch's operators alone (quantised ones).
+    """
     if torch.is_autocast_enabled(input.device.type):
+        return False
+    if any(hasattr(t, "__tensor_flatten__") for t in (input, weight, bias)):
         return False
     return input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype)
 

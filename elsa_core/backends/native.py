@@ -15,6 +15,7 @@ import ctypes
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_OWNER = "ELSA_SCHEMA_DEFINED_BY_PYTHON"
 _LOG = logging.getLogger("elsa")
 _LIBRARY: list[ctypes.CDLL] = []  # the one that `load` loaded
+_LOADING = threading.Lock()
 
 
 def support(request: Request) -> Support:
@@ -154,11 +156,12 @@ def load() -> Support:
     if os.environ.get("ELSA_NATIVE", "1") == "0":
         return Support(False, "switched off by ELSA_NATIVE=0")
     try:
-        native_backward.define()
-        native_entmax.define()
-        library = _opened(build())
-        _isa_of(library)
-        _LIBRARY.append(library)
+        with _LOADING:  # what two threads define at once is refused, and the library off for both
+            native_backward.define()
+            native_entmax.define()
+            library = _opened(build())
+            _isa_of(library)
+            _LIBRARY.append(library)
     except Exception as error:  # whatever is wrong with this machine, plain PyTorch goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _LOG.warning("the native library is off, plain PyTorch takes over: %s", reason)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,9 +26,12 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that is imported when it is first called."""
 
     full = f"elsa_core.backends.{module}"
+    found: list[ModuleType] = []
 
     def call(*arguments: Any) -> Any:
-        return getattr(sys.modules.get(full) or import_module(full), name)(*arguments)
+        if not found:  # not from `sys.modules`, where one lies that another thread still imports
+            found.append(import_module(full))
+        return getattr(found[0], name)(*arguments)
 
     return call
 

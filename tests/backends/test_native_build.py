@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -260,6 +261,30 @@ def test_a_failure_nobody_thought_of_leaves_eager(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(native, "build", broken)
     monkeypatch.delenv("ELSA_NATIVE", raising=False)
     assert native.load.__wrapped__() == (False, "ValueError")
+
+
+def test_threads_load_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that asked at once defined operators twice, which switched the library off."""
+    within, most = [], []
+
+    def define() -> None:
+        within.append(1)
+        most.append(len(within))
+        time.sleep(0.02)
+        within.pop()
+
+    def broken() -> Path:
+        raise ValueError
+
+    monkeypatch.setattr(native.native_backward, "define", define)
+    monkeypatch.setattr(native, "build", broken)
+    monkeypatch.delenv("ELSA_NATIVE", raising=False)
+    threads = [threading.Thread(target=native.load.__wrapped__) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
 
 
 def test_a_version_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -14,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
-from elsa_core import calls, dense, operators, routing
+from elsa_core import backends, calls, dense, operators, routing
 from elsa_core.backends import processor, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
-from elsa_core.routing import choose, measured
+from elsa_core.routing import choose, measured, table
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -626,3 +629,23 @@ def test_float32_fma_on_a_gpu_without_triton(two_gpus, monkeypatch) -> None:
     assert routing.name_of("attention", "cuda:0", *kind, "ieee", "auto") == "triton"
     assert routing.name_of("attention", "cuda:1", *kind, "strict", "auto") == "eager"
     assert routing.whole_name("attention", "cuda:1", *kind, "strict") == "sdpa"
+
+
+def test_two_threads_that_first_call_a_backend(tmp_path, monkeypatch):
+    """The second one once took the module as it lay there, half imported."""
+    lines = "import sys, time\nwhile not hasattr(sys, 'elsa_seen'): time.sleep(0.001)\n"
+    (tmp_path / "slow.py").write_text(lines + "time.sleep(0.02)\ndef answer(): return 42\n")
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    monkeypatch.delattr(sys, "elsa_seen", raising=False)
+    answer, found = table._late("slow", "answer"), []
+    first = threading.Thread(target=lambda: found.append(answer()))
+    first.start()
+    while "elsa_core.backends.slow" not in sys.modules:
+        time.sleep(0.001)
+    monkeypatch.setattr(sys, "elsa_seen", True, raising=False)
+    try:
+        assert answer() == 42
+    finally:
+        first.join()
+        del sys.modules["elsa_core.backends.slow"], backends.slow
+    assert found == [42]

@@ -243,3 +243,17 @@ def test_a_known_product_is_asked_about_anew(least, kernels, monkeypatch):
             assert asks() == (True, True)
         assert asks() == (True, True)
     assert asks() == (True, True)  # gradients may be wanted
+
+
+@pytest.mark.parametrize("work", [0, 1 << 62])
+def test_nested_tensors_have_no_kind(on_gpu, least, kernels, work):
+    """Those that lie in one memory say no shape when they are asked: products are PyTorch's."""
+    least["linear"] = work
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4)).eval()
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    with torch.no_grad():
+        expected = model(x).to_padded_tensor(0)
+        elsa.patch(model, scope="model")
+        for _ in range(4):
+            assert torch.equal(model(x).to_padded_tensor(0), expected)
+    assert not kernels

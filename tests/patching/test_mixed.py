@@ -145,3 +145,56 @@ def test_a_module_called_in_two_ways_goes_on_asking(on_gpu, large):
     assert sorted(on_gpu) == [False, True, True]
     call(model, on_gpu, x)
     assert sorted(on_gpu) == [False, True]
+
+
+def test_a_model_within_is_not_asked_for_by_the_one_around(on_gpu, large):
+    """Of sites that were settled for the model around it, one within once said that all kept their
+    originals: its next calls of that kind gave the large ones to these too."""
+
+    class Tower(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Linear(8, 8), nn.Linear(8, 800)
+
+        def forward(self, x):
+            return self.large(self.small(x))
+
+    large[0] = 10_000
+    tower, x = Tower().eval(), torch.randn(2, 3, 8)
+    elsa.patch(tower, scope="model")
+    for _ in range(2):
+        with torch.no_grad():
+            host.with_settled(frozenset({id(tower.large)}), tower, x)
+        assert on_gpu == [True, False]
+        on_gpu.clear()
+
+
+@pytest.mark.parametrize("work", [0, 1 << 62])
+def test_a_trace_within_a_settled_call(on_gpu, large, work):
+    """It records what one within any other call does."""
+
+    class Traces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            options = {"img_size": 32, "embed_dim": 24, "num_heads": 3, "num_classes": 0}
+            name = "beit_base_patch16_224" if work == 0 else "vit_tiny_patch16_224"
+            self.tower = timm.create_model(name, depth=1, **options)
+            self.traced = None
+
+        def forward(self, x):
+            if self.traced is True:
+                self.traced = torch.jit.trace(self.tower.blocks[0], x, check_trace=False)
+            return self.tower.blocks[0](x)
+
+    def recorded(calls):
+        model = Traces().eval()
+        elsa.patch(model, scope="model")
+        for _ in range(calls):
+            call(model, on_gpu, x)
+        model.traced = True
+        call(model, on_gpu, x)
+        return [node.kind() for node in model.traced.inlined_graph.nodes()]
+
+    large[0], x = work, torch.randn(2, 5, 24)
+    assert recorded(3) == recorded(0)

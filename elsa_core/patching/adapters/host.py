@@ -58,9 +58,9 @@ def is_shown(layer: nn.Module) -> bool:
 
 class _Choices(threading.local):
     # Where the sites keep their originals, unasked: the modes and transforms around the call.
-    within: tuple[int, int | None, int] | None = None
+    within: calls.Surroundings | None = None
     # Where sites run elsa's operators, unasked: the same, and the ids of these sites.
-    settled: tuple[tuple[int, int | None, int], frozenset[int]] | None = None
+    settled: tuple[calls.Surroundings, frozenset[int]] | None = None
     originals = 0  # of the answers that sites got
     others = 0
     # Takes up the sites that are told to keep their originals, those that run as a row of functions
@@ -131,11 +131,13 @@ def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -
     """forward(...), and three sets of patched modules: those that kept their originals, those that
     ran as functions in a row (`flat.py`), and those that did not keep them.
     """
-    before, _CHOICES.asked = _CHOICES.asked, (set(), set(), set())
+    now = _CHOICES
+    before, now.asked, now.settled = (now.asked, now.settled), (set(), set(), set()), None
     try:
-        return forward(*arguments, **options), _CHOICES.asked
+        return forward(*arguments, **options), now.asked
     finally:
-        _CHOICES.asked, _CHOICES.reader = before, None
+        now.asked, now.settled = before
+        now.reader = None
 
 
 @contextmanager
@@ -164,13 +166,14 @@ def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tu
     it that is observed as well.
     """
     now = _CHOICES
-    before, now.within = (now.within, now.originals, now.others), None
+    before = now.within, now.originals, now.others, now.settled
+    now.within = now.settled = None  # of a model around, which may have other kinds of calls
     now.originals = now.others = 0
     try:
         out = forward(*arguments, **options)
         return out, None if now.others else now.originals > 0
     finally:
-        now.within = before[0]
+        now.within, now.settled = before[0], before[3]
         now.originals += before[1]
         now.others += before[2]
 
@@ -280,7 +283,7 @@ def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
         one = operator == "attention" and x.shape[0] == 1 and _calls_sdpa(site)
         if not one or work >= routing.eager_least("one_image", x.dtype):
             return False
-    return is_unasked(site.__dict__) and not is_captured()
+    return is_unasked(site.__dict__) and not x.is_nested and not is_captured()
 
 
 def _calls_sdpa(site: Any) -> bool:

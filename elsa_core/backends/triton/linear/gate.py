@@ -326,6 +326,8 @@ def _kind_of(
         return None
     if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # `_plain`
         return None
+    if input.is_nested:  # which has no shape
+        return None
     settings = torch.is_autocast_enabled("cuda"), torch.backends.cuda.matmul.fp32_precision
     terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
     return "product", input.shape, weight.shape, input.device, *terms, *settings
@@ -339,6 +341,8 @@ def _suits(input: Tensor, weight: Tensor, fused: bool = False) -> bool:
     """Whether a kernel of this package takes less of the GPU's time than PyTorch's. In half
     precision it might for every call with more than a product: not chosen by auto until measured.
     """
+    if input.is_nested:
+        return False
     if input.dtype == torch.float32:
         return _gains(input, weight)
     if fused and linear_form(HALF, input.device):
