@@ -133,6 +133,7 @@ TABLES: Final[dict[str, tuple[Callable[[dict[str, Any]], str], str | Path]]] = {
     "training": (steps_table, "training_steps_h200.json"),
     "training_h100": (steps_table, "training_steps_h100.json"),
     "training_cpu": (steps_table, "training_steps_cpu.json"),
+    "training_cpu_avx512": (steps_table, "training_steps_cpu_avx512.json"),
     "distributed": (distributed_table, "distributed_2xh100.json"),
     "long_context": (long_table, "long_context_h100.json"),
     "gradients": (gradients_table, _TUNING / "measured_h200.json"),

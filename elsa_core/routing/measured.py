@@ -127,8 +127,9 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
 def _small_below(row: dict[str, Any]) -> int:
     below: int = row.get("small_below", 0)
     if processor.vendor() == "AuthenticAMD":
-        # products of PyTorch's attention are MKL's, which is slower there
-        below = row.get("small_below_amd", below)
+        # products of PyTorch's attention are MKL's, which is slower there and keeps to AVX2
+        wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+        below = row.get("small_below_amd_avx512" if wide else "small_below_amd", below)
     return below
 
 

@@ -190,17 +190,19 @@ def test_whose_training_is_whole(device, dtype, dims, precision, name, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("vendor", "device", "below"),
+    ("vendor", "capability", "device", "below"),
     [
-        ("AuthenticAMD", "cpu", 1 << 24),
-        ("GenuineIntel", "cpu", 1 << 27),
-        ("", "cpu", 1 << 27),
-        ("AuthenticAMD", "cuda", 1 << 28),
+        ("AuthenticAMD", "AVX512", "cpu", 1 << 22),
+        ("AuthenticAMD", "AVX2", "cpu", 1 << 24),
+        ("GenuineIntel", "AVX512", "cpu", 1 << 27),
+        ("", "AVX2", "cpu", 1 << 27),
+        ("AuthenticAMD", "AVX512", "cuda", 1 << 28),
     ],
 )
-def test_small_calls_of_a_processor(vendor, device, below, monkeypatch) -> None:
+def test_small_calls_of_a_processor(vendor, capability, device, below, monkeypatch) -> None:
     """PyTorch's attention multiplies by MKL, which an AMD processor runs more slowly."""
     monkeypatch.setattr(processor, "vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     row = measured.training.__wrapped__("attention", device, torch.float32)
     assert (row.small, row.small_below) == ("sdpa", below)
 
