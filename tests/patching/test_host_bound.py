@@ -39,7 +39,8 @@ def on_gpu(monkeypatch):
 
     def asked(site, operator, x, work, by_elsa, form=None):
         class Shown:
-            is_cuda, dtype, shape, get_device = True, x.dtype, x.shape, staticmethod(lambda: 0)
+            is_cuda, is_nested, dtype, shape = True, False, x.dtype, x.shape
+            get_device = staticmethod(lambda: 0)
 
         return host.is_host_bound(site, operator, Shown, work, by_elsa)
 

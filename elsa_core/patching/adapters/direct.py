@@ -15,20 +15,56 @@ called in a row (`flat.py`). A copy or a save that begins within the call finds 
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
 
 from torch import nn
 
-from elsa_core.patching.adapters.host import PACKING, is_unasked, with_settled
+from elsa_core.patching.adapters.host import is_unasked, told, with_settled
 from elsa_core.patching.adapters.kept import Keepers
 
 # How a module is trained, saved and moved is the same for both.
 _OTHERS: Final = frozenset({"_apply", "_load_from_state_dict", "train"})
 Space = dict[str, Any]  # what a module holds: its __dict__
+
+
+class _Packing:
+    """Calls of all threads whose sites get what no original forward can read; see `packing`.
+
+    Attributes:
+        lock: held while original methods are put on modules, and while one is counted.
+        calls: how many are under way.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls = 0
+
+
+_PACKING = _Packing()
+
+
+@contextmanager
+def packing(model: nn.Module) -> Iterator[None]:
+    """Calls of a patched model whose sites may get packed tokens, which no original forward reads.
+
+    Until it ends no thread puts an original method on a module: ask within it whether one is there.
+    The model around hears that this one did not keep its original, whatever the layers within say:
+    another batch of the same shape may have more padding, or less.
+    """
+    told(model, False)
+    with _PACKING.lock:
+        _PACKING.calls += 1
+    try:
+        yield
+    finally:
+        with _PACKING.lock:
+            _PACKING.calls -= 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +89,8 @@ class Direct:
         put: list[tuple[Space, str, MethodType]] = []
         before = None if self.keepers is None else self.keepers.begin()
         try:
-            with PACKING.lock:
-                if not PACKING.calls:  # while one is under way, sites ask
+            with _PACKING.lock:
+                if not _PACKING.calls:  # while one is under way, sites ask
                     self._put(put)
             return with_settled(self.settled, method, *given, **named)
         finally:

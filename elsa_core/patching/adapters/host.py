@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,22 +71,6 @@ class _Choices(threading.local):
 _CHOICES = _Choices()
 
 
-class _Packing:
-    """Calls of all threads whose sites get what no original forward can read; see `packing`.
-
-    Attributes:
-        lock: held while `direct.py` puts original methods on modules, and while one is counted.
-        calls: how many are under way.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.calls = 0
-
-
-PACKING = _Packing()
-
-
 def is_captured() -> bool:
     """Whether a CUDA graph is being recorded."""
     return _capturing()
@@ -140,24 +123,6 @@ def asking_sites(forward: Callable[..., Any], *arguments: Any, **options: Any) -
         now.reader = None
 
 
-@contextmanager
-def packing(model: nn.Module) -> Iterator[None]:
-    """Calls of a patched model whose sites may get packed tokens, which no original forward reads.
-
-    Until it ends no thread puts an original method on a module: ask within it whether one is there.
-    The model around hears that this one did not keep its original, whatever the layers within say:
-    another batch of the same shape may have more padding, or less.
-    """
-    _told(model, False)
-    with PACKING.lock:
-        PACKING.calls += 1
-    try:
-        yield
-    finally:
-        with PACKING.lock:
-            PACKING.calls -= 1
-
-
 def observed(forward: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
     """forward(...), within which the sites ask, and whether all of them kept their originals: None
     where some or all did not.
@@ -187,7 +152,7 @@ def _answered(original: bool) -> bool:
     return original
 
 
-def _told(site: Any, original: bool) -> bool:
+def told(site: Any, original: bool) -> bool:
     """`_answered`, of a site that is known."""
     if _CHOICES.asked is not None:
         _CHOICES.asked[0 if original else 2].add(site)
@@ -201,9 +166,9 @@ def reads_switch(site: Any) -> None:
 
 
 def _told_reader(original: bool) -> bool:
-    """`_told` of the site that has read its switch, if that is known."""
+    """`told` of the site that has read its switch, if that is known."""
     site, _CHOICES.reader = _CHOICES.reader, None
-    return _answered(original) if site is None else _told(site, original)
+    return _answered(original) if site is None else told(site, original)
 
 
 def _warm_up(by_elsa: Callable[[], object]) -> None:
@@ -267,15 +232,15 @@ def is_host_bound(
         return False
     waits = x.is_cuda and not calls.traced() and _waits(site, operator, x, work)
     if not waits or site.training:  # a warm-up would draw from the generator of its dropout
-        return _told(site, waits and torch.is_grad_enabled())
+        return told(site, waits and torch.is_grad_enabled())
     kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
         # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
         if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
-            return _told(site, False)
+            return told(site, False)
         calls.first_of_kind(kind)
         _warm_up(by_elsa)
-    return _told(site, True)
+    return told(site, True)
 
 
 def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
@@ -368,7 +333,7 @@ def windows_or_original(channels: int) -> Callable[..., Callable[..., Any]]:
 def is_window_bound(site: Any, x: Tensor, channels: int, by_elsa: Callable[[], object]) -> bool:
     """`is_host_bound` of a block of windows in x, where no gradient is wanted."""
     if torch.is_grad_enabled() or site.training:
-        return False if is_compiling() else _told(site, False)
+        return False if is_compiling() else told(site, False)
     # its largest product has four times as many channels, as MLPs have by default
     bound = "linear" if x.dtype == torch.float32 else "attention"
     return is_host_bound(site, bound, x, 4 * x.numel() * channels, by_elsa)

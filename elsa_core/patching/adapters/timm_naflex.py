@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from elsa_core import calls, routing
 from elsa_core.patching.adapters import padding
 from elsa_core.patching.adapters.common import weights_are_hooked
-from elsa_core.patching.adapters.host import is_shown, is_within_original, packing
+from elsa_core.patching.adapters.direct import packing
+from elsa_core.patching.adapters.host import is_shown, is_within_original
 from elsa_core.patching.adapters.padding import Padding
 from elsa_core.patching.adapters.timm_attention import ElsaAttention
 

@@ -22,7 +22,8 @@ from transformers.models.siglip2.modeling_siglip2 import (
 from elsa_core import routing
 from elsa_core.patching.adapters import hf_transformers, padding
 from elsa_core.patching.adapters.common import attend, join_heads, split_heads
-from elsa_core.patching.adapters.host import is_shown, is_within_original, packing
+from elsa_core.patching.adapters.direct import packing
+from elsa_core.patching.adapters.host import is_shown, is_within_original
 from elsa_core.varlen import varlen_attention
 
 
