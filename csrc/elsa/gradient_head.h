@@ -77,9 +77,9 @@ struct NoFetch {
 };
 
 // The gradients of one head. The caller fills query and grad_out (rows padded with zeros), clears
-// the sums, then calls pack() for each block of keys with row_block() for each block of rows within.
-// grad_query and grad_key come out without the factor `scale`. `Fetch::step()` is called between
-// register tiles, at least once for each row: it may fetch a part of what comes next.
+// the sums, then calls pack() for each block of keys with row_block() for each block of rows
+// within. grad_query and grad_key come out without the factor `scale`. `Fetch::step()` is called
+// between register tiles, at least once for each row: it may fetch a part of what comes next.
 template <class Fetch>
 class HeadGradient {
  public:

@@ -384,7 +384,7 @@ class WindowItem {
   const int64_t head_index_, run_;
   const float scale_;
   HeadGradient<TokenFetch> head_;
-  float* const part_;  // [tokens][tokens] of the bias, [3][head_dim] of padding, logit_scale's
+  float* const part_;     // [tokens][tokens] of the bias, [3][head_dim] of padding, logit_scale's
   Tokens all_tokens_[2];  // this window's and the next one's
   const Tokens* tokens_ = nullptr;
   float* raw_;         // [width]
