@@ -13,6 +13,7 @@ from pathlib import Path
 
 import filelock
 import pytest
+from processes import alive
 from sampling import some
 
 from elsa_core.backends import cache, compiler, native
@@ -181,18 +182,6 @@ def test_without_a_compiler_no_library_without_its_digest_is_taken(
 
 
 # --- compilers that hang, builds that were killed ------------------------------------------------
-
-
-def alive(word: str) -> list[int]:
-    """Processes whose command line holds `word`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from processes import alive, seen_from_proc
 from safetensors.torch import save_file
 from sampling import some
 
@@ -167,22 +168,16 @@ def test_a_signal_leaves_nothing_half_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@seen_from_proc
 def test_a_signal_ends_what_an_export_has_started(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The compilers of a library that the bundle needs, and what those have started."""
-    if not Path("/proc/self/cmdline").exists():
-        pytest.skip("sees from /proc what runs")
     place, word = tmp_path_factory.mktemp("slow"), f"98764.{os.getpid()}"
     (place / "slow").write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo slow 1.0 && exit\n'
-        f"touch {place}/started\nsleep {word}\nexit 1\n"
+        f'#!/bin/sh\n[ "$1" = --version ] && echo slow 1.0 && exit\nsleep {word}\nexit 1\n'
     )
     (place / "slow").chmod(0o755)
-
-    def running() -> bool:
-        files = Path("/proc").glob("[0-9]*/cmdline")
-        return any(word.encode() in each.read_bytes() for each in files if each.exists())
 
     words = ["export", "test_vit", "--img", "32", "--formats", "torchscript", "--zip"]
     process = subprocess.Popen(
@@ -191,15 +186,14 @@ def test_a_signal_ends_what_an_export_has_started(
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 300
-    while not (place / "started").exists():
+    while not alive(word):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
-    assert running()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (143, "") and "Traceback" not in err
     end = time.monotonic() + 5  # what was killed takes a moment to go
-    while running() and time.monotonic() < end:
+    while alive(word) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not running() and list(tmp_path.iterdir()) == []
+    assert not alive(word) and list(tmp_path.iterdir()) == []
     assert not [each for each in (place / "cache").rglob("*") if ".build-" in each.name]

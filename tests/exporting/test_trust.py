@@ -21,6 +21,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from processes import alive, seen_from_proc
 from sampling import some
 from torch import nn
 
@@ -132,13 +133,7 @@ time.sleep(600)
 """
 
 
-def running(word: str) -> bool:
-    """Whether a process has `word` in its command line."""
-    files = Path("/proc").glob("[0-9]*/cmdline")
-    return any(word.encode() in each.read_bytes() for each in files if each.exists())
-
-
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="sees from /proc what runs")
+@seen_from_proc
 @pytest.mark.parametrize("number", some((signal.SIGTERM, signal.SIGHUP)))
 def test_a_signal_ends_what_a_verification_has_started(
     copy: Path, tmp_path: Path, number: int
@@ -162,14 +157,14 @@ def test_a_signal_ends_what_a_verification_has_started(
     while not begun.exists():
         assert child.poll() is None and time.monotonic() < deadline, child.communicate()
         time.sleep(0.02)
-    assert running(word)
+    assert alive(word)
     child.send_signal(number)
     out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (128 + number, "") and "Traceback" not in err
     end = time.monotonic() + 5  # what was killed takes a moment to go
-    while running(word) and time.monotonic() < end:
+    while alive(word) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not running(word) and list(scratch.iterdir()) == []
+    assert not alive(word) and list(scratch.iterdir()) == []
 
 
 # --- signatures ----------------------------------------------------------------------------------
