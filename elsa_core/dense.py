@@ -281,7 +281,7 @@ def _trains_whole(
     work = None if calls.traced() else query.numel() * key.shape[2]
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     name = routing.training_name("attention", *kind, gradient, work, boolean)
-    if name and work is not None and query.is_cuda:
+    if name and work is not None and query.is_cuda and routing.tried(routing.SMALL_STEPS):
         in_graphs = routing.training_name("attention", *kind, gradient, None, boolean)
         operands = tuple(
             t if t is None else (t.shape, t.stride(), t.dtype)

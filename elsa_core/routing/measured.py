@@ -187,6 +187,7 @@ HALF = "half"
 FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
 # Gradients of windows of more than 64 tokens by a GPU's own kernels.
 LONG_WINDOWS = "long_windows"
+SMALL_STEPS = "small_steps"  # float32 training by our kernels in CUDA graphs, however small
 _TRIED: set[str] = set()
 # What is told when that changes: whoever keeps something by layouts alone.
 ON_CHANGE: list[Callable[[], None]] = []
@@ -233,8 +234,9 @@ def tried(form: str) -> bool:
 
 @contextmanager
 def unmeasured(*forms: str) -> Iterator[None]:
-    """Use forms of linear layers, and kernels of long windows, that no table names yet, in every
-    thread: to test and to measure them. They are not chosen by auto until measured.
+    """Use forms of linear layers, kernels of long windows, and kernels of small steps in CUDA
+    graphs, that no table names yet, in every thread: to test and to measure them. They are not
+    chosen by auto until measured.
     """
     before = set(_TRIED)
     _try({*before, *forms})

@@ -239,6 +239,8 @@ def test_small_calls_of_a_graph_train_by_our_kernels(monkeypatch) -> None:
 
     assert whole() == "sdpa"
     now.update(own=True)
+    assert whole() == "sdpa"  # not chosen until measured
+    monkeypatch.setattr(measured, "_TRIED", {routing.SMALL_STEPS})
     assert whole(asked=True) == ""
     now.update(capturing=True)
     assert whole() == "sdpa"  # a question has loaded nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import elsa_core as elsa
+from elsa_core import routing
 from elsa_core.graphs import capture
 
 pytestmark = [
@@ -204,6 +206,12 @@ def test_a_gradient_of_lse(dtype: torch.dtype) -> None:
         assert relative(mine, reference) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.fixture
+def small_steps() -> Iterator[None]:
+    with routing.unmeasured(routing.SMALL_STEPS):
+        yield
+
+
 def test_who_trains() -> None:
     q = make(1, 2, 40, 64, dtype=torch.float16, seed=0).requires_grad_()
     assert elsa.explain(q, q, q).backend == "sdpa"
@@ -213,7 +221,7 @@ def test_who_trains() -> None:
     assert any(reason.startswith("gradients: by") for reason in route.reasons)
 
 
-def test_a_small_step_in_a_graph_is_ours() -> None:
+def test_a_small_step_in_a_graph_is_ours(small_steps: None) -> None:
     """Where the host's time does not count, small calls train by the faster kernels."""
     leaves = [make(4, 3, 197, 64, dtype=torch.float32, seed=s).requires_grad_() for s in (0, 1, 2)]
     weight = make(4, 3, 197, 64, dtype=torch.float32, seed=3)

@@ -137,6 +137,8 @@ def test_small_attention_of_a_graph_trains_by_our_kernels(monkeypatch: pytest.Mo
     now.capturing = True
     assert left()  # nothing has loaded the kernels
     now.capturing, now.own = False, True
+    assert left()  # not chosen until measured
+    monkeypatch.setattr(measured, "_TRIED", {routing.SMALL_STEPS})
     assert not left()  # warms up
     assert left(x.half())  # PyTorch's at any size
     now.capturing = True

@@ -211,7 +211,9 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
     if not routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]):
         return False
-    if routing.training_name("attention", *kind, ("query",)):
+    if not routing.tried(routing.SMALL_STEPS) or routing.training_name(
+        "attention", *kind, ("query",)
+    ):
         return True
     return not calls.is_for_graph(x.device, ("site", *kind, site.num_heads, x.shape, x.stride()))
 

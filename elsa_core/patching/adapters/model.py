@@ -190,7 +190,11 @@ def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     grad = torch.is_grad_enabled()
     # a step that warms up for a CUDA graph is another kind: see `calls.is_for_graph`
-    apart = grad and calls.is_own_stream(next(x.device for x in tensors if x.is_cuda))
+    apart = (
+        grad
+        and routing.tried(routing.SMALL_STEPS)
+        and any(calls.is_own_stream(x.device) for x in tensors if x.is_cuda)
+    )
     modes = model.training, grad, apart, cast
     return terms, tuple(named), modes, routing.switched(), calls.forgotten()
 
