@@ -154,27 +154,6 @@ def is_own_stream(device: torch.device) -> bool:
     return torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
 
 
-def is_for_graph(device: torch.device, kind: Any, *, asked: bool = False) -> bool:
-    """Whether an eager call is recorded in a CUDA graph, or warms up for one: then the host's time
-    does not count.
-
-    What warms up runs on a stream of its own, as PyTorch's documentation has it. Of a graph whose
-    warm-up was elsewhere no: the kernels that serve it may not be loaded.
-
-    Args:
-        device: of the call, a GPU.
-        kind: all that tells its kernels apart, hashable.
-        asked: only a question; no such call follows.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return was_seen(kind)
-    if not is_own_stream(device):
-        return False
-    if not asked:
-        first_of_kind(kind)
-    return True
-
-
 def exporting_onnx() -> bool:
     """Whether `torch.onnx.export` is tracing: then calls are written in operations it knows."""
     onnx = sys.modules.get("torch.onnx")  # it takes a tenth of a second to import

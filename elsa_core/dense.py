@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from elsa_core import calls, dropping, operators, routing
+from elsa_core import calls, dropping, graph_steps, operators, routing
 from elsa_core import sparsity as sparse
 from elsa_core.backends.support import Request
 from elsa_core.errors import UnavailableError
@@ -272,7 +272,7 @@ def _trains_whole(
     asked: bool = False,
 ) -> str:
     """The backend that takes this call and its gradients as a whole; empty where there is none.
-    `asked`: only a question, see `calls.is_for_graph`."""
+    `asked`: only a question, see `graph_steps.serve`."""
     if backend != "auto" or return_lse:
         return ""
     gradient = calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask)
@@ -281,15 +281,9 @@ def _trains_whole(
     work = None if calls.traced() else query.numel() * key.shape[2]
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
     name = routing.training_name("attention", *kind, gradient, work, boolean)
-    if name and work is not None and query.is_cuda and routing.tried(routing.SMALL_STEPS):
-        in_graphs = routing.training_name("attention", *kind, gradient, None, boolean)
-        operands = tuple(
-            t if t is None else (t.shape, t.stride(), t.dtype)
-            for t in (query, key, value, attn_mask)
-        )
-        form = ("trains", *kind, operands, gradient, is_causal)
-        if in_graphs != name and calls.is_for_graph(query.device, form, asked=asked):
-            name = in_graphs
+    plain = attn_mask is None and not is_causal
+    if name and plain and work is not None and query.is_cuda:
+        name = "" if graph_steps.serve(query, key, value, kind, gradient, asked=asked) else name
     return _if_taken(name, query, key, attn_mask)
 
 

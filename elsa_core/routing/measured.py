@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from elsa_core.backends import processor
 from elsa_core.precision import dtype_name
@@ -73,6 +74,27 @@ class Products(NamedTuple):
         )
 
 
+class InGraphs(NamedTuple):
+    """Small training calls without a mask for which this package's kernels were measured to be the
+    faster ones where a CUDA graph saves the host's time. `ratio` is their least and largest speed
+    over PyTorch's.
+    """
+
+    capability: tuple[int, int]
+    head_dim: tuple[int, int]
+    tokens: int
+    ratio: tuple[float, float]
+
+    def holds(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether operands [B, H, N, D] are of such a call."""
+        return (
+            query.shape == key.shape == value.shape
+            and query.shape[2] >= self.tokens
+            and self.head_dim[0] <= query.shape[3] <= self.head_dim[1]
+            and _capability(query.device) == self.capability
+        )
+
+
 class Training(NamedTuple):
     """Who serves calls of which a gradient is wanted.
 
@@ -83,6 +105,7 @@ class Training(NamedTuple):
         small, small_below: the backend that takes both in eager calls of fewer multiply-adds of
             query key^T than that: it takes the host less time, which such calls wait for.
         small_masked: whether it takes those with a boolean mask too.
+        in_graphs: those that it does not take where a CUDA graph records them.
     """
 
     whole: str
@@ -91,6 +114,7 @@ class Training(NamedTuple):
     small: str = ""
     small_below: int = 0
     small_masked: bool = True
+    in_graphs: InGraphs | None = None
 
 
 def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
@@ -119,7 +143,7 @@ def training(operator: str, device_type: str, dtype: torch.dtype) -> Training | 
         if alike and dtype_name(dtype) in row["dtypes"]:
             return Training(
                 row["whole"], row["otherwise"], tuple(row["backward"]), row.get("small", ""),
-                _small_below(row), row.get("small_masked", True),
+                _small_below(row), row.get("small_masked", True), _in_graphs(row),
             )  # fmt: skip
     return None
 
@@ -131,6 +155,15 @@ def _small_below(row: dict[str, Any]) -> int:
         wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
         below = row.get("small_below_amd_avx512" if wide else "small_below_amd", below)
     return below
+
+
+def _in_graphs(row: dict[str, Any]) -> InGraphs | None:
+    found = row.get("small_in_graphs")
+    if found is None:
+        return None
+    return InGraphs(
+        tuple(found["capability"]), tuple(found["head_dim"]), found["tokens"], tuple(found["ratio"])
+    )
 
 
 def originals(operator: str) -> tuple[str, ...]:
@@ -187,7 +220,6 @@ HALF = "half"
 FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
 # Gradients of windows of more than 64 tokens by a GPU's own kernels.
 LONG_WINDOWS = "long_windows"
-SMALL_STEPS = "small_steps"  # float32 training by our kernels in CUDA graphs, however small
 _TRIED: set[str] = set()
 # What is told when that changes: whoever keeps something by layouts alone.
 ON_CHANGE: list[Callable[[], None]] = []
@@ -234,9 +266,8 @@ def tried(form: str) -> bool:
 
 @contextmanager
 def unmeasured(*forms: str) -> Iterator[None]:
-    """Use forms of linear layers, kernels of long windows, and kernels of small steps in CUDA
-    graphs, that no table names yet, in every thread: to test and to measure them. They are not
-    chosen by auto until measured.
+    """Use forms of linear layers, and kernels of long windows, that no table names yet, in every
+    thread: to test and to measure them. They are not chosen by auto until measured.
     """
     before = set(_TRIED)
     _try({*before, *forms})

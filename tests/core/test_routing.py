@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
-from elsa_core import backends, calls, dense, operators, routing
+from elsa_core import backends, calls, dense, graph_steps, operators, routing
 from elsa_core.backends import processor, sdpa
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.errors import ArgumentError, UnavailableError
@@ -226,29 +226,40 @@ class OnCuda(Tensor):
 
 
 def test_small_calls_of_a_graph_train_by_our_kernels(monkeypatch) -> None:
-    """The host's time does not count there; kernels that its warm-up did not load are not asked."""
+    """The host's time does not count there. Calls that warm up are PyTorch's and load our kernels,
+    without which no graph is recorded of them."""
     now = {"capturing": False, "own": False}
+    loaded = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["capturing"])
     monkeypatch.setattr(calls, "is_own_stream", lambda device: now["own"])
+    monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
+    load = graph_steps._load
+    monkeypatch.setattr(graph_steps, "_load", lambda *of: loaded.append(load(*of)))
     calls.forget_kinds()
-    kind = ("cuda", torch.float32, 64, 64, "strict")
-    q = make(1, 2, 5, 64).as_subclass(OnCuda).requires_grad_()
 
-    def whole(is_causal=False, asked=False, q=q):
-        return dense._trains_whole(q, q, q, None, kind, "auto", False, is_causal, asked=asked)
+    def whole(is_causal=False, asked=False, shape=(1, 2, 130, 64), mask=None, turned=False):
+        q = make(*shape).as_subclass(OnCuda).requires_grad_()
+        q = q.transpose(1, 2).contiguous().transpose(1, 2) if turned else q
+        kind = ("cuda", torch.float32, shape[3], shape[3], "strict")
+        return dense._trains_whole(q, q, q, mask, kind, "auto", False, is_causal, asked=asked)
 
     assert whole() == "sdpa"
     now.update(own=True)
-    assert whole() == "sdpa"  # not chosen until measured
-    monkeypatch.setattr(measured, "_TRIED", {routing.SMALL_STEPS})
-    assert whole(asked=True) == ""
+    assert whole(asked=True) == "sdpa"
     now.update(capturing=True)
     assert whole() == "sdpa"  # a question has loaded nothing
     now.update(capturing=False)
-    assert whole() == ""
+    assert whole() == whole() == "sdpa" and len(loaded) == 1
+    others = {"is_causal": True}, {"mask": make(130, 130)}, {"shape": (1, 2, 120, 64)}
+    for other in (*others, {"shape": (1, 2, 130, 16)}):
+        assert whole(**other) == "sdpa" and len(loaded) == 1
     now.update(capturing=True)
-    assert whole() == "" and whole(is_causal=True) == "sdpa"
-    assert whole(q=make(1, 5, 2, 64).as_subclass(OnCuda).requires_grad_().mT) == "sdpa"
+    assert whole() == whole(asked=True) == ""
+    for other in (*others, {"turned": True}):  # in another layout nothing was loaded
+        assert whole(**other) == "sdpa"
+    monkeypatch.setattr(measured, "_capability", lambda device: (8, 0))
+    assert whole() == "sdpa"  # not measured there
+    monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
     now.update(capturing=False, own=False)
     assert whole() == "sdpa"
 

@@ -56,7 +56,7 @@ def test_the_same_outputs(make: Any, dtype: torch.dtype, monkeypatch: pytest.Mon
     model, patched, given = on_gpu(make, dtype)
     exact = tensor(copy.deepcopy(model).double()(*(wide(each) for each in given)))
     peer, found = tensor(model(*given)).double(), tensor(patched(*given)).double()
-    assert len(packed) == 4  # its blocks
+    assert len(packed) == (2 if make is naflexvit else 4)  # its blocks
     own = (peer - exact).norm() / exact.norm()
     assert (found - exact).norm() / exact.norm() <= 2 * own + 1e-7
     assert torch.equal(found, tensor(patched(*given)).double())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elsa_core import calls, routing
+from elsa_core import calls, graph_steps, routing
 from elsa_core.attention import attention
 from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
@@ -211,11 +211,7 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     kind = ("cuda", dtype, site.head_dim, site.head_dim, site.elsa_precision)
     if not routing.training_name("attention", *kind, ("query",), x.numel() * x.shape[1]):
         return False
-    if not routing.tried(routing.SMALL_STEPS) or routing.training_name(
-        "attention", *kind, ("query",)
-    ):
-        return True
-    return not calls.is_for_graph(x.device, ("site", *kind, site.num_heads, x.shape, x.stride()))
+    return not graph_steps.serve_packed(x, site.num_heads, kind)
 
 
 def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:

@@ -189,12 +189,8 @@ def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return None
     cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     grad = torch.is_grad_enabled()
-    # a step that warms up for a CUDA graph is another kind: see `calls.is_for_graph`
-    apart = (
-        grad
-        and routing.tried(routing.SMALL_STEPS)
-        and any(calls.is_own_stream(x.device) for x in tensors if x.is_cuda)
-    )
+    # a step that warms up for a CUDA graph is another kind: see `graph_steps.serve`
+    apart = grad and any(calls.is_own_stream(x.device) for x in tensors if x.is_cuda)
     modes = model.training, grad, apart, cast
     return terms, tuple(named), modes, routing.switched(), calls.forgotten()
 
