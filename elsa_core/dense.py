@@ -121,14 +121,19 @@ def ordinary(
         raise
 
 
-def _by_row(choice: Chosen, query: Tensor, key: Tensor, *rest: Any) -> Tensor | None:
+def _by_row(
+    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
+) -> Tensor | None:
     """An inference call by the backend that was measured to be faster there; None if there is none.
 
     Not for exported programs, which hold for other lengths too.
     """
+    if mask is not None and mask.dtype != query.dtype:
+        return None
+    masked = None if mask is None else mask.shape
     for row, serve in choice.rows:
-        if row.holds(query.shape, key.shape):
-            out: Tensor | None = serve(query, key, *rest)
+        if row.holds(query.shape, key.shape, masked):
+            out: Tensor | None = serve(query, key, value, mask, *rest)
             if out is not None:
                 return out
     return None
@@ -160,9 +165,12 @@ def _compiled_by_row(
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
 
-    query, key = arguments[:2]
+    query, key, _, mask = arguments[:4]
+    if mask is not None and mask.dtype != query.dtype:
+        return None
+    masked = None if mask is None else mask.shape
     for row in routing.rows_of("attention", *kind, backend):
-        if row.holds(query.shape, key.shape, statically_known_true):
+        if row.holds(query.shape, key.shape, masked, statically_known_true):
             out: Tensor | None = routing.DIRECT["attention", row.backend](*arguments)
             if out is not None:
                 return out
@@ -369,9 +377,10 @@ def explain(
     if whole:
         return routing.route(request, whole, schedule=arguments, because=faster)
     found = routing.route(request, backend, schedule=arguments)
-    if not gradient and mask is None and not is_causal:
+    if not (gradient or is_causal) and (mask is None or mask.dtype == q.dtype):
+        of_mask = None if mask is None else mask.shape
         for row, _ in routing.chosen("attention", q.device, *kind[1:], backend).rows:
-            if row.holds(q.shape, k.shape):
+            if row.holds(q.shape, k.shape, of_mask):
                 slower = (
                     f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "
                     "serves exported programs, open lengths of compiled ones and calls with lse"

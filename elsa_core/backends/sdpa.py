@@ -147,33 +147,44 @@ def measured_attention(
     scale: float,
     precision: str,
 ) -> Tensor | None:
-    """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve."""
-    if attn_mask is not None or is_causal:
+    """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve.
+
+    A row that sees no key, whose lse is minus infinity, gives zeros.
+    """
+    if is_causal:
         return None
-    if not all(t.stride(-1) == 1 and starts_aligned(t) for t in (query, key, value)):
+    operands = [t for t in (query, key, value, attn_mask) if t is not None]
+    if not all(t.stride(-1) == 1 and starts_aligned(t) for t in operands):
         return None
+    masked = attn_mask is not None
     if torch.compiler.is_compiling():
-        if not _cudnn_compiles(calls.place(query), query.dtype, query.shape[-1]):
+        if not _cudnn_compiles(calls.place(query), query.dtype, query.shape[-1], masked):
             return None
-    elif not _cudnn_takes(query, key, value):
+    elif not _cudnn_takes(query, key, value, attn_mask):
         return None
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    out: Tensor = cudnn(query, key, value, None, False, 0.0, is_causal, scale=scale)[0]
+    found = cudnn(query, key, value, attn_mask, masked, 0.0, is_causal, scale=scale)
+    out: Tensor = found[0]
+    if masked:
+        out = out.masked_fill(found[1].reshape(*query.shape[:3], 1) == -math.inf, 0.0)
     return out
 
 
-def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _cudnn_takes(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+) -> bool:
     cuda = torch.backends.cuda
     if not cuda.cudnn_sdp_enabled():
         return False
-    params = cuda.SDPAParams(query, key, value, None, 0.0, False, False)
+    params = cuda.SDPAParams(query, key, value, attn_mask, 0.0, False, False)
     return bool(cuda.can_use_cudnn_attention(params))
 
 
-def _cudnn_compiles(place: str, dtype: torch.dtype, head_dim: int) -> bool:
+def _cudnn_compiles(place: str, dtype: torch.dtype, head_dim: int, masked: bool) -> bool:
     """`_cudnn_takes` of a short row: a constant for compilers, who have no tensors to ask by."""
     row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
-    return _cudnn_takes(row, row, row)
+    mask = torch.empty(1, 1, 128, 128, dtype=dtype, device=place) if masked else None
+    return _cudnn_takes(row, row, row, mask)
 
 
 _cudnn_compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ class Row(NamedTuple):
     """Shapes for which another backend was measured to be faster in inference.
 
     `ratio` is the least and the largest speed of this package's kernels over that backend's.
+    `masked`: of calls with an additive mask of a row for each query, else of calls without one.
     """
 
     backend: str
@@ -32,11 +33,21 @@ class Row(NamedTuple):
     tokens: tuple[int, int]
     multiple: int
     ratio: tuple[float, float]
+    masked: bool = False
 
     def holds(
-        self, query: Sequence[int], key: Sequence[int], known: Callable[[Any], bool] = bool
+        self,
+        query: Sequence[int],
+        key: Sequence[int],
+        mask: Sequence[int] | None = None,
+        known: Callable[[Any], bool] = bool,
     ) -> bool:
-        """Whether [B, H, Nq, D] and [B, H, Nk, D] lie in the ranges, as far as it is `known`."""
+        """Whether [B, H, Nq, D], [B, H, Nk, D] and the shape of an additive mask lie in the ranges,
+        as far as it is `known`."""
+        if (mask is not None) != self.masked:
+            return False
+        if mask is not None and not (known(mask[2] == query[2]) and known(mask[3] == key[2])):
+            return False
         batch, heads, queries, head_dim = query
         return (
             known(self.tokens[0] <= queries)
@@ -127,7 +138,7 @@ def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, 
     return tuple(
         Row(
             row["backend"], row["head_dim"], tuple(row["batch_heads"]), tuple(row["tokens"]),
-            row["multiple"], tuple(row["ratio"]),
+            row["multiple"], tuple(row["ratio"]), row.get("masked", False),
         )
         for row in _table()["inference"]
         if row["operator"] == operator and dtype_name(dtype) in row["dtypes"]
