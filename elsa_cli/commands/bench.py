@@ -114,7 +114,8 @@ def command(session: Session, /, kind: str | None, **given: Any) -> None:
     """Time exact attention against every peer that takes the same case, side by side; or whole
     models, or their training steps, patched against every way one would otherwise run them.
 
-    Peers are PyTorch's attention backends, an eager softmax, ONNX Runtime (CPU) and FlexAttention
+    Peers are PyTorch's attention backends, an eager softmax, ONNX Runtime (CPU), FlashAttention 4
+    where flash-attn-4 is installed (Hopper and Blackwell, half precision) and FlexAttention
     (--flex). Rounds are interleaved; errors are against float64; a ratio above 1 means that elsa
     is faster than the best peer. Exit code 1 if elsa's result is wrong anywhere.
 

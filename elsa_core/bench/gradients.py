@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elsa_core import reference
 from elsa_core.attention import attention, explain
-from elsa_core.bench import peers
+from elsa_core.bench import flash4, peers
 from elsa_core.bench.cases import GRADIENTS_TABLE, Case
 from elsa_core.bench.operators import Bench
 from elsa_core.bench.peers import Inputs
@@ -115,15 +115,19 @@ def _peers(case: Case, tensors: Inputs, flex: bool) -> dict[str, Callable[[], Co
     leaves = [t for t in tensors if t is not None]
     grad = slope(tensors.query)
 
-    def trained(make: Callable[[], Contender], forward: Callable[..., Tensor]) -> Contender:
-        return _trained(make(), forward, leaves, grad)
+    def trained(
+        make: Callable[[], Contender], forward: Callable[[], Callable[..., Tensor]]
+    ) -> Contender:
+        return _trained(make(), forward(), leaves, grad)
 
     found: dict[str, Callable[[], Contender] | str] = {}
-    forwards = {"eager": peers.plain_attention}
+    forwards: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        "eager": lambda: peers.plain_attention, flash4.NAME: flash4.attention,
+    }  # fmt: skip
     for name, made in peers.of_attention(case, tensors, False).items():
         if name == "onnxruntime":
             continue
-        forward = forwards.get(name, F.scaled_dot_product_attention)
+        forward = forwards.get(name, lambda: F.scaled_dot_product_attention)
         found[name] = made if isinstance(made, str) else functools.partial(trained, made, forward)
     return found
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elsa_core.attention import attention, explain
+from elsa_core.bench import flash4
 from elsa_core.bench.cases import WINDOW_IMAGES, Case, bench_of
 from elsa_core.errors import ElsaError
 from elsa_core.measuring.memory_limit import available_bytes
 from elsa_core.measuring.timing import Contender
+from elsa_core.messages import first_line
 from elsa_core.window import window_attention
 
 _SDPA: Final = {
@@ -32,6 +34,7 @@ _SDPA: Final = {
 }
 # Score matrices that are alive at once: scores, their softmax, and a copy for a bias or a scale.
 _SCORE_COPIES: Final = 3
+_ERRORS: Final = (ElsaError, RuntimeError, ImportError, NotImplementedError)
 
 
 class Inputs(NamedTuple):
@@ -70,14 +73,15 @@ def field_of(case: Case, tensors: Inputs, *, backend: str = "auto", flex: bool =
         if isinstance(peer, str):
             found.left_out[name] = peer
         else:
-            _try(found, name, peer)
+            _try(found, name, peer, Exception)  # compilers of packages have errors of their own
     return found
 
 
 def of_attention(
     case: Case, tensors: Inputs, flex: bool
 ) -> dict[str, Callable[[], Contender] | str]:
-    """Every other exact softmax attention: PyTorch's, eager, ONNX Runtime's, FlexAttention."""
+    """Every other exact softmax attention: PyTorch's, eager, ONNX Runtime's, FlashAttention 4,
+    FlexAttention."""
     device = tensors.query.device
     large = too_large(case, device)
     found: dict[str, Callable[[], Contender] | str] = {
@@ -89,7 +93,11 @@ def of_attention(
     if device.type == "cpu":
         found["eager"] = large or (lambda: _eager(tensors))
         found["onnxruntime"] = lambda: _onnxruntime(tensors)
-    elif flex:
+        return found
+    found[flash4.NAME] = flash4.refusal(tensors.query, tensors.mask) or (
+        lambda: flash4.contender(*tensors[:3])
+    )
+    if flex:
         found["flex"] = lambda: _flex(tensors)
     return found
 
@@ -102,7 +110,7 @@ def too_large(case: Case, device: torch.device) -> str:
     return f"its score matrices take {needed / 2**30:.1f} GiB, {there / 2**30:.1f} GiB are there"
 
 
-def _try(found: Field, name: str, make: Callable[[], Contender]) -> None:
+def _try(found: Field, name: str, make: Callable[[], Contender], errors: Any = _ERRORS) -> None:
     try:
         with warnings.catch_warnings():
             # A backend that declines a case warns why before it raises.
@@ -111,9 +119,9 @@ def _try(found: Field, name: str, make: Callable[[], Contender]) -> None:
             contender.output()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an asynchronous failure must show here
-    except (ElsaError, RuntimeError, ImportError, NotImplementedError) as error:
-        lines = str(error).strip().splitlines()
-        found.left_out[name] = lines[0][:200] if lines else type(error).__name__
+    except errors as error:
+        kind = "" if isinstance(error, _ERRORS) else f"{type(error).__name__}: "
+        found.left_out[name] = f"{kind}{first_line(error)}"[:200]
         return
     found.contenders.append(contender)
 

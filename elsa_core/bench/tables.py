@@ -244,6 +244,9 @@ def summary(document: Document) -> str:
         text += f" Under their goals: {', '.join(named)}{more}."
     others = _of_other_functions(cases)
     wrong = [f"{c['case']['name']}: {n}" for c in cases for n in c["wrong"] if n not in others]
+    packages = {m["notes"]["package"] for m in _measured(cases) if "package" in m["notes"]}
+    if packages:
+        text += f" With {', '.join(sorted(packages))}."
     if others:
         text += f" Beside them stands what computes another function: {', '.join(sorted(others))}."
     if wrong:
@@ -255,8 +258,11 @@ def summary(document: Document) -> str:
 
 def _of_other_functions(cases: Sequence[Document]) -> set[str]:
     """Contenders that say themselves that they compute something else."""
-    measured = [m for case in cases for m in case["measurements"]]
-    return {m["contender"] for m in measured if "computes" in (m.get("notes") or {})}
+    return {m["contender"] for m in _measured(cases) if "computes" in m["notes"]}
+
+
+def _measured(cases: Sequence[Document]) -> list[Document]:
+    return [m | {"notes": m.get("notes") or {}} for case in cases for m in case["measurements"]]
 
 
 def _threads_line(document: Document) -> str:
@@ -285,6 +291,7 @@ def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
     plain = [name.removesuffix("-strict") for name in names]
     memory = any(m["workspace_bytes"] is not None for c in cases for m in c["measurements"])
     host = any(m["host_seconds"] is not None for c in cases for m in c["measurements"])
+    dtypes = {c["case"]["dtype"] for c in cases}
     columns = ["B,H,N,D", *(f">{name}, ms" for name in plain), ">ratio (10 to 90%)", f">{rate}"]
     columns += [">error elsa / peer"]
     columns += [">extra MB elsa / peer"] if memory else []
@@ -293,7 +300,7 @@ def table_of(cases: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
     for case in cases:
         found = {m["contender"]: m for m in case["measurements"]}
         own, best = _own(case), found.get(case["best_peer"])
-        row = [_shape(case["case"]), *(_time(found.get(n), case) for n in names)]
+        row = [_shape(case["case"], len(dtypes) > 1), *(_time(found.get(n), case) for n in names)]
         row += [_ratio(own), _rate(own, rate), _pair(own, best, "error", "{:.1e}", 1.0)]
         row += [_pair(own, best, "workspace_bytes", "{:.1f}", 1e-6)] if memory else []
         row += [_pair(own, best, "host_seconds", "{:.0f}", 1e6)] if host else []
@@ -330,13 +337,12 @@ def _own(case: Document) -> Document | None:
     return next((m for m in case["measurements"] if m["precision"] == first), None)
 
 
-def _shape(case: Document) -> str:
+def _shape(case: Document, mixed: bool) -> str:
     tokens = (
         case["keys"] if case["keys"] == case["queries"] else f"{case['queries']}:{case['keys']}"
     )
     mask = " + mask" if case["mask"] != "none" else ""
-    one_dtype = case["table"] not in ("decode", "lengths")
-    dtype = "" if one_dtype else f" {case['dtype']}"
+    dtype = f" {case['dtype']}" if mixed or case["table"] in ("decode", "lengths") else ""
     return f"{case['batch']},{case['heads']},{tokens},{case['head_dim']}{dtype}{mask}"
 
 

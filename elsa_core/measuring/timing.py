@@ -163,7 +163,7 @@ def time_cuda(
         with contender.context(), torch.inference_mode():
             try:
                 replays[contender.name] = capture.captured(contender.call)
-            except RuntimeError as error:
+            except Exception as error:  # what a call itself raises comes again below
                 torch.cuda.synchronize()
                 notes[contender.name] = f"timed without a graph: {first_line(error)}"
                 replays[contender.name] = contender.call

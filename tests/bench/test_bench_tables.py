@@ -78,6 +78,27 @@ def test_a_table_shows_everyone_and_marks_the_best_peer(document: dict[str, Any]
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_rows_of_several_dtypes_name_theirs(document: dict[str, Any]) -> None:
+    found = [result("gradients", 197, 0.001, None, dtype=dtype) for dtype in ("fp16", "bf16")]
+    document["results"]["cases"] = found
+    lines = tables.render(document, "gradients").splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| 1,12,197,64 fp16", "| 1,12,197,64 bf16"
+    ]  # fmt: skip
+
+
+def test_a_peer_of_a_package_has_a_column_and_its_version_is_named(
+    document: dict[str, Any],
+) -> None:
+    of_package = {"notes": {"package": "flash-attn-4 4.0.0"}}
+    for case in document["results"]["cases"][:2]:
+        case["measurements"].append(measured("flash-attn-4", 0.0015, **of_package))
+    lines = tables.render(document, "vit").splitlines()
+    assert "| sdpa-flash, ms | flash-attn-4, ms |" in lines[0] and "| 1.5 |" in lines[2]
+    assert "best peer in 4 of 5 cases. Under" in tables.summary(document)
+    assert tables.summary(document).endswith(" With flash-attn-4 4.0.0.")
+
+
 def test_a_sweep_shows_ratios(document: dict[str, Any]) -> None:
     assert tables.render(document, "sweep").splitlines() == [
         "| N | D 32 | D 64 | D 64, mask |",
@@ -225,6 +246,14 @@ def test_wrong_markers_are_errors(
 def test_the_docs_hold_what_the_documents_give() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert tables.rendered(text) == text, "run: python -m elsa_core.bench.tables docs/benchmarks.md"
+
+
+@pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda p: p.stem)
+def test_every_published_table_is_shown(path: Path) -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    held = {case["case"]["table"] for case in tables.load(path)["results"]["cases"]}
+    hidden = [t for t in sorted(held) if f"<!-- begin:bench:{path.stem}:{t} -->\n" not in text]
+    assert hidden == [], f"docs/benchmarks.md has no markers bench:{path.stem}: of these tables"
 
 
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.json")), ids=lambda p: p.stem)
