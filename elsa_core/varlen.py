@@ -168,7 +168,7 @@ def explain_varlen_attention(
         return routing.route(request, routing.PLAIN, schedule=(q,), because=f"has no {alone}")
     spares = _spares_waiting(kind, given, is_causal, backend, told)
     if not (spares or _pads(kind, backend)):
-        return routing.route(request, backend, schedule=(q,))
+        return routing.route(request, backend, schedule=(q, k, given.cu_seqlens_q))
     if longest is None or not (q.shape[0] and k.shape[0]):
         return routing.route(request, routing.PLAIN, schedule=(q,))
     mask = _hides(given, longest, is_causal)

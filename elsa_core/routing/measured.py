@@ -137,10 +137,11 @@ def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, 
         return ()
     return tuple(
         Row(
-            row["backend"], row["head_dim"], tuple(row["batch_heads"]), tuple(row["tokens"]),
+            row["backend"], head_dim, tuple(row["batch_heads"]), tuple(row["tokens"]),
             row["multiple"], tuple(row["ratio"]), row.get("masked", False),
         )
         for row in _table()["inference"]
+        for head_dim in row["head_dims"]
         if row["operator"] == operator and dtype_name(dtype) in row["dtypes"]
         and any(mark in gpu for mark in row["gpu"])
     )  # fmt: skip

@@ -23,7 +23,7 @@ from triton_compile import compile_launch
 
 from elsa_core.backends.triton.attention import planner, schedules, varlen
 from elsa_core.backends.triton.attention.schedules import stream
-from elsa_core.backends.triton.shared import tickets
+from elsa_core.backends.triton.shared import device, tickets
 from elsa_core.backends.triton.shared.launch import Launch
 
 JOINED = ("row", "row, one program", "row, a program a tile")  # what a test of its own looks at
@@ -138,14 +138,33 @@ def test_is_off_unless_asked_for() -> None:
         within = planner.planned(*call)
         masked = planner.plan_call(q, k, k, torch.empty(1, 1, 1, 9000, device="meta"), *call[4:])
     assert before.schedule.name == masked.schedule.name == "decode"
-    assert within.schedule is stream.STREAM and "not measured" in within.words
+    assert within.schedule is stream.STREAM and "asked for by name" in within.words
     assert planner.planned(*call).schedule.name == "decode"
 
 
-def test_explain_of_packed_sequences() -> None:
-    assert "stream-K" not in varlen.schedule()
+@pytest.mark.parametrize(
+    ("queries", "keys", "capability", "streams"),
+    [
+        (32, 32 * 1024, (9, 0), True),
+        (7, 32 * 1024, (9, 0), True),  # some sequences have no query
+        (33, 32 * 1024, (9, 0), False),
+        (32, 32 * 1023, (9, 0), False),
+        (0, 32 * 1024, (9, 0), False),
+        (32, 32 * 1024, (8, 0), False),  # not measured there
+    ],
+)
+def test_single_queries_of_packed_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+    queries: int,
+    keys: int,
+    capability: tuple[int, int],
+    streams: bool,
+) -> None:
+    monkeypatch.setattr(device, "capability_of", lambda of: capability)
+    call = (torch.empty(queries, 2, 16), torch.empty(keys, 2, 16), torch.empty(33, dtype=torch.int))
+    assert ("stream-K" in varlen.schedule(*call)) is streams
     with stream.stream_k():
-        assert "stream-K" in varlen.schedule()
+        assert "stream-K" in varlen.schedule(*call)
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,28 @@ def test_long_rows_of_half_precision(shape, dtype, held, h200) -> None:
     assert not any(row.holds(shape, (*shape[:2], 1, shape[3])) for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("shape", "mask", "held"),
+    [
+        ((8, 6, 196, 64), (1, 6, 196, 196), True),
+        ((1, 12, 4097, 64), (1, 1, 4097, 4097), True),
+        ((8, 12, 1024, 128), (8, 12, 1024, 1024), True),
+        ((8, 6, 195, 64), (1, 6, 195, 195), False),
+        ((8, 6, 196, 64), (8, 1, 1, 196), False),  # a mask of one row: ours is faster
+        ((8, 6, 196, 72), (1, 6, 196, 196), False),  # not measured
+        ((1, 1, 4096, 64), (1, 1, 4096, 4096), False),
+    ],
+)
+def test_masks_of_half_precision(shape, mask, held, h200) -> None:
+    rows = measured.rows("attention", torch.device("cuda", 0), torch.float16)
+    assert any(row.holds(shape, shape, mask) for row in rows) is held
+    assert not any(row.holds(shape, shape, mask) for row in rows if not row.masked)
+    assert not any(row.holds(shape, shape) for row in rows if row.masked)
+    assert not any(
+        row.masked for row in measured.rows("attention", torch.device("cuda", 0), torch.float32)
+    )
+
+
 def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     assert not measured.rows("attention", torch.device("cuda", 0), torch.float16)

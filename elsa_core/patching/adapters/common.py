@@ -214,6 +214,13 @@ def trains_by_pytorch(site: Any, x: Tensor, projection: nn.Module) -> bool:
     return not graph_steps.serve_packed(x, site.num_heads, kind)
 
 
+def load_for_graph(site: Any, x: Tensor, projection: nn.Module) -> None:
+    """Load what a CUDA graph of this eager call would run, where the call may warm up for one: a
+    step on a stream of the caller's own."""
+    if torch.is_grad_enabled() and calls.is_own_stream(x.device):
+        trains_by_pytorch(site, x, projection)
+
+
 def wants_training(site: Any, x: Tensor, projection: nn.Module) -> bool:
     """Whether this call is of a training step, as far as the choice of a forward goes.
 

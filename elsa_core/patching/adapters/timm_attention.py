@@ -10,6 +10,7 @@ so that nothing is copied on either side of the operator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
     join_heads,
+    load_for_graph,
     project,
     scale_of,
     split_heads,
@@ -72,17 +74,19 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
 
         if is_packed(attn_mask):
             return by_elsa()
-        if (
-            is_within_original(self)
-            or is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa)
-            or trains_by_pytorch(self, x, self.qkv)
-        ):
+        if is_within_original(self) or self._keeps_original(x, by_elsa):
             shown = self._original(_of(norm, x), attn_mask, is_causal)
         elif weights_are_hooked(self):
             shown = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
         else:
             return by_elsa()
         return epilogue(shown, "none", residual, scale)
+
+    def _keeps_original(self, x: Tensor, by_elsa: Callable[[], Tensor]) -> bool:
+        if is_host_bound(self, "attention", x, x.numel() * x.shape[-2], by_elsa):
+            load_for_graph(self, x, self.qkv)
+            return True
+        return trains_by_pytorch(self, x, self.qkv)
 
     def _original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The original forward, in calls that are not compiled."""

@@ -8,6 +8,7 @@ called as before. Read against timm 1.0.20 to 1.0.31.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from elsa_core.patching.adapters import flat
-from elsa_core.patching.adapters.common import trains_by_pytorch
+from elsa_core.patching.adapters.common import load_for_graph, trains_by_pytorch
 from elsa_core.patching.adapters.host import (
     all_original,
     is_host_bound,
@@ -69,7 +70,7 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         operator, work = "linear", 4 * x.numel() * x.shape[-1]
         if not layered:
             operator, work = "attention", x.numel() * x.shape[-2]
-        if is_host_bound(self, operator, x, work, by_elsa) or self._trains_by_pytorch(x):
+        if self._keeps_original(operator, x, work, by_elsa):
             out: Tensor = all_original(self._original, x, terms)
             return out
         plain = layered and attn_mask is None and is_causal is False
@@ -83,12 +84,18 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
             out = flat.served(self, flat.block, x)
         return super().forward(x, **terms) if out is None else out  # type: ignore[no-any-return]
 
-    def _trains_by_pytorch(self, x: Tensor) -> bool:
-        """Whether autocast leaves the linear layers to PyTorch, and a step attention too."""
-        if not torch.is_autocast_enabled("cuda"):
-            return False
+    def _keeps_original(
+        self, operator: str, x: Tensor, work: int, by_elsa: Callable[[], Tensor]
+    ) -> bool:
+        """Whether the host would be waited for; or autocast leaves the linear layers to PyTorch,
+        and a step attention too."""
         attn: Any = self.attn
-        if getattr(type(attn), "elsa_base", None) is not Attention:  # may have no head_dim
-            return False
+        known = getattr(type(attn), "elsa_base", None) is Attention  # others may have no head_dim
         projection: Any = getattr(attn, "qkv", None)  # another forward may have left it out
+        if is_host_bound(self, operator, x, work, by_elsa):
+            if known:
+                load_for_graph(attn, x, projection)
+            return True
+        if not (known and torch.is_autocast_enabled("cuda")):
+            return False
         return is_unasked(self.__dict__) and trains_by_pytorch(attn, x, projection)

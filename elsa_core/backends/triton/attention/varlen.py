@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,24 @@ def support(request: Request) -> Support:
     return support_of_attention(request)
 
 
-def schedule(*arguments: Any) -> str:
-    """How a call is cut, in words."""
+# Keys of a sequence, on average, from which single queries go by equal shares: an H200 took 0.09 of
+# the time in float32 and 0.26 in float16 for 32 sequences of 1024 to 65536 keys, 8 heads of 128.
+_STREAMED_KEYS = 1024
+
+
+def _streams(query: Tensor, key: Tensor, starts: Tensor) -> bool:
+    """Whether a call is cut by stream-K: where it is asked for, and where sequences have one query
+    each, or fewer on average, and many keys."""
+    sequences = starts.shape[0] - 1
     if stream.asked():
+        return True
+    single = 0 < query.shape[0] <= sequences and key.shape[0] >= _STREAMED_KEYS * sequences
+    return single and device.capability_of(query.device) == (9, 0)
+
+
+def schedule(query: Tensor, key: Tensor, starts: Tensor) -> str:
+    """How a call is cut, in words."""
+    if _streams(query, key, starts):
         return "packed sequences by stream-K: equal shares of key tiles, joined by the last program"
     return "packed sequences: each program finds its own, keys and values split in the loop"
 
@@ -42,7 +56,7 @@ def plan(
     mode = device.mode_of(q.dtype, precision)
     shape = Shape(1, q.shape[1], k.shape[1], q.shape[0], k.shape[0], q.shape[2], v.shape[2])
     alone = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]  # [1, H, T, D]
-    if stream.asked():
+    if _streams(q, k, starts):
         problem = Problem(*alone, None, causal, scale, precision, mode, shape)
         return stream.streamed(problem, sequences)
     table, multiprocessors = device.device_table(device.index_of(q.device))
