@@ -54,6 +54,7 @@ constexpr bool same(int (*)(Ours...), CUresult (*)(Theirs...)) {
 #define NAMED(field, theirs) static_assert(same(decltype(e::Driver::field)(nullptr), \
                                                 decltype(&theirs)(nullptr)));
 NAMED(init, cuInit)
+NAMED(device_count, cuDeviceGetCount)
 NAMED(device_get, cuDeviceGet)
 NAMED(device_attribute, cuDeviceGetAttribute)
 SAME(75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
