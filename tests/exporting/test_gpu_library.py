@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     kernel = Kernel("scale", b"scale;8,8\0", 128)
     found = planfile.Recorded((("elsa::attention", b"\1" * 16, write(plan)),), {7: kernel})
     (tmp_path / "lib").mkdir()
-    (tmp_path / gpu_library.PLANS).write_bytes(planfile.write([found], 90, "it serves nothing"))
+    (tmp_path / gpu_library.PLANS).write_bytes(planfile.write({90: found}, "it serves nothing"))
     shutil.copyfile(compiler.build(library.recipe()), tmp_path / gpu_library.LIBRARY)
     shutil.copyfile(Path(template.__file__), tmp_path / "load.py")
     (tmp_path / "manifest.json").write_text(json.dumps(FACTS))

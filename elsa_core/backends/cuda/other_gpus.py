@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,41 +60,57 @@ def planned(
             compiled or is too large for it.
     """
     from elsa_core.backends.triton.pack.plan import Planner
-    from elsa_core.backends.triton.shared.device import describing
-    from elsa_core.backends.triton.shared.launch import recording
 
-    planner, calls, launches = Planner(gpu.arch), [], list[_Launch]()
-    for name, words, _ in found.layouts:
-        given = arguments_of(name, words)
-        recorder = Recorder([a for a in given if a is None or isinstance(a, Tensor)])
-
-        def note(launch: Any, tensors: tuple[Any, ...], to: Recorder = recorder) -> None:
-            rest = [each.name for each in launch.kernel.params][len(tensors) :]
-            values = tuple(launch.tail[each] for each in rest)
-            launches.append(_Launch(planner.key(launch, tensors), launch.grid, values))
-            to.launched(launches[-1], tensors)
-
-        with ExitStack() as stack:
-            for each in (describing(gpu.facts), recording(note), torch.no_grad(), recorder):
-                stack.enter_context(each)
-            results = kernels[name.removeprefix("elsa::")](*given)
-        calls.append((name, words, recorder, results))
+    planner, launches = Planner(gpu.arch), list[_Launch]()
+    calls = [
+        _called(name, words, gpu, kernels[name.removeprefix("elsa::")], planner, launches)
+        for name, words, _ in found.layouts
+    ]
     compiled = _compiled(planner.plan.jobs, gpu, progress)
     numbers = {id(one): (n, kernel) for n, (one, kernel) in enumerate(compiled.values())}
     for launch in launches:
         launch.compiled = compiled[launch.compiled][0]
     layouts = []
-    for name, words, recorder, results in calls:
-        results = results if isinstance(results, tuple) else (results,)
+    for (name, words, _), (recorder, results) in zip(found.layouts, calls, strict=True):
         try:
             plan = plans.write(recorder.plan(results, lambda one: numbers[id(one)]))
         except PlanError as error:
-            raise UnavailableError(
-                f"a call of {name} on sm_{gpu.arch} is not by kernels of this package alone: "
-                f"{error}"
-            ) from None
+            raise UnavailableError(_lost(name, gpu, str(error))) from None
         layouts.append((name, words, plan))
     return Recorded(tuple(layouts), dict(numbers.values()))
+
+
+def _called(
+    name: str,
+    words: bytes,
+    gpu: Any,
+    kernel: Callable[..., Any],
+    planner: Any,
+    launches: list[_Launch],
+) -> tuple[Recorder, tuple[Tensor, ...]]:
+    """Make a call as on that GPU, without its launches, which join `launches`."""
+    from elsa_core.backends.triton.shared.device import describing
+    from elsa_core.backends.triton.shared.launch import recording
+
+    given = arguments_of(name, words)
+    recorder = Recorder([a for a in given if a is None or isinstance(a, Tensor)])
+
+    def note(launch: Any, tensors: tuple[Any, ...]) -> None:
+        rest = [each.name for each in launch.kernel.params][len(tensors) :]
+        values = tuple(launch.tail[each] for each in rest)
+        launches.append(_Launch(planner.key(launch, tensors), launch.grid, values))
+        recorder.launched(launches[-1], tensors)
+
+    with describing(gpu.facts), recording(note), torch.no_grad(), recorder:
+        try:
+            results = kernel(*given)
+        except Exception as error:  # PyTorch's own functions may refuse such tensors
+            raise UnavailableError(_lost(name, gpu, first_line(error))) from error
+    return recorder, results if isinstance(results, tuple) else (results,)
+
+
+def _lost(name: str, gpu: Any, why: str) -> str:
+    return f"a call of {name} on sm_{gpu.arch} is not by kernels of this package alone: {why}"
 
 
 def _compiled(

@@ -106,7 +106,7 @@ def build(
 
 
 def require_compiler() -> None:
-    """Raise UnavailableError where this Triton, or how it is set up, would compile other kernels."""
+    """Raise where this Triton, or how it is set up, would compile other kernels."""
     try:
         import triton
     except ImportError as error:
