@@ -104,8 +104,9 @@ def _called(
     with describing(gpu.facts), recording(note), torch.no_grad(), recorder:
         try:
             results = kernel(*given)
-        except Exception as error:  # PyTorch's own functions may refuse such tensors
-            raise UnavailableError(_lost(name, gpu, first_line(error))) from error
+        except Exception as error:  # PyTorch's own functions may refuse tensors without memory
+            why = f"PyTorch serves it ({first_line(error)})"
+            raise UnavailableError(_lost(name, gpu, why)) from error
     return recorder, results if isinstance(results, tuple) else (results,)
 
 
