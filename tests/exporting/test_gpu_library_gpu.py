@@ -70,7 +70,7 @@ def ran(folder: Path, format: str) -> list[str]:
     """What a process without the package says of two images, and of five."""
     hidden = ("PYTHONPATH", "ELSA_CUDA_LIBRARY")
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), format],
+        [sys.executable, "-B", "-c", RUN, str(folder), format],  # verify refuses a __pycache__
         capture_output=True, text=True, check=False, timeout=300,
         env={name: value for name, value in os.environ.items() if name not in hidden},
     )  # fmt: skip
@@ -97,6 +97,7 @@ import elsa_core
 from elsa_core.backends import cuda
 from elsa_core.backends.cuda import library, other_gpus, planfile
 from elsa_core.backends.triton.pack import cases
+assert cuda.status().ok, cuda.status().reason
 major, minor = torch.cuda.get_device_capability()
 arch = 10 * major + minor
 model = torch.jit.load(sys.argv[1] + "/model.ts", map_location="cuda")
