@@ -32,6 +32,8 @@ TABLES = {
     "training": ("steps", "paper"),
     "linear": ("products", "swin"),
 }  # fmt: skip
+# As `elsa_core.backends.triton.pack.cases.architectures`; a test compares them too.
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 # Bash splits words at colons, which would cut `open_clip:ViT-B-32` in three.
 _BASH = BashComplete.source_template.rstrip() + '\nCOMP_WORDBREAKS="${COMP_WORDBREAKS//:}"\n'

@@ -45,6 +45,7 @@ struct Config {  // CUlaunchConfig
 
 #define ELSA_DRIVER_FUNCTIONS(F)                                         \
   F(init, "cuInit", unsigned)                                            \
+  F(device_count, "cuDeviceGetCount", int*)                              \
   F(device_get, "cuDeviceGet", Device*, int)                             \
   F(device_attribute, "cuDeviceGetAttribute", int*, int, Device)         \
   F(primary_context, "cuDevicePrimaryCtxRetain", Context*, Device)       \

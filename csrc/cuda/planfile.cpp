@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -15,7 +16,8 @@ namespace elsa_cuda {
 namespace {
 
 constexpr uint64_t kMagic = 0x534e414c50414c45;  // "ELAPLANS"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
+constexpr uint32_t kOneArch = 2;  // the version before: the same of one architecture alone
 constexpr uint32_t kMostText = 4096;
 constexpr uint32_t kMostItems = 1 << 16;
 constexpr uint64_t kMostCode = uint64_t{1} << 28;
@@ -65,16 +67,14 @@ class Reader {
 };
 
 using Name = std::pair<std::string, std::vector<uint64_t>>;
-
-struct Held {
-  std::shared_ptr<const Plan> plan;
-  uint32_t arch = 0;
-};
+using Plans = std::map<Name, std::shared_ptr<const Plan>>;
+using Archs = std::set<uint32_t>;  // 90 for sm_90
 
 struct Files {
   std::mutex guard;
-  std::map<Name, Held> plans;
-  std::string served;  // what the last file says that it serves
+  std::map<uint32_t, Plans> plans;  // by architecture, of this machine's alone
+  Archs archs;                      // of all that was read
+  std::string served;               // what the last file says that it serves
 };
 
 Files& files() {
@@ -105,9 +105,8 @@ Signature read_signature(Reader& reader) {
 }
 
 // A layout whose kernels are named by their numbers in the file.
-std::pair<Name, Held> read_layout(Reader& reader, uint32_t arch,
-                                  const std::vector<Signature>& operators,
-                                  std::map<uint32_t, uint32_t>& numbers) {
+Plans::value_type read_layout(Reader& reader, const std::vector<Signature>& operators,
+                              const std::map<uint32_t, uint32_t>& numbers) {
   Name name;
   name.first = reader.text();
   const uint32_t count = reader.count(kMostItems);
@@ -125,13 +124,34 @@ std::pair<Name, Held> read_layout(Reader& reader, uint32_t arch,
     const auto tensors = std::count_if(each.types.begin(), each.types.end(),
                                        [](char type) { return type == 'T' || type == 'O'; });
     if (plan->inputs == tensors && plan->outputs.size() == each.results) {
-      return {std::move(name), Held{std::move(plan), arch}};
+      return {std::move(name), std::move(plan)};
     }
   }
   refuse("a plan is for an operator that it does not define");
 }
 
-std::string arch_name(uint32_t arch) { return "sm_" + std::to_string(arch); }
+// The plans of one architecture; without `kept` its kernels are read and not kept.
+Plans read_plans(Reader& reader, const std::vector<Signature>& operators, bool kept) {
+  std::map<uint32_t, uint32_t> numbers;
+  for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
+    const uint32_t number = reader.read<uint32_t>();
+    Kernel kernel = read_kernel(reader);
+    numbers[number] = kept ? add_kernel(std::move(kernel)) : 0;
+  }
+  Plans plans;
+  for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
+    plans.insert(read_layout(reader, operators, numbers));
+  }
+  return plans;
+}
+
+std::string names_of(const Archs& archs) {
+  std::string names;
+  for (const uint32_t arch : archs) {
+    names += (names.empty() ? "sm_" : ", sm_") + std::to_string(arch);
+  }
+  return names;
+}
 
 uint32_t arch_of(Device device) {
   Device handle = 0;
@@ -140,6 +160,19 @@ uint32_t arch_of(Device device) {
   check(driver().device_attribute(&major, kMajor, handle), "cuDeviceGetAttribute");
   check(driver().device_attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
   return static_cast<uint32_t>(10 * major + minor);
+}
+
+Archs archs_here() {
+  int count = 0;
+  check(driver().device_count(&count), "cuDeviceGetCount");
+  Archs found;
+  for (int i = 0; i < count; ++i) found.insert(arch_of(i));
+  return found;
+}
+
+[[noreturn]] void refuse_gpu(const std::string& what, const Archs& held, const Archs& here) {
+  throw std::runtime_error(what + " for " + names_of(held) + ", and the GPU here is " +
+                           names_of(here) + ": export the bundle for that (--gpu-archs)");
 }
 
 // What is being recorded.
@@ -164,53 +197,52 @@ std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size) {
   if (reader.read<uint64_t>() != kMagic) refuse("the bytes begin otherwise");
   // Of an older version the last bytes are no SHA-256.
   const uint32_t version = reader.read<uint32_t>();
-  if (version != kVersion) {
+  if (version != kVersion && version != kOneArch) {
     const std::string why = "it is of version " + std::to_string(version) +
-                            ", and this library reads version " + std::to_string(kVersion) +
-                            ": export the bundle again";
+                            ", and this library reads versions 2 and 3: export the bundle again";
     refuse(why.c_str());
   }
   std::memcpy(digest.data(), bytes + body, digest.size());
   if (digest != sha256(bytes, body)) refuse("its SHA-256 is another: it was changed");
-  const uint32_t arch = reader.read<uint32_t>();
+  const bool one = version == kOneArch;
+  const uint32_t only = one ? reader.read<uint32_t>() : 0;
   std::string served = reader.text();
   std::vector<Signature> operators;
   for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
     operators.push_back(read_signature(reader));
   }
-  std::map<uint32_t, uint32_t> numbers;
-  for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
-    const uint32_t number = reader.read<uint32_t>();
-    numbers[number] = add_kernel(read_kernel(reader));
-  }
-  std::map<Name, Held> plans;
-  for (uint32_t left = reader.count(kMostItems); left > 0; --left) {
-    plans.insert(read_layout(reader, arch, operators, numbers));
+  const Archs here = archs_here();
+  std::map<uint32_t, Plans> plans;
+  Archs held;
+  for (uint32_t left = one ? 1 : reader.count(kMostItems); left > 0; --left) {
+    const uint32_t arch = one ? only : reader.read<uint32_t>();
+    const bool kept = here.count(arch) != 0;
+    Plans found = read_plans(reader, operators, kept);
+    if (kept) plans[arch].merge(found);
+    held.insert(arch);
   }
   if (!reader.ended()) refuse("bytes follow its end");
+  if (plans.empty()) refuse_gpu("the kernels are", held, here);
   const std::lock_guard<std::mutex> lock(files().guard);
-  files().plans.merge(plans);
+  for (auto& [arch, found] : plans) files().plans[arch].merge(found);
+  files().archs.merge(held);
   files().served = std::move(served);
   return operators;
 }
 
 Plan find_plan(const std::string& name, Words words, Device device) {
-  Held held;
-  {
-    const std::lock_guard<std::mutex> lock(files().guard);
-    const auto at = files().plans.find({name, {words.begin(), words.end()}});
-    if (at == files().plans.end()) {
-      throw std::runtime_error(name +
-                               ": no kernel is here for tensors of these sizes: " + files().served);
-    }
-    held = at->second;
-  }
   const uint32_t here = arch_of(device);
-  if (held.arch != here) {
-    throw std::runtime_error(name + ": the kernels are for " + arch_name(held.arch) +
-                             ", and this GPU is " + arch_name(here) + ": export on one like it");
+  const std::lock_guard<std::mutex> lock(files().guard);
+  const auto plans = files().plans.find(here);
+  if (plans == files().plans.end()) {
+    refuse_gpu(name + ": the kernels are", files().archs, {here});
   }
-  return *held.plan;
+  const auto at = plans->second.find({name, {words.begin(), words.end()}});
+  if (at == plans->second.end()) {
+    throw std::runtime_error(name +
+                             ": no kernel is here for tensors of these sizes: " + files().served);
+  }
+  return *at->second;
 }
 
 void Record::start() {

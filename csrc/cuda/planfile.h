@@ -16,13 +16,14 @@ struct Signature {
   uint32_t results = 0;
 };
 
-// Reads a file as elsa_core/backends/cuda/planfile.py writes it, adds its kernels and its plans to
-// those that are there, and returns its operators. Throws std::runtime_error: the bytes are no such
-// file or were changed (their last 32 bytes are the SHA-256 of those before; it is no signature).
+// Reads a file as elsa_core/backends/cuda/planfile.py writes it, adds the kernels and the plans for
+// this machine's GPUs to those that are there, and returns its operators. Throws
+// std::runtime_error: the bytes are no such file or were changed (their last 32 bytes are the
+// SHA-256 of those before; it is no signature), or no GPU here is of an architecture that it holds.
 std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size);
 
 // The plan of a call: an operator's name and the words of its layout, without its device. Throws
-// std::runtime_error: no file holds it, or its kernels are for other GPUs than `device`.
+// std::runtime_error: no file holds it for the architecture of `device`.
 Plan find_plan(const std::string& name, Words words, Device device);
 
 // Notes layouts and plans from `start` on; a plan that is null says that Python alone can serve.

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from elsa_cli.architectures import Architecture
 from elsa_cli.console import Session
 from elsa_cli.options import Command, FilePath, Listed, output_options, pass_session
 from elsa_cli.probes import environment, human
-
-
-class Architecture(click.ParamType):  # type: ignore[type-arg]  # generic in new Clicks only
-    """`sm_90`, or `90`."""
-
-    name = "arch"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """90 for sm_90; a usage error for anything else."""
-        found = re.fullmatch(r"(?:sm_)?(\d{2,3})", str(value).strip().lower())
-        if found is None:
-            self.fail(f"{str(value)[:60]!r} is no architecture (like sm_90)", param, ctx)
-        return int(found[1])
 
 
 @click.command("build", cls=Command)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from elsa_cli import completion, names
+from elsa_cli import bundle_view, completion, names
+from elsa_cli.architectures import Known
 from elsa_cli.console import Session
 from elsa_cli.errors import TargetError, check_text
 from elsa_cli.options import (
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     from elsa_core.exporting.accuracy import Exact
-    from elsa_core.exporting.artefact_runs import ArtefactReport
-    from elsa_core.exporting.bundle import Bundle
     from elsa_core.loading import Loaded
     from elsa_core.proof import CheckReport
 
@@ -116,6 +115,10 @@ _MODULES = {
     help="Batch sizes to verify; those that a bundle for a GPU without elsa serves.",
 )  # fmt: skip
 @click.option(
+    "--gpu-archs", type=Listed(Known(), "sm_NN"),
+    help="With --device cuda: kernels for this GPU, verified, and these, not run; no elsa needed.",
+)  # fmt: skip
+@click.option(
     "--dynamic-size", is_flag=True, help="Let the image size vary in model.pt2, if the model can."
 )
 @input_options
@@ -139,6 +142,7 @@ def command(
     aoti: bool,
     quantize: str | None,
     batches: tuple[int, ...],
+    gpu_archs: tuple[int, ...] | None,
     dynamic_size: bool,
     **given: Any,
 ) -> None:
@@ -158,6 +162,9 @@ def command(
     if quantize:
         _check_quantize(formats, options)
     _check_inputs(model, options, labels, sign)
+    if gpu_archs and options.device == "cpu":
+        raise click.UsageError("--gpu-archs concerns bundles for a GPU: use --device cuda")
+    archs = tuple(f"sm_{arch}" for arch in gpu_archs or ())
     key = None if sign is None else _private_key(sign)
     labelled = () if labels is None else _names(labels)
     steps = Steps()
@@ -168,6 +175,7 @@ def command(
         steps.next("loading")
     loaded = pipeline.open_model(session, model, options)
     loaded = _tower(loaded, tower, options)
+    _check_archs(archs, loaded)
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
     _check_early(output, zipped, force, formats, dynamic_size)
@@ -193,6 +201,7 @@ def command(
             aoti=aoti,
             quantize=quantize,
             batches=batches,
+            gpu_archs=archs,
             exact=exact,
             zip=zipped,
             force=force,
@@ -201,13 +210,13 @@ def command(
             loaded=loaded,
             check=outcome,
             seed=options.seed,
-            progress=lambda text: update(steps.next(text), 0, 0),
+            progress=lambda text: update(steps.within(text), 0, 0),
         )
         steps.next("")
         session.written.append(bundle.path)
     session.document("export", environment(), bundle.to_dict())
     render.header(session, loaded, options, render.kernels(routes))
-    _say(session, bundle)
+    bundle_view.show(session, bundle)
     session.line(steps.said(), "dim")
 
 
@@ -225,6 +234,11 @@ class Steps:
         self._taken[self._name] = self._taken.get(self._name, 0.0) + now - self._begun
         self._name, self._begun = name, now
         return name
+
+    def within(self, text: str) -> str:
+        """`next`, of a step whose text may end with how far it is, in parentheses."""
+        self.next(text.partition(" (")[0])
+        return text
 
     def said(self) -> str:
         """Where the time went, the longest steps first."""
@@ -266,6 +280,14 @@ def _check_inputs(model: str, options: Options, labels: Path | None, sign: Path 
     names.check_images(options.images)
     names.check_file(labels, "file of labels")
     names.check_file(sign, "private key")
+
+
+def _check_archs(archs: tuple[str, ...], loaded: Loaded) -> None:
+    """Refuse architectures that cannot be served before minutes go into checking."""
+    if archs:
+        from elsa_core.exporting import gpu_library
+
+        gpu_library.check(archs, next(loaded.model.parameters()).device.type)
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -330,61 +352,3 @@ def _check(session: Session, loaded: Loaded, options: Options) -> CheckReport:
     with session.stage("checking") as update:
         cases = token_cases(loaded.model, options.batch_size, options.seed)
         return check(loaded.model, cases, batch_size=options.batch_size, progress=update)
-
-
-def _say(session: Session, bundle: Bundle) -> None:
-    rows, manifest = [], bundle.manifest
-    for each in bundle.artefacts:
-        entry = manifest["artefacts"][each.format]
-        size = manifest["files"][entry["file"]]["size"]
-        rows.append([*artefact_row(each, entry["file"]), f"{size / 1e6:.1f}"])
-    session.table(["  artefact", "fresh process", ">error", ">allowed", ">MB"], rows, wrap=1)
-    session.line()
-    _say_cost(session, manifest)
-    for each in bundle.artefacts:
-        if each.openvino not in ("", "ok"):
-            session.warn(f"OpenVINO does not reproduce the model: {each.openvino}")
-    if "torchscript" in manifest["artefacts"]:
-        session.warn(manifest["artefacts"]["torchscript"]["note"])
-    exact = [each for each in bundle.artefacts if each.format != "onnx-int8"]
-    count = len(exact)
-    also = " and in OpenVINO" if any(each.openvino == "ok" for each in exact) else ""
-    rounded = "; model.int8.onnx approximates it" if count < len(bundle.artefacts) else ""
-    dtype = manifest["model"]["dtype"]
-    of = "the model" if dtype == "float32" else f"the {dtype} model"
-    session.line(f"{bundle.path}: {count} of {count} artefacts reproduce {of} "
-                 f"in a fresh process{also}{rounded}", "bold", even_quiet=True)  # fmt: skip
-    session.line(f"Next: elsa verify {bundle.path}, or see {_readme(bundle)}", "dim")
-
-
-def _say_cost(session: Session, manifest: dict[str, Any]) -> None:
-    """What fp16, bf16 or INT8 cost."""
-    given = manifest.get("accuracy")
-    if given is None:
-        return
-    from elsa_core.exporting import accuracy
-
-    heads = [f"  against {given['against']}", ">mean error", ">largest", ">class changed"]
-    rows = [[f"  {name}", *cells] for name, *cells in accuracy.rows(given)]
-    session.table(heads, rows, wrap=1)
-    session.line(f"{given['rows']} inputs: {given['inputs']}; the exact "
-                 f"{manifest['outputs'][0]['name']} spread by {given['output_std']:.2g} (standard "
-                 "deviation); --images DIR measures it on yours", "dim")  # fmt: skip
-    session.line()
-
-
-def _readme(bundle: Bundle) -> str:
-    return "README.md in it" if bundle.path.suffix == ".zip" else str(bundle.path / "README.md")
-
-
-def artefact_row(report: ArtefactReport, file: str) -> list[str]:
-    """One artefact for a table: its mark, verdict, largest error and what is allowed."""
-    if report.status == "ok":
-        sizes = ", ".join(map(str, report.batches))
-        error, allowed = max(report.batches.values())
-        # An approximation is allowed twice what was measured of it: no promise that it is close.
-        limit = "" if report.format == "onnx-int8" else f"{allowed:.1e}"
-        also = ", OpenVINO" if report.openvino == "ok" else ""
-        return [f"✓ {file}", f"batch {sizes}{also}", f"{error:.1e}", limit]
-    mark = "-" if report.status == "skipped" else "✗"
-    return [f"{mark} {file}", f"{report.status}: {report.reason}", "", ""]

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from elsa_cli import names
+from elsa_cli.bundle_view import artefact_row
 from elsa_cli.commands.check import failure
-from elsa_cli.commands.export import artefact_row
 from elsa_cli.console import Session
 from elsa_cli.errors import ModelFileError, VerdictError
 from elsa_cli.options import Command, FilePath, output_options, pass_session

@@ -56,6 +56,7 @@ class Choices:
     dynamic_size: bool
     batches: tuple[int, ...] = BATCH_SIZES
     labels: tuple[str, ...] = ()
+    gpu_archs: tuple[str, ...] = ()
 
 
 def write_artefacts(
@@ -233,11 +234,13 @@ def write_libraries(
         "elsa_version": __version__,
     }
     (staging / "lib").mkdir()
-    if gpu_library.is_asked_for(exported.device):
+    if gpu_library.is_asked_for(exported.device, chosen.gpu_archs):
         say("recording the plans of the GPU's calls")
         files = [(name, staging / FILES[name]) for name in chosen.formats]
-        arch = gpu_library.write(files, exported.inputs, chosen.batches, staging)
-        entry = {"runtime": "cuda", "minimum": "2.10", **place, "gpu_archs": [arch]}
+        on_gpu = gpu_library.write(
+            files, exported.inputs, chosen.batches, staging, chosen.gpu_archs, say
+        )
+        entry = {"runtime": "cuda", "minimum": "2.10", **place, **on_gpu}
         return {gpu_library.LIBRARY: entry, gpu_library.PLANS: entry}
     if set(chosen.formats) - {"onnx", "onnx-int8"}:
         say("building the operator library")

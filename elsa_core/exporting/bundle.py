@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ExportError, ModelError, UnavailableError
+from elsa_core.exporting import gpu_library
 from elsa_core.exporting.accuracy import Exact, exact_outputs
 from elsa_core.exporting.archive import unpacked, write_zip
 from elsa_core.exporting.artefact_runs import (
@@ -94,6 +95,7 @@ def export(
     aoti: bool = False,
     quantize: str | None = None,
     batches: Sequence[int] = BATCH_SIZES,
+    gpu_archs: Sequence[str] = (),
     exact: Exact | None = None,
     zip: bool = False,
     force: bool = False,
@@ -123,6 +125,9 @@ def export(
         quantize: "int8": also write model.int8.onnx, an approximation, beside model.onnx.
         batches: the batch sizes that artefacts are verified at, 1 to 64. A bundle of a model on a
             GPU that holds the CUDA library serves these alone; others take any.
+        gpu_archs: of a model on a GPU: hold the CUDA library, with kernels for this GPU, which are
+            verified, and for these architectures ("sm_80"), compiled and not run. Default: for
+            this GPU alone, where ELSA_CUDA_LIBRARY is 1; else none.
         exact: `accuracy.exact_outputs` of the float32 model, by which the manifest says what a
             float16 or bfloat16 model or INT8 costs. Default: of this model, where it is float32,
             on its example inputs; else the cost is not known.
@@ -140,17 +145,20 @@ def export(
         The bundle.
 
     Raises:
-        TypeError: `model` is no `nn.Module`, directory, formats or labels no text, or batches no
-            whole numbers.
+        TypeError: `model` is no `nn.Module`, directory, formats, labels or gpu_archs no text, or
+            batches no whole numbers.
         ExportError: the model disagrees with the original, cannot be traced or exported, or an
             artefact does not reproduce it.
         ArgumentError: an argument, or the target, cannot be used.
         NothingPatchedError: no site of the model is patched.
         UnavailableError: a package, a compiler or disk space is missing.
     """
-    _check_types(directory, formats, labels)
+    _check_types(directory, formats=formats, labels=labels, gpu_archs=gpu_archs)
     chosen = _choices(formats, onnx_mode, opset, dynamic_size, aoti, quantize)
-    chosen = dataclasses.replace(chosen, batches=_sizes(batches), labels=tuple(labels))
+    archs = (gpu_archs,) if isinstance(gpu_archs, str) else tuple(dict.fromkeys(gpu_archs))
+    chosen = dataclasses.replace(
+        chosen, batches=_sizes(batches), labels=tuple(labels), gpu_archs=archs
+    )
     given = files.located(directory)
     if zip and given.name in ("", ".."):
         raise ArgumentError(f"{given} (-o) is a directory: with --zip it names a file")
@@ -162,6 +170,7 @@ def export(
         _check_target(target, given, zip, force)
         exported = export_target(model, loaded, inputs, seed, chosen.batches)
         _check_support(exported, chosen)
+        gpu_library.check(chosen.gpu_archs, exported.device)
         _check_disk_space(exported, chosen, target, given)
         check = _checked(exported, check, say)
         say("computing the reference in float64")
@@ -177,10 +186,10 @@ def export(
     return Bundle(given, manifest, tuple(reports))
 
 
-def _check_types(directory: object, formats: object, labels: object) -> None:
+def _check_types(directory: object, **texts: object) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(f"directory must be text or a pathlib.Path, not {type(directory).__name__}")
-    for name, given in (("formats", formats), ("labels", labels)):
+    for name, given in texts.items():
         if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
             raise TypeError(f"{name} must be several texts, not {given!r}")
 

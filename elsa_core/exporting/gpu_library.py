@@ -2,14 +2,16 @@
 and the plans and kernels of the artefacts' own calls.
 
 Not chosen by default until it was measured on a GPU: it is written where the CUDA library serves
-the exporting process (ELSA_CUDA_LIBRARY=1). The plans are of this kind of GPU and of the batch
-sizes that the export verifies (`--batches`).
+the exporting process (ELSA_CUDA_LIBRARY=1), and where architectures are asked for. The plans are of
+the batch sizes that the export verifies (`--batches`), for the GPU that is here, on which they are
+recorded, and for the other architectures: the same calls, planned for a GPU that
+`pack/devices.json` describes, compiled and not run.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,15 +20,41 @@ import torch
 from torch import Tensor
 
 from elsa_core.backends import compiler, cuda
-from elsa_core.errors import ExportError, UnavailableError
+from elsa_core.errors import ArgumentError, ExportError, UnavailableError
 
 LIBRARY: Final = "lib/libelsa_cuda.so"
 PLANS: Final = "lib/plans.elsa"
 
 
-def is_asked_for(device: str) -> bool:
-    """Whether an export of a model on this kind of device holds the GPU library."""
-    return device == "cuda" and cuda.is_asked_for() and cuda.status().ok
+def is_asked_for(device: str, archs: Sequence[str] = ()) -> bool:
+    """Whether an export of a model on this kind of device holds the GPU library.
+
+    archs: architectures that were asked for, which `check` has accepted.
+    """
+    return device == "cuda" and (bool(archs) or cuda.is_asked_for()) and cuda.status().ok
+
+
+def check(archs: Sequence[str], device: str) -> None:
+    """Refuse architectures that no plans can be made for, before anything heavy is done.
+
+    Raises:
+        ArgumentError: one is unknown, or the model is on no GPU.
+        UnavailableError: the CUDA library does not serve, or this Triton compiles for no other GPU.
+    """
+    if not archs:
+        return
+    from elsa_core.backends.triton.pack import build, cases
+
+    known = cases.architectures()
+    unknown = next((a for a in archs if a not in {f"sm_{n}" for n in known}), None)
+    if unknown is not None:
+        names = ", ".join(f"sm_{n}" for n in known)
+        raise ArgumentError(f"gpu_archs: {unknown[:60]!r}; choose among {names}")
+    if device != "cuda":
+        raise ArgumentError("gpu_archs: the model is on the CPU: export it with --device cuda")
+    if not cuda.status().ok:
+        raise UnavailableError(f"gpu_archs needs the CUDA library: {cuda.status().reason}")
+    build.require_compiler()
 
 
 def write(
@@ -34,7 +62,9 @@ def write(
     inputs: tuple[Tensor, ...],
     batches: Sequence[int],
     staging: Path,
-) -> str:
+    archs: Sequence[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Run the artefacts on the GPU at each batch size and write the library and their plans.
 
     Args:
@@ -42,19 +72,23 @@ def write(
         inputs: of the model, max(batches) rows or more.
         batches: the sizes that the bundle serves.
         staging: the bundle's directory, with lib/ in it.
+        archs: architectures beside this GPU's own, that `check` has accepted.
+        say: called with one line before each kernel is compiled.
 
     Returns:
-        The kind of GPU that it runs on, "sm_90".
+        What the manifest says of both files: "gpu_archs"; "gpu_archs_verified", those that the
+        export runs; "gpus", the GPU that each was planned for.
 
     Raises:
-        ExportError: a call of the model is not by kernels of this package alone.
+        ExportError: a call of the model is not by kernels of this package alone, or a kernel cannot
+            be compiled.
         UnavailableError: the library cannot be built.
     """
     from elsa_core.backends.cuda import library, planfile
 
     device = inputs[0].device
     major, minor = torch.cuda.get_device_capability(device)
-    arch = 10 * major + minor
+    own = 10 * major + minor
     loaded, parts = library.load(), []
     for format, path in artefacts:
         model = _loaded(format, path, device)
@@ -66,13 +100,55 @@ def write(
             except UnavailableError as error:
                 raise ExportError(
                     f"{path.name} cannot run by the CUDA library alone: {error}; patch it with "
-                    "scope='attention', or unset ELSA_CUDA_LIBRARY"
+                    "scope='attention', or leave out ELSA_CUDA_LIBRARY and gpu_archs"
                 ) from error
+    plans = {own: planfile.joined(parts)}
+    gpus = {f"sm_{own}": torch.cuda.get_device_name(device)}
+    for arch in archs:
+        if arch not in gpus:
+            number = int(arch.removeprefix("sm_"))
+            plans[number], gpus[arch] = planned(plans[own], number, say)
+    names = [f"sm_{number}" for number in sorted(plans)]
     sizes = ", ".join(map(str, batches))
-    served = f"this bundle serves batches of {sizes} on sm_{arch}"
-    (staging / PLANS).write_bytes(planfile.write(parts, arch, served))
+    served = f"this bundle serves batches of {sizes} on {', '.join(names)}"
+    (staging / PLANS).write_bytes(planfile.write(plans, served))
     shutil.copyfile(compiler.build(library.recipe()), staging / LIBRARY)
-    return f"sm_{arch}"
+    return {"gpu_archs": names, "gpu_archs_verified": [f"sm_{own}"], "gpus": gpus}
+
+
+def planned(recorded: Any, arch: int, say: Callable[[str], None]) -> tuple[Any, str]:
+    """Recorded calls for an architecture of `pack/devices.json`, and its GPU that is planned for:
+    the first.
+
+    Raises:
+        ExportError: a kernel cannot be compiled, or a call is not by kernels alone there.
+    """
+    from elsa_core.backends.cuda import other_gpus
+    from elsa_core.backends.triton.pack import cases
+
+    def progress(done: int, total: int) -> None:
+        if done < total:
+            say(f"compiling for sm_{arch} (kernel {done + 1} of {total})")
+
+    gpu = cases.gpus(arch)[0]
+    try:
+        found = other_gpus.planned(recorded, gpu, cuda.offered(), progress)
+    except UnavailableError as error:
+        raise ExportError(f"{error}; leave sm_{arch} out of gpu_archs") from error
+    return found, gpu.facts.name
+
+
+def missing(manifest: Mapping[str, Any], here: str) -> str:
+    """Why the plans of a bundle serve no GPU of the architecture `here`; empty where they do, and
+    of a bundle without plans. The manifest's libraries may say anything.
+    """
+    libraries = manifest.get("libraries")
+    entry = libraries.get(PLANS) if isinstance(libraries, dict) else None
+    archs = entry.get("gpu_archs") if isinstance(entry, dict) else None
+    if not isinstance(archs, list) or here in archs:
+        return ""
+    held = ", ".join(str(arch)[:20] for arch in archs[:20])
+    return f"its kernels are for {held}, and the GPU here is {here}"
 
 
 def _loaded(format: str, path: Path, device: torch.device) -> Callable[..., Any]:

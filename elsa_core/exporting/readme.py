@@ -200,12 +200,7 @@ def _limits(manifest: dict[str, Any]) -> str:
     place = places[0] if places else "any platform"
     text = f"## Where it runs\n\nCPU: {place}, {', '.join(isa) or 'standard operators'}.\n"
     if manifest["artefacts_libraries"].get("cuda"):
-        archs = manifest["libraries"][manifest["artefacts_libraries"]["cuda"][0]]["gpu_archs"]
-        sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
-        return text + (
-            f"GPU: {', '.join(archs)} alone, at batches of {sizes}, by the kernels in lib/: in\n"
-            "Python with torch, and in a C++ process that calls `elsa_cuda_serve_file`.\n"
-        )
+        return text + _gpus(manifest)
     if manifest["model"]["device"] == "cuda":
         return text + (
             "GPU: in Python, with `pip install elsa-attention` beside torch, which brings the\n"
@@ -213,3 +208,22 @@ def _limits(manifest: dict[str, Any]) -> str:
             "kernels only.\n"
         )
     return text + "GPU: export on a machine with one; this bundle is for the CPU.\n"
+
+
+def _gpus(manifest: dict[str, Any]) -> str:
+    """Which GPUs the kernels in lib/ are for, and where they were run."""
+    entry = manifest["libraries"][manifest["artefacts_libraries"]["cuda"][0]]
+    archs, gpus = entry["gpu_archs"], entry["gpus"]
+    sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
+    text = (
+        f"GPU: {', '.join(archs)} alone, at batches of {sizes}, by the kernels in lib/: in\n"
+        "Python with torch, and in a C++ process that calls `elsa_cuda_serve_file`.\n"
+    )
+    ran = [f"{arch} ({gpus[arch]})" for arch in archs if arch in entry["gpu_archs_verified"]]
+    text += f"Verified where this bundle was written: {', '.join(ran)}.\n"
+    rest = [
+        f"{arch} (for {gpus[arch]})" for arch in archs if arch not in entry["gpu_archs_verified"]
+    ]
+    if rest:
+        text += f"Compiled and not run: {', '.join(rest)}. `elsa verify` on such a GPU runs them.\n"
+    return text

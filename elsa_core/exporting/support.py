@@ -20,8 +20,8 @@ _RUNTIMES = {
     "onnx-int8": "as onnx; an approximation, whose cost is in the bundle's README",
 }
 _GPU = (
-    "Python with torch and elsa's package (Triton kernels); exported with ELSA_CUDA_LIBRARY=1, "
-    "{} with torch alone"
+    "Python with torch and elsa's package (Triton kernels); exported with ELSA_CUDA_LIBRARY=1 "
+    "or --gpu-archs, {} with torch alone"
 )
 _ALONE_ON_GPU = {"torchscript": "Python or C++"}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from elsa_core import files
 from elsa_core.errors import ModelError
+from elsa_core.exporting import gpu_library
 from elsa_core.exporting import reference as references
 from elsa_core.exporting.archive import unpacked
 from elsa_core.exporting.artefact_runs import ArtefactReport, judged, run_all
@@ -194,7 +195,10 @@ def _made_for_elsewhere(manifest: Manifest, name: str, device: str) -> str:
     if device == "cuda":
         import torch
 
-        return "" if torch.cuda.is_available() else "it needs a CUDA GPU, and none is here"
+        if not torch.cuda.is_available():
+            return "it needs a CUDA GPU, and none is here"
+        major, minor = torch.cuda.get_device_capability()
+        return gpu_library.missing(manifest.content, f"sm_{major}{minor}")
     here = platform_tag()
     libraries = manifest.content.get("libraries")
     runtime = "onnxruntime" if name.startswith("onnx") else "torch"

@@ -6,25 +6,34 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_calls import linear_inputs, started
+from cuda_calls import as_stub, linear_inputs, started, window_inputs
 from cuda_checks import lines, main
 from torch import Tensor
 
 from elsa_core import operators
 from elsa_core.backends import compiler
-from elsa_core.backends.cuda import library
-from elsa_core.backends.cuda.planfile import Recorded, recorded, write
+from elsa_core.backends.cuda import library, other_gpus, plan
+from elsa_core.backends.cuda.planfile import Recorded, joined, recorded, write
+from elsa_core.backends.triton.pack.cases import Gpu
+from elsa_core.backends.triton.shared.device import Described
+from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.errors import UnavailableError
+from elsa_core.routing import table
 
 SERVED = "it serves batches of 1 and 2"
+# plans tensors on the CPU as they are planned without a GPU: by the H200's tiles, in plain Triton
+PLAIN_H200 = Gpu(90, Described("NVIDIA H200", (8, 0), 132), 232448)
+_LAUNCH = Launch.__call__
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
@@ -94,12 +103,16 @@ def travels(stub: str) -> None:
     found = noted(loaded)
     assert found.operators == ("attention",)
     assert len(found.layouts) == 2  # the second call of a layout is no further one
+    others = {
+        number: replace(kernel, symbol="of_sm_80") for number, kernel in found.kernels.items()
+    }
+    foreign = replace(found, kernels=others)
     lines()
     Attends()(*attends(2))
     (expected,) = (line for line in lines() if line.startswith("launch"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "plans").write_bytes(write([found, found], 90, SERVED))
+        (folder / "plans").write_bytes(write({80: foreign, 90: joined([found, found])}, SERVED))
         saved(folder)
         lines()
         done = fresh(stub, folder, 2, 1, 3)
@@ -137,10 +150,11 @@ def refuses(stub: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         saved(folder)
-        (folder / "plans").write_bytes(write([found], 80, SERVED))
+        (folder / "plans").write_bytes(write({80: found, 120: found}, SERVED))
         done = fresh(stub, folder, 2)
-    assert "the kernels are for sm_80, and this GPU is sm_90" in done.stderr, done.stderr
-    good = write([found], 90, SERVED)
+    line = "the kernels are for sm_80, sm_120, and the GPU here is sm_90, sm_91: export the bundle "
+    assert done.stderr == line + "for that (--gpu-archs)\n", done.stderr
+    good = write({90: found}, SERVED)
     assert good[-32:] == hashlib.sha256(good[:-32]).digest()
     older = good[:8] + struct.pack("<I", 1) + good[12:-32]
     step = max(1, len(good) // 50)
@@ -148,7 +162,7 @@ def refuses(stub: str) -> None:
                for at in (*range(12, len(good), step), len(good) - 1)]  # fmt: skip
     for bytes_of, why in (
         *changes, (good[:-9], "it was changed"),
-        (older + bytes(8), "it is of version 1, and this library reads version 2: export the"),
+        (older + bytes(8), "it is of version 1, and this library reads versions 2 and 3: export"),
         (good[:7], "end too soon"), (b"\0" * 64, "begin otherwise"), (b"", "end too soon"),
     ):  # fmt: skip
         try:
@@ -169,5 +183,85 @@ def refuses(stub: str) -> None:
         raise AssertionError("a call for Python was recorded")
 
 
+def version_2(found: Recorded, arch: int) -> bytes:
+    """A file as it was written when it held one architecture."""
+    body = write({arch: found}, SERVED)[:-32]
+    one = struct.pack("<II", 1, arch)
+    assert body.count(one) == 1
+    body = body[:8] + struct.pack("<II", 2, arch) + body[12:].replace(one, b"")
+    return body + hashlib.sha256(body).digest()
+
+
+def older(stub: str) -> None:
+    """Files of one architecture, of the version before, are read and refused alike."""
+    loaded = started(stub)
+    found = noted(loaded)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        saved(folder)
+        for arch, code, said in ((90, 0, ""), (86, 1, "the kernels are for sm_86, and the GPU")):
+            (folder / "plans").write_bytes(version_2(found, arch))
+            done = fresh(stub, folder, 2, 1)
+            assert done.returncode == code and done.stderr.startswith(said), done.stderr
+
+
+def planned_elsewhere(stub: str) -> None:
+    """Calls of recorded layouts are made again from the layouts alone: the same plans come out."""
+    loaded = started(stub)
+    written: dict[bytes, plan.Plan] = {}
+    plain = plan.write
+
+    def kept(each: plan.Plan) -> bytes:
+        return [written.setdefault(data := plain(each), each), data][1]
+
+    plan.write = kept
+
+    def run() -> None:
+        Attends()(*attends(2))
+        q, k, v = (torch.zeros(1, 3, 197, 64) for _ in range(3))
+        mask = torch.zeros(4 * 197 + 1)[1:].view(1, 1, 4, 197)[:, :, :1]  # unaligned, broadcast
+        operators.ATTENTION.overload(q, k, v, mask, False, -0.5, "strict")
+        operators.WINDOW_ATTENTION.overload(*window_inputs(torch.float16, table=True, shift=3))
+        operators.WINDOW_ATTENTION.overload(
+            *window_inputs(torch.float32, side=13, pad=True, logit=True)
+        )
+        operators.LINEAR.overload(*linear_inputs(frozen=True, activation="gelu", residual=True))
+
+    found = joined([recorded(loaded, run)])
+    assert len(found.layouts) == 5
+    Launch.__call__ = _LAUNCH
+    told: list[tuple[int, int]] = []
+    kernels = table.KERNELS_ON_CUDA
+    again = other_gpus.planned(found, PLAIN_H200, kernels, lambda *given: told.append(given))
+    total = len(again.kernels)
+    assert told == [(done, total) for done in range(total + 1)]
+    stubs = {number: as_stub(kernel) for number, kernel in again.kernels.items()}
+    for ours, theirs in zip(again.layouts, found.layouts, strict=True):
+        assert ours[:2] == theirs[:2]
+        loaded.check(ours[2], -1)
+        assert launched(written[ours[2]], stubs) == launched(written[theirs[2]], found.kernels)
+    lost = "a call of elsa::attention on sm_90 is not by kernels of this package alone: "
+    too_small = replace(PLAIN_H200, shared_memory=1000)
+    for gpu, given, said in (
+        (too_small, kernels, r"^kernel \w+ for sm_90 takes \d+ bytes of shared memory, NVIDIA"),
+        (PLAIN_H200, {**kernels, "attention": lambda q, *_: (q * 2, q)}, f"^{lost}aten.mul"),
+        (PLAIN_H200, {**kernels, "attention": lambda *_: 1 / 0},
+         lost + r"PyTorch serves it \(division by zero\)$"),
+    ):  # fmt: skip
+        try:
+            other_gpus.planned(found, gpu, given)
+        except UnavailableError as error:
+            assert re.search(said, str(error)) and "\n" not in str(error), error
+        else:
+            raise AssertionError("it was planned")
+
+
+def launched(each: plan.Plan, kernels: dict[int, plan.Kernel]) -> list[Any]:
+    """A plan with the kernels in the place of their numbers."""
+    steps = [(kernels[s.kernel], s) if isinstance(s, plan.Launch) else (s, s) for s in each.steps]
+    unnumbered = [replace(s, kernel=0) if isinstance(s, plan.Launch) else s for _, s in steps]
+    return [[kernel for kernel, _ in steps], replace(each, steps=tuple(unnumbered))]
+
+
 if __name__ == "__main__":
-    main(travels, refuses)
+    main(travels, refuses, older, planned_elsewhere)

@@ -63,6 +63,10 @@ std::vector<size_t> sizes_of(const std::string& head) {
 }  // namespace
 
 STUB Result cuInit(unsigned) { return answer("cuInit"); }
+STUB Result cuDeviceGetCount(int* count) {
+  *count = 2;
+  return answer("cuDeviceGetCount");
+}
 STUB Result cuDeviceGet(Device* device, int index) {
   *device = index;
   return answer("cuDeviceGet");

@@ -47,6 +47,8 @@ def test_the_output_options_of_the_script(elsa: Elsa) -> None:
         ("elsa completion z", "zsh"),
         ("elsa help pr", "profile"),
         ("elsa export x --formats torchscript,o", "torchscript,onnx"),
+        ("elsa export x --gpu-archs sm_80,sm_10", "sm_80,sm_100"),
+        ("elsa build --cuda --arch sm_8", "sm_86"),
         ("elsa profile x --dtype fp32,b", "fp32,bf16"),
         ("elsa profile x --baselines eager,com", "eager,compile"),
         ("elsa profile x --precision i", "ieee"),

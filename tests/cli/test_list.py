@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,9 @@ from elsa_cli import completion, known_models
 from .conftest import Elsa, environment
 from .test_commands import document
 from .test_start import WATCH
+
+ROOT = Path(__file__).parents[2]
+DEVICES = ROOT / "elsa_core/backends/triton/pack/devices.json"
 
 
 @pytest.mark.parametrize("arguments", [["list", "swin*"], ["help"], ["help", "patch"]], ids=str)
@@ -96,6 +100,8 @@ def test_offered_names_are_those_of_the_core() -> None:
     from elsa_core.model_runs.variants import BASELINES
 
     assert (*BASELINES, "all") == completion.BASELINES
+    rows = json.loads(DEVICES.read_text())["devices"]
+    assert tuple(dict.fromkeys(f"sm_{row['arch']}" for row in rows)) == completion.ARCHS
     measured = {
         "attention": cases.all_tables(), "models": models.TABLES, "training": training.TABLES,
         "linear": products.TABLES,

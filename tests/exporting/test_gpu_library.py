@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from elsa_core.backends import compiler
+from elsa_core.backends import compiler, cuda
 from elsa_core.backends.cuda import library, planfile
-from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer, write
+from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
+from elsa_core.backends.cuda.plan import write as plan_bytes
+from elsa_core.backends.cuda.record import DTYPES
+from elsa_core.errors import ArgumentError, ExportError, UnavailableError
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting.readme import _limits
 from elsa_core.exporting.templates import load as template
+from elsa_core.exporting.verify import _made_for_elsewhere
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "backends" / "cuda_stub.cpp"
@@ -26,9 +33,14 @@ FACTS: dict[str, Any] = {
     "model": {"device": "cuda"},
     "operators": {"elsa::attention": {}},
     "artefacts_libraries": {"torch": [], "cuda": [gpu_library.LIBRARY, gpu_library.PLANS]},
-    "libraries": {gpu_library.LIBRARY: {"isa": [], "platform": "here", "gpu_archs": ["sm_90"]}},
+    "libraries": {
+        gpu_library.LIBRARY: {
+            "isa": [], "platform": "here", "gpu_archs": ["sm_90"], "gpu_archs_verified": ["sm_90"],
+            "gpus": {"sm_90": "NVIDIA H200"},
+        },
+    },
     "reference": {"batch_sizes": [1, 2, 3]},
-}
+}  # fmt: skip
 LOADED = """
 import json, sys
 from pathlib import Path
@@ -57,9 +69,9 @@ def folder(tmp_path: Path) -> Path:
     outputs = (Output(6, (1, 2, 4, 8), (64, 32, 8, 1)), Output(6, (1, 2, 4), (8, 4, 1)))
     plan = Plan(4, outputs, 0, (Launch(7, (1, 1, 1), (Pointer(0), Pointer(4))),))
     kernel = Kernel("scale", b"scale;8,8\0", 128)
-    found = planfile.Recorded((("elsa::attention", b"\1" * 16, write(plan)),), {7: kernel})
+    found = planfile.Recorded((("elsa::attention", b"\1" * 16, plan_bytes(plan)),), {7: kernel})
     (tmp_path / "lib").mkdir()
-    (tmp_path / gpu_library.PLANS).write_bytes(planfile.write([found], 90, "it serves nothing"))
+    (tmp_path / gpu_library.PLANS).write_bytes(planfile.write({90: found}, "it serves nothing"))
     shutil.copyfile(compiler.build(library.recipe()), tmp_path / gpu_library.LIBRARY)
     shutil.copyfile(Path(template.__file__), tmp_path / "load.py")
     (tmp_path / "manifest.json").write_text(json.dumps(FACTS))
@@ -108,6 +120,8 @@ def test_a_changed_plan_is_refused(folder: Path, driver: str) -> None:
 def test_the_readme_says_where_it_runs() -> None:
     text = _limits(FACTS)
     assert "GPU: sm_90 alone, at batches of 1, 2, 3" in text
+    assert "Verified where this bundle was written: sm_90 (NVIDIA H200).\n" in text
+    assert "not run" not in text
 
 
 def test_it_is_off_unless_asked_for() -> None:
@@ -116,57 +130,140 @@ def test_it_is_off_unless_asked_for() -> None:
         assert not gpu_library.is_asked_for("cuda")
 
 
-EXPORTED = """
-import sys
-import timm, torch
-import elsa_core as elsa
-model = timm.create_model("vit_tiny_patch16_224", img_size=160, depth=2, num_classes=10)
-model = model.to("cuda", getattr(torch, sys.argv[2])).eval()
-elsa.patch(model, scope="attention")
-formats = ("torchscript", "pt2")
-bundle = elsa.export(model, sys.argv[1], formats=formats)
-assert [each.status for each in bundle.artefacts] == ["ok", "ok"], bundle.artefacts
-print(bundle.manifest["artefacts_libraries"]["cuda"])
-"""
-RUN = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("elsa_core", "timm"):
-            raise ModuleNotFoundError(name + " is blocked")
-sys.meta_path.insert(0, Block())
-sys.path.insert(0, sys.argv[1])
-import numpy as np
-import load
-model = load.load(sys.argv[2])
-print(model(np.zeros((2, 3, 160, 160), np.float32))[0].shape)
-try:
-    model(np.zeros((5, 3, 160, 160), np.float32))
-except RuntimeError as error:
-    print([line for line in str(error).splitlines() if "no kernel is here" in line][-1])
-"""
+def layout(*arguments: Any) -> bytes:
+    """A call as the library writes its layout."""
+    words: list[int] = []
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            words.append(DTYPES[each.dtype] << 8 | each.dim() << 16 | 1 << 24)
+            words += [*each.shape, *each.stride()]
+        elif isinstance(each, float):
+            words += struct.unpack("<Q", struct.pack("<d", each))
+        elif isinstance(each, str):
+            data = each.encode()
+            assert len(data) <= 8
+            words += [len(data), int.from_bytes(data, "little")]
+        else:
+            words.append((1 << 64) - 1 if each is None else int(each))
+    return struct.pack(f"<{len(words)}Q", *words)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_bundle_runs_on_a_gpu_without_the_package(tmp_path: Path, dtype: str) -> None:
-    """`export` has verified it so at three batch sizes; another one is one line."""
-    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "ELSA_CUDA_LIBRARY": "1", "PYTHONPATH": places}
-    done = subprocess.run(
-        [sys.executable, "-c", EXPORTED, str(tmp_path / "bundle"), dtype],
-        capture_output=True, text=True, check=False, env=environment, timeout=300,
-    )  # fmt: skip
-    assert done.stdout.strip() == str([gpu_library.LIBRARY, gpu_library.PLANS]), done.stderr
-    environment.pop("PYTHONPATH")
-    environment.pop("ELSA_CUDA_LIBRARY")
-    for format in ("torchscript", "pt2"):
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, str(tmp_path / "bundle"), format],
-            capture_output=True, text=True, check=False, env=environment, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        shape, line = done.stdout.splitlines()
-        assert shape == "(2, 10)"
-        assert "this bundle serves batches of 1, 2, 3 on sm_" in line
+def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, bytes, bytes]:
+    q = torch.empty(batch, 65, 2, 64, dtype=dtype, device="meta").transpose(1, 2)
+    return "elsa::attention", layout(q, q, q, None, False, 0.125, "strict"), b""
+
+
+def product(dtype: torch.dtype) -> tuple[str, bytes, bytes]:
+    x, weight = (torch.empty(n, 64, dtype=dtype, device="meta") for n in (4096, 96))
+    rest = (None, "none", None, None, "strict", None, None)
+    return "elsa::linear", layout(x, weight, *rest), b""
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU of sm_90 that records whatever is under "calls"."""
+    from elsa_core.backends.cuda import other_gpus
+    from elsa_core.backends.triton.pack import cases
+
+    given: dict[str, Any] = {"calls": (attends(1), attends(2))}
+
+    def recorded(loaded: Any, call: Any) -> planfile.Recorded:
+        found = planfile.Recorded(given["calls"], {})
+        return other_gpus.planned(found, cases.gpus(90)[0], cuda.offered())
+
+    monkeypatch.setattr(planfile, "recorded", recorded)
+    monkeypatch.setattr(gpu_library, "_loaded", lambda *_: len)
+    for name, value in (
+        ("device", lambda _: nullcontext()), ("is_available", lambda: True),
+        ("get_device_capability", lambda *_: (9, 0)), ("get_device_name", lambda *_: "a GPU"),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return given
+
+
+def write(folder: Path, *archs: str) -> tuple[dict[str, Any], list[str]]:
+    said: list[str] = []
+    inputs = (torch.zeros(2, 3),)
+    entry = gpu_library.write(
+        [("pt2", folder / "model.pt2")], inputs, (1, 2), folder, archs, said.append
+    )
+    return entry, said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
+def test_plans_for_other_architectures(folder: Path, driver: str, on_a_gpu: dict[str, Any]) -> None:
+    """Compiled without such a GPU: one file, which the library of a GPU of sm_90 takes."""
+    entry, said = write(folder, "sm_120", "sm_80", "sm_90")
+    assert entry == {
+        "gpu_archs": ["sm_80", "sm_90", "sm_120"], "gpu_archs_verified": ["sm_90"],
+        "gpus": {"sm_90": "a GPU", "sm_80": "NVIDIA A100-SXM4-80GB",
+                 "sm_120": "NVIDIA GeForce RTX 5090"},
+    }  # fmt: skip
+    assert said[0].startswith("compiling for sm_120 (kernel 1 of ")
+    assert any(line.startswith("compiling for sm_80 (kernel 1 of ") for line in said)
+    content = (folder / gpu_library.PLANS).read_bytes()
+    assert content.count(b"\x7fELF") > len(said)  # those of sm_90 too
+    assert b"this bundle serves batches of 1, 2 on sm_80, sm_90, sm_120" in content
+    done = loaded(folder, LD_LIBRARY_PATH=driver)
+    assert done.stdout.startswith("True\n"), done.stderr
+    facts = {**FACTS, "libraries": {gpu_library.LIBRARY: {"isa": [], "platform": "x", **entry}}}
+    text = _limits(facts)
+    assert "GPU: sm_80, sm_90, sm_120 alone, at batches" in text
+    assert "written: sm_90 (a GPU).\nCompiled and not run: sm_80 (for NVIDIA A100" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
+def test_an_architecture_without_kernels_is_one_line(
+    tmp_path: Path, on_a_gpu: dict[str, Any]
+) -> None:
+    """Products in half precision are PyTorch's there; nothing is written."""
+    (tmp_path / "lib").mkdir()
+    on_a_gpu["calls"] = (attends(1, torch.float16), product(torch.float16))
+    line = (
+        "a call of elsa::linear on sm_80 is not by kernels of this package alone: PyTorch serves it"
+    )
+    with pytest.raises(ExportError, match=line) as raised:
+        write(tmp_path, "sm_80")
+    assert str(raised.value).endswith("; leave sm_80 out of gpu_archs")
+    assert not any((tmp_path / "lib").iterdir())
+    on_a_gpu["calls"] = (product(torch.float32),)
+    entry, _ = write(tmp_path, "sm_80")
+    assert entry["gpu_archs"] == ["sm_80", "sm_90"]
+
+
+def test_what_no_plans_can_be_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_library.check((), "cpu")
+    with pytest.raises(ArgumentError, match="gpu_archs: 'sm_75'; choose among sm_80, sm_86"):
+        gpu_library.check(("sm_80", "sm_75"), "cuda")
+    with pytest.raises(ArgumentError, match="the model is on the CPU: export it with --device"):
+        gpu_library.check(("sm_80",), "cpu")
+    monkeypatch.setattr(cuda, "status", lambda: SimpleNamespace(ok=False, reason="off: why"))
+    with pytest.raises(UnavailableError, match="gpu_archs needs the CUDA library: off: why"):
+        gpu_library.check(("sm_80",), "cuda")
+    assert not gpu_library.is_asked_for("cuda", ("sm_80",))
+    monkeypatch.setattr(cuda, "status", lambda: SimpleNamespace(ok=True, reason=""))
+    assert gpu_library.is_asked_for("cuda", ("sm_80",))
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    with pytest.raises(UnavailableError, match="TRITON_F32_DEFAULT changes what Triton compiles"):
+        gpu_library.check(("sm_80",), "cuda")
+
+
+def test_a_gpu_that_a_bundle_has_no_kernels_for(
+    folder: Path, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line as it is loaded, and where it is verified."""
+    found = planfile.Recorded((), {})
+    plans = planfile.write({80: found, 120: found}, "it serves nothing")
+    (folder / gpu_library.PLANS).write_bytes(plans)
+    done = loaded(folder, LD_LIBRARY_PATH=driver)
+    line = "the kernels are for sm_80, sm_120, and the GPU here is sm_90, sm_91: export the bundle"
+    assert done.returncode == 1 and line in done.stderr.splitlines()[-1], done.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for archs, said in (
+        (["sm_80", "sm_120"], "its kernels are for sm_80, sm_120, and the GPU here is sm_90"),
+        (["sm_90"], ""), ("hostile", ""), (None, ""),
+    ):  # fmt: skip
+        content = {"libraries": {gpu_library.PLANS: {"gpu_archs": archs}}}
+        assert _made_for_elsewhere(SimpleNamespace(content=content), "pt2", "cuda") == said
+    assert _made_for_elsewhere(SimpleNamespace(content={"libraries": 3}), "pt2", "cuda") == ""

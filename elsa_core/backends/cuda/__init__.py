@@ -26,8 +26,8 @@ from elsa_core.backends.cuda.switch import VARIABLE, is_asked_for, is_off, wrong
 from elsa_core.backends.support import Support
 
 __all__ = [
-    "VARIABLE", "direct", "forget", "is_asked_for", "offer", "ready", "serves", "status",
-    "until_ready",
+    "VARIABLE", "direct", "forget", "is_asked_for", "offer", "offered", "ready", "serves",
+    "status", "until_ready",
 ]  # fmt: skip
 
 _LOG = logging.getLogger("elsa")
@@ -51,6 +51,11 @@ def offer(kernels: Mapping[str, Callable[..., Any]]) -> None:
     if is_asked_for():
         _State.decided = True
         _activate()
+
+
+def offered() -> Mapping[str, Callable[..., Any]]:
+    """What computes each operator in Python that the library serves, or would."""
+    return _OFFERED
 
 
 @functools.cache

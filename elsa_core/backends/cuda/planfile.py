@@ -2,15 +2,16 @@
 
 `recorded` runs a model, and every layout of its calls is planned and noted; `write` puts those
 layouts and their kernels into bytes that `csrc/cuda/planfile.h` reads. A call of another layout,
-such as another batch size, has no plan then, and says so in one line. The last 32 bytes are the
-SHA-256 of those before: what was changed is refused before anything of it is loaded.
+such as another batch size, has no plan then, and says so in one line. A file holds them
+for one architecture or several, and the library takes those of the GPU that is there. The last 32
+bytes are the SHA-256 of those before: what was changed is refused before anything of it is loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.errors import UnavailableError
 
 MAGIC = 0x534E414C50414C45
-VERSION = 2
+VERSION = 3
 _OVERLAP, _COOPERATIVE = 1, 2
 
 
@@ -41,6 +42,13 @@ class Recorded:
     def operators(self) -> tuple[str, ...]:
         """The names of the operators called, without "elsa::", in alphabetical order."""
         return tuple(sorted({name.removeprefix("elsa::") for name, _, _ in self.layouts}))
+
+
+def joined(parts: Sequence[Recorded]) -> Recorded:
+    """Several runs as one; the same layout twice is kept once."""
+    kernels = {number: kernel for part in parts for number, kernel in part.kernels.items()}
+    layouts = {(name, words): plan for part in parts for name, words, plan in part.layouts}
+    return Recorded(tuple((*key, plan) for key, plan in sorted(layouts.items())), kernels)
 
 
 def recorded(library: Library, run: Callable[[], object]) -> Recorded:
@@ -79,34 +87,40 @@ def _layouts(noted: bytes) -> list[tuple[str, bytes, bytes]]:
     return found
 
 
-def write(parts: Sequence[Recorded], arch: int, served: str) -> bytes:
+def write(plans: Mapping[int, Recorded], served: str) -> bytes:
     """The bytes of a file.
 
     Args:
-        parts: what was recorded; the same layout twice is kept once.
-        arch: of the GPU that it was recorded on, 90 for sm_90. The kernels run on no other.
+        plans: what was recorded by the architecture that it is for, 90 for sm_90. Its kernels run
+            on no other.
         served: what the message of a call without a plan says of those that have one.
     """
-    kernels = {number: kernel for part in parts for number, kernel in part.kernels.items()}
-    layouts = {(name, words): plan for part in parts for name, words, plan in part.layouts}
-    names = sorted({name for part in parts for name in part.operators})
-    out = [struct.pack("<QII", MAGIC, VERSION, arch), _text(served), _count(names)]
+    names = sorted({name for each in plans.values() for name in each.operators})
+    out = [struct.pack("<QI", MAGIC, VERSION), _text(served), _count(names)]
     for name in names:
         schema = getattr(torch.ops.elsa, name).default._schema
         out += [_text(name), _text(Library.types(schema)), struct.pack("<I", len(schema.returns))]
         out.append(_text(str(schema).removeprefix("elsa::")))
-    out.append(_count(kernels))
-    for number, kernel in sorted(kernels.items()):
+    out.append(_count(plans))
+    for arch, each in sorted(plans.items()):
+        out += [struct.pack("<I", arch), *_section(each)]
+    body = b"".join(out)
+    return body + hashlib.sha256(body).digest()
+
+
+def _section(recorded: Recorded) -> list[bytes]:
+    """The kernels and layouts of one architecture."""
+    out = [_count(recorded.kernels)]
+    for number, kernel in sorted(recorded.kernels.items()):
         flags = _OVERLAP * kernel.overlap + _COOPERATIVE * kernel.cooperative
         out += [struct.pack("<I", number), _text(kernel.symbol)]
         out.append(struct.pack("<4I", kernel.threads, kernel.shared, kernel.cluster, flags))
         out.append(struct.pack("<Q", len(kernel.code)) + kernel.code)
-    out.append(_count(layouts))
-    for (name, words), plan in sorted(layouts.items()):
+    out.append(_count(recorded.layouts))
+    for name, words, plan in recorded.layouts:
         out += [_text(name), struct.pack("<I", len(words) // 8), words]
         out.append(struct.pack("<Q", len(plan)) + plan)
-    body = b"".join(out)
-    return body + hashlib.sha256(body).digest()
+    return out
 
 
 def _text(value: str) -> bytes:

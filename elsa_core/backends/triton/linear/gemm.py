@@ -14,6 +14,7 @@ from torch import Tensor
 from elsa_core.backends.triton.linear.launches import DEEP, LARGE, Tile
 from elsa_core.backends.triton.linear.planner import layout, on_device_of
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, activated
+from elsa_core.backends.triton.shared.device import capability_of, described
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
 from elsa_core.routing.measured import HALF, linear_form
@@ -139,7 +140,7 @@ def _fits(
         return False
     if any(t.dtype != input.dtype or t.device != input.device for t in tensors):
         return False
-    if input.is_cuda and torch.cuda.get_device_capability(input.device) != (9, 0):
+    if (input.is_cuda or described()) and capability_of(input.device) != (9, 0):
         return False
     if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
         return False

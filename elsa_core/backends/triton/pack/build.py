@@ -85,7 +85,7 @@ def build(
         UnavailableError: no Triton that packs are made for, settings that change what it compiles,
             every kernel fails, or the folder cannot be written.
     """
-    _require_compiler()
+    require_compiler()
     if arch not in architectures():
         known = ", ".join(f"sm_{n}" for n in architectures())
         raise ArgumentError(f"arch sm_{arch} is unknown: choose of {known}")
@@ -105,7 +105,7 @@ def build(
         ) from None
 
 
-def _require_compiler() -> None:
+def require_compiler() -> None:
     """Raise where this Triton, or how it is set up, would compile other kernels."""
     try:
         import triton

@@ -77,7 +77,12 @@ class Planner:
         return self.plan
 
     def _record(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
-        """Note what a launch compiles; calls that differ in runtime arguments alone share it."""
+        self.seen.append(self.key(launch, tensors))
+
+    def key(self, launch: Launch, tensors: tuple[Any, ...]) -> str:
+        """The key in `plan.jobs` of what a launch compiles; calls that differ in runtime arguments
+        alone share it.
+        """
         kernel, tail = launch.kernel, launch.tail
         fixed = tuple(
             (p.name, repr(tail[p.name]))
@@ -88,7 +93,7 @@ class Planner:
         seen = (id(kernel), fixed, given, repr(launch.options))
         if seen not in self.known:
             self.known[seen] = self._specialized(launch, tensors)
-        self.seen.append(self.known[seen])
+        return self.known[seen]
 
     def _specialized(self, launch: Launch, tensors: tuple[Any, ...]) -> str:
         kernel = launch.kernel

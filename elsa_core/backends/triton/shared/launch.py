@@ -108,7 +108,7 @@ _made = Launch.__call__  # before `listen` replaces it
 
 
 def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:
-    """Call `to` after every launch of this process from now on.
+    """Call `to` after every launch of this process from now on, not of those that `recording` has.
 
     Without a call of this function a launch checks nothing.
     """
@@ -116,6 +116,7 @@ def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:
 
     def call(self: Launch, *pointers: Tensor) -> None:
         plain(self, *pointers)
-        to(self, pointers)
+        if self.compiled is not None or not _recorders:
+            to(self, pointers)
 
     Launch.__call__ = call

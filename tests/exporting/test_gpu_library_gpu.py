@@ -1,0 +1,143 @@
+"""A bundle of a CUDA model with its own library, exported and run on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elsa_core.exporting import gpu_library
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+ROOT = Path(__file__).parents[2]
+
+EXPORTED = """
+import sys
+import timm, torch
+import elsa_core as elsa
+model = timm.create_model("vit_tiny_patch16_224", img_size=160, depth=2, num_classes=10)
+model = model.to("cuda", getattr(torch, sys.argv[2])).eval()
+elsa.patch(model, scope="attention")
+formats = ("torchscript", "pt2")
+bundle = elsa.export(model, sys.argv[1], formats=formats, gpu_archs=sys.argv[3:])
+assert [each.status for each in bundle.artefacts] == ["ok", "ok"], bundle.artefacts
+print(bundle.manifest["artefacts_libraries"]["cuda"])
+"""
+RUN = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("elsa_core", "timm"):
+            raise ModuleNotFoundError(name + " is blocked")
+sys.meta_path.insert(0, Block())
+sys.path.insert(0, sys.argv[1])
+import hashlib
+import numpy as np
+import load
+model = load.load(sys.argv[2])
+images = np.random.default_rng(0).normal(size=(2, 3, 160, 160)).astype(np.float32)
+logits = model(images)[0]
+print(logits.shape, hashlib.sha256(logits.tobytes()).hexdigest())
+try:
+    model(np.zeros((5, 3, 160, 160), np.float32))
+except RuntimeError as error:
+    print([line for line in str(error).splitlines() if "no kernel is here" in line][-1])
+"""
+
+
+def exported(folder: Path, dtype: str, *archs: str, **variables: str) -> str:
+    """What a process that exports a model says."""
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORTED, str(folder), dtype, *archs],
+        capture_output=True, text=True, check=False, timeout=600,
+        env={**os.environ, "PYTHONPATH": places, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def ran(folder: Path, format: str) -> list[str]:
+    """What a process without the package says of two images, and of five."""
+    hidden = ("PYTHONPATH", "ELSA_CUDA_LIBRARY")
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", RUN, str(folder), format],  # verify refuses a __pycache__
+        capture_output=True, text=True, check=False, timeout=300,
+        env={name: value for name, value in os.environ.items() if name not in hidden},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_bundle_runs_on_a_gpu_without_the_package(tmp_path: Path, dtype: str) -> None:
+    """`export` has verified it so at three batch sizes; another one is one line."""
+    said = exported(tmp_path / "bundle", dtype, ELSA_CUDA_LIBRARY="1")
+    assert said == str([gpu_library.LIBRARY, gpu_library.PLANS])
+    for format in ("torchscript", "pt2"):
+        result, line = ran(tmp_path / "bundle", format)
+        assert result.startswith("(2, 10) ")
+        assert "this bundle serves batches of 1, 2, 3 on sm_" in line
+
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+import torch
+import elsa_core
+from elsa_core.backends import cuda
+from elsa_core.backends.cuda import library, other_gpus, planfile
+from elsa_core.backends.triton.pack import cases
+assert cuda.status().ok, cuda.status().reason
+major, minor = torch.cuda.get_device_capability()
+arch = 10 * major + minor
+model = torch.jit.load(sys.argv[1] + "/model.ts", map_location="cuda")
+x = torch.zeros(2, 3, 160, 160, device="cuda", dtype=getattr(torch, sys.argv[2]))
+with torch.no_grad():
+    found = planfile.joined([planfile.recorded(library.load(), lambda: model(x))])
+name = torch.cuda.get_device_name()
+gpu = next(each for each in cases.gpus(arch) if each.facts.name == name)
+planned = other_gpus.planned(found, gpu, cuda.offered())
+facts = lambda each: sorted((k.symbol, k.threads, k.shared, k.parameters, k.code)
+                            for k in each.kernels.values())
+assert facts(planned) == facts(found)
+Path(sys.argv[1], "lib/plans.elsa").write_bytes(planfile.write({arch: planned}, "batches of 2"))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_bundle_of_two_architectures_runs_by_its_own(tmp_path: Path, dtype: str) -> None:
+    """The other one is compiled, and not run; this GPU's kernels, planned and compiled as if it
+    were not here, are those that were recorded, and compute the same bits."""
+    from elsa_core.backends.triton.pack import cases
+    from elsa_core.exporting.verify import verify
+
+    own = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    other = "sm_80" if own != "sm_80" else "sm_90"
+    bundle = tmp_path / "bundle"
+    exported(bundle, dtype, other)  # without ELSA_CUDA_LIBRARY
+    entry = json.loads((bundle / "manifest.json").read_text())["libraries"][gpu_library.PLANS]
+    assert set(entry["gpu_archs"]) == {own, other} and entry["gpu_archs_verified"] == [own]
+    readme = (bundle / "README.md").read_text()
+    assert f"Compiled and not run: {other} (for " in readme
+    result, line = ran(bundle, "torchscript")
+    assert other in line and own in line
+    assert verify(bundle).ok
+    name = torch.cuda.get_device_name()
+    if not any(gpu.facts.name == name for gpu in cases.gpus(int(own[3:]))):
+        pytest.skip(f"{name} is not described")
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(bundle), dtype], capture_output=True, text=True,
+        check=False, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ran(bundle, "torchscript")[0] == result
