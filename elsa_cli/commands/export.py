@@ -159,22 +159,17 @@ def command(
 
     options = Options.of(given)
     _check_early(output, zipped, force, formats, dynamic_size)
-    if quantize:
-        _check_quantize(formats, options)
+    _check_quantize(quantize, formats, options)
     _check_inputs(model, options, labels, sign)
-    if gpu_archs and options.device == "cpu":
-        raise click.UsageError("--gpu-archs concerns bundles for a GPU: use --device cuda")
-    archs = tuple(f"sm_{arch}" for arch in gpu_archs or ())
+    archs = _archs(gpu_archs, options)
     key = None if sign is None else _private_key(sign)
     labelled = () if labels is None else _names(labels)
-    steps = Steps()
-    exact = None
+    steps, exact = Steps(), None
     if options.dtype != "fp32":
         steps.next(_EXACT)
         exact = _exact(session, model, replace(options, dtype="fp32"), tower)
         steps.next("loading")
-    loaded = pipeline.open_model(session, model, options)
-    loaded = _tower(loaded, tower, options)
+    loaded = _tower(pipeline.open_model(session, model, options), tower, options)
     _check_archs(archs, loaded)
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
@@ -267,8 +262,8 @@ def _check_early(
         raise TargetError(f"{output} is not a directory; --force replaces bundles only")
 
 
-def _check_quantize(formats: tuple[str, ...], options: Options) -> None:
-    if "onnx" not in formats or options.dtype != "fp32":
+def _check_quantize(quantize: str | None, formats: tuple[str, ...], options: Options) -> None:
+    if quantize and ("onnx" not in formats or options.dtype != "fp32"):
         raise click.UsageError(
             "--quantize is made of model.onnx in fp32: name onnx in --formats and leave --dtype out"
         )
@@ -280,6 +275,13 @@ def _check_inputs(model: str, options: Options, labels: Path | None, sign: Path 
     names.check_images(options.images)
     names.check_file(labels, "file of labels")
     names.check_file(sign, "private key")
+
+
+def _archs(given: tuple[int, ...] | None, options: Options) -> tuple[str, ...]:
+    """The architectures of --gpu-archs by name."""
+    if given and options.device == "cpu":
+        raise click.UsageError("--gpu-archs concerns bundles for a GPU: use --device cuda")
+    return tuple(f"sm_{arch}" for arch in given or ())
 
 
 def _check_archs(archs: tuple[str, ...], loaded: Loaded) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elsa_core import operators
 from elsa_core import precision as precisions
-from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_varlen
+from elsa_core.backends import cuda, onednn, portable, sdpa, sdpa_cudnn, sdpa_varlen
 from elsa_core.backends.support import Backend, Implementation, Request, Support
 from elsa_core.operators.record import has_kernel, implement, implement_on_cuda, variant
 from elsa_core.precision import dtype_name
@@ -363,7 +363,7 @@ _SDPA = {
         arithmetic=_of_pytorch,
         gradient=sdpa.gradient,
         backward=sdpa.backward,
-        direct=sdpa.measured_attention,
+        direct=sdpa_cudnn.measured_attention,
         takes=sdpa.takes,
         whole=True,
     ),

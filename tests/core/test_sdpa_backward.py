@@ -82,7 +82,7 @@ def cudnn(monkeypatch):
     fake = SimpleNamespace(default=kernel)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", fake)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(sdpa, "_cudnn_takes", lambda query, key, value: True)
+    monkeypatch.setattr(sdpa, "_cudnn_takes", lambda *operands: True)
     monkeypatch.setattr(sdpa, "_LONG", 2 * 3 * 20 * 64 * 20)
     return called
 

@@ -1,0 +1,87 @@
+"""cuDNN's forward, where the shipped tables say that it is the faster exact kernel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from elsa_core import calls
+from elsa_core.backends.sdpa_layout import starts_aligned
+
+
+def measured_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    precision: str,
+) -> Tensor | None:
+    """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve.
+
+    attn_mask: of the query's dtype, or None.
+    """
+    if is_causal or not all(t.stride(-1) == 1 and starts_aligned(t) for t in (query, key, value)):
+        return None
+    masked = attn_mask is not None
+    if attn_mask is not None and not _is_whole(attn_mask):
+        return None
+    if torch.compiler.is_compiling():
+        if not _compiles(calls.place(query), query.dtype, query.shape[-1], masked):
+            return None
+    elif not takes(query, key, value, attn_mask) or (
+        masked and not _gives_zeros(calls.place(query))
+    ):
+        return None
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    out: Tensor = cudnn(query, key, value, attn_mask, False, 0.0, is_causal, scale=scale)[0]
+    return out
+
+
+def _is_whole(mask: Tensor) -> bool:
+    """Whether the rows of a mask lie one after another."""
+    return mask.stride(-1) == 1 and mask.stride(-2) == mask.shape[-1]
+
+
+_ZEROS: dict[str, bool] = {}
+
+
+def _gives_zeros(place: str) -> bool:
+    """Whether cuDNN gives zeros for a row that sees no key: looked at once on each GPU, not while a
+    CUDA graph is recorded."""
+    if place not in _ZEROS:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        with torch.no_grad():
+            row = torch.ones(1, 1, 128, 64, dtype=torch.float16, device=place)
+            mask = row.new_zeros(1, 1, 128, 128)
+            mask[..., 1, :] = -math.inf
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+            out = cudnn(row, row, row, mask, False)[0][0, 0].cpu()
+        wanted = torch.ones(128, 64, dtype=torch.float16)
+        wanted[1] = 0.0
+        _ZEROS[place] = torch.equal(out, wanted)
+    return _ZEROS[place]
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> bool:
+    cuda = torch.backends.cuda
+    if not cuda.cudnn_sdp_enabled():
+        return False
+    params = cuda.SDPAParams(query, key, value, attn_mask, 0.0, False, False)
+    return bool(cuda.can_use_cudnn_attention(params))
+
+
+def _compiles(place: str, dtype: torch.dtype, head_dim: int, masked: bool) -> bool:
+    """`_cudnn_takes` of a short row: a constant for compilers, who have no tensors to ask by."""
+    row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
+    if not masked:
+        return takes(row, row, row)
+    mask = torch.empty(1, 1, 128, 128, dtype=dtype, device=place)
+    return takes(row, row, row, mask) and _gives_zeros(place)
+
+
+_compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
