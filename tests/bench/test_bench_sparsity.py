@@ -62,3 +62,28 @@ def test_the_table_of_the_docs_is_that_of_its_document() -> None:
         causal = "yes" if row["causal"] else "no"
         cells = [row["kind"], str(row["length"]), causal, *shares, *speeds[:3], error, *speeds[3:]]
         assert f"| {' | '.join(cells)} |" in text
+
+
+def test_the_gpu_tables_are_those_of_their_document() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    rows = json.loads((docs / "sparsity_h200.json").read_text(encoding="utf-8"))["rows"]
+    text = (docs / "sparsity.md").read_text(encoding="utf-8")
+    for row in rows:
+        calls = row["calls"]
+        causal = "yes" if row["causal"] else "no"
+        if row["kind"] != "random" and row["length"] > 4096:
+            shares = [f"{calls[name]['skip_rate']:.0%}" for name in ("exact, order", "1e-4, order")]
+            timed = ("nothing left out", "exact, order", "1e-4, order", "elsa", "pytorch")
+            times = [f"{calls[name]['ms']:.3g}" for name in timed]
+            cells = [row["kind"], str(row["length"]), row["dtype"], causal, *shares, *times]
+            assert f"| {' | '.join(cells)} | {calls['1e-4, order']['error']:.0e} |" in text
+        if row["kind"] in ("random", "runs") and not row["causal"]:
+            plain = calls["nothing left out"]
+            parts = ("summaries", "order", "frozen", "all relief")
+            gains = [f"{plain['ms'] / calls[name]['ms']:.2f}" for name in parts]
+            gone = [
+                f"{1 - calls['all relief']['rescaled'] / plain['rescaled']:.0%}",
+                f"{1 - calls['frozen']['maxima'] / plain['maxima']:.0%}",
+            ]
+            cells = [row["kind"], str(row["length"]), row["dtype"], *gains, *gone]
+            assert f"| {' | '.join(cells)} |" in text
