@@ -28,8 +28,38 @@ STEPS = 60
 MODES = {"strict": 1, "lean": 1, "ieee": 2}
 # the largest head dimensions whose four operands of 64 rows fit in the 99 KiB of sm_120
 LARGEST_WIDE, LARGEST_HALF = 64, 128
+_FOLDED = 2.0**-100  # scales between this and its inverse are a part of the slope
 _SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))  # a program has 99 KiB of shared memory there
 CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the forward runs.
+
+    rows, keys: of a block, multiples of 64. groups: of keys, of each of which the two largest
+    scores of a row are kept; keys, or a half or a quarter of it. registers: of a thread at most, 0:
+    as the compiler likes. stages: loads in flight in the pass for maxima, in steps and in the
+    output. count, close, within: at alpha = 1.5, see `entmax_forward.forward`; a step of the size
+    `close` leaves an error of the order of its cube (count) or between that and its square.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    groups: int
+    stages: tuple[int, int, int]
+    count: bool
+    close: float
+    within: float
+    registers: int = 0
+
+
+FORWARD = {
+    "half": Tuning(64, 128, 4, 64, (3, 3, 2), False, 2.0**-6, 2.0**-13),
+    "wide half": Tuning(64, 64, 4, 64, (2, 2, 2), False, 2.0**-6, 2.0**-13),
+    "float32": Tuning(64, 64, 4, 64, (1, 1, 1), True, 2.0**-11, 2.0**-18),
+}
 
 
 @dataclass(frozen=True)
@@ -213,16 +243,22 @@ def plan_call(
 
     operands: q, k, v and o, or q, k, v, g (grad_out), dq, dk, dv.
     """
+    from elsa_core.backends.triton.attention import entmax_forward
     from elsa_core.backends.triton.attention import entmax_kernels as kernels
 
     tail = _tail(operands, mask, head_alpha, options)
     batch, heads, queries, _ = operands["q"].shape
     q_tiles, k_tiles = _tiles(queries), _tiles(tail["n_k"])
     wide = max(tail["D0"], tail["V0"]) > 64
-    settings = {"num_warps": 8 if wide else 4, "num_stages": 1}
     if not options.needs:
-        grid = (batch * heads * q_tiles,)
-        return Call(forward=_launch(kernels.forward, grid, tail, settings))
+        tuning = FORWARD["float32" if tail["MODE"] else "wide half" if wide else "half"]
+        grid = (batch * heads * -(-queries // tuning.rows),)
+        chosen = tail | _forward_tail(tuning, mask, options)
+        settings = {"num_warps": tuning.warps, "num_stages": 1}
+        if tuning.registers:
+            settings["maxnreg"] = tuning.registers
+        return Call(forward=_launch(entmax_forward.forward, grid, chosen, settings))
+    settings = {"num_warps": 8 if wide else 4, "num_stages": 1}
     small = {"num_warps": 4, "num_stages": 1}
     own = {"CHUNK": CHUNK}
     of_rows = own | {"length": k_tiles, "others": q_tiles, "own_step": k_tiles, "step": 1}
@@ -237,6 +273,18 @@ def plan_call(
         programs = batch * operands["k"].shape[1] * k_tiles
         call.key = _launch(kernels.key_gradient, (programs,), tail, settings)
     return call
+
+
+def _forward_tail(tuning: Tuning, mask: Tensor | None, options: Options) -> dict[str, Any]:
+    """What the forward takes beside the arguments that the launches share."""
+    top, step, out = tuning.stages
+    halves = options.alpha == 1.5
+    return {
+        "BM": tuning.rows, "BN": tuning.keys, "GROUPS": tuning.groups, "TOP_STAGES": top,
+        "STEP_STAGES": step, "OUT_STAGES": out, "STEPS": STEPS, "COUNT": halves and tuning.count,
+        "CLOSE": tuning.close if halves else 0.0, "WITHIN": tuning.within,
+        "FOLD": layout.mask_kind(mask) < 2 and _FOLDED < options.scale < 1 / _FOLDED,
+    }  # fmt: skip
 
 
 def _launch(
@@ -268,8 +316,7 @@ def _tail(
         "MODE": 0 if half else MODES[options.precision],
         "POWER": 0 if head_alpha is not None else powers.get(options.alpha, 0),
         "OF_HEADS": head_alpha is not None, "MASK": layout.mask_kind(mask),
-        "CAUSAL": options.is_causal, "STEPS": STEPS, "STAGES": 2 if half else 1,
-        "BM": TILE, "BN": TILE, "STEP": step, "UNIT_D": unit_d,
+        "CAUSAL": options.is_causal, "BM": TILE, "BN": TILE, "STEP": step, "UNIT_D": unit_d,
         "D": q.shape[3], "D0": layout.padded(q.shape[3]),
         "DV": v.shape[3], "V0": layout.padded(v.shape[3]),
     }  # fmt: skip

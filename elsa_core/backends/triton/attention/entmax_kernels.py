@@ -1,12 +1,12 @@
-"""alpha-entmax attention: kernels of the output and of the gradients.
+"""alpha-entmax attention: what the kernels share, and those of the gradients.
 
 A row of scores with maximum m has the weights r_j / Z with r_j = v_j^(1 / a),
 v_j = [1 + b (s_j - m)]_+, a = alpha - 1 and Z = sum(r). `elsa_core.backends.eager_entmax` has the
 condition on b = a / c, and why Newton's steps on c are enclosed. All are float32.
 
 POWER: 2 for alpha = 1.5 (r = v^2), 1 for alpha = 2 (r = v), 0 for any other, by logarithms.
-MODE: 0 half, 1 three TF32 products for each float32 product, 2 float32 FMA. Tiles of BM queries and
-BN keys are those of the operator's third result.
+MODE: 0 half, 1 three TF32 products for each float32 product, 2 float32 FMA. The gradients' tiles of
+BM queries and BN keys are those of the operator's third result. `entmax_forward` has the output.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import triton.language as tl
 
 from elsa_core.backends.triton.shared.helpers import exponent, load_part, power, wide
 
-# a relative step that rounding makes of nothing, and ln(2^-23)
-LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-20)
-LOG_EPSILON: tl.constexpr = tl.constexpr(-15.942385152878742)
 INTEGERS = [
     "heads", "group", "n_q", "n_k", "batch", "length", "others", "own_step", "step",
     "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
@@ -112,178 +109,6 @@ def alpha_of(Alpha, i_b, i_h, alpha_b, alpha_h, alpha, OF_HEADS: tl.constexpr):
     a = alpha - 1.0
     inside = (a >= 0.0) & (a <= 3.0)
     return tl.where(inside, tl.maximum(a, 2.0**-60), float("nan"))
-
-
-@triton.jit
-def other_end(z, c, a, POWER: tl.constexpr):
-    """Z^-a; c where no key is seen."""
-    if POWER == 1:
-        g = 1.0 / z
-    elif POWER == 2:
-        g = 1.0 / tl.sqrt(z)
-    else:
-        g = natural_power(z, -a)
-    return tl.where(z == 0.0, c, g)
-
-
-@triton.jit
-def next_slope(c, low, high, z, y, a, FIRST: tl.constexpr, POWER: tl.constexpr):
-    """One step: c, its enclosure, and whether any row has to go on."""
-    other = other_end(z, c, a, POWER)
-    width = high - low
-    low = tl.maximum(low, tl.minimum(c, other))
-    high = tl.minimum(high, tl.maximum(c, other))
-    new = c - tl.where(y > 0.0, z / y, 0.0) * (c - other)
-    new = tl.minimum(tl.maximum(new, low), high)
-    if not FIRST:
-        limit = tl.where(a > 1.0, 0.5 * width, float("inf"))
-        new = tl.where(high - low > limit, tl.sqrt(low * high), new)
-    # a step of relative size d leaves an error of the order of d^min(2, 1 / a)
-    exact = tl.exp(tl.minimum(tl.maximum(a, 0.5), 1.0) * LOG_EPSILON) / 16.0
-    close = tl.maximum(exact, LEAST_STEP)
-    moved = tl.minimum(tl.abs(new - c), high - low)
-    return new, low, high, tl.max((moved > close * new).to(tl.int32), 0)
-
-
-@triton.jit(do_not_specialize=INTEGERS)
-def forward(
-    Q, K, V, Mask, Alpha, Out, Rows, Tiles, Lists,
-    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
-    scale: tl.float32, alpha: tl.float32, log_keys: tl.float32,
-    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
-    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
-    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
-    o_b: tl.int64, o_h: tl.int64, o_n: tl.int64, o_d: tl.int64,
-    mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
-    alpha_b: tl.int64, alpha_h: tl.int64,
-    MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
-    D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
-):  # fmt: skip
-    """Grid (query tiles x batch x heads). Passes over the keys: the maximum; the first step, which
-    lists the tiles that can hold a weight; further steps and the output over those tiles alone.
-
-    A key that weighs nothing at one c weighs nothing at any smaller one: a step that begins at the
-    upper end of every row's enclosure drops the tiles that it finds empty. Rows: [3, batch * heads,
-    n_q]. Lists: [programs, key tiles].
-    """
-    q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
-    k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
-    v_b, v_h, v_n = v_b * STEP, v_h * STEP, v_n * STEP
-    q_tiles = tl.cdiv(n_q, BM)
-    k_tiles = tl.cdiv(n_k, BN)
-    i_bh = tl.program_id(0) // q_tiles
-    i_m = tl.program_id(0) - i_bh * q_tiles
-    if CAUSAL:
-        i_m = q_tiles - 1 - i_m  # the longest rows first
-    row0 = i_m * BM
-    rows = n_q - row0
-    i_b = (i_bh // heads).to(tl.int64)
-    i_h = (i_bh % heads).to(tl.int64)
-    o_m = tl.arange(0, BM)
-    o_c = tl.arange(0, BN)
-    a = alpha_of(Alpha, i_b, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
-    p_q = Q + i_b * q_b + i_h * q_h + wide(row0) * q_n
-    p_k = K + i_b * k_b + i_h // group * k_h
-    p_v = V + i_b * v_b + i_h // group * v_h
-    p_mask = Mask
-    if MASK:
-        p_mask = Mask + i_b * mask_b + i_h * mask_h + wide(row0) * mask_q
-    p_tiles = Tiles + (wide(i_bh) * q_tiles + i_m) * k_tiles
-    p_list = Lists + (wide(i_bh) * q_tiles + i_m) * k_tiles
-    q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
-    seen = k_tiles
-    if CAUSAL:
-        seen = tl.minimum(k_tiles, tl.cdiv(row0 + BM, BN))
-
-    top = tl.full([BM], -float("inf"), tl.float32)
-    for j in tl.range(0, seen, num_stages=STAGES):
-        n0 = wide(j) * BN
-        k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-        s = scores(
-            q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-            mask_q, mask_k, scale, MODE, MASK, CAUSAL,
-        )  # fmt: skip
-        top = tl.maximum(top, tl.max(s, 1))
-    m = tl.where(top == -float("inf"), 0.0, top)
-
-    c = tl.full([BM], 1.0, tl.float32)
-    high = c
-    low = c * tl.exp(-a * log_keys)
-    z = tl.zeros([BM], tl.float32)
-    y = tl.zeros([BM], tl.float32)
-    count = 0
-    for j in tl.range(0, seen, num_stages=STAGES):
-        n0 = wide(j) * BN
-        k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-        s = scores(
-            q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-            mask_q, mask_k, scale, MODE, MASK, CAUSAL,
-        )  # fmt: skip
-        _, r, u = powers(s, m, a / c, a, POWER)
-        z += tl.sum(r, 1)
-        y += tl.sum(u, 1)
-        tl.store(p_list + count, j)
-        count += tl.max(tl.max((r != 0.0).to(tl.int32), 1), 0)
-    tl.debug_barrier()
-    c, low, high, go = next_slope(c, low, high, z, y, a, True, POWER)
-
-    steps = tl.full([], STEPS - 1, tl.int32)
-    while go > 0:
-        z = tl.zeros([BM], tl.float32)
-        y = tl.zeros([BM], tl.float32)
-        left = 0
-        below = tl.max((c < high).to(tl.int32), 0)
-        for i in tl.range(0, count, num_stages=1):
-            j = tl.load(p_list + i)
-            n0 = wide(j) * BN
-            k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-            s = scores(
-                q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-                mask_q, mask_k, scale, MODE, MASK, CAUSAL,
-            )  # fmt: skip
-            _, r, u = powers(s, m, a / c, a, POWER)
-            z += tl.sum(r, 1)
-            y += tl.sum(u, 1)
-            tl.store(p_list + left, j)  # left <= i: what was read already
-            left += tl.maximum(tl.max(tl.max((r != 0.0).to(tl.int32), 1), 0), below)
-        tl.debug_barrier()
-        count = left
-        c, low, high, go = next_slope(c, low, high, z, y, a, False, POWER)
-        steps -= 1
-        go = tl.minimum(go, steps)
-
-    slope = a / c
-    z = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, V0], tl.float32)
-    for i in tl.range(0, count, num_stages=1):
-        j = tl.load(p_list + i)
-        n0 = wide(j) * BN
-        k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-        s = scores(
-            q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-            mask_q, mask_k, scale, MODE, MASK, CAUSAL,
-        )  # fmt: skip
-        _, r, u = powers(s, m, slope, a, POWER)
-        alive = tl.max(tl.max(((r != 0.0) & (o_m < rows)[:, None]).to(tl.int32), 1), 0)
-        if alive != 0:
-            z += tl.sum(r, 1)
-            v = load_part(p_v + n0 * v_n, o_c, n_k - j * BN, v_n, v_d, 0, V0, DV, UNIT_D, True)
-            acc = accumulate(acc, r, v, MODE)
-        tl.store(p_tiles + j, alive.to(tl.uint8))
-
-    z = tl.where(z == 0.0, 1.0, z)
-    inside = o_m < rows
-    stride = batch.to(tl.int64) * heads * n_q
-    p_rows = Rows + wide(i_bh) * n_q + row0 + o_m
-    tl.store(p_rows, top, mask=inside)
-    tl.store(p_rows + stride, slope, mask=inside)
-    tl.store(p_rows + 2 * stride, z, mask=inside)
-    o_v = tl.arange(0, V0)
-    p = Out + i_b * o_b + i_h * o_h + (wide(row0) + o_m)[:, None] * o_n + (o_v * o_d)[None, :]
-    out = (acc / z[:, None]).to(Out.dtype.element_ty)
-    tl.store(p, out, mask=inside[:, None] & (o_v < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=INTEGERS)
