@@ -22,55 +22,28 @@ import triton.language as tl
 
 from elsa_core.backends.triton.attention.entmax_kernels import (
     INTEGERS,
+    NAN,
+    ROOT_UNIT,
+    TILE,
+    UNIT,
     alpha_of,
     natural_power,
     powers,
     product,
+    scores,
 )
 from elsa_core.backends.triton.shared.helpers import load_part, wide
 
-TILE: tl.constexpr = tl.constexpr(64)  # queries and keys of a tile of the operator's third result
 CHUNK: tl.constexpr = tl.constexpr(128)
 GROUP_STEPS: tl.constexpr = tl.constexpr(12)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# weights are that much larger where they become half precision, so that small ones keep digits
-UNIT: tl.constexpr = tl.constexpr(2.0**14)
-ROOT_UNIT: tl.constexpr = tl.constexpr(2.0**7)
-NAN: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
-
-
-@triton.jit
-def tile_scores(
-    q, k, p_mask, o_m, o_n, rows, columns, above, mask_q, mask_k, scale, edge,
-    MODE: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """Scores of a tile, without the scale if FOLD; -inf where a key is hidden or not there.
-
-    edge: whether the tile holds such keys by its place.
-    """
-    s = product(q, k.T, MODE)
-    if not FOLD:
-        s = s * scale
-    if MASK:
-        p = p_mask + o_m[:, None] * mask_q + o_n[None, :] * mask_k
-        inside = (o_m < rows)[:, None] & (o_n < columns)[None, :]
-        if MASK == 1:
-            s = tl.where(tl.load(p, mask=inside, other=0) != 0, s, -float("inf"))
-        else:
-            s += tl.load(p, mask=inside, other=0.0).to(tl.float32)
-    if edge:
-        valid = (o_n < columns)[None, :]
-        if CAUSAL:
-            valid = valid & (o_n[None, :] <= (o_m + above)[:, None])
-        s = tl.where(valid, s, -float("inf"))
-    return s
 
 
 @triton.jit
 def weights(s, top, slope, a, unit, POWER: tl.constexpr):
     """v = unit [1 + slope (s - top)]_+ and r = v^(1 / a) (POWER 0: times unit); NaN stays."""
     if POWER == 0:
-        v, r, u = powers(s, top, slope, a, POWER)
+        v, r, u = powers(s, top[:, None], slope[:, None], a, POWER)
         r = r * unit
     else:
         steep = tl.broadcast_to((slope * unit)[:, None], s.shape)
@@ -214,6 +187,7 @@ def forward(
     p_mask = Mask
     if MASK:
         p_mask = Mask + i_b * mask_b + i_h * mask_h + wide(row0) * mask_q
+    of_mask = o_m[:, None] * mask_q + o_c[None, :] * mask_k
     p_list = Lists + (wide(i_bh) * q_blocks + i_m) * k_blocks
     q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
     seen = k_blocks
@@ -229,9 +203,9 @@ def forward(
     j = tl.minimum(row0 // BN, seen - 1)
     n0 = wide(j) * BN
     k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-    s = tile_scores(
-        q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-        mask_q, mask_k, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+    s = scores(
+        q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
+        n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
     )  # fmt: skip
     near = tl.max(s, 1)
     near = tl.where(near == -float("inf"), 0.0, near)
@@ -240,9 +214,9 @@ def forward(
     for j in tl.range(0, seen, num_stages=TOP_STAGES):
         n0 = wide(j) * BN
         k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-        s = tile_scores(
-            q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-            mask_q, mask_k, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+        s = scores(
+            q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
+            n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
         )  # fmt: skip
         best = largest(s, GROUPS)
         second = tl.maximum(second, tl.minimum(first, best))
@@ -302,9 +276,9 @@ def forward(
                 ahead = tl.load(p_list + tl.minimum(i + 1, count - 1))
                 n0 = wide(j) * BN
                 k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-                s = tile_scores(
-                    q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-                    mask_q, mask_k, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+                s = scores(
+                    q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
+                    n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
                 )  # fmt: skip
                 z_2, y_2, n_2 = sums(s, m, slope, a, COUNT, POWER)
                 z += z_2
@@ -330,9 +304,9 @@ def forward(
             n0 = wide(j) * BN
             k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
             v = load_part(p_v + n0 * v_n, o_c, n_k - j * BN, v_n, v_d, 0, V0, DV, UNIT_D, True)
-            s = tile_scores(
-                q, k, p_mask + n0 * mask_k, o_m, o_c, rows, n_k - j * BN, row0 - j * BN,
-                mask_q, mask_k, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+            s = scores(
+                q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
+                n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
             )  # fmt: skip
             if MODE == 0:
                 _, r, _ = weights(s, m, slope, a, ROOT_UNIT if POWER == 2 else UNIT, POWER)
