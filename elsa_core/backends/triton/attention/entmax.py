@@ -213,7 +213,7 @@ def _execute(
     q, k, v, g = (operands[name] for name in "qkvg")
     batch, heads, q_tiles, k_tiles = tiles.shape
     mask, of_heads = _mask(attn_mask, q), q if head_alpha is None else head_alpha
-    delta = torch.empty_like(rows[0])
+    delta = rows.new_empty((4, *rows.shape[1:]))
     shared = q, k, v, g, mask, of_heads, rows
     # as many lists as blocks of one tile would have
     lists = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)

@@ -133,7 +133,8 @@ def query_gradient(
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BM queries x batch x heads): delta of each row, then dQ and the rows' part of
-    the derivative by alpha. Delta, DAlpha: [batch * heads, n_q]. Lists: of the blocks' tiles.
+    the derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: four of it, three of them for the
+    keys' kernel. Lists: of the blocks' tiles.
     """
     q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
     k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
@@ -195,6 +196,14 @@ def query_gradient(
         j = ahead
     delta = mean / tl.where(total == 0.0, 1.0, total)
     tl.store(Delta + at, delta, mask=inside)
+    factor = derivative_factor(z, a, POWER)
+    if MODE == 0 and POWER == 2:
+        # what the keys' kernel takes of a row: see `parts`
+        over = ROOT_UNIT * factor
+        flat = tl.reshape(slope, [BM])
+        tl.store(Delta + stride + at, tl.reshape(top, [BM]), mask=inside)
+        tl.store(Delta + 2 * stride + at, over, mask=inside)
+        tl.store(Delta + 3 * stride + at, flat, mask=inside)
 
     if WANT_Q or WANT_ALPHA:
         # a power of two for each row brings dS, which this bounds, into the range of float16
@@ -224,7 +233,6 @@ def query_gradient(
         if WANT_ALPHA:
             tl.store(DAlpha + at, by_alpha, mask=inside)
         if WANT_Q:
-            factor = derivative_factor(z, a, POWER)
             if MODE == 0:
                 factor = factor * power(-e)
             dq = dq * factor[:, None]
@@ -297,16 +305,26 @@ def key_gradient(
             p_g = G + i_b * g_b + i_h * g_h + wide(row0) * g_n
             q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
             g = load_part(p_g, o_m, rows, g_n, g_d, 0, V0, DV, UNIT_D, True)
-            inside = o_m < rows
-            at = i_bh * n_q + row0 + o_m
-            top, slope, z = row_numbers(Rows, at, stride, inside)
             edge = columns < BN
             if CAUSAL:
                 edge = edge | (row0 < (i_n + 1) * BN - 1)
-            factor = derivative_factor(z, a, POWER)
+            if MODE == 0 and POWER == 2:
+                # rows that are not there take the last one's numbers: their q and g are zeros
+                at = i_bh * n_q + tl.minimum(row0 + o_m, n_q - 1)
+                top = tl.load(Delta + stride + at)
+                one = tl.load(Delta + 2 * stride + at)
+                slope = tl.load(Delta + 3 * stride + at)
+                delta = tl.load(Delta + at)
+            else:
+                inside = o_m < rows
+                at = i_bh * n_q + row0 + o_m
+                top, slope, z = row_numbers(Rows, at, stride, inside)
+                factor = derivative_factor(z, a, POWER)
+                delta = tl.load(Delta + at, mask=inside, other=0.0)
             if MODE == 0:
                 # transposed: P^T and dS^T are left operands as the tensor cores leave them
-                one = root * (factor if POWER == 2 else z / z)
+                if POWER != 2:
+                    one = root * (z / z)
                 s = scores(
                     k, q, p_mask + wide(row0) * mask_q + of_mask.T, o_m[None, :], o_c[:, None],
                     rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
@@ -318,7 +336,6 @@ def key_gradient(
                 if WANT_V:
                     dv = tl.dot(r.to(g.dtype), g, dv)
                 if WANT_K:
-                    delta = tl.load(Delta + at, mask=inside, other=0.0)
                     d_p = product(v, g.T, MODE) - delta[None, :]
                     dk = accumulate(dk, u * d_p, q, MODE)
             else:
@@ -332,7 +349,6 @@ def key_gradient(
                 if WANT_V:
                     dv = accumulate(dv, tl.trans(r / z[:, None]), g, MODE)
                 if WANT_K:
-                    delta = tl.load(Delta + at, mask=inside, other=0.0)
                     d_p = product(g, v.T, MODE) - delta[:, None]
                     dk = accumulate(dk, tl.trans(u * d_p * factor[:, None]), q, MODE)
             j = ahead
