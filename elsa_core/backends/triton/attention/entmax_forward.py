@@ -36,6 +36,7 @@ from elsa_core.backends.triton.shared.helpers import load_part, wide
 
 CHUNK: tl.constexpr = tl.constexpr(128)
 GROUP_STEPS: tl.constexpr = tl.constexpr(12)
+CHECKS: tl.constexpr = tl.constexpr(3)  # how often a block may go back from the output
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -261,6 +262,7 @@ def forward(
     z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, V0], tl.float32)
     steps = tl.full([], 0, tl.int32)
+    checks = tl.full([], 0, tl.int32)
     going = tl.full([], 1, tl.int32)
     while going > 0:
         go = tl.full([], 1, tl.int32)
@@ -330,7 +332,8 @@ def forward(
         going = tl.full([], 0, tl.int32)
         if POWER == 2:
             off = tl.abs(other_end(z, c, a, POWER) - c) > WITHIN * c
-            going = tl.minimum(tl.max(off.to(tl.int32), 0), STEPS // 8 - steps)
+            going = tl.minimum(tl.max(off.to(tl.int32), 0), CHECKS - checks)
+            checks += 1
 
     z = tl.where(z == 0.0, 1.0, z)
     stride = batch.to(tl.int64) * heads * n_q
