@@ -6,6 +6,8 @@ reach other tests. The interpreter has no bfloat16 products, and no float32 roun
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -44,7 +46,18 @@ CASES = {
     "ties and large scores": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"whole": True, "huge": True}),
     "strides": ((2, 2, 2, 70, 70, 16, 16), F32, 1.5, {"packed": True}),
     "ieee": ((1, 1, 1, 40, 70, 16, 16), F32, 1.5, {"precision": "ieee"}),
+    "scale below 0": ((1, 1, 1, 40, 150, 16, 16), F32, 1.5, {"scale": -0.3}),
+    "scale 0": ((1, 1, 1, 40, 150, 16, 16), F32, 1.5, {"scale": 0.0}),
+    "flat scores": ((1, 1, 1, 70, 300, 16, 16), F32, 1.5, {"scale": 0.02}),
     "half": ((1, 2, 1, 70, 150, 32, 24), F16, 1.5, {}),
+    "half, causal, several blocks": ((1, 2, 1, 300, 300, 16, 16), F16, 1.5, {"causal": True}),
+    "half, sparse tiles": ((1, 1, 1, 330, 400, 16, 16), F16, 1.5, {"sharp": True}),
+    "half, 2": ((1, 1, 1, 150, 200, 16, 16), F16, 2.0, {}),
+    "half, boolean mask": ((1, 2, 2, 140, 150, 16, 16), F16, 1.5, {"mask": "bool"}),
+    "half, alpha of heads, causal": (
+        (1, 3, 3, 140, 70, 16, 16), F16, (1, 3, 1, 1), {"causal": True}
+    ),
+    "half, wide": ((1, 1, 1, 100, 150, 96, 128), F16, 1.5, {}),
     "half, small gradients": ((1, 1, 1, 40, 90, 16, 16), F16, 1.25, {"size": 1e-6}),
     "key alone": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"needs": (0, 1, 0, 0, 0)}),
     "alpha alone": ((1, 2, 2, 40, 70, 16, 16), F32, (1, 2, 1, 1), {"needs": (0, 0, 0, 0, 1)}),
@@ -91,7 +104,8 @@ def run(shape, dtype, alpha, options):
     head_alpha, number = None, alpha
     if isinstance(alpha, tuple):
         head_alpha, number = 1.2 + 0.7 * torch.rand(alpha, generator=generator), 0.0
-    terms = (number, options.get("causal", False), 0.5 if "whole" in options else d**-0.5)
+    scale = options.get("scale", 0.5 if "whole" in options else d**-0.5)
+    terms = (number, options.get("causal", False), scale)
     precision = options.get("precision", "strict")
     call = (q, k, v, mask, head_alpha)
     with fenced() as fence:
@@ -129,10 +143,49 @@ def run(shape, dtype, alpha, options):
     }
 
 
+def blocks():
+    """The worst error of a call under every size of block, and of the calls' tiles."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=generator).half() for n in (150, 300, 300))
+    wide = [t.double() for t in (q, k, v)]
+    worst, tiles = 0.0, 0
+    for causal in (False, True):
+        terms = (None, None, 1.5, causal, 0.25)
+        exact, _, held = eager_entmax.attention(*wide, *terms)
+        for rows, keys in itertools.product((64, 128), (64, 128)):
+            for groups in (32, 64):
+                entmax.FORWARD["half"] = dataclasses.replace(
+                    entmax.FORWARD["half"], rows=rows, keys=keys, groups=groups
+                )
+                entmax.PLANS.clear()
+                out, _, found = entmax.entmax_forward(q, k, v, *terms, "strict")
+                worst = max(worst, distance(out, exact))
+                tiles += int((found != held).sum())
+    return {"error": worst, "other_tiles": tiles}
+
+
+def not_numbers():
+    """Whether a NaN stays in the rows that see it, by its place and whether the call is causal."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 16, generator=generator) for n in (100, 150, 150))
+    found = {}
+    for dtype, where, causal in itertools.product((F32, F16), "qk", (False, True)):
+        call = [t.clone().to(dtype) for t in (q, k, v)]
+        call["qk".index(where)][0, 0, 70, 3] = math.nan
+        out = entmax.entmax_forward(*call, None, None, 1.5, causal, 0.25, "strict")[0]
+        exact = eager_entmax.attention(*call, None, None, 1.5, causal, 0.25)[0]
+        found[f"{dtype} {where} {causal}"] = torch.equal(out.isnan(), exact.isnan())
+    return {"same": found}
+
+
+OTHERS = {"blocks": blocks, "not numbers": not_numbers}
+
+
 def main() -> None:
-    names = sys.argv[1:] or list(CASES)
+    names = sys.argv[1:] or [*CASES, *OTHERS]
     for name in names:
-        sys.stdout.write(json.dumps({"name": name, **run(*CASES[name])}) + "\n")
+        row = OTHERS[name]() if name in OTHERS else run(*CASES[name])
+        sys.stdout.write(json.dumps({"name": name, **row}) + "\n")
         sys.stdout.flush()
 
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_compile
-from entmax_interpreted import CASES, F16
+from entmax_interpreted import CASES, F16, OTHERS
 from interpreted import Rows, rows_of
 from sampling import some
 
@@ -40,7 +40,7 @@ if "sparse tiles" not in NAMES:  # a test of its own looks at it
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Rows]:
     """This run's cases of entmax_interpreted.py, in a process of its own."""
-    with rows_of("entmax_interpreted.py", *NAMES) as rows:
+    with rows_of("entmax_interpreted.py", *NAMES, *OTHERS) as rows:
         yield rows
 
 
@@ -63,6 +63,16 @@ def test_tiles_are_those_of_float64(interpreted, name):
 def test_tiles_are_skipped(interpreted):
     row = interpreted["sparse tiles"]
     assert 0 < row["tiles"][0] < row["all"]
+
+
+def test_every_size_of_block_computes_the_same(interpreted):
+    row = interpreted["blocks"]
+    assert row["error"] < 6e-4 and row["other_tiles"] == 0
+
+
+def test_nan_stays_in_its_rows(interpreted):
+    same = interpreted["not numbers"]["same"]
+    assert all(same.values()), same
 
 
 def planned(dtype, alpha=1.5, *, needs=(), mask=None, causal=False, dim=64, heads=None):

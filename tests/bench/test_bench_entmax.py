@@ -56,6 +56,29 @@ def test_who_takes_part_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other["adasplash_v2"] == "it is causal alone" and callable(other["adasplash_v1"])
 
 
+def test_plain_pytorch_stays_out_of_long_rows_on_a_gpu() -> None:
+    case = entmax_steps.Case("forward", 1, 8, 16384, 64, "fp16", True)
+    assert "seconds" in str(entmax_steps.functions(case, torch.device("cuda"))["elsa-eager"])
+    assert callable(entmax_steps.functions(case, torch.device("cpu"))["elsa-eager"])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_some_rows_judge_a_long_call(
+    direction: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entmax_steps, "_JUDGED", 200 * 40)
+    case = entmax_steps.Case(direction, 1, 2, 200, 16, "fp32", causal)
+    operands = entmax_steps.inputs(case, torch.device("cpu"))
+    expected = entmax_steps.exact(case, operands)
+    assert expected.heads == 1 and expected.expected[0].shape[2] == 40
+    found = entmax_steps.functions(case, torch.device("cpu"))
+    right, other = found["elsa-eager"], found["softmax-torch"]
+    assert callable(right) and callable(other)
+    assert entmax_steps.error(case, right, operands, expected) < 1e-5
+    assert entmax_steps.error(case, other, operands, expected) > 1e-2
+
+
 def test_most_tiles_of_sparse_operands_are_empty() -> None:
     case = entmax_steps.Case("forward", 1, 1, 4096, 64, "fp32", causal=False, sparse=True)
     operands = entmax_steps.inputs(case, torch.device("cpu"))

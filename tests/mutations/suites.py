@@ -179,10 +179,16 @@ SUITES = (
     _triton("shared/philox", *_DROPOUT),
     _triton("attention/varlen_forward", "tests/backends/test_triton_varlen.py::test_interpreted"),
     _triton(
-        "attention/entmax_kernels",
+        "attention/entmax_*",
         *(
             f"tests/backends/test_triton_entmax.py::test_{name}"
-            for name in ("interpreted_error", "tiles_are_those_of_float64", "tiles_are_skipped")
+            for name in (
+                "interpreted_error",
+                "tiles_are_those_of_float64",
+                "tiles_are_skipped",
+                "every_size_of_block_computes_the_same",
+                "nan_stays_in_its_rows",
+            )
         ),
     ),
     _triton("shared/helpers", *_FORWARD, *_LINEAR, *_WINDOWS),

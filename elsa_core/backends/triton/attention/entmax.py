@@ -28,8 +28,56 @@ STEPS = 60
 MODES = {"strict": 1, "lean": 1, "ieee": 2}
 # the largest head dimensions whose four operands of 64 rows fit in the 99 KiB of sm_120
 LARGEST_WIDE, LARGEST_HALF = 64, 128
+_FOLDED = 2.0**-100  # scales between this and its inverse are a part of the slope
 _SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))  # a program has 99 KiB of shared memory there
 CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the forward runs.
+
+    rows, keys: of a block, multiples of 64. groups: of keys, of each of which the two largest
+    scores of a row are kept; keys, or a half or a quarter of it. registers: of a thread at most, 0:
+    as the compiler likes. stages: loads in flight in the pass for maxima, in steps and in the
+    output. count, close, within: at alpha = 1.5, see `entmax_forward.forward`; a step of the size
+    `close` leaves an error of the order of its cube (count) or between that and its square.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    groups: int
+    stages: tuple[int, int, int]
+    count: bool
+    close: float
+    within: float
+    registers: int = 0
+
+
+FORWARD = {
+    "half": Tuning(128, 64, 8, 32, (3, 3, 2), False, 2.0**-6, 2.0**-13, 128),
+    "wide half": Tuning(64, 64, 4, 32, (2, 2, 2), False, 2.0**-6, 2.0**-13),
+    "float32": Tuning(64, 64, 4, 64, (1, 1, 1), True, 2.0**-11, 2.0**-18),
+}
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How a kernel of the gradients runs: queries or keys of a block, a multiple of 64."""
+
+    block: int
+    warps: int
+    stages: int
+    registers: int = 0
+
+
+# of the query, and of key and value
+GRADIENTS = {
+    "half": (Gradient(128, 8, 2), Gradient(128, 8, 2)),
+    "wide half": (Gradient(64, 8, 1), Gradient(64, 8, 1)),
+    "float32": (Gradient(64, 4, 1), Gradient(64, 4, 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -165,8 +213,9 @@ def _execute(
     q, k, v, g = (operands[name] for name in "qkvg")
     batch, heads, q_tiles, k_tiles = tiles.shape
     mask, of_heads = _mask(attn_mask, q), q if head_alpha is None else head_alpha
-    delta = torch.empty_like(rows[0])
+    delta = rows.new_empty((4, *rows.shape[1:]))
     shared = q, k, v, g, mask, of_heads, rows
+    # as many lists as blocks of one tile would have
     lists = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
     assert call.by_rows is not None and call.query is not None
     call.by_rows(tiles, lists)
@@ -213,35 +262,61 @@ def plan_call(
 
     operands: q, k, v and o, or q, k, v, g (grad_out), dq, dk, dv.
     """
-    from elsa_core.backends.triton.attention import entmax_kernels as kernels
+    from elsa_core.backends.triton.attention import entmax_forward, entmax_gradients
 
     tail = _tail(operands, mask, head_alpha, options)
     batch, heads, queries, _ = operands["q"].shape
-    q_tiles, k_tiles = _tiles(queries), _tiles(tail["n_k"])
-    wide = max(tail["D0"], tail["V0"]) > 64
-    settings = {"num_warps": 8 if wide else 4, "num_stages": 1}
+    kind = "float32" if tail["MODE"] else "half"
+    if kind == "half" and max(tail["D0"], tail["V0"]) > 64:
+        kind = "wide half"
     if not options.needs:
-        grid = (batch * heads * q_tiles,)
-        return Call(forward=_launch(kernels.forward, grid, tail, settings))
-    small = {"num_warps": 4, "num_stages": 1}
-    own = {"CHUNK": CHUNK}
-    of_rows = own | {"length": k_tiles, "others": q_tiles, "own_step": k_tiles, "step": 1}
-    of_columns = own | {"length": q_tiles, "others": k_tiles, "own_step": 1, "step": k_tiles}
-    rows, columns = batch * heads * q_tiles, batch * heads * k_tiles
-    call = Call(
-        by_rows=_launch(kernels.list_tiles, (rows,), of_rows, small),
-        by_columns=_launch(kernels.list_tiles, (columns,), of_columns, small),
-        query=_launch(kernels.query_gradient, (rows,), tail, settings),
+        tuning = FORWARD[kind]
+        grid = (batch * heads * -(-queries // tuning.rows),)
+        chosen = tail | _forward_tail(tuning, options)
+        return Call(
+            forward=_launch(entmax_forward.forward, grid, chosen, tuning.warps, tuning.registers)
+        )
+    of_query, of_key = GRADIENTS[kind]
+    q_tiles, k_tiles = _tiles(queries), _tiles(tail["n_k"])
+    rows = batch * heads * -(-queries // of_query.block)
+    columns = batch * heads * -(-tail["n_k"] // of_key.block)
+    own = {"CHUNK": CHUNK, "SPAN": of_query.block // TILE}
+    own |= {"length": k_tiles, "others": q_tiles, "own_step": k_tiles, "step": 1}
+    by_rows = _launch(entmax_gradients.list_tiles, (rows,), own, 4)
+    own = {"CHUNK": CHUNK, "SPAN": of_key.block // TILE}
+    own |= {"length": q_tiles, "others": k_tiles, "own_step": 1, "step": k_tiles}
+    by_columns = _launch(entmax_gradients.list_tiles, (columns,), own, 4)
+    chosen = tail | {"BM": of_query.block, "STAGES": of_query.stages}
+    query = _launch(
+        entmax_gradients.query_gradient, (rows,), chosen, of_query.warps, of_query.registers
     )
+    call = Call(by_rows=by_rows, by_columns=by_columns, query=query)
     if options.needs[1] or options.needs[2]:
-        programs = batch * operands["k"].shape[1] * k_tiles
-        call.key = _launch(kernels.key_gradient, (programs,), tail, settings)
+        grid = (columns // heads * operands["k"].shape[1],)
+        chosen = tail | {"BN": of_key.block, "STAGES": of_key.stages}
+        call.key = _launch(
+            entmax_gradients.key_gradient, grid, chosen, of_key.warps, of_key.registers
+        )
     return call
 
 
+def _forward_tail(tuning: Tuning, options: Options) -> dict[str, Any]:
+    """What the forward takes beside the arguments that the launches share."""
+    top, step, out = tuning.stages
+    halves = options.alpha == 1.5
+    return {
+        "BM": tuning.rows, "BN": tuning.keys, "GROUPS": tuning.groups, "TOP_STAGES": top,
+        "STEP_STAGES": step, "OUT_STAGES": out, "STEPS": STEPS, "COUNT": halves and tuning.count,
+        "CLOSE": tuning.close if halves else 0.0, "WITHIN": tuning.within,
+    }  # fmt: skip
+
+
 def _launch(
-    kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], settings: dict[str, int]
+    kernel: Any, grid: tuple[int, ...], tail: dict[str, Any], warps: int, registers: int = 0
 ) -> Launch:
+    settings = {"num_warps": warps, "num_stages": 1}
+    if registers:
+        settings["maxnreg"] = registers
     return Launch(kernel, grid, {n: tail[n] for n in kernel.arg_names if n in tail}, settings)
 
 
@@ -268,8 +343,8 @@ def _tail(
         "MODE": 0 if half else MODES[options.precision],
         "POWER": 0 if head_alpha is not None else powers.get(options.alpha, 0),
         "OF_HEADS": head_alpha is not None, "MASK": layout.mask_kind(mask),
-        "CAUSAL": options.is_causal, "STEPS": STEPS, "STAGES": 2 if half else 1,
-        "BM": TILE, "BN": TILE, "STEP": step, "UNIT_D": unit_d,
+        "FOLD": layout.mask_kind(mask) < 2 and _FOLDED < options.scale < 1 / _FOLDED,
+        "CAUSAL": options.is_causal, "BM": TILE, "BN": TILE, "STEP": step, "UNIT_D": unit_d,
         "D": q.shape[3], "D0": layout.padded(q.shape[3]),
         "DV": v.shape[3], "V0": layout.padded(v.shape[3]),
     }  # fmt: skip

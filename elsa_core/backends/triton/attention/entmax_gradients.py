@@ -1,0 +1,366 @@
+"""alpha-entmax attention: kernels of the gradients. `entmax_kernels` has the formulas.
+
+With U = P^(2 - alpha): dV = P^T dO, dS = U (dP - delta), dQ = scale dS K, dK = scale dS^T Q, where
+dP = dO V^T and delta = sum(U dP) / sum(U). Only tiles that hold a weight are read. Nothing is added
+by atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from elsa_core.backends.triton.attention.entmax_kernels import (
+    INTEGERS,
+    NAN,
+    ROOT_UNIT,
+    UNIT,
+    accumulate,
+    alpha_of,
+    natural_power,
+    powers,
+    product,
+    scores,
+)
+from elsa_core.backends.triton.shared.helpers import exponent, load_part, power, wide
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def list_tiles(
+    Tiles, Lists, length: tl.int32, others: tl.int32, own_step: tl.int64, step: tl.int64,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Grid (lists): the number of tiles that hold a weight, then which, of each SPAN rows of tiles
+    (others = query tiles, own_step = key tiles, step = 1) or columns of tiles.
+
+    Tiles: of each head [query tiles, key tiles]. Lists: [programs, 1 + length].
+    """
+    program = tl.program_id(0)
+    blocks = tl.cdiv(others, SPAN)
+    i_bh = program // blocks
+    own = (program - i_bh * blocks) * SPAN
+    p_tiles = Tiles + wide(i_bh) * others * length + own * own_step
+    p_list = Lists + wide(program) * (length + 1)
+    o = tl.arange(0, CHUNK)
+    count = 0
+    for start in range(0, length, CHUNK):
+        at = start + o
+        held = tl.zeros([CHUNK], tl.int32)
+        for i in tl.static_range(SPAN):
+            there = (at < length) & (own + i + 0 * at < others)
+            held |= tl.load(p_tiles + i * own_step + at * step, mask=there, other=0).to(tl.int32)
+        place = count + tl.cumsum(held, 0)
+        tl.store(p_list + place, at, mask=held != 0)
+        count += tl.sum(held, 0)
+    tl.store(p_list, count)
+
+
+@triton.jit
+def slant(p, a):
+    """h of d p / d alpha, see `eager_entmax.slant`."""
+    log_p = tl.log(tl.where(p > 0.0, p, 1.0))
+    low = log_p * a
+    series = 1.0 - low / 3.0 * (
+        1.0 - low / 4.0 * (1.0 - low / 5.0 * (1.0 - low / 6.0 * (1.0 - low / 7.0)))
+    )
+    large = (tl.exp(-low) - 1.0 + low) / (a * a)
+    bent = tl.where(tl.abs(low) < 0.5, log_p * log_p * (0.5 * series), large)
+    return p * tl.where(a > 1.0, (1.0 - low) / (a * a), -bent)
+
+
+@triton.jit
+def parts(s, top, slope, one, scale, a, FOLD: tl.constexpr, POWER: tl.constexpr):
+    """r = v^(1 / a) and u = r / v for v = one [1 + slope (s - top)]_+ (POWER 0: one is not taken).
+
+    top, slope, one: of the rows, [R, 1] or [1, R].
+    """
+    if POWER == 0:
+        if FOLD:
+            s = s * scale
+        _, r, u = powers(s, top, slope, a, POWER)
+    else:
+        if FOLD:
+            x = tl.fma(s, scale, tl.broadcast_to(-top, s.shape))
+        else:
+            x = s - top
+        steep = tl.broadcast_to(slope * one, s.shape)
+        v = tl.maximum(tl.fma(x, steep, tl.broadcast_to(one, s.shape)), 0.0, propagate_nan=NAN)
+        if POWER == 2:
+            r = v * v
+            u = v
+        else:
+            r = v
+            u = tl.where(v == 0.0, 0.0, tl.where(v == v, 1.0, v))
+    return r, u
+
+
+@triton.jit
+def derivative_factor(z, a, POWER: tl.constexpr):
+    """Z^(a - 1): U = u times this."""
+    if POWER == 1:
+        f = tl.where(z == z, 1.0, z)
+    elif POWER == 2:
+        f = 1.0 / tl.sqrt(z)
+    else:
+        f = natural_power(z, a - 1.0)
+    return f
+
+
+@triton.jit
+def row_numbers(Rows, at, stride, inside):
+    """Maximum, slope and sum of rows; rows that are not there weigh nothing."""
+    top = tl.load(Rows + at, mask=inside, other=float("inf"))
+    slope = tl.load(Rows + stride + at, mask=inside, other=1.0)
+    z = tl.load(Rows + 2 * stride + at, mask=inside, other=1.0)
+    return tl.where(top == -float("inf"), float("inf"), top), slope, z
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def query_gradient(
+    Q, K, V, G, Mask, Alpha, Rows, Lists, Delta, DQ, DAlpha,
+    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
+    scale: tl.float32, alpha: tl.float32,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    g_b: tl.int64, g_h: tl.int64, g_n: tl.int64, g_d: tl.int64,
+    dq_b: tl.int64, dq_h: tl.int64, dq_n: tl.int64, dq_d: tl.int64,
+    mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
+    alpha_b: tl.int64, alpha_h: tl.int64,
+    MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, FOLD: tl.constexpr, WANT_Q: tl.constexpr, WANT_ALPHA: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of BM queries x batch x heads): delta of each row, then dQ and the rows' part of
+    the derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: four of it, three of them for the
+    keys' kernel. Lists: of the blocks' tiles.
+    """
+    q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
+    k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
+    v_b, v_h, v_n = v_b * STEP, v_h * STEP, v_n * STEP
+    g_b, g_h, g_n = g_b * STEP, g_h * STEP, g_n * STEP
+    q_blocks = tl.cdiv(n_q, BM)
+    i_bh = tl.program_id(0) // q_blocks
+    i_m = tl.program_id(0) - i_bh * q_blocks
+    if CAUSAL:
+        i_m = q_blocks - 1 - i_m  # the longest rows first
+    row0 = i_m * BM
+    rows = n_q - row0
+    i_b = (i_bh // heads).to(tl.int64)
+    i_h = (i_bh % heads).to(tl.int64)
+    o_m = tl.arange(0, BM)
+    o_c = tl.arange(0, BN)
+    a = alpha_of(Alpha, i_b, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
+    p_k = K + i_b * k_b + i_h // group * k_h
+    p_v = V + i_b * v_b + i_h // group * v_h
+    p_mask = Mask
+    if MASK:
+        p_mask = Mask + i_b * mask_b + i_h * mask_h + wide(row0) * mask_q
+    of_mask = o_m[:, None] * mask_q + o_c[None, :] * mask_k
+    p_list = Lists + (wide(i_bh) * q_blocks + i_m) * (tl.cdiv(n_k, BN) + 1)
+    p_q = Q + i_b * q_b + i_h * q_h + wide(row0) * q_n
+    p_g = G + i_b * g_b + i_h * g_h + wide(row0) * g_n
+    q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
+    g = load_part(p_g, o_m, rows, g_n, g_d, 0, V0, DV, UNIT_D, True)
+    inside = o_m < rows
+    stride = batch.to(tl.int64) * heads * n_q
+    at = wide(i_bh) * n_q + row0 + o_m
+    top, slope, z = row_numbers(Rows, at, stride, inside)
+    top, slope = top[:, None], slope[:, None]
+    one = tl.full([BM, 1], 1.0, tl.float32)
+    count = tl.load(p_list)
+    whole = n_k // BN
+    if CAUSAL:
+        whole = tl.minimum(whole, (row0 + 1) // BN)
+
+    total = tl.zeros([BM], tl.float32)
+    mean = tl.zeros([BM], tl.float32)
+    peak = tl.zeros([BM], tl.float32)
+    j = tl.load(p_list + 1, mask=count > 0, other=0)
+    for i in tl.range(0, count, num_stages=STAGES):
+        ahead = tl.load(p_list + tl.minimum(i + 2, count))
+        n0 = wide(j) * BN
+        k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
+        v = load_part(p_v + n0 * v_n, o_c, n_k - j * BN, v_n, v_d, 0, V0, DV, UNIT_D, True)
+        s = scores(
+            q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows, n_k - j * BN,
+            row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+        )  # fmt: skip
+        _, u = parts(s, top, slope, one, scale, a, FOLD, POWER)
+        x = u * product(g, v.T, MODE)
+        total += tl.sum(u, 1)
+        mean += tl.sum(x, 1)
+        if MODE == 0:
+            peak = tl.maximum(peak, tl.max(tl.abs(x), 1))
+        j = ahead
+    delta = mean / tl.where(total == 0.0, 1.0, total)
+    tl.store(Delta + at, delta, mask=inside)
+    factor = derivative_factor(z, a, POWER)
+    if MODE == 0 and POWER == 2:
+        # what the keys' kernel takes of a row: see `parts`
+        over = ROOT_UNIT * factor
+        flat = tl.reshape(slope, [BM])
+        tl.store(Delta + stride + at, tl.reshape(top, [BM]), mask=inside)
+        tl.store(Delta + 2 * stride + at, over, mask=inside)
+        tl.store(Delta + 3 * stride + at, flat, mask=inside)
+
+    if WANT_Q or WANT_ALPHA:
+        # a power of two for each row brings dS, which this bounds, into the range of float16
+        e = tl.minimum(exponent(peak + tl.abs(delta) * tl.maximum(total, 1.0)), 100)
+        dq = tl.zeros([BM, D0], tl.float32)
+        by_alpha = tl.zeros([BM], tl.float32)
+        j = tl.load(p_list + 1, mask=count > 0, other=0)
+        for i in tl.range(0, count, num_stages=STAGES):
+            ahead = tl.load(p_list + tl.minimum(i + 2, count))
+            n0 = wide(j) * BN
+            k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
+            v = load_part(p_v + n0 * v_n, o_c, n_k - j * BN, v_n, v_d, 0, V0, DV, UNIT_D, True)
+            s = scores(
+                q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
+                n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+            )  # fmt: skip
+            r, u = parts(s, top, slope, one, scale, a, FOLD, POWER)
+            d_p = product(g, v.T, MODE) - delta[:, None]
+            if WANT_ALPHA:
+                by_alpha += tl.sum(slant(r / z[:, None], a) * d_p, 1)
+            if WANT_Q:
+                if MODE == 0:
+                    dq = tl.dot((u * power(e)[:, None] * d_p).to(k.dtype), k, dq)
+                else:
+                    dq = accumulate(dq, u * d_p, k, MODE)
+            j = ahead
+        if WANT_ALPHA:
+            tl.store(DAlpha + at, by_alpha, mask=inside)
+        if WANT_Q:
+            if MODE == 0:
+                factor = factor * power(-e)
+            dq = dq * factor[:, None]
+            o_d = tl.arange(0, D0)
+            p = DQ + i_b * dq_b + i_h * dq_h + (wide(row0) + o_m)[:, None] * dq_n
+            x = (dq * scale).to(DQ.dtype.element_ty)
+            tl.store(p + (o_d * dq_d)[None, :], x, mask=inside[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def key_gradient(
+    Q, K, V, G, Mask, Alpha, Rows, Lists, Delta, DK, DV_,
+    heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
+    scale: tl.float32, alpha: tl.float32,
+    q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
+    k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    g_b: tl.int64, g_h: tl.int64, g_n: tl.int64, g_d: tl.int64,
+    dk_b: tl.int64, dk_h: tl.int64, dk_n: tl.int64, dk_d: tl.int64,
+    dv_b: tl.int64, dv_h: tl.int64, dv_n: tl.int64, dv_d: tl.int64,
+    mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
+    alpha_b: tl.int64, alpha_h: tl.int64,
+    MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, FOLD: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of BN keys x batch x key heads): dK and dV, summed over the query heads that
+    share them, in one order. Lists: of the blocks' tiles.
+    """
+    q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
+    k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
+    v_b, v_h, v_n = v_b * STEP, v_h * STEP, v_n * STEP
+    g_b, g_h, g_n = g_b * STEP, g_h * STEP, g_n * STEP
+    k_blocks = tl.cdiv(n_k, BN)
+    q_tiles = tl.cdiv(n_q, BM)
+    key_heads = heads // group
+    i_kv = tl.program_id(0) // k_blocks
+    i_n = tl.program_id(0) - i_kv * k_blocks
+    i_b = (i_kv // key_heads).to(tl.int64)
+    i_k = (i_kv % key_heads).to(tl.int64)
+    n0 = wide(i_n) * BN
+    columns = n_k - i_n * BN
+    o_m = tl.arange(0, BM)
+    o_c = tl.arange(0, BN)
+    p_k = K + i_b * k_b + i_k * k_h + n0 * k_n
+    p_v = V + i_b * v_b + i_k * v_h + n0 * v_n
+    k = load_part(p_k, o_c, columns, k_n, k_d, 0, D0, D, UNIT_D, True)
+    v = load_part(p_v, o_c, columns, v_n, v_d, 0, V0, DV, UNIT_D, True)
+    of_mask = o_m[:, None] * mask_q + o_c[None, :] * mask_k
+    stride = batch.to(tl.int64) * heads * n_q
+    dk = tl.zeros([BN, D0], tl.float32)
+    dv = tl.zeros([BN, V0], tl.float32)
+    root = ROOT_UNIT if MODE == 0 else 1.0
+    for i_g in range(0, group):
+        i_h = i_k * group + i_g
+        i_bh = i_b * heads + i_h
+        a = alpha_of(Alpha, i_b, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
+        p_list = Lists + (i_bh * k_blocks + i_n) * (q_tiles + 1)
+        p_mask = Mask
+        if MASK:
+            p_mask = Mask + i_b * mask_b + i_h * mask_h + n0 * mask_k
+        count = tl.load(p_list)
+        j = tl.load(p_list + 1, mask=count > 0, other=0)
+        for i in tl.range(0, count, num_stages=STAGES):
+            ahead = tl.load(p_list + tl.minimum(i + 2, count))
+            row0 = j * BM
+            rows = n_q - row0
+            p_q = Q + i_b * q_b + i_h * q_h + wide(row0) * q_n
+            p_g = G + i_b * g_b + i_h * g_h + wide(row0) * g_n
+            q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
+            g = load_part(p_g, o_m, rows, g_n, g_d, 0, V0, DV, UNIT_D, True)
+            edge = columns < BN
+            if CAUSAL:
+                edge = edge | (row0 < (i_n + 1) * BN - 1)
+            if MODE == 0 and POWER == 2:
+                # rows that are not there take the last one's numbers: their q and g are zeros
+                at = i_bh * n_q + tl.minimum(row0 + o_m, n_q - 1)
+                top = tl.load(Delta + stride + at)
+                one = tl.load(Delta + 2 * stride + at)
+                slope = tl.load(Delta + 3 * stride + at)
+                delta = tl.load(Delta + at)
+            else:
+                inside = o_m < rows
+                at = i_bh * n_q + row0 + o_m
+                top, slope, z = row_numbers(Rows, at, stride, inside)
+                factor = derivative_factor(z, a, POWER)
+                delta = tl.load(Delta + at, mask=inside, other=0.0)
+            if MODE == 0:
+                # transposed: P^T and dS^T are left operands as the tensor cores leave them
+                if POWER != 2:
+                    one = root * (z / z)
+                s = scores(
+                    k, q, p_mask + wide(row0) * mask_q + of_mask.T, o_m[None, :], o_c[:, None],
+                    rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
+                )  # fmt: skip
+                r, u = parts(s, top[None, :], slope[None, :], one[None, :], scale, a, FOLD, POWER)
+                if POWER != 2:
+                    r = r * ((UNIT if POWER == 0 else root) / z)[None, :]
+                    u = u * (root * factor)[None, :]
+                if WANT_V:
+                    dv = tl.dot(r.to(g.dtype), g, dv)
+                if WANT_K:
+                    d_p = product(v, g.T, MODE) - delta[None, :]
+                    dk = accumulate(dk, u * d_p, q, MODE)
+            else:
+                # products in the order of the query's kernel: a row of one key has dP - delta = 0
+                s = scores(
+                    q, k, p_mask + wide(row0) * mask_q + of_mask, o_m[:, None], o_c[None, :],
+                    rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
+                )  # fmt: skip
+                one = tl.full([BM, 1], 1.0, tl.float32)
+                r, u = parts(s, top[:, None], slope[:, None], one, scale, a, FOLD, POWER)
+                if WANT_V:
+                    dv = accumulate(dv, tl.trans(r / z[:, None]), g, MODE)
+                if WANT_K:
+                    d_p = product(g, v.T, MODE) - delta[:, None]
+                    dk = accumulate(dk, tl.trans(u * d_p * factor[:, None]), q, MODE)
+            j = ahead
+    inside_k = (o_c < columns)[:, None]
+    if WANT_K:
+        o_d = tl.arange(0, D0)
+        p = DK + i_b * dk_b + i_k * dk_h + (n0 + o_c)[:, None] * dk_n + (o_d * dk_d)[None, :]
+        tl.store(
+            p, (dk * (scale / root)).to(DK.dtype.element_ty), mask=inside_k & (o_d < D)[None, :]
+        )
+    if WANT_V:
+        o_v = tl.arange(0, V0)
+        p = DV_ + i_b * dv_b + i_k * dv_h + (n0 + o_c)[:, None] * dv_n + (o_v * dv_d)[None, :]
+        x = dv * (1.0 / (root * root))
+        tl.store(p, x.to(DV_.dtype.element_ty), mask=inside_k & (o_v < DV)[None, :])
