@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core import backends, calls, dense, graph_steps, operators, routing
@@ -262,6 +263,23 @@ def test_small_calls_of_a_graph_train_by_our_kernels(monkeypatch) -> None:
     monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
     now.update(capturing=False, own=False)
     assert whole() == "sdpa"
+
+
+def test_a_warm_up_loads_what_any_loss_needs(monkeypatch) -> None:
+    """The sum of an output gives gradients without strides, of which the kernels are others."""
+    slopes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.elsa.attention_backward.default:
+                slopes.append((args[0].shape, args[0].stride(), args[-1]))
+            return func(*args, **(kwargs or {}))
+
+    q = make(1, 5, 2, 16).transpose(1, 2)
+    with Watch():
+        graph_steps._load(q, q, q, "strict", ("query", "value"))
+    needs = [True, False, True, False]
+    assert slopes == [(q.shape, (160, 16, 32, 1), needs), (q.shape, (0, 0, 0, 0), needs)]
 
 
 def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:
