@@ -73,12 +73,15 @@ def _matters(device: torch.device, asked: bool = False) -> bool:
 def _load(
     query: Tensor, key: Tensor, value: Tensor, precision: str, gradient: tuple[str, ...]
 ) -> None:
-    """Run the operator and its gradients for the kernels that this loads."""
+    """Run the operator and its gradients for the kernels that this loads: of gradients whose
+    channels lie side by side, and of others, as the sum of the output gives them.
+    """
     terms = (False, query.shape[-1] ** -0.5, precision)
     needs = [name in gradient for name in operators.ATTENTION.terms]
     with torch.no_grad():
         operands = [t.detach() for t in (query, key, value)]
         out, lse = operators.ATTENTION.overload(*operands, None, *terms)
-        torch.ops.elsa.attention_backward.default(
-            torch.ones_like(out), lse.new_zeros(0), *operands, None, out, lse, *terms, needs
-        )
+        for slope in (torch.ones_like(out), out.new_ones(()).expand(out.shape)):
+            torch.ops.elsa.attention_backward.default(
+                slope, lse.new_zeros(0), *operands, None, out, lse, *terms, needs
+            )

@@ -20,6 +20,7 @@ constexpr uint32_t kVersion = 3;
 constexpr uint32_t kOneArch = 2;  // the version before: the same of one architecture alone
 constexpr uint32_t kMostText = 4096;
 constexpr uint32_t kMostItems = 1 << 16;
+constexpr uint32_t kMostArchs = 64;  // a message names all of them
 constexpr uint64_t kMostCode = uint64_t{1} << 28;
 constexpr int kMajor = 75, kMinor = 76;  // CUdevice_attribute: compute capability
 
@@ -214,7 +215,7 @@ std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size) {
   const Archs here = archs_here();
   std::map<uint32_t, Plans> plans;
   Archs held;
-  for (uint32_t left = one ? 1 : reader.count(kMostItems); left > 0; --left) {
+  for (uint32_t left = one ? 1 : reader.count(kMostArchs); left > 0; --left) {
     const uint32_t arch = one ? only : reader.read<uint32_t>();
     const bool kept = here.count(arch) != 0;
     Plans found = read_plans(reader, operators, kept);
@@ -222,6 +223,7 @@ std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size) {
     held.insert(arch);
   }
   if (!reader.ended()) refuse("bytes follow its end");
+  if (held.empty()) refuse("it is of no architecture");
   if (plans.empty()) refuse_gpu("the kernels are", held, here);
   const std::lock_guard<std::mutex> lock(files().guard);
   for (auto& [arch, found] : plans) files().plans[arch].merge(found);

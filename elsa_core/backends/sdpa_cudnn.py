@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls
-from elsa_core.backends.sdpa_layout import starts_aligned
+from elsa_core.backends.sdpa_layout import starts_aligned, step_of
 
 
 def measured_attention(
@@ -42,29 +42,40 @@ def measured_attention(
 
 
 def _is_whole(mask: Tensor) -> bool:
-    """Whether the rows of a mask lie one after another."""
-    return mask.stride(-1) == 1 and mask.stride(-2) == mask.shape[-1]
+    """Whether the rows of a mask lie one after another, from a multiple of 16 bytes on."""
+    if mask.stride(-1) != 1 or mask.stride(-2) != mask.shape[-1]:
+        return False
+    # compilers cannot read it, see `starts_aligned`
+    begins = torch.compiler.is_compiling() or mask.storage_offset() % step_of(mask.dtype) == 0
+    return bool(begins)
 
 
 _ZEROS: dict[str, bool] = {}
 
 
 def _gives_zeros(place: str) -> bool:
-    """Whether cuDNN gives zeros for a row that sees no key: looked at once on each GPU, not while a
-    CUDA graph is recorded."""
+    """Whether cuDNN takes a mask and gives zeros for a row that sees no key: looked at once on each
+    GPU, not while a CUDA graph is recorded."""
     if place not in _ZEROS:
         if torch.cuda.is_current_stream_capturing():
             return False
-        with torch.no_grad():
-            row = torch.ones(1, 1, 128, 64, dtype=torch.float16, device=place)
-            mask = row.new_zeros(1, 1, 128, 128)
-            mask[..., 1, :] = -math.inf
-            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-            out = cudnn(row, row, row, mask, False)[0][0, 0].cpu()
-        wanted = torch.ones(128, 64, dtype=torch.float16)
-        wanted[1] = 0.0
-        _ZEROS[place] = torch.equal(out, wanted)
+        try:
+            _ZEROS[place] = _looked_at(place)
+        except RuntimeError:  # this cuDNN has no plan for it
+            _ZEROS[place] = False
     return _ZEROS[place]
+
+
+@torch.no_grad()
+def _looked_at(place: str) -> bool:
+    row = torch.ones(1, 1, 128, 64, dtype=torch.float16, device=place)
+    mask = row.new_zeros(1, 1, 128, 128)
+    mask[..., 1, :] = -math.inf
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    out = cudnn(row, row, row, mask, False)[0][0, 0].cpu()
+    wanted = torch.ones(128, 64, dtype=torch.float16)
+    wanted[1] = 0.0
+    return torch.equal(out, wanted)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> bool:
@@ -76,7 +87,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = 
 
 
 def _compiles(place: str, dtype: torch.dtype, head_dim: int, masked: bool) -> bool:
-    """`_cudnn_takes` of a short row: a constant for compilers, who have no tensors to ask by."""
+    """`takes` of a short row: a constant for compilers, who have no tensors to ask by."""
     row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
     if not masked:
         return takes(row, row, row)

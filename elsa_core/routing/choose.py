@@ -158,7 +158,8 @@ def chosen(
         rows = tuple(
             (row, offered)
             for row in measured.rows(operator, device, dtype)
-            if (offered := implementation(operator, row.backend).direct) is not None
+            if row.head_dim == head_dim
+            and (offered := implementation(operator, row.backend).direct) is not None
         )
     return Chosen(name, found.run, None if found.whole else found.direct, rows)
 

@@ -164,6 +164,8 @@ def refuses(stub: str) -> None:
         *changes, (good[:-9], "it was changed"),
         (older + bytes(8), "it is of version 1, and this library reads versions 2 and 3: export"),
         (good[:7], "end too soon"), (b"\0" * 64, "begin otherwise"), (b"", "end too soon"),
+        (write({}, SERVED), "it is of no architecture"),
+        (write(dict.fromkeys(range(100, 165), Recorded((), {})), SERVED), "number is too large"),
     ):  # fmt: skip
         try:
             loaded.serve_file(bytes_of, "CPU")

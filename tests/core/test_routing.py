@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core import backends, calls, dense, graph_steps, operators, routing
@@ -264,6 +265,23 @@ def test_small_calls_of_a_graph_train_by_our_kernels(monkeypatch) -> None:
     assert whole() == "sdpa"
 
 
+def test_a_warm_up_loads_what_any_loss_needs(monkeypatch) -> None:
+    """The sum of an output gives gradients without strides, of which the kernels are others."""
+    slopes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.elsa.attention_backward.default:
+                slopes.append((args[0].shape, args[0].stride(), args[-1]))
+            return func(*args, **(kwargs or {}))
+
+    q = make(1, 5, 2, 16).transpose(1, 2)
+    with Watch():
+        graph_steps._load(q, q, q, "strict", ("query", "value"))
+    needs = [True, False, True, False]
+    assert slopes == [(q.shape, (160, 16, 32, 1), needs), (q.shape, (0, 0, 0, 0), needs)]
+
+
 def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:
     """PyTorch's memory-efficient backward fails then: "LSE is not correctly aligned"."""
     taken = called(monkeypatch)
@@ -327,6 +345,15 @@ def test_masks_of_half_precision(shape, mask, held, h200) -> None:
     )
 
 
+def test_a_call_looks_at_rows_of_its_width_alone(h200, monkeypatch) -> None:
+    monkeypatch.setattr(choose, "select", lambda *_: ("triton", ()))
+    for head_dim, masked in ((64, [False, True]), (32, [True]), (72, [])):
+        kind = (torch.device("cuda", 0), torch.float16, head_dim, head_dim, "strict", "auto")
+        rows = [row for row, _ in choose.chosen.__wrapped__("attention", *kind).rows]
+        assert [row.head_dim for row in rows] == [head_dim] * len(masked)
+        assert [row.masked for row in rows] == masked
+
+
 def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     assert not measured.rows("attention", torch.device("cuda", 0), torch.float16)
@@ -362,6 +389,37 @@ def test_a_row_is_called_where_it_holds(monkeypatch) -> None:
         assert each.backend == "sdpa"
         assert any("serves exported programs" in reason for reason in each.reasons)
     assert elsa.explain(q, q[:, :1], q[:, :1], enable_gqa=True).backend == "native"
+
+
+def test_a_row_of_masked_calls(monkeypatch) -> None:
+    """On the CPU: of masks in the operands' dtype, with a row for each query, without gradients."""
+    row = measured.Row("sdpa", 16, (1, 8), (8, 8), 1, (0.5, 0.9), masked=True)
+    served = []
+
+    def serve(q, k, v, mask, is_causal, scale, precision):
+        served.append(mask.shape)
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+    chosen = routing.Chosen("native", operators.ATTENTION.eager, None, ((row, serve),))
+    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
+    q, mask = make(2, 2, 8, 16).half(), make(8, 8).half()
+    for given in (mask, mask.expand(2, 2, 8, 8), mask[None]):
+        out = elsa.attention(q, q, q, given)
+        exact = F.scaled_dot_product_attention(*[q.double()] * 3, mask.double())
+        assert relative(out, exact) < 1e-3
+        assert elsa.explain(q, q, q, given).backend == "sdpa"
+    assert served == [(1, 1, 8, 8), (2, 2, 8, 8), (1, 1, 8, 8)]
+    with torch.no_grad():
+        elsa.attention(q, q, q, mask.clone().requires_grad_())
+    elsa.attention(q[0], q[0], q[0], mask)
+    assert len(served) == 5
+    for given in (None, mask.float(), mask > 0, mask[:1]):
+        elsa.attention(q, q, q, given)
+        assert elsa.explain(q, q, q, given).backend != "sdpa"
+    elsa.attention(q, q, q, mask.clone().requires_grad_())
+    elsa.attention(q, q, q, mask, return_lse=True)
+    elsa.attention(q[:, :, :7], q, q, mask[:7])
+    assert len(served) == 5
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")

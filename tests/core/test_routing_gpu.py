@@ -253,6 +253,25 @@ def test_a_small_step_in_a_graph_is_ours(packed: bool) -> None:
         assert relative(mine, reference) <= relative(theirs, reference)
 
 
+def test_a_sum_of_a_small_call_is_recorded() -> None:
+    """Its gradient has no strides, which takes other kernels than that of a model's layers."""
+    leaves = [make(2, 3, 197, 64, dtype=torch.float32, seed=s).requires_grad_() for s in (0, 1, 2)]
+    found: list[Tensor] = []
+
+    def step() -> None:
+        found[:] = torch.autograd.grad(elsa.attention(*leaves).sum(), leaves)
+
+    calls.forget_kinds()
+    replay = capture.captured(step)
+    for each in found:
+        each.fill_(math.nan)
+    replay()
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    exact = torch.autograd.grad(F.scaled_dot_product_attention(*wide).sum(), wide)
+    for mine, reference in zip(found[2:], exact[2:], strict=True):  # the others are zeros
+        assert relative(mine, reference) < 1e-5
+
+
 def test_a_model_whose_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its small attention trains by this package's kernels in the graph alone."""
     timm = pytest.importorskip("timm")

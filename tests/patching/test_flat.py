@@ -253,6 +253,17 @@ def test_a_call_on_a_cpu_is_the_blocks_own(monkeypatch):
         assert torch.equal(found, module(x))
 
 
+def test_a_block_that_waits_for_the_host_loads_for_graphs_of_steps_alone(monkeypatch):
+    """Without gradients it does not even look for its attention."""
+    module, x, loaded = nn.Sequential(block()), tokens(), []
+    elsa.patch(module, scope="attention")
+    monkeypatch.setattr(timm_blocks, "is_host_bound", lambda *_: True)
+    monkeypatch.setattr(timm_blocks, "load_for_graph", lambda *given: loaded.append(given[0]))
+    with torch.no_grad():
+        assert module[0]._keeps_original("attention", x, 1, None) and not loaded
+    assert module[0]._keeps_original("attention", x, 1, None) and loaded == [module[0].attn]
+
+
 def test_masks_pass_through_blocks(on_gpu):
     module, x = block(), tokens()
     mask = torch.ones(7, 7, dtype=torch.bool).tril()

@@ -89,13 +89,15 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
     ) -> bool:
         """Whether the host would be waited for; or autocast leaves the linear layers to PyTorch,
         and a step attention too."""
+        waits = is_host_bound(self, operator, x, work, by_elsa)
+        asks = torch.is_grad_enabled() if waits else torch.is_autocast_enabled("cuda")
+        if not asks:  # most calls: an attribute of a module takes the host a while
+            return waits
         attn: Any = self.attn
-        known = getattr(type(attn), "elsa_base", None) is Attention  # others may have no head_dim
+        if getattr(type(attn), "elsa_base", None) is not Attention:  # may have no head_dim
+            return waits
         projection: Any = getattr(attn, "qkv", None)  # another forward may have left it out
-        if is_host_bound(self, operator, x, work, by_elsa):
-            if known:
-                load_for_graph(attn, x, projection)
+        if waits:
+            load_for_graph(attn, x, projection)
             return True
-        if not (known and torch.is_autocast_enabled("cuda")):
-            return False
         return is_unasked(self.__dict__) and trains_by_pytorch(attn, x, projection)
