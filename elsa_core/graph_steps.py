@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from elsa_core import calls, operators, routing
+from elsa_core.errors import UnavailableError
 from elsa_core.routing import measured
 
 Kind = tuple[str, torch.dtype, int, int, str]
@@ -27,9 +28,9 @@ def serve(
     """Whether the operator takes an eager call [B, H, N, D] on a GPU, without a mask, that
     PyTorch's own kernels serve because it is small.
 
-    Nothing can be loaded while a graph is recorded. What warms up for one runs on a stream of its
-    own, as PyTorch's documentation has it; so the first call of a kind there has the kernels
-    loaded. Of a graph whose warm-up was elsewhere no.
+    What warms up for a graph runs on a stream of its own, as PyTorch's documentation has it; so the
+    first call of a kind there has the kernels compiled and loaded. Of a graph whose warm-up was
+    elsewhere no.
 
     Args:
         kind: device, dtype, widths and precision, as routing has them.
@@ -47,8 +48,11 @@ def serve(
     form = ("small step", *kind, operands, gradient)
     if torch.cuda.is_current_stream_capturing():
         return calls.was_seen(form)
-    if not calls.was_seen(form):
-        _load(query, key, value, kind[-1], gradient)
+    if not calls.was_seen(form) and not calls.was_seen((form, "failed")):
+        try:
+            _load(query, key, value, kind[-1], gradient)
+        except (UnavailableError, RuntimeError):  # no compiler, no memory: PyTorch needs neither
+            form = (form, "failed")
         calls.first_of_kind(form)
     return False
 
@@ -73,15 +77,14 @@ def _matters(device: torch.device, asked: bool = False) -> bool:
 def _load(
     query: Tensor, key: Tensor, value: Tensor, precision: str, gradient: tuple[str, ...]
 ) -> None:
-    """Run the operator and its gradients for the kernels that this loads: of gradients whose
-    channels lie side by side, and of others, as the sum of the output gives them.
+    """Run the operator and its gradients for the kernels that this loads: of gradients laid out as
+    the output. What others need is loaded while the graph is recorded (seen with CUDA 13).
     """
     terms = (False, query.shape[-1] ** -0.5, precision)
     needs = [name in gradient for name in operators.ATTENTION.terms]
     with torch.no_grad():
         operands = [t.detach() for t in (query, key, value)]
         out, lse = operators.ATTENTION.overload(*operands, None, *terms)
-        for slope in (torch.ones_like(out), out.new_ones(()).expand(out.shape)):
-            torch.ops.elsa.attention_backward.default(
-                slope, lse.new_zeros(0), *operands, None, out, lse, *terms, needs
-            )
+        torch.ops.elsa.attention_backward.default(
+            torch.ones_like(out), lse.new_zeros(0), *operands, None, out, lse, *terms, needs
+        )

@@ -265,8 +265,7 @@ def test_small_calls_of_a_graph_train_by_our_kernels(monkeypatch) -> None:
     assert whole() == "sdpa"
 
 
-def test_a_warm_up_loads_what_any_loss_needs(monkeypatch) -> None:
-    """The sum of an output gives gradients without strides, of which the kernels are others."""
+def test_a_warm_up_loads_the_gradients_of_the_output_as_it_lies(monkeypatch) -> None:
     slopes = []
 
     class Watch(TorchDispatchMode):
@@ -278,8 +277,29 @@ def test_a_warm_up_loads_what_any_loss_needs(monkeypatch) -> None:
     q = make(1, 5, 2, 16).transpose(1, 2)
     with Watch():
         graph_steps._load(q, q, q, "strict", ("query", "value"))
-    needs = [True, False, True, False]
-    assert slopes == [(q.shape, (160, 16, 32, 1), needs), (q.shape, (0, 0, 0, 0), needs)]
+    assert slopes == [(q.shape, (160, 16, 32, 1), [True, False, True, False])]
+
+
+def test_a_warm_up_that_cannot_load_leaves_the_call_to_pytorch(monkeypatch) -> None:
+    """No compiler, say; it is tried once."""
+    tried = []
+
+    def fail(*of):
+        tried.append(of)
+        raise UnavailableError("no compiler")
+
+    now = {"capturing": False}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["capturing"])
+    monkeypatch.setattr(calls, "is_own_stream", lambda device: True)
+    monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(graph_steps, "_load", fail)
+    calls.forget_kinds()
+    q = make(1, 2, 130, 64).as_subclass(OnCuda).requires_grad_()
+    call = (q, q, q, ("cuda", torch.float32, 64, 64, "strict"), ("query", "key", "value"))
+    assert not graph_steps.serve(*call) and not graph_steps.serve(*call) and len(tried) == 1
+    now["capturing"] = True
+    assert not graph_steps.serve(*call)
+    calls.forget_kinds()
 
 
 def test_a_gradient_of_the_mask_alone_is_not_for_whole_calls(trains_whole, monkeypatch) -> None:

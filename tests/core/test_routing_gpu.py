@@ -218,6 +218,13 @@ def test_who_trains() -> None:
     assert any(reason.startswith("gradients: by") for reason in route.reasons)
 
 
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the table has rows of sm_90 alone",
+)
+
+
+@HOPPER
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_small_step_in_a_graph_is_ours(packed: bool) -> None:
     """Where the host's time does not count, small calls train by the faster kernels."""
@@ -272,6 +279,7 @@ def test_a_sum_of_a_small_call_is_recorded() -> None:
         assert relative(mine, reference) < 1e-5
 
 
+@HOPPER
 def test_a_model_whose_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its small attention trains by this package's kernels in the graph alone."""
     timm = pytest.importorskip("timm")
@@ -359,14 +367,25 @@ def test_a_compiled_long_row_is_cudnns_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("shape", "broadcast"), [((2, 6, 200, 64), (1, 6)), ((1, 6, 577, 32), (1, 1))]
+    ("shape", "broadcast"),
+    [
+        ((2, 6, 200, 64), (1, 6)),
+        ((1, 6, 577, 32), (1, 1)),
+        ((2, 6, 300, 80), (2, 1)),
+        ((1, 8, 1024, 96), (1, 8)),
+        ((1, 6, 1030, 128), (1, 6)),
+    ],
 )
-def test_a_mask_of_half_precision_is_cudnns_where_it_was_measured(shape, broadcast, dtype) -> None:
+@pytest.mark.parametrize("expanded", [False, True])
+def test_a_mask_of_half_precision_is_cudnns_where_it_was_measured(
+    shape, broadcast, dtype, expanded
+) -> None:
     """Rows that see no key give zeros; eagerly, in a CUDA graph and compiled."""
     q, k, v = (make(*shape, dtype=dtype, seed=s) for s in (0, 1, 2))
     tokens = shape[2]
     mask = make(*broadcast, tokens, tokens, dtype=dtype, seed=3)
     mask[:, :, 3], mask[0, 0, 5, : tokens - 1] = -math.inf, -math.inf
+    mask = mask.expand(-1, shape[1], -1, -1) if expanded else mask
     exact = elsa.attention(*(t.double() for t in (q, k, v, mask)))
     measured = any(mark in torch.cuda.get_device_name() for mark in ("H200", "H100 80GB HBM3"))
     torch._dynamo.reset()
