@@ -6,6 +6,8 @@ In eager calls PyTorch's own kernels keep them, which take less of the host's ti
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def serve(
     if routing.training_name("attention", *kind, gradient):
         return False  # theirs not because it is small
     operands = tuple((t.shape, t.stride()) for t in (query, key, value))
-    form = ("small step", *kind, operands, gradient)
+    form: Any = ("small step", *kind, operands, gradient)
     if torch.cuda.is_current_stream_capturing():
         return calls.was_seen(form)
     if not calls.was_seen(form) and not calls.was_seen((form, "failed")):
