@@ -27,6 +27,7 @@ _WIDEST = LARGEST_HEAD_DIM
 # each replay. Graphs may read them, so none is dropped; elements of one, and of all.
 _CONSTANTS: Final[dict[Any, Tensor]] = {}
 _LARGEST: Final = 1 << 18
+_SMALL: Final = 1 << 20  # elements of queries
 _MOST: Final = 1 << 22
 
 
@@ -74,7 +75,7 @@ def attend_decomposed(
     # One dtype: autocast may have turned the products, but not the operands, to half precision.
     offsets = [by_row.to(query.dtype), by_column.to(query.dtype)]
     wide = query * scale
-    if not prefix and key.is_cuda and not calls.traced() and _merges(wide):
+    if not prefix and key.is_cuda and not calls.traced() and _is_small(wide):
         # One launch reads the offsets as the products left them; it takes four dimensions.
         offsets = [t.flatten(0, 1) for t in offsets]
         if more:
@@ -92,9 +93,12 @@ def attend_decomposed(
     return attend(module, query, key, value, scale=1.0, dropout_p=dropout_p)
 
 
-def _merges(x: Tensor) -> bool:
-    """Whether the two leading dimensions are one without a copy."""
-    return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+def _is_small(x: Tensor) -> bool:
+    """Whether launches cost more than what they read, and the leading dimensions need no copy to be
+    one: beyond that two copies, and cat of operands without gaps, are no slower.
+    """
+    merges = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return merges and x.numel() <= _SMALL
 
 
 def _constant(make: Callable[..., Tensor], like: Tensor, *shape: Any) -> Tensor:
