@@ -194,6 +194,16 @@ def eager_least(operator: str, dtype: torch.dtype) -> int:
     return least
 
 
+@functools.lru_cache(maxsize=256)
+def graphs_least(site: str, dtype: torch.dtype) -> int:
+    """The multiply-adds of query key^T from which a site of this class, by its full name, runs
+    elsa's operators in a CUDA graph of inference: 0 but for those that lose below that.
+    """
+    name = dtype_name(dtype)
+    rows = (r for r in _table()["graphs"] if site in r["sites"] and name in r["dtypes"])
+    return max((int(row["below"]) for row in rows), default=0)
+
+
 def linear_by_pytorch(device: torch.device, dtype: torch.dtype) -> tuple[Products, ...]:
     """The products that are left to PyTorch on a device whose kernels serve the others."""
     return _by_pytorch(device, dtype)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core.patching.adapters import decomposed
-from elsa_core.patching.rewrite import patch
+from elsa_core.errors import NothingPatchedError
+from elsa_core.patching.adapters import decomposed, timm_plain
+from elsa_core.patching.rewrite import patch, unpatch
 
 pytest.importorskip("timm")
 
@@ -30,6 +31,7 @@ from timm.models import (
     nest,
     shvit,
     tnt,
+    visformer,
     vision_transformer_sam,
     volo,
 )
@@ -119,13 +121,15 @@ CASES: dict[str, Case] = {
         lambda: gcvit.WindowAttentionGlobal(24, 3, (3, 4), use_global=False), (12, 24)
     ),
     "shvit": Case(lambda: shvit.SHSA(24, 4, 8), (24, 3, 5)),
+    "visformer": Case(lambda: visformer.Attention(24, 3), (24, 3, 5)),
+    "visformer-narrow": Case(lambda: visformer.Attention(24, 3, head_dim_ratio=0.5), (24, 3, 5)),
 }  # fmt: skip
 
 
 # One of each adapter, for the compiler takes seconds.
 COMPILED = (
     *("sam", "mvit", "bottleneck", "halo", "levit", "levit-down-conv", "efficientformer"),
-    *("efficientvit", "crossvit", "volo", "tnt", "nest", "gcvit", "shvit"),
+    *("efficientvit", "crossvit", "volo", "tnt", "nest", "gcvit", "shvit", "visformer"),
 )
 
 
@@ -252,7 +256,8 @@ def test_cached_biases_follow_the_weights() -> None:
         assert not torch.allclose(module(x), before)
 
 
-@pytest.mark.parametrize("name", ["crossvit", "volo", "tnt", "convit", "nest", "sam", "gcvit"])
+@pytest.mark.parametrize("name", ["crossvit", "volo", "tnt", "convit", "nest", "sam", "gcvit",
+                                  "visformer"])  # fmt: skip
 @torch.no_grad()
 def test_dropout_stays_dropout(name: str) -> None:
     module = randomised(CASES[name].make())
@@ -280,6 +285,7 @@ def test_places_and_tables_in_few_launches(monkeypatch, keys, more, prefix):
     expected = decomposed._places(keys, more, prefix, like)
     table = decomposed.table_ahead(rel, keys[1], keys[1])
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(decomposed, "is_captured", lambda: False)
     found = decomposed._places(keys, more, prefix, like)
     assert torch.equal(found, expected) and found.dtype == expected.dtype
     assert torch.equal(decomposed.table_ahead(rel, keys[1], keys[1]), table)
@@ -295,3 +301,36 @@ def test_images_keep_their_order_in_memory() -> None:
         assert image.is_contiguous()
         expected = out.permute(0, 1, 3, 2).reshape(2, 4 * heads, 3, 3)
         torch.testing.assert_close(image, expected, rtol=0, atol=0)
+
+
+def test_visformers_images_keep_their_order_in_memory(monkeypatch) -> None:
+    """Query, key and value are copied at once; the projection gets an image as its model has it."""
+    module = randomised(visformer.Attention(24, 3))
+    patch(module)
+    seen: list[torch.Tensor] = []
+    own = timm_plain.attend
+    monkeypatch.setattr(
+        timm_plain, "attend", lambda site, *given, **named: seen.extend(given[:3]) or own(
+            site, *given, **named
+        )
+    )  # fmt: skip
+    module.proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        module(torch.randn(2, 24, 3, 5))
+    assert len(seen) == 4 and all(t.is_contiguous() for t in seen)
+    assert len({t.untyped_storage()._cdata for t in seen[:3]}) == 1
+
+
+def test_visformers_weights_may_be_hooked() -> None:
+    module = randomised(visformer.Attention(24, 3))
+    x = torch.randn(2, 24, 3, 5)
+    expected = module(x)
+    patch(module)
+    seen: list[int] = []
+    hook = module.attn_drop.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(module(x), expected) and seen
+    hook.remove()
+    unpatch(module)
+    module.attn_drop = nn.Softplus()
+    with pytest.raises(NothingPatchedError, match="its attn_drop is a Softplus"):
+        patch(module)

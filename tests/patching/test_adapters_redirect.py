@@ -249,7 +249,6 @@ FAMILIES = {
     "vit_relpos_small_patch16_224": {"img_size": 48, "embed_dim": 48, "depth": 2, "num_heads": 3},
     "samvit_base_patch16": {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3,
                             "global_attn_indexes": (1,)},
-    "visformer_tiny": {"img_size": 64, "depth": (1, 1, 1)},
     "cait_xxs24_224": {"img_size": 48, "depth": 2},
     "vit_base_patch16_siglip_224": {"img_size": 48, "embed_dim": 48, "depth": 1, "num_heads": 3},
 }  # fmt: skip

@@ -10,7 +10,8 @@ Reference:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,15 @@ from torch import Tensor
 from elsa_core import calls
 from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.patching.adapters.common import attend
+from elsa_core.patching.adapters.host import is_captured
 
 _WIDEST = LARGEST_HEAD_DIM
+# Constants that eager calls made, for CUDA graphs of the same calls, which need not fill them in
+# each replay. Graphs may read them, so none is dropped; elements of one, and of all.
+_CONSTANTS: Final[dict[Any, Tensor]] = {}
+_LARGEST: Final = 1 << 18
+_SMALL: Final = 1 << 20  # elements of queries
+_MOST: Final = 1 << 22
 
 
 def attend_decomposed(
@@ -54,9 +62,10 @@ def attend_decomposed(
     (q_rows, k_rows, dim), (q_columns, k_columns, _) = rel_h.shape, rel_w.shape
     scale = dim**-0.5 if scale is None else scale
     grid = query[:, :, prefix:].unflatten(2, (q_rows, q_columns))
-    by_row = torch.einsum("bnhwc,hkc->bnhwk", grid, rel_h).flatten(2, 3)
-    by_column = torch.einsum("bnhwc,wkc->bnhwk", grid, rel_w).flatten(2, 3)
+    by_row = torch.einsum("bnhwc,hkc->bnhwk", grid, rel_h)
+    by_column = torch.einsum("bnhwc,wkc->bnhwk", grid, rel_w)
     if dim + k_rows + k_columns > _WIDEST:
+        by_row, by_column = by_row.flatten(2, 3), by_column.flatten(2, 3)
         bias = (by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).flatten(-2)
         mask = F.pad(bias, (prefix, 0, prefix, 0))
         return attend(module, query, key, value, mask, scale=scale, dropout_p=dropout_p)
@@ -65,29 +74,76 @@ def attend_decomposed(
     places = _places((k_rows, k_columns), more, prefix, key)
     # One dtype: autocast may have turned the products, but not the operands, to half precision.
     offsets = [by_row.to(query.dtype), by_column.to(query.dtype)]
-    if prefix:
-        offsets = [F.pad(torch.cat(offsets, dim=-1), (0, 0, prefix, 0))]
-    if more:
-        offsets.append(query.new_zeros(*query.shape[:3], more))
-    query = torch.cat((query * scale, *offsets), dim=-1)
+    wide = query * scale
+    if not prefix and key.is_cuda and not calls.traced() and _is_small(wide):
+        # One launch reads the offsets as the products left them; it takes four dimensions.
+        offsets = [t.flatten(0, 1) for t in offsets]
+        if more:
+            offsets.append(_constant(_filled, query, (*offsets[0].shape[:3], more)))
+        grid = wide.flatten(0, 1).unflatten(1, (q_rows, q_columns))
+        query = torch.cat((grid, *offsets), dim=-1).flatten(1, 2).unflatten(0, query.shape[:2])
+    else:
+        offsets = [t.flatten(2, 3) for t in offsets]
+        if prefix:
+            offsets = [F.pad(torch.cat(offsets, dim=-1), (0, 0, prefix, 0))]
+        if more:
+            offsets.append(query.new_zeros(*query.shape[:3], more))
+        query = torch.cat((wide, *offsets), dim=-1)
     key = torch.cat((key, places.expand(*key.shape[:2], -1, -1)), dim=-1)
     return attend(module, query, key, value, scale=1.0, dropout_p=dropout_p)
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether launches cost more than what they read, and the leading dimensions need no copy to be
+    one: beyond that two copies, and cat of operands without gaps, are no slower.
+    """
+    merges = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return merges and x.numel() <= _SMALL
+
+
+def _constant(make: Callable[..., Tensor], like: Tensor, *shape: Any) -> Tensor:
+    """make(*shape, like), whose values depend on nothing else: in a CUDA graph what an eager call
+    made before, where that was kept.
+    """
+    key = (make, shape, like.dtype, like.device)
+    found = _CONSTANTS.get(key)
+    if is_captured():
+        return make(*shape, like) if found is None else found
+    if found is not None:  # which another stream may not have filled yet
+        return make(*shape, like)
+    with torch.inference_mode(False), torch.no_grad():
+        made = make(*shape, like)
+    total = sum(each.numel() for each in list(_CONSTANTS.values()))
+    if made.numel() <= _LARGEST and total + made.numel() <= _MOST:
+        _CONSTANTS[key] = made
+    return made
+
+
+def _filled(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def _places(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:
     """[prefix + rows * columns, rows + columns + more]: one-hot row and column of each key."""
     rows, columns = keys
-    if like.is_cuda and not calls.traced():  # three launches
-        found = like.new_zeros(prefix + rows * columns, rows + columns + more)
-        grid = found[prefix:].unflatten(0, keys)
-        grid[..., :rows].diagonal(dim1=0, dim2=2).fill_(1)
-        grid[..., rows : rows + columns].diagonal(dim1=1, dim2=2).fill_(1)
-        return found
+    if like.is_cuda and not calls.traced():
+        return _constant(_placed, like, keys, more, prefix)
     of_row = F.one_hot(torch.arange(rows, device=like.device), rows)
     of_column = F.one_hot(torch.arange(columns, device=like.device), columns)
     parts = of_row[:, None].expand(-1, columns, -1), of_column[None].expand(rows, -1, -1)
     found = torch.cat(parts, dim=-1).flatten(0, 1)
     return F.pad(found, (0, more, prefix, 0)).to(like.dtype)
+
+
+def _placed(keys: tuple[int, int], more: int, prefix: int, like: Tensor) -> Tensor:
+    """`_places` in three launches."""
+    rows, columns = keys
+    shape = prefix + rows * columns, rows + columns + more
+    found = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    grid = found[prefix:].unflatten(0, keys)
+    grid[..., :rows].diagonal(dim1=0, dim2=2).fill_(1)
+    grid[..., rows : rows + columns].diagonal(dim1=1, dim2=2).fill_(1)
+    return found
 
 
 def table(rel: Tensor, queries: int, keys: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Eager calls on a GPU that wait for the host: which forward takes the host less.
+"""Eager calls on a GPU that wait for the host: which forward takes the host less. And the few sites
+whose originals were measured to be the faster ones in CUDA graphs too.
 
 A small call takes the host longer than the device. There a patched site keeps its original forward,
 whose few calls take the host less than the questions of elsa's operators do. Who asks: a site for
@@ -219,7 +220,8 @@ def is_host_bound(
     site: Any, operator: str, x: Tensor, work: int, by_elsa: Callable[[], object], form: Any = None
 ) -> bool:
     """Whether an eager call on a GPU keeps the original forward, because the host would be waited
-    for: the original's few calls take less of it.
+    for: the original's few calls take less of it. In a CUDA graph that is recorded: whether the
+    shipped table names the site (`routing.graphs_least`).
 
     Args:
         site: a patched module. operator: "attention" or "linear". x: what it is called with.
@@ -233,6 +235,8 @@ def is_host_bound(
     waits = x.is_cuda and not calls.traced() and _waits(site, operator, x, work)
     if not waits or site.training:  # a warm-up would draw from the generator of its dropout
         return told(site, waits and torch.is_grad_enabled())
+    if is_captured():  # which loads no kernels
+        return told(site, True)
     kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
         # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
@@ -248,7 +252,17 @@ def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
         one = operator == "attention" and x.shape[0] == 1 and _calls_sdpa(site)
         if not one or work >= routing.eager_least("one_image", x.dtype):
             return False
-    return is_unasked(site.__dict__) and not x.is_nested and not is_captured()
+    if x.is_nested or not is_unasked(site.__dict__):
+        return False
+    return not is_captured() or _leads_in_graphs(site, operator, x, work)
+
+
+def _leads_in_graphs(site: Any, operator: str, x: Tensor, work: int) -> bool:
+    """Whether the original is the faster one in a CUDA graph of inference."""
+    if operator != "attention" or site.training or torch.is_grad_enabled():
+        return False
+    base: type = getattr(type(site), "elsa_base", type(site))
+    return work < routing.graphs_least(f"{base.__module__}.{base.__qualname__}", x.dtype)
 
 
 def _calls_sdpa(site: Any) -> bool:

@@ -8,7 +8,8 @@ that did, and the others run elsa's operators unasked (`host.is_settled`). That 
 call, since the original forward is, and the operators; only speed and memory, which are those of
 one, may not be what the other's would be. So what is told apart are shapes, strides, dtypes and
 modes, and nothing of the model. A call that is not eager and on a GPU is as it was, and so is one
-that a CUDA graph records: there sites are asked as in the first call, which loaded their kernels.
+that a CUDA graph records, but for biases that are gathered at once (`kept.py`): there sites are
+asked as in the first call, which loaded their kernels.
 
 Around all of it, a model patched with `offload` keeps what a backward needs in host memory
 (`elsa_core.offload.activations`).
@@ -43,6 +44,7 @@ from elsa_core.patching.adapters.host import (
     noted,
     observed,
 )
+from elsa_core.patching.adapters.kept import keepers_of
 
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]]
 _CLASSES = weakref.WeakValueDictionary()
@@ -52,6 +54,7 @@ _SETTLED: weakref.WeakKeyDictionary[nn.Module, dict[Any, Direct | bool]]
 _SETTLED = weakref.WeakKeyDictionary()
 _MOST = 64
 _UNKNOWN: Any = object()
+_CAPTURED: Any = object()  # the kind of all calls that a CUDA graph records
 # Methods of timm's and open_clip's models that are called in the place of the model.
 _ENTRIES = ("encode_image", "encode_text", "forward_features", "forward_intermediates")
 
@@ -144,6 +147,8 @@ def _entry(base: type[nn.Module], name: str, written: FunctionType) -> Callable[
             return method(self, *given, **named)
         before, _CURRENT.model = _CURRENT.model, self
         try:
+            if kind is _CAPTURED:
+                return _captured(self, method, given, named)
             return _asked(self, (name, kind), method, given, named)
         finally:
             _CURRENT.model = before
@@ -170,7 +175,22 @@ def _asked(
         if len(settled) >= _MOST:
             _SETTLED.pop(model, None)  # another thread may have
         _SETTLED.setdefault(model, {})[kind] = bool(original)
+        keepers = None if torch.is_grad_enabled() else keepers_of(model)
+        if keepers is not None:
+            keepers.plan()
     return out
+
+
+def _captured(model: nn.Module, method: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A call that a CUDA graph records."""
+    keepers = None if torch.is_grad_enabled() else keepers_of(model)
+    if keepers is None:
+        return method(model, *given, **named)
+    before = keepers.begin(captured=True)
+    try:
+        return method(model, *given, **named)
+    finally:
+        keepers.end(before)
 
 
 def _calling(method: Any, *given: Any, **named: Any) -> Any:
@@ -185,8 +205,10 @@ def _kind_of(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         hash(terms)
     except (TypeError, RecursionError):
         return None
-    if not any(x.is_cuda for x in tensors) or calls.traced() or is_captured():
+    if not any(x.is_cuda for x in tensors) or calls.traced():
         return None
+    if is_captured():
+        return _CAPTURED
     cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     grad = torch.is_grad_enabled()
     # a step that warms up for a CUDA graph is another kind: see `graph_steps.serve`

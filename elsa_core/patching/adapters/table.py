@@ -221,7 +221,7 @@ _TIMM = (
     Row("models.tnt.Attention", GLOBAL, "timm_plain.ElsaTntAttention"),
     Row("models.twins.GlobalSubSampleAttn", GLOBAL),
     Row("models.twins.LocallyGroupedAttn", WINDOW, "timm_windows.ElsaLocallyGroupedAttn"),
-    Row("models.visformer.Attention", GLOBAL),
+    Row("models.visformer.Attention", GLOBAL, "timm_plain.ElsaVisformerAttention"),
     Row("models.vision_transformer.Block", COMPANION, "timm_blocks.ElsaBlock"),
     Row("models.vision_transformer.DiffParallelScalingBlock", GLOBAL),
     Row("models.vision_transformer.ParallelScalingBlock", GLOBAL),

@@ -15,6 +15,7 @@ from timm.models.gcvit import WindowAttentionGlobal
 from timm.models.nest import Attention as NestAttention
 from timm.models.shvit import SHSA
 from timm.models.tnt import Attention as TntAttention
+from timm.models.visformer import Attention as VisformerAttention
 from timm.models.volo import ClassAttention
 from torch import Tensor
 
@@ -22,10 +23,12 @@ from elsa_core.patching.adapters.common import (
     attend,
     drop_p,
     join_heads,
+    other_part,
     project,
     scale_of,
     split_heads,
     split_packed,
+    weights_are_hooked,
 )
 from elsa_core.patching.adapters.host import (
     first_or_original,
@@ -164,4 +167,31 @@ class ElsaSHSA(SHSA):  # type: ignore[misc]  # timm is untyped
         out = attend(self, q, k, v, scale=self.scale)
         image = out.squeeze(1).transpose(1, 2).unflatten(2, tuple(x.shape[2:]))
         projected: Tensor = self.proj(torch.cat((image, rest), dim=1))
+        return projected
+
+
+class ElsaVisformerAttention(VisformerAttention):  # type: ignore[misc]  # timm is untyped
+    """Visformer: all pixels of an image, [B, C, H, W] -> [B, C, H, W]."""
+
+    elsa_base = VisformerAttention
+    elsa_precision: str
+    elsa_backend: str
+
+    @staticmethod
+    def elsa_why_not(module: Any) -> str:
+        """Why it keeps its own forward: a part of its eager branch, where that is on."""
+        return "" if module.fused_attn else other_part(module)
+
+    @image_or_original((2, 3))
+    def forward(self, x: Tensor) -> Tensor:
+        if weights_are_hooked(self):
+            kept: Tensor = VisformerAttention.forward(self, x)
+            return kept
+        packed = self.qkv(x).flatten(2).unflatten(1, (3, self.num_heads, self.head_dim))
+        # as the original for PyTorch's kernel, which copies the three one by one
+        q, k, v = packed.permute(1, 0, 2, 4, 3).contiguous().unbind(0)
+        out = attend(self, q, k, v, scale=scale_of(self), dropout_p=drop_p(self))
+        # an image in the memory order that it came in, which the rest of the model has
+        image = out.transpose(2, 3).flatten(1, 2).contiguous().unflatten(2, tuple(x.shape[2:]))
+        projected: Tensor = self.proj_drop(self.proj(image))
         return projected
