@@ -93,7 +93,7 @@ def lone_keys(case, given, weight):
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-@pytest.mark.parametrize("case", LENGTHS)
+@pytest.mark.parametrize("case", ["mixed", "crossed"])
 def test_gradients(backend, case):
     """Rows of sequences with one key are judged by the rounding of what cancels there."""
     given = operands(case, torch.float32)

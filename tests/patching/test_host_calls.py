@@ -257,3 +257,28 @@ def test_nested_tensors_have_no_kind(on_gpu, least, kernels, work):
         for _ in range(4):
             assert torch.equal(model(x).to_padded_tensor(0), expected)
     assert not kernels
+
+
+@pytest.mark.parametrize("other", ["scope", "width"])
+def test_a_graph_of_a_second_model_finds_its_kernels_loaded(on_gpu, kernels, monkeypatch, other):
+    """Where one of another scope or width warmed up for calls of the same shapes."""
+    swin = {"img_size": 56, "embed_dim": 48, "depths": (2, 2), "num_heads": (2, 4)}
+    wider = {"mlp_ratio": 2.0} if other == "width" else {}
+    monkeypatch.setattr(gate, "_gains", lambda input, weight: True)
+    first, second = (
+        timm.create_model("swin_tiny_patch4_window7_224", num_classes=8, **swin, **more).eval()
+        for more in (wider, {})
+    )
+    elsa.patch(second, scope="model")
+    elsa.patch(first, scope="attention" if other == "scope" else "model")
+    x = torch.randn(2, 3, 56, 56)
+    settled(first, x)
+    settled(second, x)
+    loaded = {weight.shape for weight in kernels}
+    kernels.clear()
+    monkeypatch.setattr(host, "_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    settled(second, x, 1)
+    asked = {weight.shape for weight in kernels}
+    assert {(192, 48), (384, 96)} <= asked  # of MLPs
+    assert asked <= loaded

@@ -24,6 +24,7 @@ from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.patching.adapters.handing import for_nothing
 from elsa_core.patching.adapters.kept import follow
+from elsa_core.patching.adapters.makes import make_of
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -237,7 +238,7 @@ def is_host_bound(
         return told(site, waits and torch.is_grad_enabled())
     if is_captured():  # which loads no kernels
         return told(site, True)
-    kind = (type(site), operator, x.shape, x.dtype, x.get_device(), work, form)
+    kind = (make_of(site), operator, x.shape, x.dtype, x.get_device(), work, form)
     if not calls.was_seen(kind):
         # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
         if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):

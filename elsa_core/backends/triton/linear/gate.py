@@ -203,7 +203,11 @@ def serve(
     if (
         (
             small
-            and _seen(input, weight, (activation, residual is None, scale is None, halves is None))
+            and _seen(
+                input,
+                weight,
+                (activation, bias is None, residual is None, scale is None, halves is None),
+            )
         )
         or not _fits(input, weight, bias)
         or not _serves(input.device, input.dtype, precision)
