@@ -295,7 +295,6 @@ _TRITON = {
         schedule=_entmax_schedule,
         arithmetic=_of_tf32,
         gradient=_on_triton("triton.attention.entmax"),
-        asked=True,
     ),
     "sparse_attention": Implementation(
         support=_on_triton("triton.attention.sparse"),

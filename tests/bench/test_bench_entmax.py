@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from elsa_core import reference
+from elsa_core.backends.triton.attention import entmax as entmax_triton
 from elsa_core.bench import entmax_steps
 from elsa_core.bench.cases import bench_of, inputs, select
 from elsa_core.bench.peers import Inputs, field_of
@@ -117,3 +120,25 @@ def test_the_dry_run_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         return
     with pytest.raises(UnavailableError, match="no CUDA GPU"):
         entmax_steps.main([])
+
+
+def test_the_table_of_the_docs_is_that_of_its_document() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    cases = json.loads((docs / "entmax_h200.json").read_text(encoding="utf-8"))["cases"]
+    text = (docs / "entmax.md").read_text(encoding="utf-8")
+    assert len(cases) == 9
+    for case in cases:
+        dtype, tokens, *kinds = case["case"].split()
+        sizes = entmax_triton.FORWARD["half" if dtype == "fp16" else "float32"]
+        served = f"{sizes.rows}x{sizes.keys}w{sizes.warps}" if dtype == "fp16" else "default"
+        row = case["forward"][served]
+        gradients = case.get("gradients", {}).get("64w4", {"us": None})["us"]
+        others = [case["others"][f"softmax {what}"]["us"] for what in ("forward", "training")]
+        cells = [
+            tokens,
+            dtype,
+            *("yes" if kind in kinds else "no" for kind in ("causal", "sparse")),
+        ]
+        times = ["" if us is None else f"{us / 1e3:.3g}" for us in (row["us"], gradients, *others)]
+        line = " | ".join([*cells, f"{row['tiles']:.0%}", *times, f"{row['error']:.1e}"])
+        assert f"| {line} |" in text

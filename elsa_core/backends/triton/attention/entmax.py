@@ -1,8 +1,7 @@
 """alpha-entmax attention on a GPU: one launch forward; lists of tiles and two launches backward.
 
-"auto" does not choose them until they are timed. The workspace is a number for each tile of 64
-queries and 64 keys. Nothing is added by atomics: equal arguments give equal bits. The gradient of
-an additive mask is not computed here.
+The workspace is a number for each tile of 64 queries and 64 keys. Nothing is added by atomics: equal
+arguments give equal bits. The gradient of an additive mask is not computed here.
 
 Source: AdaSplash, arXiv 2502.12082 (passes over tiles, tiles that are skipped).
 """
@@ -56,7 +55,7 @@ class Tuning:
 
 
 FORWARD = {
-    "half": Tuning(128, 64, 8, 32, (3, 3, 2), False, 2.0**-6, 2.0**-13, 128),
+    "half": Tuning(64, 128, 4, 64, (3, 3, 2), False, 2.0**-6, 2.0**-13),
     "wide half": Tuning(64, 64, 4, 32, (2, 2, 2), False, 2.0**-6, 2.0**-13),
     "float32": Tuning(64, 64, 4, 64, (1, 1, 1), True, 2.0**-11, 2.0**-18),
 }
@@ -74,7 +73,7 @@ class Gradient:
 
 # of the query, and of key and value
 GRADIENTS = {
-    "half": (Gradient(128, 8, 2), Gradient(128, 8, 2)),
+    "half": (Gradient(64, 4, 2), Gradient(64, 4, 2)),
     "wide half": (Gradient(64, 8, 1), Gradient(64, 8, 1)),
     "float32": (Gradient(64, 4, 1), Gradient(64, 4, 1)),
 }
