@@ -1,7 +1,7 @@
 """alpha-entmax attention on a GPU: one launch forward; lists of tiles and two launches backward.
 
-The workspace is a number for each tile of 64 queries and 64 keys. Nothing is added by atomics: equal
-arguments give equal bits. The gradient of an additive mask is not computed here.
+The workspace is a number for each tile of 64 queries and 64 keys. Nothing is added by atomics:
+equal arguments give equal bits. The gradient of an additive mask is not computed here.
 
 Source: AdaSplash, arXiv 2502.12082 (passes over tiles, tiles that are skipped).
 """
