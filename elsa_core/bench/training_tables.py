@@ -74,6 +74,25 @@ def layers_table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compiled_table(document: dict[str, Any]) -> str:
+    """The models of `docs/layers_compiled_h200.json` in Markdown: CUDA graphs, in milliseconds."""
+    ways = ("original", "original, compiled", "patched, frozen", "patched, compiled")
+    exact = ("original, TF32", "original, TF32, compiled")
+    lines = [
+        f"| model | px | batch | {' | '.join(f'{way}, ms' for way in ways)} | gain "
+        f"| {' | '.join(f'{way}, ms' for way in exact)} |",
+        f"|---|{'---:|' * (3 + len(ways) + len(exact))}",
+    ]
+    for case in document["models"]:
+        about = " | ".join(str(case[key]) for key in ("model", "px", "batch"))
+        times, others = (
+            " | ".join(f"{case['graph_ms'][way]:.3g}" for way in some) for some in (ways, exact)
+        )
+        first, second, *own = (case["graph_ms"][way] for way in ways)
+        lines.append(f"| {about} | {times} | {min(first, second) / min(own):.2f} | {others} |")
+    return "\n".join(lines) + "\n"
+
+
 def products_table(document: dict[str, Any]) -> str:
     """The products of `docs/layers_h200.json` in Markdown."""
     lines = [
@@ -129,6 +148,7 @@ def long_table(document: dict[str, Any]) -> str:
 
 TABLES: Final[dict[str, tuple[Callable[[dict[str, Any]], str], str | Path]]] = {
     "layers": (layers_table, "layers_h200.json"),
+    "layers_compiled": (compiled_table, "layers_compiled_h200.json"),
     "products": (products_table, "layers_h200.json"),
     "training": (steps_table, "training_steps_h200.json"),
     "training_h100": (steps_table, "training_steps_h100.json"),
