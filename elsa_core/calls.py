@@ -150,7 +150,9 @@ def was_seen(kind: Any) -> bool:
 
 
 def is_own_stream(device: torch.device) -> bool:
-    """Whether the current stream is none that PyTorch begins with."""
+    """Whether the current stream of a GPU is none that PyTorch begins with; of others no."""
+    if device.type != "cuda":
+        return False
     return torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
 
 
