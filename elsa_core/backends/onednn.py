@@ -19,12 +19,16 @@ LEAST_ONEDNN = 1 << 23
 ONEDNN_DEPTH = 192
 # Rows from which it is worth to copy the weight's parts, which oneDNN wants dense.
 ONEDNN_ROWS = 128
+# Of a gradient of weights, whose parts are rows: elements of the weight from which, and rows up to
+# which, copies and additions cost less than oneDNN saves.
+LEAST_WEIGHT = 1 << 17
+MOST_ROWS = 4096
 
 
 def support(request: Request) -> Support:
     """Whether there are projections of this kind that oneDNN computes faster, and as exactly."""
-    if request.dtype != torch.float32 or request.precision == "ieee" or request.gradient:
-        return Support(False, "takes float32 in inference, not with precision 'ieee'")
+    if request.dtype != torch.float32 or request.precision == "ieee":
+        return Support(False, "takes float32, not with precision 'ieee'")
     if not _mkl_lags():
         return Support(False, "MKL is no slower on this processor")
     return Support(True)
@@ -48,7 +52,51 @@ def serve(
         return None
     if not _suits_onednn(input, weight, bias):
         return None
-    return epilogue(_by_onednn(input, weight, bias), activation, residual, scale)
+    if calls.differentiates(input, weight, bias):
+        product: Tensor = _Trained.apply(input, weight, bias)
+    else:
+        product = _by_onednn(input, weight, bias)
+    return epilogue(product, activation, residual, scale)
+
+
+class _Trained(torch.autograd.Function):
+    """A product and its gradients; where those are differentiated again, by PyTorch's formulas."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        return _by_onednn(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        of_input, of_weight, of_bias = ctx.needs_input_grad
+        rows, slopes = input.reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        plain = calls.by_operator(grad) or type(grad) is not Tensor
+        found: list[Tensor | None] = [None, None, None]
+        if of_input:
+            found[0] = grad @ weight if plain else _by_onednn(grad, weight.t(), None)
+        if of_weight:
+            few = rows.shape[0] <= MOST_ROWS and weight.numel() >= LEAST_WEIGHT
+            by_rows = few and not plain
+            found[1] = _of_weight(slopes, rows) if by_rows else slopes.t() @ rows
+        if of_bias:
+            found[2] = slopes.sum(0)
+        return tuple(found)
+
+
+def _of_weight(grad: Tensor, input: Tensor) -> Tensor:
+    """grad [M, N] and input [M, K] -> [N, K], sums of ONEDNN_DEPTH rows at most, added up."""
+    product = torch.ops.mkldnn._linear_pointwise
+    out: Tensor | None = None
+    parts = -(-grad.shape[0] // ONEDNN_DEPTH)
+    size = -(-grad.shape[0] // parts)
+    for part in zip(grad.split(size), input.split(size), strict=True):
+        left, right = (t.t().contiguous() for t in part)
+        found = product(left, right, None, "none", [], "")
+        out = found if out is None else out.add_(found)
+    assert out is not None  # there is a row
+    return out
 
 
 def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,7 +130,7 @@ def _suits_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and _dense(input)
         and _dense(weight)
         and _suits_bias(bias, weight)
-        and not calls.differentiates(input, weight, bias)
+        and not calls.differentiates_otherwise()
         and not torch.is_autocast_enabled("cpu")
         and _onednn_is_exact()
     )

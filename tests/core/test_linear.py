@@ -397,7 +397,7 @@ def test_whom_onednn_serves(onednn):
     assert not suits(torch.randn(127, 768), wide, None)  # its parts would have to be copied
     assert not suits(x, w[:, :100], b)
     assert not suits(x, w.t(), b)
-    assert not suits(x, w.clone().requires_grad_(), b)
+    assert suits(x, w.clone().requires_grad_(), b)
     assert suits(x, torch.nn.Parameter(w, requires_grad=False), b)
     with torch.no_grad():
         assert suits(x, torch.nn.Parameter(w), b)
@@ -413,10 +413,50 @@ def test_whom_onednn_serves(onednn):
     assert suits(x, w, b)
 
 
-def test_a_gradient_and_a_recorded_program_are_not_onednns(onednn):
-    x, w, b = large(requires_grad=True)
-    linear(x, w, b).sum().backward()
-    assert w.grad is not None
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (0,), (1,), (2,)])
+@pytest.mark.parametrize(("depth", "columns"), [(192, 200), (384, 576), (768, 192)])
+def test_gradients_by_onednn(onednn, depth, columns, wanted):
+    """As exact as those of PyTorch's MKL."""
+    torch.manual_seed(0)
+    given = torch.randn(2, 130, depth), torch.randn(columns, depth), torch.randn(columns)
+    # as a product with what follows in other order hands it on
+    slope = torch.randn(130, 2, columns).transpose(0, 1)
+
+    def gradients(call, dtype=torch.float32):
+        leaves = [t.to(dtype).requires_grad_(i in wanted) for i, t in enumerate(given)]
+        out = call(*leaves)
+        return [out, *torch.autograd.grad(out, [leaves[i] for i in wanted], slope.to(dtype))]
+
+    exact = gradients(functional.linear, torch.float64)
+    found = gradients(linear)
+    assert type(found[0].grad_fn).__name__ == "_TrainedBackward"
+    for mine, peer, reference in zip(found, gradients(functional.linear), exact, strict=True):
+        assert mine.shape == peer.shape
+        assert (mine - reference).norm() <= 1.1 * (peer - reference).norm() + 1e-12
+
+
+def test_second_derivatives_and_batches_of_gradients_of_onednn(onednn):
+    x, w, b = (t.requires_grad_() for t in large())
+
+    def twice(call):
+        first = torch.autograd.grad(call(x, w, b).square().sum(), (x, w, b), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first) * 1e-6, (x, w, b))
+
+    for mine, peer in zip(twice(linear), twice(functional.linear), strict=True):
+        torch.testing.assert_close(mine, peer, rtol=1e-4, atol=1e-4 * peer.abs().max().item())
+    slopes = torch.randn(3, 2, 128, 192)
+    for each in zip(
+        *(torch.autograd.grad(f(x, w, b), (x, w), slopes, is_grads_batched=True)
+          for f in (linear, functional.linear)),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(*each, rtol=1e-4, atol=1e-3)
+    tangent = torch.func.jvp(lambda t: linear(t, w.detach(), b.detach()), (x.detach(),), (x,))[1]
+    torch.testing.assert_close(tangent, x @ w.t(), rtol=1e-4, atol=1e-3)
+
+
+def test_a_recorded_program_is_not_onednns(onednn):
+    x, w, b = large()
 
     class Layer(torch.nn.Module):
         def forward(self, x):
