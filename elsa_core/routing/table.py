@@ -192,7 +192,7 @@ _NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _wh
 
 
 def _entmax_schedule(*arguments: Any) -> str:
-    return "query tiles of 64, key tiles of 64 without a weight skipped after the first step"
+    return "blocks of 64 queries; blocks of keys that can hold no weight are read once"
 
 
 _NATIVE = {

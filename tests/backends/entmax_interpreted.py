@@ -57,6 +57,8 @@ CASES = {
     "half, alpha of heads, causal": (
         (1, 3, 3, 140, 70, 16, 16), F16, (1, 3, 1, 1), {"causal": True}
     ),
+    "half, scores far below 0": ((1, 2, 1, 70, 150, 16, 16), F16, 1.5, {"below": True}),
+    "no channels of queries": ((1, 2, 1, 70, 90, 0, 16), F32, 1.5, {}),
     "half, wide": ((1, 1, 1, 100, 150, 96, 128), F16, 1.5, {}),
     "half, small gradients": ((1, 1, 1, 40, 90, 16, 16), F16, 1.25, {"size": 1e-6}),
     "key alone": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"needs": (0, 1, 0, 0, 0)}),
@@ -88,6 +90,8 @@ def tensors(shape, dtype, options, generator):
         k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
     if options.get("sharp"):
         q, k = q * 6, k * 2
+    if options.get("below"):
+        q[..., 0], k[..., 0] = 12.0, -12.0
     if options.get("whole"):
         q, k = (q * 2).round() / 2, (k * 2).round()
     if options.get("huge"):
@@ -104,7 +108,7 @@ def run(shape, dtype, alpha, options):
     head_alpha, number = None, alpha
     if isinstance(alpha, tuple):
         head_alpha, number = 1.2 + 0.7 * torch.rand(alpha, generator=generator), 0.0
-    scale = options.get("scale", 0.5 if "whole" in options else d**-0.5)
+    scale = options.get("scale", 0.5 if "whole" in options or not d else d**-0.5)
     terms = (number, options.get("causal", False), scale)
     precision = options.get("precision", "strict")
     call = (q, k, v, mask, head_alpha)

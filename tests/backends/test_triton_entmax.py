@@ -100,6 +100,16 @@ def test_small_gpus_are_refused_where_triton_takes_more(monkeypatch, version, se
         assert supported(*other)
 
 
+def test_float32_on_an_amd_gpu_is_refused_but_for_ieee(monkeypatch):
+    """Triton has no products of three TF32 ones there, and `auto` asks `support` alone."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    request = Request("cuda", torch.float32, 64, 64, "strict", "entmax_attention")
+    assert "AMD" in entmax.support(request).reason
+    assert "AMD" in entmax.support(request._replace(precision="lean")).reason
+    assert entmax.support(request._replace(precision="ieee")).ok
+    assert entmax.support(request._replace(dtype=torch.float16)).ok
+
+
 def compiled(monkeypatch, launch, dtype, arch):
     monkeypatch.setattr(triton_compile, "POINTERS", {**triton_compile.POINTERS, **KINDS})
     return triton_compile.compile_launch(launch, dtype, "cuda", arch)

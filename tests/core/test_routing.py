@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import subprocess
 import sys
 import threading
 import time
@@ -282,13 +283,19 @@ def test_a_warm_up_loads_the_gradients_of_the_output_as_it_lies(monkeypatch) -> 
     assert slopes == [(q.shape, (160, 16, 32, 1), [True, False, True, False])]
 
 
-def test_a_warm_up_that_cannot_load_leaves_the_call_to_pytorch(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    # of a C compiler without Python's headers, of a folder that cannot be written, of Triton's own
+    [UnavailableError("no"), subprocess.CalledProcessError(1, "gcc"), OSError("no"), Exception()],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_warm_up_that_cannot_load_leaves_the_call_to_pytorch(monkeypatch, error) -> None:
     """No compiler, say; it is tried once."""
     tried = []
 
     def fail(*of):
         tried.append(of)
-        raise UnavailableError("no compiler")
+        raise error
 
     now = {"capturing": False}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["capturing"])

@@ -223,6 +223,13 @@ def test_constants_are_bounded_and_never_dropped(capture, monkeypatch):
     asked(7, 7)  # too many
     asked(6, 6)
     assert [key[1] for key in decomposed._CONSTANTS] == [((8, 8),), ((6, 6),)]
+
+    def late(shape, like):  # another thread makes the same one meanwhile, which a graph reads
+        return decomposed._CONSTANTS.setdefault((late, (shape,), HALF, like.device), first).clone()
+
+    monkeypatch.setattr(decomposed, "_MOST", 1000)
+    decomposed._constant(late, like, (3,))
+    assert decomposed._CONSTANTS.popitem()[1] is first
     capture()
     assert asked(8, 8) is first and torch.equal(asked(7, 7), torch.zeros(7, 7, dtype=HALF))
     assert len(decomposed._CONSTANTS) == 2

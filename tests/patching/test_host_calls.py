@@ -282,3 +282,21 @@ def test_a_graph_of_a_second_model_finds_its_kernels_loaded(on_gpu, kernels, mon
     asked = {weight.shape for weight in kernels}
     assert {(192, 48), (384, 96)} <= asked  # of MLPs
     assert asked <= loaded
+
+
+def test_autocast_is_warmed_up_apart(on_gpu, monkeypatch):
+    """Its products are of another dtype, whose kernels a graph must find loaded."""
+    loaded = []
+    monkeypatch.setattr(host, "_warm_up", loaded.append)
+    model = torch.nn.Sequential(timm_plain.VisformerAttention(24, 4)).eval()
+    elsa.patch(model, scope="attention")
+    (site,) = model
+    q = torch.randn(1, 2, 9, 8)
+    with torch.no_grad():
+        for most in (2, 2):
+            site(torch.randn(1, 24, 3, 5))
+            assert host.by_sdpa(q, q, q, "auto", "strict") and len(loaded) == most
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for most in (4, 4):
+                site(torch.randn(1, 24, 3, 5))
+                assert host.by_sdpa(q, q, q, "auto", "strict") and len(loaded) == most

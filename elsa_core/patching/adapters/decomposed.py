@@ -115,7 +115,7 @@ def _constant(make: Callable[..., Tensor], like: Tensor, *shape: Any) -> Tensor:
         made = make(*shape, like)
     total = sum(each.numel() for each in list(_CONSTANTS.values()))
     if made.numel() <= _LARGEST and total + made.numel() <= _MOST:
-        _CONSTANTS[key] = made
+        _CONSTANTS.setdefault(key, made)  # another thread's may be in a graph by now
     return made
 
 

@@ -238,7 +238,7 @@ def is_host_bound(
         return told(site, waits and torch.is_grad_enabled())
     if is_captured():  # which loads no kernels
         return told(site, True)
-    kind = (make_of(site), operator, x.shape, x.dtype, x.get_device(), work, form)
+    kind = (make_of(site), operator, x.shape, x.dtype, x.get_device(), work, form, _cast())
     if not calls.was_seen(kind):
         # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
         if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
@@ -246,6 +246,11 @@ def is_host_bound(
         calls.first_of_kind(kind)
         _warm_up(by_elsa)
     return told(site, True)
+
+
+def _cast() -> Any:
+    """The dtype that autocast gives products on a GPU, of other kernels; False for none."""
+    return torch._C._is_any_autocast_enabled() and torch.get_autocast_dtype("cuda")
 
 
 def _waits(site: Any, operator: str, x: Tensor, work: int) -> bool:
@@ -294,7 +299,7 @@ def by_sdpa(
         return _told_reader(False)
     masked = None if mask is None else (mask.shape, mask.dtype, mask.stride())
     shapes = query.shape, key.shape, value.shape, masked
-    kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device)
+    kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device, _cast())
     if calls.first_of_kind(kind):
         _warm_up(lambda: attention(query, key, value, mask, enable_gqa=True))
     return _told_reader(True)

@@ -110,6 +110,8 @@ def support(request: Request) -> Support:
     if dim > largest:
         kind = str(request.dtype).removeprefix("torch.")
         return Support(False, f"head dimension {dim} is above {largest}, entmax's for {kind}")
+    if request.dtype == torch.float32 and MODES[request.precision] == 1 and torch.version.hip:
+        return Support(False, "AMD's GPUs have no products of three TF32 ones: ask for 'ieee'")
     if request.dtype == torch.float32 and dim > 32 and _takes_more(request.device):
         more = "takes more shared memory than this GPU has, as Triton 3.8 compiles it"
         return Support(False, f"head dimension {dim} in float32 {more}")
@@ -185,7 +187,7 @@ def entmax_backward(
     grad_alpha = none
     if wants[4] and head_alpha is not None:
         grad_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
-    if not (query.numel() and key.numel() and value.numel()):
+    if not (grad_out.numel() and key.shape[2]):  # without channels of queries all keys weigh alike
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), none, grad_alpha
     if not (any(wants[:3]) or wants[4]):
         return grads[0], grads[1], grads[2], none, grad_alpha

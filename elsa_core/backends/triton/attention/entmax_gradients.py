@@ -309,9 +309,10 @@ def key_gradient(
             if CAUSAL:
                 edge = edge | (row0 < (i_n + 1) * BN - 1)
             if MODE == 0 and POWER == 2:
-                # rows that are not there take the last one's numbers: their q and g are zeros
+                # rows that are not there take the last one's numbers, and weigh nothing: a weight
+                # beyond float16 times their zeros would be NaN
                 at = i_bh * n_q + tl.minimum(row0 + o_m, n_q - 1)
-                top = tl.load(Delta + stride + at)
+                top = tl.where(o_m < rows, tl.load(Delta + stride + at), float("inf"))
                 one = tl.load(Delta + 2 * stride + at)
                 slope = tl.load(Delta + 3 * stride + at)
                 delta = tl.load(Delta + at)
