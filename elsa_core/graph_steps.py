@@ -6,14 +6,17 @@ In eager calls PyTorch's own kernels keep them, which take less of the host's ti
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from elsa_core import calls, operators, routing
+from elsa_core.messages import first_line
 from elsa_core.routing import measured
 
+_LOG = logging.getLogger("elsa")
 Kind = tuple[str, torch.dtype, int, int, str]
 
 
@@ -52,7 +55,8 @@ def serve(
     if not calls.was_seen(form) and not calls.was_seen((form, "failed")):
         try:
             _load(query, key, value, kind[-1], gradient)
-        except Exception:  # no compiler, no memory, errors of Triton: PyTorch needs none of it
+        except Exception as error:  # of compilers, memory, Triton: PyTorch needs none of it
+            _LOG.info("CUDA graphs keep PyTorch's kernels for such steps: %s", first_line(error))
             form = (form, "failed")
         calls.first_of_kind(form)
     return False

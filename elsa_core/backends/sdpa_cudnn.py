@@ -24,11 +24,9 @@ def measured_attention(
 
     attn_mask: of the query's dtype, or None.
     """
-    if is_causal or not all(t.stride(-1) == 1 and starts_aligned(t) for t in (query, key, value)):
+    if is_causal or not reads(query, key, value, attn_mask):
         return None
     masked = attn_mask is not None
-    if attn_mask is not None and not _is_whole(attn_mask):
-        return None
     if torch.compiler.is_compiling():
         if not _compiles(calls.place(query), query.dtype, query.shape[-1], masked):
             return None
@@ -39,6 +37,13 @@ def measured_attention(
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     out: Tensor = cudnn(query, key, value, attn_mask, False, 0.0, is_causal, scale=scale)[0]
     return out
+
+
+def reads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+    """Whether operands lie in memory as `measured_attention` takes them."""
+    if not all(t.stride(-1) == 1 and starts_aligned(t) for t in (query, key, value)):
+        return False
+    return attn_mask is None or _is_whole(attn_mask)
 
 
 def _is_whole(mask: Tensor) -> bool:

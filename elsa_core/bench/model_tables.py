@@ -89,7 +89,7 @@ def _of_errors(document: Document) -> str:
 def table_of_profiles(documents: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of sweeps: time of every run, the gain with its interval, memory."""
     points = [
-        (document["results"]["model"]["name"], point["profile"])
+        (_named(document["results"]), point["profile"])
         for document in documents
         for point in document["results"]["points"]
         if point["status"] == "done"
@@ -108,6 +108,13 @@ def table_of_profiles(documents: Sequence[Document]) -> tuple[list[str], list[li
         row += [_milliseconds(found.get(name), name in best) for name in names]
         rows.append([*row, _gain(profile), _memory_of(found, best)])
     return columns, rows
+
+
+def _named(results: Document) -> str:
+    """The model, and the scope that it was patched with where that was asked for."""
+    scope = results.get("settings", {}).get("scope", "auto")
+    name: str = results["model"]["name"]
+    return name if scope == "auto" else f"{name}, scope {scope}"
 
 
 def _time(measured: Document | None, case: Document) -> str:

@@ -213,6 +213,8 @@ def _profile_words(results: Document) -> list[str]:
     ):
         text = ",".join(dict.fromkeys(values))
         words += [flag, text] if text != default else []
+    scope = settings.get("scope", "auto")
+    words += ["--scope", scope] if scope != "auto" else []
     for flag in ("include", "exclude"):
         words += [word for glob in settings[flag] for word in (f"--{flag}", glob)]
     return words

@@ -46,8 +46,7 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     """Who computes the gradients of what `found` serves, and why not others."""
     if found.whole:
         return ("gradients: PyTorch's own kernels, forward and backward",)
-    own = request.operator == "entmax_attention" and found.gradient is not None
-    if own and found.backward is None:
+    if found.asked and found.gradient is not None and found.backward is None:
         return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
     record = operators.record(request.operator)
     if found.gradient is not None and not (record.twin and found.run is record.eager):

@@ -295,6 +295,7 @@ _TRITON = {
         schedule=_entmax_schedule,
         arithmetic=_of_tf32,
         gradient=_on_triton("triton.attention.entmax"),
+        asked=True,
     ),
     "sparse_attention": Implementation(
         support=_on_triton("triton.attention.sparse"),
@@ -363,6 +364,7 @@ _SDPA = {
         gradient=sdpa.gradient,
         backward=sdpa.backward,
         direct=sdpa_cudnn.measured_attention,
+        reads=sdpa_cudnn.reads,
         takes=sdpa.takes,
         whole=True,
     ),

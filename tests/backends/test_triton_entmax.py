@@ -149,14 +149,15 @@ def test_what_the_kernels_share_with_the_operator():
     assert entmax.TILE == eager_entmax.TILE
 
 
-def test_auto_chooses_them_where_triton_is_and_support_says_why_not(monkeypatch):
+def test_auto_does_not_choose_them_and_support_says_why_not(monkeypatch):
     request = Request("cuda", torch.float32, 64, 64, "strict", "entmax_attention")
+    name, reasons = routing.select(request)
+    assert name == "eager" and "triton" in routing.names("entmax_attention")
+    assert any(reason.startswith("triton: ") and "measured" in reason for reason in reasons)
     with monkeypatch.context() as there:
         there.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
-        assert routing.select(request)[0] == "triton"
-        said = routing.route(request._replace(gradient=("query",))).reasons
+        said = routing.route(request._replace(gradient=("query",)), "triton").reasons
         assert "gradients: kernels of the same backend; of an additive mask plain PyTorch" in said
-        assert routing.select(request._replace(head_dim=256))[0] == "eager"
     assert "256" in entmax.support(request._replace(head_dim=256)).reason
     assert "lean" not in entmax.support(request._replace(precision="lean")).reason
     assert "turbo" in entmax.support(request._replace(precision="turbo")).reason

@@ -192,8 +192,10 @@ def test_a_command_has_the_settings_of_its_document(path: Path) -> None:
     assert list(given["baselines"] or ()) == settings.get("baselines", [])
     assert given["device"] == found["environment"]["device"]
     if name == "profile":
-        # Without a flag a GPU times them.
-        assert (given["sites"] is not False) is settings["sites"]
+        # Without a flag a GPU times them; None is said by none.
+        flag, wanted = given["sites"], settings["sites"]
+        assert flag is None if wanted is None else (flag is not False) is wanted
+        assert given["scope"] == settings.get("scope", "auto")
         held = {(c["batch"], c["dtype"]) for c in points_of(found)}
         assert {batch for batch, _ in held} == set(given["batch_size"])
         assert {dtype for _, dtype in held} == set(given["dtype"])
