@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from elsa_core import calls, dropping, graph_steps, operators, routing
+from elsa_core import calls, dense_inference, dropping, graph_steps, operators, routing
 from elsa_core import sparsity as sparse
+from elsa_core.backends.cuda import short
 from elsa_core.backends.support import Request
 from elsa_core.errors import UnavailableError
 from elsa_core.operands import (
@@ -77,6 +77,11 @@ def ordinary(
     """
     if calls.traced() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
         return None
+    alone = backend == "auto" and not return_lse
+    if alone:
+        out = short.attention(query, key, value, attn_mask, is_causal, scale, precision)
+        if out is not None:
+            return out
     try:
         shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
         if not (
@@ -106,75 +111,11 @@ def ordinary(
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
         if recorded:
             return _recorded(arguments, choice, backend)
-        if choice.rows and not return_lse:
-            out = _by_row(choice, *arguments)
-            if out is not None:
-                return out
-        result: tuple[Tensor, Tensor]
-        if choice.direct is not None and not _profiled():
-            result = choice.direct(*arguments)
-        else:
-            result = calls.below_autograd(choice.run, *arguments)
+        result = dense_inference.inferred(choice, arguments, alone, return_lse)
         return _with_lse(*result, backend) if return_lse else result[0]
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)
         raise
-
-
-def _by_row(
-    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
-) -> Tensor | None:
-    """An inference call by the backend that was measured to be faster there; None if there is none.
-
-    Not for exported programs, which hold for other lengths too.
-    """
-    if mask is not None and mask.dtype != query.dtype:
-        return None
-    masked = None if mask is None else mask.shape
-    for row, serve in choice.rows:
-        if row.holds(query.shape, key.shape, masked):
-            out: Tensor | None = serve(query, key, value, mask, *rest)
-            if out is not None:
-                return out
-    return None
-
-
-def _measured_faster(
-    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
-) -> Tensor | None:
-    """As `_by_row`, for calls that a compiler may be tracing."""
-    query, key, value, attn_mask = arguments[:4]
-    if calls.exporting():  # such a program holds for other lengths and GPUs
-        return None
-    if is_compiling():
-        if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask):
-            return None
-        return _compiled_by_row(kind, backend, arguments)
-    if calls.traced() or calls.differentiates(query, key, value, attn_mask):
-        return None
-    choice = routing.chosen("attention", query.device, *kind[1:], backend)
-    return _by_row(choice, *arguments)
-
-
-def _compiled_by_row(
-    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
-) -> Tensor | None:
-    """As `_by_row`, for a graph that `torch.compile` makes for the lengths of this call alone.
-
-    A length that it left open decides nothing: the graph would be made anew for each.
-    """
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
-
-    query, key, _, mask = arguments[:4]
-    if mask is not None and mask.dtype != query.dtype:
-        return None
-    masked = None if mask is None else mask.shape
-    for row in routing.rows_of("attention", *kind, backend):
-        if row.holds(query.shape, key.shape, masked, statically_known_true):
-            out: Tensor | None = routing.DIRECT["attention", row.backend](*arguments)
-            if out is not None:
-                return out
-    return None
 
 
 def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tensor | None:
@@ -256,7 +197,7 @@ def _served(
         plain = name == routing.PLAIN
         name = _trains_whole(*asked, is_causal) or (plain and _without_kernels(*asked)) or name
         arguments = (q, k, v, mask, is_causal, scale, precision)
-        faster = None if return_lse else _measured_faster(kind, backend, arguments)
+        faster = None if return_lse else dense_inference.measured_faster(kind, backend, arguments)
         run = routing.RUNS["attention", name]
         answer = run(*arguments) if faster is None else (faster, None)
     return answer

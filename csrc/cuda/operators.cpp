@@ -3,80 +3,92 @@
 // A call whose layout was planned runs here. Any other goes to `elsa::<name>_plan`, which computes
 // it and returns one tensor more: what is to be kept for the layout (see `keep`). A layout that is
 // kept as none for this library goes to `elsa::<name>_unplanned`, which returns the same.
+#include "operators.h"
+
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "cache.h"
-#include "plan.h"
 #include "planfile.h"
+
+using elsa_cuda::Address;
+using elsa_cuda::ask;
+using elsa_cuda::cache;
+using elsa_cuda::Entry;
+using elsa_cuda::Handle;
+using elsa_cuda::kMostOperators;
+using elsa_cuda::kMostValues;
+using elsa_cuda::Operator;
+using elsa_cuda::operator_count;
+using elsa_cuda::operators;
+using elsa_cuda::served;
+
+namespace elsa_cuda {
+
+std::array<Operator, kMostOperators> operators;
+size_t operator_count = 0;
+Cache<Entry> cache(4096);
+std::atomic<int64_t> served{0};
+
+using GetStream = AOTITorchError (*)(int32_t, void**);
+
+static GetStream stream_getter() {
+  static const auto found =
+      reinterpret_cast<GetStream>(find_symbol("aoti_torch_get_current_cuda_stream"));
+  return found;
+}
+
+bool gives_streams() { return stream_getter() != nullptr; }
+
+static Handle allocate(const Output& output, Where where) {
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError error = aoti_torch_empty_strided(
+      static_cast<int64_t>(output.sizes.size()), output.sizes.data(), output.strides.data(),
+      output.dtype, where.type, where.index, &handle);
+  return Handle(error == AOTI_TORCH_SUCCESS ? handle : nullptr);
+}
+
+bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs) {
+  const Plan& plan = bound.plan;
+  Address slots[2 * kMostValues + 1];
+  Handle workspace;
+  uint32_t slot = 0;
+  for (; slot < plan.inputs; ++slot) slots[slot] = inputs[slot];
+  for (size_t i = 0; i < plan.outputs.size(); ++i) {
+    outputs[i] = allocate(plan.outputs[i], where);
+    if (outputs[i].get() == nullptr) return false;
+    slots[slot++] = address_of(outputs[i].get());
+  }
+  slots[slot] = 0;
+  if (plan.workspace != 0) {
+    Output bytes;
+    bytes.sizes = {static_cast<int64_t>(plan.workspace)};
+    bytes.strides = {1};
+    workspace = allocate(bytes, where);
+    if (workspace.get() == nullptr) return false;
+    slots[slot] = address_of(workspace.get());
+  }
+  const Current current(bound.device);
+  if (current.foreign()) return false;
+  void* stream = nullptr;
+  ask(stream_getter()(bound.device, &stream), "the current stream");
+  run(bound, slots, static_cast<Stream>(stream));
+  served.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
+}  // namespace elsa_cuda
 
 namespace {
 
-using elsa_cuda::Address;
 using torch::stable::detail::to;
 
-constexpr size_t kMostOperators = 16;
-constexpr size_t kMostValues = 32;
-constexpr size_t kMostEntries = 4096;
-constexpr uint32_t kAlignment = 16;  // what kernels tell apart
-
-struct Operator {
-  std::string name, plan, unplanned;
-  // Of each argument: T tensor, O tensor or none, n integer, b boolean, d double, s string,
-  // N integers, B booleans.
-  std::string types;
-  uint32_t results = 0;
-  bool by_file = false;  // plans come from `elsa_cuda::find_plan` and not from Python
-};
-
-struct Entry {
-  std::unique_ptr<const elsa_cuda::Bound> bound;  // null: such calls are not for this library
-};
-
-Operator operators[kMostOperators];
-size_t operator_count = 0;
 std::mutex registering;
-elsa_cuda::Cache<Entry> cache(kMostEntries);
-std::atomic<int64_t> served{0};
-
-void ask(AOTITorchError error, const char* what) {
-  if (error != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error(std::string("elsa: PyTorch refused ") + what);
-  }
-}
-
-// A tensor handle that is deleted unless it is given away.
-class Handle {
- public:
-  Handle() = default;
-  explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
-  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Handle& operator=(Handle&& other) noexcept {
-    std::swap(handle_, other.handle_);
-    return *this;
-  }
-  ~Handle() {
-    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
-  }
-  AtenTensorHandle get() const { return handle_; }
-  AtenTensorHandle give() { return std::exchange(handle_, nullptr); }
-
- private:
-  AtenTensorHandle handle_ = nullptr;
-};
-
-Address address_of(AtenTensorHandle tensor) {
-  void* data = nullptr;
-  ask(aoti_torch_get_data_ptr(tensor, &data), "an address");
-  return reinterpret_cast<Address>(data);
-}
 
 // The arguments of a call, as the dispatcher gave them away.
 class Arguments {
@@ -107,8 +119,7 @@ class Arguments {
 
   uint32_t tensors = 0;
   Address addresses[kMostValues];
-  int32_t device_type = 0;  // of the first tensor
-  int32_t device = 0;
+  elsa_cuda::Where where;  // of the first tensor
 
  private:
   static void drop(char type, StableIValue value) {
@@ -163,7 +174,7 @@ class Arguments {
   void describe(AtenTensorHandle tensor, elsa_cuda::Key& key) {
     if (tensor == nullptr) {
       addresses[tensors++] = 0;
-      return key.add(~uint64_t{0});
+      return elsa_cuda::add_no_tensor(key);
     }
     int64_t dims = 0;
     int64_t* sizes = nullptr;
@@ -175,18 +186,11 @@ class Arguments {
     ask(aoti_torch_get_dtype(tensor, &dtype), "a tensor's dtype");
     ask(aoti_torch_get_device_type(tensor, &type), "a tensor's device");
     ask(aoti_torch_get_device_index(tensor, &index), "a tensor's device");
-    const Address address = address_of(tensor);
-    if (tensors == 0) {
-      device_type = type;
-      device = index;
-    }
+    const Address address = elsa_cuda::address_of(tensor);
+    if (tensors == 0) where = {type, index};
     addresses[tensors++] = address;
-    // 4 bits of alignment, 8 of each other: none is larger, and no tensor has the word of none.
-    key.add((address % kAlignment) | static_cast<uint64_t>(dtype & 0xff) << 8 |
-            static_cast<uint64_t>(dims & 0xff) << 16 | static_cast<uint64_t>(type & 0xff) << 24 |
-            static_cast<uint64_t>(with_device_ ? index & 0xffff : 0) << 32);
-    key.add(sizes, dims);
-    key.add(strides, dims);
+    elsa_cuda::add_tensor(key, address, dtype, {type, with_device_ ? index : 0}, dims, sizes,
+                          strides);
   }
 
   const std::string& types_;
@@ -195,65 +199,24 @@ class Arguments {
   StableIValue values_[kMostValues];
 };
 
-using GetStream = AOTITorchError (*)(int32_t, void**);
-
-GetStream stream_getter() {
-  static const auto found =
-      reinterpret_cast<GetStream>(elsa_cuda::find_symbol("aoti_torch_get_current_cuda_stream"));
-  return found;
-}
-
 // CPU tensors, which tests alone pass, have no index.
 elsa_cuda::Device device_of(const Arguments& arguments) {
-  return arguments.device < 0 ? 0 : arguments.device;
+  return arguments.where.index < 0 ? 0 : arguments.where.index;
 }
 
-Handle allocate(const elsa_cuda::Output& output, const Arguments& arguments) {
-  AtenTensorHandle handle = nullptr;
-  const AOTITorchError error = aoti_torch_empty_strided(
-      static_cast<int64_t>(output.sizes.size()), output.sizes.data(), output.strides.data(),
-      output.dtype, arguments.device_type, arguments.device, &handle);
-  return Handle(error == AOTI_TORCH_SUCCESS ? handle : nullptr);
-}
-
-// Runs a planned call. False: nothing was done, for want of memory (PyTorch then says so itself) or
-// in a context that is not PyTorch's.
+// Runs a planned call; see `elsa_cuda::run`.
 bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue* stack) {
-  const elsa_cuda::Plan& plan = bound.plan;
-  Address slots[2 * kMostValues + 1];
   Handle outputs[kMostValues];
-  Handle workspace;
-  uint32_t slot = 0;
-  for (; slot < plan.inputs; ++slot) slots[slot] = arguments.addresses[slot];
-  for (size_t i = 0; i < plan.outputs.size(); ++i) {
-    outputs[i] = allocate(plan.outputs[i], arguments);
-    if (outputs[i].get() == nullptr) return false;
-    slots[slot++] = address_of(outputs[i].get());
-  }
-  slots[slot] = 0;
-  if (plan.workspace != 0) {
-    elsa_cuda::Output bytes;
-    bytes.sizes = {static_cast<int64_t>(plan.workspace)};
-    bytes.strides = {1};
-    workspace = allocate(bytes, arguments);
-    if (workspace.get() == nullptr) return false;
-    slots[slot] = address_of(workspace.get());
-  }
-  const elsa_cuda::Current current(bound.device);
-  if (current.foreign()) return false;
-  void* stream = nullptr;
-  ask(stream_getter()(bound.device, &stream), "the current stream");
-  elsa_cuda::run(bound, slots, static_cast<elsa_cuda::Stream>(stream));
-  for (size_t i = 0; i < plan.outputs.size(); ++i)
+  if (!elsa_cuda::run(bound, arguments.addresses, arguments.where, outputs)) return false;
+  for (size_t i = 0; i < bound.plan.outputs.size(); ++i)
     stack[i] = torch::stable::detail::from(outputs[i].give());
-  served.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
 
 std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device) {
   const elsa_cuda::Current current(device);
   if (current.foreign()) throw std::runtime_error("the current CUDA context is not PyTorch's");
-  if (stream_getter() == nullptr) throw std::runtime_error("this PyTorch gives no CUDA stream");
+  if (!elsa_cuda::gives_streams()) throw std::runtime_error("this PyTorch gives no CUDA stream");
   return std::make_unique<const elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
 }
 
@@ -265,7 +228,7 @@ void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& p
   int64_t size = 0;
   ask(aoti_torch_get_numel(said, &size), "a plan's size");
   if (size == 0) return;
-  const auto* bytes = reinterpret_cast<const uint8_t*>(address_of(said));
+  const auto* bytes = reinterpret_cast<const uint8_t*>(elsa_cuda::address_of(said));
   const uint64_t rest = static_cast<uint64_t>(size) - 1;
   if (bytes[0] == 'E') {
     throw std::runtime_error(std::string(reinterpret_cast<const char*>(bytes) + 1, rest));
@@ -307,7 +270,7 @@ void serve_by_file(const Operator& op, Arguments& arguments, const elsa_cuda::Ke
 void serve(const Operator& op, StableIValue* stack) {
   Arguments arguments(op, stack);
   elsa_cuda::Key key, portable;
-  key.add(static_cast<uint64_t>(&op - operators));
+  key.add(static_cast<uint64_t>(&op - operators.data()));
   arguments.describe(key);
   uint64_t generation = 0;
   bool unplanned = false;
@@ -336,7 +299,7 @@ void serve(const Operator& op, StableIValue* stack) {
 
 template <size_t N>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
-  serve(operators[N], stack);
+  serve(elsa_cuda::operators[N], stack);
 }
 
 using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);

@@ -2,6 +2,7 @@
 
 The tensors are small, so that the GPU waits for the host: what is timed is the host's way to a
 launch, not the kernel. Each operator stands beside PyTorch's or timm's own call of the same run.
+Nothing is recorded for gradients.
 """
 
 from __future__ import annotations
@@ -95,11 +96,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--calls", type=int, default=CALLS)
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
+    with torch.no_grad():
+        results = list(measure(device, given.rounds, given.calls))
     document = {
         "schema_version": 1,
         "environment": environment.describe(device),
         "cuda_library": cuda.status()._asdict(),
-        "results": list(measure(device, given.rounds, given.calls)),
+        "results": results,
     }
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 

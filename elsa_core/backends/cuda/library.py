@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from elsa_core.backends.cuda.kernels import kernel_of
 from elsa_core.backends.cuda.plan import Kernel
 from elsa_core.errors import UnavailableError
 
-_UNITS = ("driver", "kernels", "plan", "planfile", "operators")
+_UNITS = ("driver", "kernels", "plan", "planfile", "operators", "python")
 # The letters of `Operator::types` in csrc/cuda/operators.cpp.
 _TYPES = {
     "Tensor": "T", "Optional[Tensor]": "O", "int": "n", "bool": "b", "float": "d", "str": "s",
@@ -85,6 +86,20 @@ class Library:
     def check(self, plan: bytes, device: int) -> None:
         """Read a plan as a call would, and load its kernels on a device; -1: only read it."""
         self._ask("elsa_cuda_load_plan", plan, ctypes.c_uint64(len(plan)), ctypes.c_int(device))
+
+    def short(self, operator: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """Two functions that take an operator's arguments: the first result of a call that was
+        admitted, or None; and what admits calls of a layout. None where this PyTorch has no such
+        way.
+        """
+        exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        wrap = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
+        if exchange is None or wrap is None:
+            return None
+        made: Any = (ctypes.py_object * 2)()
+        given = map(ctypes.py_object, (exchange, torch.Tensor, wrap))
+        failed = self._locked.elsa_cuda_short(operator.encode(), *given, made)
+        return None if failed else (made[0], made[1])
 
     def clear(self) -> None:
         """Forget every plan."""

@@ -1,0 +1,100 @@
+// The operators that are served, the plans that are kept, and how a planned call runs.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cache.h"
+#include "plan.h"
+
+namespace elsa_cuda {
+
+constexpr size_t kMostOperators = 16;
+constexpr size_t kMostValues = 32;
+constexpr uint32_t kAlignment = 16;  // what kernels tell apart
+
+struct Operator {
+  std::string name, plan, unplanned;
+  // Of each argument: T tensor, O tensor or none, n integer, b boolean, d double, s string,
+  // N integers, B booleans.
+  std::string types;
+  uint32_t results = 0;
+  bool by_file = false;  // plans come from `find_plan` and not from Python
+};
+
+struct Entry {
+  std::unique_ptr<const Bound> bound;  // null: such calls are not for this library
+  // Whether such a call by `auto` is for this library, so that Python may ask it first.
+  mutable std::atomic<bool> first{false};
+};
+
+extern std::array<Operator, kMostOperators> operators;
+extern size_t operator_count;
+extern Cache<Entry> cache;
+extern std::atomic<int64_t> served;  // calls that ran without Python's planners
+
+inline void ask(AOTITorchError error, const char* what) {
+  if (error != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error(std::string("elsa: PyTorch refused ") + what);
+  }
+}
+
+// A tensor handle that is deleted unless it is given away.
+class Handle {
+ public:
+  Handle() = default;
+  explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
+  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Handle& operator=(Handle&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Handle() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle give() { return std::exchange(handle_, nullptr); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+inline Address address_of(AtenTensorHandle tensor) {
+  void* data = nullptr;
+  ask(aoti_torch_get_data_ptr(tensor, &data), "an address");
+  return reinterpret_cast<Address>(data);
+}
+
+// A device by PyTorch's numbers: its type, and its index, which is -1 on the CPU.
+struct Where {
+  int32_t type = 0;
+  int32_t index = 0;
+};
+
+// A tensor's part of the key of a call; `dtype` by PyTorch's number.
+inline void add_tensor(Key& key, Address address, int32_t dtype, Where where, int64_t dims,
+                       const int64_t* sizes, const int64_t* strides) {
+  // 4 bits of alignment, 8 of each other: none is larger, and no tensor has the word of none.
+  key.add((address % kAlignment) | static_cast<uint64_t>(dtype & 0xff) << 8 |
+          static_cast<uint64_t>(dims & 0xff) << 16 |
+          static_cast<uint64_t>(where.type & 0xff) << 24 |
+          static_cast<uint64_t>(where.index & 0xffff) << 32);
+  key.add(sizes, dims);
+  key.add(strides, dims);
+}
+inline void add_no_tensor(Key& key) { key.add(~uint64_t{0}); }
+
+// Whether this PyTorch says which CUDA stream is the current one.
+bool gives_streams();
+
+// Runs a planned call: allocates `outputs`, at most kMostValues, and launches. False: nothing was
+// launched, for want of memory (PyTorch then says so itself) or in a context that is not PyTorch's.
+bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs);
+
+}  // namespace elsa_cuda

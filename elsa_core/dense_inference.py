@@ -1,0 +1,90 @@
+"""Calls of dense attention that autograd does not record, by the backend that serves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from elsa_core import calls, routing
+from elsa_core.backends.cuda import short
+from elsa_core.routing import Chosen
+
+_profiled = torch._C._autograd._profiler_enabled
+
+
+def inferred(
+    choice: Chosen, arguments: tuple[Any, ...], alone: bool, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """An ordinary call that autograd does not record, by who serves it; `alone`: chosen by "auto",
+    the output alone, so that the next one of its layout may go the short way.
+    """
+    out = _by_row(choice, *arguments) if choice.rows and not return_lse else None
+    if out is not None:
+        return out, None
+    found: tuple[Tensor, Tensor | None]
+    if choice.direct is None or _profiled():
+        found = calls.below_autograd(choice.run, *arguments)
+        return found
+    found = choice.direct(*arguments)
+    if alone and found[0].is_cuda:
+        short.ATTENTION.admit(*arguments)
+    return found
+
+
+def _by_row(
+    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
+) -> Tensor | None:
+    """An inference call by the backend that was measured to be faster there; None if there is none.
+
+    Not for exported programs, which hold for other lengths too.
+    """
+    if mask is not None and mask.dtype != query.dtype:
+        return None
+    masked = None if mask is None else mask.shape
+    for row, serve in choice.rows:
+        if row.holds(query.shape, key.shape, masked):
+            out: Tensor | None = serve(query, key, value, mask, *rest)
+            if out is not None:
+                return out
+    return None
+
+
+def measured_faster(
+    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
+) -> Tensor | None:
+    """The output of a call, as `_by_row` gives it; a compiler may be tracing it."""
+    query, key, value, attn_mask = arguments[:4]
+    if calls.exporting():  # such a program holds for other lengths and GPUs
+        return None
+    if is_compiling():
+        if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask):
+            return None
+        return _compiled_by_row(kind, backend, arguments)
+    if calls.traced() or calls.differentiates(query, key, value, attn_mask):
+        return None
+    choice = routing.chosen("attention", query.device, *kind[1:], backend)
+    return _by_row(choice, *arguments)
+
+
+def _compiled_by_row(
+    kind: tuple[str, torch.dtype, int, int, str], backend: str, arguments: tuple[Any, ...]
+) -> Tensor | None:
+    """As `_by_row`, for a graph that `torch.compile` makes for the lengths of this call alone.
+
+    A length that it left open decides nothing: the graph would be made anew for each.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
+
+    query, key, _, mask = arguments[:4]
+    if mask is not None and mask.dtype != query.dtype:
+        return None
+    masked = None if mask is None else mask.shape
+    for row in routing.rows_of("attention", *kind, backend):
+        if row.holds(query.shape, key.shape, masked, statically_known_true):
+            out: Tensor | None = routing.DIRECT["attention", row.backend](*arguments)
+            if out is not None:
+                return out
+    return None

@@ -1,0 +1,159 @@
+"""Attention past PyTorch's dispatcher, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import elsa_core as elsa
+from elsa_core.backends import cuda
+from elsa_core.backends.cuda import library, short
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": torch.float32},
+    "fp16": {"dtype": torch.float16},
+    "bf16 odd": {"dtype": torch.bfloat16, "shape": (3, 5, 131, 40)},
+    "causal": {"dtype": torch.float32, "is_causal": True},
+    "bool": {"dtype": torch.float16, "mask": torch.bool},
+    "additive": {"dtype": torch.float32, "mask": torch.float32, "scale": 0.3},
+    "ieee": {"dtype": torch.float32, "precision": "ieee"},
+    "decode": {"dtype": torch.float16, "shape": (2, 3, 1, 64), "keys": 5000},
+}
+
+
+@pytest.fixture(autouse=True)
+def _served() -> Iterator[None]:
+    """Nothing was admitted before a test."""
+    if not cuda.ready():
+        pytest.skip(cuda.status().reason)
+    cuda.forget()
+    yield
+
+
+def operands(dtype: torch.dtype, shape: Any = (1, 4, 197, 64), keys: int = 0, mask: Any = None,
+             **terms: Any) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+    generator = torch.Generator("cuda").manual_seed(0)
+    batch, heads, queries, dim = shape
+    keys = keys or queries
+
+    def made(tokens: int) -> torch.Tensor:
+        drawn = torch.randn(batch, tokens, heads, dim, generator=generator, device="cuda")
+        return drawn.to(dtype).transpose(1, 2)
+
+    given: list[Any] = [made(queries), made(keys), made(keys)]
+    if mask is not None:
+        drawn = torch.randn(1, 1, 1, keys, generator=generator, device="cuda")
+        given.append(drawn > 0 if mask == torch.bool else drawn.to(mask))
+    return given, terms
+
+
+def took(call: Any) -> tuple[Any, int]:
+    """What a call gives, and how many calls the library served."""
+    before = library.load().counts()[1]
+    result = call()
+    return result, library.load().counts()[1] - before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_second_call_of_a_layout_has_the_bits_of_the_first(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, terms = operands(**CASES[name])
+    with torch.no_grad():
+        first = elsa.attention(*given, **terms)
+        assert isinstance(first, torch.Tensor)
+        serve = short.ATTENTION.serve
+        if serve is None:
+            pytest.skip("this PyTorch has no such way")
+        found: list[Any] = []
+        monkeypatch.setattr(
+            short.ATTENTION, "serve", lambda *a: (found.append(serve(*a)), found[-1])[1]
+        )
+        second = elsa.attention(*given, **terms)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            third = elsa.attention(*given, **terms)
+        stream.synchronize()
+        fresh = [t.clone() if isinstance(t, torch.Tensor) else t for t in given]
+        graph = torch.cuda.CUDAGraph()
+        elsa.attention(*fresh, **terms)
+        with torch.cuda.graph(graph):
+            recorded = elsa.attention(*fresh, **terms)
+        graph.replay()
+    # clones of strided tensors keep their strides: all but the first call of a layout
+    assert [each is not None for each in found] == [True] * len(found) and len(found) == 4
+    for other in (second, third, recorded):
+        assert isinstance(other, torch.Tensor)
+        assert torch.equal(first, other) and first.stride() == other.stride()
+
+
+def test_results_are_freed_and_the_gradient_is_seen() -> None:
+    given, _ = operands(torch.float32)
+    with torch.inference_mode():
+        elsa.attention(*given)
+        assert elsa.attention(*given).is_inference()  # type: ignore[union-attr]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(200):
+            elsa.attention(*given)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+    given[0].requires_grad_()
+    out = elsa.attention(*given)
+    assert isinstance(out, torch.Tensor) and out.requires_grad
+    out.sum().backward()
+    assert given[0].grad is not None
+
+
+class Names(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_profilers_see_the_operator() -> None:
+    given, _ = operands(torch.float32)
+    with torch.no_grad():
+        for _ in range(2):
+            elsa.attention(*given)
+        with Names() as mode:
+            elsa.attention(*given)
+        assert any("elsa.attention" in each for each in mode.names)
+        with torch.profiler.profile() as profile:
+            elsa.attention(*given)
+        assert any(each.key == "elsa::attention" for each in profile.key_averages())
+
+
+def test_who_is_served_by_pytorch_stays_so() -> None:
+    """A named backend's plan admits nothing, and a changed route forgets what was admitted."""
+    given, _ = operands(torch.float16, mask=torch.float16, shape=(8, 12, 577, 64))
+    given[3] = given[3].expand(1, 1, 577, 577).contiguous()
+    with torch.no_grad():
+        elsa.attention(*given, backend="triton")
+        routed, served = took(lambda: elsa.attention(*given))
+        again, served_again = took(lambda: elsa.attention(*given))
+    assert served == served_again and torch.equal(routed, again)
+    given, _ = operands(torch.float32)
+    with torch.no_grad():
+        for _ in range(2):
+            elsa.attention(*given)
+        cuda.forget()
+        assert short.ATTENTION.serve is None or (
+            short.ATTENTION.serve(*given, None, False, None, "strict") is None
+        )

@@ -1,0 +1,125 @@
+"""Which calls of attention ask the CUDA library ahead of PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import elsa_core as elsa
+from elsa_core.backends.cuda import short
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The arguments of calls that took the short way, each of which gives ones."""
+    found: list[Any] = []
+
+    def serve(*arguments: Any) -> torch.Tensor:
+        found.append(arguments)
+        return torch.ones_like(arguments[0])
+
+    monkeypatch.setattr(short.ATTENTION, "serve", serve)
+    yield found
+
+
+def operands(**given: Any) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 9, 8, generator=generator).requires_grad_(**given) for _ in range(3)]
+
+
+def test_plain_calls_take_it(asked: list[Any]) -> None:
+    q, k, v = operands(requires_grad=False)
+    mask = torch.zeros(1, 1, 9, 9)
+    assert torch.equal(elsa.attention(q, k, v), torch.ones_like(q))
+    elsa.attention(q, k, v, mask, scale=0.5, precision="ieee")
+    elsa.attention(q, k, v, is_causal=True)
+    terms = [each[3:] for each in asked]
+    assert terms[0] == (None, False, None, "strict") and terms[2] == (None, True, None, "strict")
+    assert terms[1][0] is mask and terms[1][1:] == (False, 0.5, "ieee")
+
+
+def test_tensors_that_need_a_gradient_take_it_where_none_is_recorded(asked: list[Any]) -> None:
+    given = operands(requires_grad=True)
+    out = elsa.attention(*given)
+    assert not asked and isinstance(out, torch.Tensor) and out.requires_grad
+    with torch.no_grad():
+        elsa.attention(*given)
+    with torch.inference_mode():
+        elsa.attention(*given)
+    assert len(asked) == 2
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "lse": ({"return_lse": True}, nullcontext),
+    "dropout": ({"dropout_p": 0.5}, nullcontext),
+    "backend": ({"backend": "eager"}, nullcontext),
+    "sparsity": ({"sparsity": "exact"}, nullcontext),
+    "function mode": ({}, Functions),
+    "device": ({}, lambda: torch.device("cpu")),
+    "dispatch mode": ({}, Dispatches),
+    "autocast": ({}, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "profiler": ({}, torch.profiler.profile),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_do_not(name: str, asked: list[Any]) -> None:
+    named, context = OTHERS[name]
+    made: AbstractContextManager[Any] = context()
+    q, k, v = operands(requires_grad=False)
+    with made:
+        elsa.attention(q, k, v, **named)
+    assert not asked
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_negated_views_do_not(position: int, asked: list[Any]) -> None:
+    """Their memory holds the negative of what they say."""
+    given = [*operands(requires_grad=False), torch.zeros(1, 1, 9, 9)]
+    expected = [t.clone() for t in given]
+    expected[position] = -expected[position]
+    given[position] = torch._neg_view(given[position])  # type: ignore[attr-defined]
+    out = elsa.attention(*given)
+    assert not asked
+    short.ATTENTION.serve = None
+    assert torch.equal(out, elsa.attention(*expected))  # type: ignore[arg-type]
+
+
+def test_transforms_and_compilers_do_not(asked: list[Any]) -> None:
+    q, k, v = operands(requires_grad=False)
+    torch.func.vmap(lambda a: elsa.attention(a, k, v))(q[None])
+    torch.jit.trace(lambda a: elsa.attention(a, k, v), (q,), check_trace=False)
+    torch.compile(lambda a: elsa.attention(a, k, v), fullgraph=True, backend="eager")(q)
+    assert not asked
+
+
+def test_a_call_that_is_not_admitted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = operands(requires_grad=False)
+    expected = elsa.attention(q, k, v)
+    monkeypatch.setattr(short.ATTENTION, "serve", lambda *arguments: None)
+    assert torch.equal(elsa.attention(q, k, v), expected)  # type: ignore[arg-type]
+
+
+def test_cpu_calls_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short.Short, "admit", lambda *arguments: pytest.fail("it was"))
+    elsa.attention(*operands(requires_grad=False))
