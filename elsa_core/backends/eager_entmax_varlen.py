@@ -57,9 +57,9 @@ def attention(
     sizes = (heads, tokens // TILE + cu_seqlens_q.shape[0] - 1, -(-longest_k // TILE))
     tiles = query.new_zeros(sizes, dtype=torch.uint8)
     for part in _parts(query, key, cu_seqlens_q, cu_seqlens_k):
-        own = _alone(query[part.queries], key[part.keys], value[part.keys])
-        of_heads = _of_sequence(head_alpha, part)
-        found = eager_entmax.attention(*own, None, of_heads, alpha, is_causal, scale, precision)
+        q, k, v = _alone(query[part.queries], key[part.keys], value[part.keys])
+        own = _of_sequence(head_alpha, part)
+        found = eager_entmax.attention(q, k, v, None, own, alpha, is_causal, scale, precision)
         out[part.queries] = found[0][0].transpose(0, 1)
         rows[:, :, part.queries] = found[1][:, 0]
         tiles[:, part.rows, part.columns] = found[2][0]
@@ -98,8 +98,8 @@ def backward(
         of_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
     dense = [*needs[:3], False, needs[3]]
     for part in _parts(query, key, cu_seqlens_q, cu_seqlens_k):
-        g, q = _alone(grad_out[part.queries], query[part.queries])
-        k, v = _alone(key[part.keys], value[part.keys])
+        q, k, v = _alone(query[part.queries], key[part.keys], value[part.keys])
+        g = grad_out[part.queries].transpose(0, 1)[None]
         own = _of_sequence(head_alpha, part)
         found = eager_entmax.backward(
             g, q, k, v, None, own, rows[:, None, :, part.queries],
@@ -127,9 +127,10 @@ def _parts(
         yield Part(s, slice(first, end), slice(first_k, end_k), rows, columns)
 
 
-def _alone(*packed: Tensor) -> tuple[Tensor, ...]:
+def _alone(*packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[n, H, D] as a batch of one, [1, H, n, D]."""
-    return tuple(t.transpose(0, 1)[None] for t in packed)
+    query, key, value = (t.transpose(0, 1)[None] for t in packed)
+    return query, key, value
 
 
 def _of_sequence(head_alpha: Tensor | None, part: Part) -> Tensor | None:

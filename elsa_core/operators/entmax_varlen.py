@@ -139,9 +139,7 @@ ENTMAX_VARLEN_ATTENTION = register(
     )
 )
 # On devices without kernels of this operator the name stands for the reference too.
-implement(
-    "entmax_varlen_attention", eager_entmax_varlen.attention, "CompositeExplicitAutograd"
-)
+implement("entmax_varlen_attention", eager_entmax_varlen.attention, "CompositeExplicitAutograd")
 implement(
     "entmax_varlen_attention_backward", eager_entmax_varlen.backward, "CompositeExplicitAutograd"
 )

@@ -83,10 +83,10 @@ def entmax_varlen_attention(
     if head_alpha is not None and head_alpha.shape[0] > 1:
         head_alpha = head_alpha[rows, :, :, 0].permute(2, 1, 0).unsqueeze(-1)  # [1, H, T, 1]
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-    out, *empty = entmax_attention(
+    out, *_ = entmax_attention(
         q, k, v, seen.unsqueeze(0).unsqueeze(0), head_alpha, alpha, False, scale, precision
     )
-    return out.squeeze(0).transpose(0, 1), *empty
+    return out.squeeze(0).transpose(0, 1), query.new_empty(0), query.new_empty(0)
 
 
 def _hidden(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
