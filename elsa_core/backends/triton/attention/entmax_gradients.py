@@ -91,11 +91,12 @@ def list_columns(
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def sum_of_sequences(X, Out, Starts, n_q: tl.int32, batch: tl.int32, CHUNK: tl.constexpr):
-    """Grid (sequences x heads): Out [heads, batch], the sums of X [heads, n_q] over the tokens of
-    each sequence."""
-    i_h = tl.program_id(0) // batch
-    i_s = tl.program_id(0) - i_h * batch
+def sum_of_sequences(X, Out, Starts, heads: tl.int32, n_q: tl.int32, CHUNK: tl.constexpr):
+    """Grid (sequences x heads): Out [sequences, heads], the sums of X [heads, n_q] over the tokens
+    of each sequence.
+    """
+    i_s = tl.program_id(0) // heads
+    i_h = tl.program_id(0) - i_s * heads
     first, length = bounds_of(Starts, i_s, n_q)
     p = X + wide(i_h) * n_q + first
     o = tl.arange(0, CHUNK)

@@ -1,5 +1,5 @@
 """alpha-entmax attention of packed sequences on a GPU: the kernels of `entmax`, in the same few
-launches whatever the number of sequences. Backward one more: it lists columns of tiles by sequence.
+launches whatever the number of sequences, and one more for the gradient of alpha.
 
 A program finds its sequence itself, and nothing is read by the host: grids are sized by the numbers
 of tokens and of sequences. The workspace is sized by the longest length that the call names: with
@@ -130,10 +130,10 @@ def entmax_varlen_backward(
     with entmax._device(query):
         _execute(call, operands, bounds, head_alpha, rows, tiles, by_row, packing)
         if wants[3] and head_alpha is not None:
-            sums = rows.new_empty((rows.shape[1], packing.sequences))
+            sums = rows.new_empty((packing.sequences, rows.shape[1]))
             assert call.alpha is not None
             call.alpha(by_row, sums, bounds[0])
-            of_heads = sums.t()[..., None, None].sum_to_size(head_alpha.shape)
+            of_heads = sums[..., None, None].sum_to_size(head_alpha.shape)
             grad_alpha = of_heads.to(head_alpha.dtype)
     return grads[0], grads[1], grads[2], grad_alpha
 
