@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elsa_core import calls, dense_entmax, nested, packing, routing, varlen
 from elsa_core.backends.support import Request
-from elsa_core.errors import ArgumentError
+from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.operands import autocast, explain_types
 from elsa_core.routing import Route
 from elsa_core.varlen import Packed, varlen_attention
@@ -194,9 +194,12 @@ def _served_by(
 
     A constant for the compiler, as `routing.name_of`.
     """
-    if not place.startswith("cuda") or backend not in routing.names(_OPERATOR):
+    if not place.startswith("cuda"):
         return ""
-    name = routing.name_of(_OPERATOR, place, dtype, head_dim, value_dim, precision, backend)
+    try:
+        name = routing.name_of(_OPERATOR, place, dtype, head_dim, value_dim, precision, backend)
+    except (ArgumentError, UnavailableError):
+        return ""  # it may have the operator of one sequence; that says what is wrong
     return "" if name == routing.PLAIN else name
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import elsa_core as elsa
 from elsa_core import entmax_varlen, operators, routing
@@ -139,13 +142,39 @@ def test_forward_mode_is_left_to_the_loop(served: None) -> None:
     assert out.isfinite().all() and tangent.isfinite().all()
 
 
-def test_explain_says_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is not needed to be told."""
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton is said to run, and tensors on "cuda" have no memory."""
     monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
-    monkeypatch.setattr(entmax_varlen.calls, "place", lambda tensor: "cuda:0")
+    routing.choose.chosen.cache_clear()
+    with FakeTensorMode():
+        yield
+    routing.choose.chosen.cache_clear()  # what was chosen for that GPU
+
+
+def test_who_is_asked_on_a_gpu(gpu: None) -> None:
     kind = ("cuda:0", torch.float32, 8, 6, "strict")
     assert entmax_varlen._served_by(*kind, "triton") == "triton"
     dense = routing.name_of("entmax_attention", *kind, "auto") == routing.PLAIN
     assert (entmax_varlen._served_by(*kind, "auto") == "") == dense
-    assert entmax_varlen._served_by(*kind, "sdpa") == ""
+    for other in ("sdpa", "nobody", "eager"):
+        assert entmax_varlen._served_by(*kind, other) == ""
+    assert entmax_varlen._served_by("cuda:0", torch.float64, *kind[2:], "triton") == ""
     assert entmax_varlen._served_by("cpu", *kind[1:], "triton") == ""
+
+
+@pytest.mark.parametrize("longest", [(), (70, 130)])
+def test_calls_on_a_gpu_take_the_operator_and_explain_says_so(
+    longest: tuple[int, ...], gpu: None
+) -> None:
+    shapes = (sum(QUERIES), 4, 8), (sum(KEYS), 2, 8), (sum(KEYS), 2, 6)
+    parts = [torch.empty(shape, device="cuda", requires_grad=True) for shape in shapes]
+    ends = [torch.empty(6, dtype=torch.int32, device="cuda") for _ in range(2)]
+    alpha = torch.empty(5, 4, 1, 1, device="cuda", requires_grad=True)
+    given: tuple[Any, ...] = (*parts, *ends, *longest)
+    terms: dict[str, Any] = {"alpha": alpha, "enable_gqa": True, "backend": "triton"}
+    route = elsa.explain_entmax_varlen_attention(*given, **terms)
+    assert route.backend == "triton" and route.schedule.startswith("all sequences in one launch; ")
+    assert route.reasons == ("gradients: kernels of the same backend",)
+    out = elsa.entmax_varlen_attention(*given, **terms)
+    assert out.shape == (79, 4, 6) and "entmax_varlen_attention" in type(out.grad_fn).__name__
