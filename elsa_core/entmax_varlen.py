@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elsa_core import calls, dense_entmax, nested, packing, varlen
-from elsa_core.errors import ArgumentError
+from elsa_core import calls, dense_entmax, nested, packing, routing, varlen
+from elsa_core.backends.support import Request
+from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.operands import autocast, explain_types
 from elsa_core.routing import Route
 from elsa_core.varlen import Packed, varlen_attention
+
+_OPERATOR = "entmax_varlen_attention"
 
 
 def entmax_varlen_attention(
@@ -34,10 +38,18 @@ def entmax_varlen_attention(
 ) -> Tensor:
     """alpha-entmax attention within each of the sequences whose tokens lie one after another.
 
-    Each sequence is what `elsa_core.entmax_attention` gives of it alone, called one after another:
-    on a GPU the host waits once for the lengths. Compiled programs and CUDA graphs under capture
-    cannot read them; they pad to `max_seqlen_q` and `max_seqlen_k`, which they have to be given.
-    Differentiable once in query, key, value and alpha; inputs may have any strides.
+    Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels
+    (`backend="triton"` on CUDA) serve all of them in one launch, and in five for all gradients; the
+    host reads no length, so that compiled programs and CUDA graphs are served as any call. The
+    workspace is, for each head and tile of 64 x 64, five bytes in the forward, of which one is kept
+    for the backward, which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The
+    numbers of all tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads
+    then take 0.7 GB in the forward.
+
+    Other backends serve one sequence after another: on a GPU the host waits once for the lengths.
+    Compiled programs and CUDA graphs under capture cannot read them; they pad to `max_seqlen_q` and
+    `max_seqlen_k`, which they have to be given. `explain_entmax_varlen_attention` says which of the
+    two it is. Differentiable once in query, key, value and alpha; inputs may have any strides.
 
     Args:
         query: [T, Hq, D], floating; T tokens of all sequences.
@@ -46,7 +58,9 @@ def entmax_varlen_attention(
         cu_seqlens_q: [S + 1], int32 or int64 on the query's device: where each of the S sequences
             of queries starts, and T. A sequence may be empty.
         cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
-        max_seqlen_q, max_seqlen_k: the longest sequence or more; on a CPU they are checked.
+        max_seqlen_q, max_seqlen_k: the longest sequence or more; on a CPU they are checked. The
+            Triton kernels check neither these nor cu_seqlens: wrong ones give wrong results, and
+            tokens that no sequence has are not written.
         alpha: a number in [1, 4], or a floating tensor that broadcasts to [S, Hq, 1, 1]. alpha = 1
             is softmax, which `elsa_core.varlen_attention` serves.
         is_causal: query i of a sequence sees its keys 0..i (top-left aligned).
@@ -84,6 +98,9 @@ def entmax_varlen_attention(
         if torch.is_autocast_enabled(query.device.type):
             q, k, v, _ = autocast(*given[:3], None)
             given = given._replace(query=q, key=k, value=v)
+        name = _served_by(*_kind(given, precision), backend)
+        if name and not (calls.exporting_onnx() or routing.plain_alone(backend)):
+            return _by_kernels(name, given, _bounded(given, *longest), heads, terms)
         if not _reads(query):
             return _by_padding(given, _needed(given, *longest), heads, terms)
         varlen._longest(given, *longest)
@@ -128,6 +145,9 @@ def explain_entmax_varlen_attention(
         )
     given = varlen._checked(query, key, value, cu_seqlens_q, cu_seqlens_k, enable_gqa)
     heads = _of_heads(alpha, given)
+    name = _served_by(*_kind(given, precision), backend)
+    if name and not routing.plain_alone(backend):
+        return _of_kernels(given, heads, is_causal, precision, backend)
     varlen._longest(given, max_seqlen_q, max_seqlen_k)
     alone = heads[:1] if isinstance(heads, Tensor) else heads
     found = dense_entmax.explain(*_batched(*given[:3]), alpha=alone, **terms)
@@ -159,6 +179,78 @@ def _of_heads(alpha: float | Tensor, given: Packed) -> float | Tensor:
     batch = given.query.new_empty((sequences, given.query.shape[1]))
     number, heads = dense_entmax.of_heads(alpha, batch)
     return number if heads is None else heads
+
+
+def _kind(given: Packed, precision: str) -> tuple[str, torch.dtype, int, int, str]:
+    """What decides who serves a call."""
+    q, _, v, *_ = given
+    return calls.place(q), q.dtype, index(q.shape[-1]), index(v.shape[-1]), precision
+
+
+def _served_by(
+    place: str, dtype: torch.dtype, head_dim: int, value_dim: int, precision: str, backend: str
+) -> str:
+    """The backend whose kernels take all sequences at once; empty where each is a call of its own.
+
+    A constant for the compiler, as `routing.name_of`.
+    """
+    if not place.startswith("cuda"):
+        return ""
+    try:
+        name = routing.name_of(_OPERATOR, place, dtype, head_dim, value_dim, precision, backend)
+    except (ArgumentError, UnavailableError):
+        return ""  # it may have the operator of one sequence; that says what is wrong
+    return "" if name == routing.PLAIN else name
+
+
+_served_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
+    """The longest lengths as far as they are known without reading: those of all tokens."""
+    if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
+        max_seqlen_k = max_seqlen_q
+    queries: Any = given.query.shape[0]
+    keys: Any = given.key.shape[0]
+    # a symbolic length of a compiled program stays one
+    if max_seqlen_q is not None:
+        queries = torch.sym_min(max_seqlen_q, queries)
+    if max_seqlen_k is not None:
+        keys = torch.sym_min(max_seqlen_k, keys)
+    return queries, keys
+
+
+def _by_kernels(
+    name: str,
+    given: Packed,
+    longest: tuple[int, int],
+    alpha: float | Tensor,
+    terms: dict[str, Any],
+) -> Tensor:
+    """By the operator of packed sequences."""
+    number, head_alpha = (0.0, alpha) if isinstance(alpha, Tensor) else (alpha, None)
+    scale, dim = terms["scale"], given.query.shape[-1]
+    if scale is None:
+        scale = dim**-0.5 if dim else 1.0
+    run = routing.RUNS[_OPERATOR, name]
+    causal, precision = terms["is_causal"], terms["precision"]
+    found: Tensor = run(*given, head_alpha, *longest, number, causal, scale, precision)[0]
+    return found
+
+
+def _of_kernels(
+    given: Packed, alpha: float | Tensor, is_causal: bool, precision: str, backend: str
+) -> Route:
+    """How the operator of packed sequences serves a call."""
+    q, k, v, *_ = given
+    head_alpha = alpha if isinstance(alpha, Tensor) else None
+    gradient = calls.wanted(query=q, key=k, value=v, head_alpha=head_alpha)
+    request = Request(
+        q.device.type, q.dtype, q.shape[-1], v.shape[-1], precision, _OPERATOR,
+        "causal" if is_causal else "none", gradient=gradient, ordinal=q.get_device(),
+    )  # fmt: skip
+    found = routing.route(request, backend, schedule=(q, k))
+    return replace(found, schedule=f"all sequences in one launch; {found.schedule}")
 
 
 def _reads(query: Tensor) -> bool:

@@ -8,7 +8,8 @@ package and PyTorch, which computes something else. Errors are relative, against
 output, or in training of the worst gradient; of the first heads, or of some rows of the first one.
 `training` is a forward and its gradients of query, key and value. In the table `sparse` tokens lie
 in runs of alike ones, so that few tiles of 64 queries and 64 keys hold a weight; the share of empty
-ones is measured. One JSON document on stdout.
+ones is measured. In the table `packed` the tokens are those of sequences of even lengths up to the
+longest, in one call and in one for each. One JSON document on stdout.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,12 +34,14 @@ from torch import Tensor
 from elsa_core.attention import attention
 from elsa_core.backends import eager_entmax
 from elsa_core.entmax import entmax_attention
+from elsa_core.entmax_varlen import entmax_varlen_attention
 from elsa_core.errors import ArgumentError, UnavailableError
 from elsa_core.files import write_json
 from elsa_core.measuring import environment
 from elsa_core.measuring.timing import Contender, time_cpu, time_cuda
 from elsa_core.messages import first_line
 from elsa_core.precision import DTYPES
+from elsa_core.varlen import varlen_attention
 
 ALPHA: Final = 1.5
 RUNS: Final = 11  # of alike tokens: 1 - 1 / 11 of the tiles are empty, but for those at the edges
@@ -52,7 +56,8 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Case:
     """A call of query, key and value [batch, heads, tokens, dim], in one direction.
 
-    sparse: tokens in runs of alike ones; else they are normal.
+    sparse: tokens in runs of alike ones; else they are normal. sequences: how many the tokens are
+    of, packed; 0: the batch.
     """
 
     direction: str
@@ -63,13 +68,21 @@ class Case:
     dtype: str
     causal: bool
     sparse: bool = False
+    sequences: int = 0
 
     @property
     def name(self) -> str:
         """As the tables have it."""
         shape = f"{self.batch}x{self.heads}x{self.tokens}x{self.dim}-{self.dtype}"
         kinds = ("-causal" if self.causal else "") + ("-sparse" if self.sparse else "")
+        kinds += f"-packed{self.sequences}" if self.sequences else ""
         return f"{self.direction}/{shape}{kinds}"
+
+    @property
+    def starts(self) -> list[int]:
+        """Where packed sequences start, and the number of tokens."""
+        whole = self.sequences * (self.sequences + 1)
+        return [i * (i + 1) * self.tokens // whole for i in range(self.sequences + 1)]
 
 
 def _cases() -> Iterator[Case]:
@@ -81,6 +94,8 @@ def _cases() -> Iterator[Case]:
         for dtype in ("fp16", "fp32"):
             for causal in (True, False):
                 yield Case(direction, 1, 8, 2**14, 64, dtype, causal, sparse=True)
+                for sequences in (8, 64):
+                    yield Case(direction, 1, 8, 2**15, 64, dtype, causal, sequences=sequences)
 
 
 CASES: Final = {
@@ -126,6 +141,8 @@ def empty_share(case: Case, query: Tensor, key: Tensor, value: Tensor) -> float:
 
 def functions(case: Case, device: torch.device) -> dict[str, Function | str]:
     """Who takes part, or the reason why not."""
+    if case.sequences:
+        return _packed(case, device)
     causal = case.causal
     backends = ("triton", "eager") if device.type == "cuda" else ("auto", "eager")
     found: dict[str, Function | str] = {}
@@ -148,6 +165,35 @@ def functions(case: Case, device: torch.device) -> dict[str, Function | str]:
     found["adasplash_v1"] = why or functools.partial(_adasplash_v1, causal=causal)
     found["adasplash_v2"] = why or ("it is causal alone" if not causal else _adasplash_v2)
     return found
+
+
+def _packed(case: Case, device: torch.device) -> dict[str, Function | str]:
+    """Packed sequences in one call, by a call for each, and by softmax."""
+    # made by the first call, which is not timed: a dry run needs no GPU
+    starts = functools.cache(lambda: torch.tensor(case.starts, dtype=torch.int32, device=device))
+    lengths = [b - a for a, b in pairwise(case.starts)]
+    backend = "triton" if device.type == "cuda" else "auto"
+    alone = functools.partial(entmax_attention, alpha=ALPHA, is_causal=case.causal, backend=backend)
+
+    def at_once(attend: Callable[..., Any], **terms: Any) -> Function:
+        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            operands = (t[0].transpose(0, 1) for t in (query, key, value))
+            out: Tensor = attend(
+                *operands, starts(), max_seqlen_q=max(lengths), is_causal=case.causal, **terms
+            )
+            return out.transpose(0, 1)[None]
+
+        return call
+
+    def each(*operands: Tensor) -> Tensor:
+        parts = zip(*(t.split(lengths, 2) for t in operands), strict=True)
+        return torch.cat([alone(*part) for part in parts], 2)
+
+    return {
+        f"elsa-{backend}": at_once(entmax_varlen_attention, alpha=ALPHA, backend=backend),
+        "each-sequence": each,
+        "softmax-elsa": at_once(varlen_attention),
+    }
 
 
 def _missing(package: str) -> str:
@@ -220,6 +266,11 @@ def exact(case: Case, operands: tuple[Tensor, ...]) -> Reference:
     mask = None
     if case.causal:
         mask = torch.arange(case.tokens, device=numbers.device) <= numbers[:, None]
+    if case.sequences:
+        ends = torch.tensor(case.starts[1:], device=numbers.device)
+        of = torch.searchsorted(ends, torch.arange(case.tokens, device=ends.device), right=True)
+        own = of[numbers, None] == of
+        mask = own if mask is None else mask & own
     call = functools.partial(entmax_attention, attn_mask=mask, alpha=ALPHA, backend="eager")
     return Reference(heads, numbers, results(case, call, (query[:, :, numbers], key, value)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elsa_core.operators.attention import ATTENTION
 from elsa_core.operators.attention_dropout import ATTENTION_DROPOUT
 from elsa_core.operators.entmax import ENTMAX_ATTENTION
+from elsa_core.operators.entmax_varlen import ENTMAX_VARLEN_ATTENTION
 from elsa_core.operators.gated_linear import GATED_LINEAR
 from elsa_core.operators.linear import LINEAR, SPLIT_WEIGHT
 from elsa_core.operators.normed_linear import LAYER_NORM_LINEAR
@@ -17,6 +18,7 @@ __all__ = [
     "ATTENTION",
     "ATTENTION_DROPOUT",
     "ENTMAX_ATTENTION",
+    "ENTMAX_VARLEN_ATTENTION",
     "GATED_LINEAR",
     "LAYER_NORM_LINEAR",
     "LINEAR",

@@ -82,8 +82,8 @@ def varlen_attention(
     The mask is [T, Tk], and every pair of tokens is computed: what packing saves is lost, and a
     graph holds no loop over lengths.
     """
-    rows, row = _places(cu_seqlens_q, query.shape[0])
-    columns, column = _places(cu_seqlens_k, key.shape[0])
+    rows, row = places(cu_seqlens_q, query.shape[0])
+    columns, column = places(cu_seqlens_k, key.shape[0])
     seen = rows.unsqueeze(1) == columns.unsqueeze(0)
     if is_causal:
         seen = seen & (row.unsqueeze(1) >= column.unsqueeze(0))
@@ -92,7 +92,7 @@ def varlen_attention(
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
-def _places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def places(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Of each token its sequence and its place in it."""
     token = torch.arange(tokens, device=ends.device)
     sequence = (token.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)

@@ -1,4 +1,4 @@
-"""`elsa::entmax_attention` in operations that exporters and `torch.func` know, for any length."""
+"""Entmax attention in operations that exporters and `torch.func` know, for any length."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from elsa_core.backends import eager_entmax
 from elsa_core.backends.eager_entmax import Solved
+from elsa_core.operators import portable
 
 # Steps of the solver, by whether alpha <= 2: there rows of random scores were seen to take ten at
 # most in float32; above it bisections take part.
@@ -53,6 +54,39 @@ def entmax_attention(
     weights = _weights(scores, found, a)
     out = (weights @ value.to(wide)).to(query.dtype)
     return out, query.new_empty(0), query.new_empty(0)
+
+
+def entmax_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    head_alpha: Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    alpha: float,
+    is_causal: bool,
+    scale: float,
+    precision: str = "strict",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`elsa::entmax_varlen_attention`: every pair of tokens, under a mask of their sequences.
+
+    Returns:
+        out, and rows and tiles as empty tensors [0].
+    """
+    rows, row = portable.places(cu_seqlens_q, query.shape[0])
+    columns, column = portable.places(cu_seqlens_k, key.shape[0])
+    seen = rows.unsqueeze(1) == columns.unsqueeze(0)
+    if is_causal:
+        seen = seen & (row.unsqueeze(1) >= column.unsqueeze(0))
+    if head_alpha is not None and head_alpha.shape[0] > 1:
+        head_alpha = head_alpha[rows, :, :, 0].permute(2, 1, 0).unsqueeze(-1)  # [1, H, T, 1]
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    out, *_ = entmax_attention(
+        q, k, v, seen.unsqueeze(0).unsqueeze(0), head_alpha, alpha, False, scale, precision
+    )
+    return out.squeeze(0).transpose(0, 1), query.new_empty(0), query.new_empty(0)
 
 
 def _hidden(scores: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:

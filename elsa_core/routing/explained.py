@@ -47,7 +47,9 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     if found.whole:
         return ("gradients: PyTorch's own kernels, forward and backward",)
     if found.asked and found.gradient is not None and found.backward is None:
-        return ("gradients: kernels of the same backend; of an additive mask plain PyTorch",)
+        of_mask = "attn_mask" in operators.record(request.operator).terms
+        masks = "; of an additive mask plain PyTorch" if of_mask else ""
+        return (f"gradients: kernels of the same backend{masks}",)
     record = operators.record(request.operator)
     if found.gradient is not None and not (record.twin and found.run is record.eager):
         name, reasons = gradient_name(request)

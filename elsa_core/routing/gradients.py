@@ -201,6 +201,14 @@ def entmax_backward_cuda(*arguments: Any) -> Any:
     return _with_mask(grads, arguments)
 
 
+def entmax_varlen_backward_cuda(*arguments: Any) -> Any:
+    """`elsa::entmax_varlen_attention_backward` on CUDA: Triton's kernels."""
+    from elsa_core.backends.triton.attention.entmax_varlen import entmax_varlen_backward
+
+    with _without_autocast("cuda"):
+        return entmax_varlen_backward(*arguments)
+
+
 def _with_mask(grads: Sequence[Tensor], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Entmax's gradients, with that of an additive mask by plain PyTorch: no kernel computes it."""
     *terms, needs = arguments
@@ -261,6 +269,7 @@ implement("attention_dropout_backward", attention_dropout_backward, "CompositeEx
 implement("window_attention_backward", window_attention_backward, "CompositeExplicitAutograd")
 implement("entmax_attention_backward", entmax_backward_cpu, "CPU")
 implement("entmax_attention_backward", entmax_backward_cuda, "CUDA")
+implement("entmax_varlen_attention_backward", entmax_varlen_backward_cuda, "CUDA")
 # The plans of these are dropped where backends come or go (`choose.register`).
 cuda.offer(
     {

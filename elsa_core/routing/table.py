@@ -191,10 +191,6 @@ def _native_gradient(request: Request) -> Support:
 _NATIVE_SCHEDULES = {"varlen": _late("native", "varlen_schedule"), "window": _whole_windows}
 
 
-def _entmax_schedule(*arguments: Any) -> str:
-    return "blocks of 64 queries; blocks of keys that can hold no weight are read once"
-
-
 _NATIVE = {
     record.name: Implementation(
         support=_late("native", "support"),
@@ -232,6 +228,7 @@ KERNELS_ON_CUDA = {
     "attention_dropout": _late("triton.attention.dropout", "attention_dropout"),
     "varlen_attention": _late("triton.attention.varlen", "varlen_attention"),
     "entmax_attention": _late("triton.attention.entmax", "entmax_forward"),
+    "entmax_varlen_attention": _late("triton.attention.entmax_varlen", "entmax_varlen_forward"),
     "sparse_attention": _late("triton.attention.sparse", "sparse_attention"),
     "window_attention": _late("triton.window.planner", "window_attention"),
     "linear": _late("triton.linear.gate", "kernel"),
@@ -289,14 +286,17 @@ _TRITON = {
         gradient=_on_triton("triton.window.backward"),
         backward=_late("triton.window.backward", "window_attention_backward"),
     ),
-    "entmax_attention": Implementation(
-        support=_on_triton("triton.attention.entmax"),
-        run=operators.ENTMAX_ATTENTION.overload,
-        schedule=_entmax_schedule,
-        arithmetic=_of_tf32,
-        gradient=_on_triton("triton.attention.entmax"),
-        asked=True,
-    ),
+    **{
+        record.name: Implementation(
+            support=_on_triton("triton.attention.entmax"),
+            run=record.overload,
+            schedule=_late("triton.attention.entmax", "schedule"),
+            arithmetic=_of_tf32,
+            gradient=_on_triton("triton.attention.entmax"),
+            asked=True,
+        )
+        for record in (operators.ENTMAX_ATTENTION, operators.ENTMAX_VARLEN_ATTENTION)
+    },
     "sparse_attention": Implementation(
         support=_on_triton("triton.attention.sparse"),
         run=operators.SPARSE_ATTENTION.overload,

@@ -82,6 +82,19 @@ def test_some_rows_judge_a_long_call(
     assert entmax_steps.error(case, other, operands, expected) > 1e-2
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_packed_sequences_are_judged_each_by_itself(direction: str, causal: bool) -> None:
+    case = entmax_steps.Case(direction, 1, 2, 200, 16, "fp32", causal, sequences=5)
+    assert case.name.endswith("-packed5") and case.starts == [0, 13, 40, 80, 133, 200]
+    operands = entmax_steps.inputs(case, torch.device("cpu"))
+    expected = entmax_steps.exact(case, operands)
+    found = entmax_steps.functions(case, torch.device("cpu"))
+    for name in ("elsa-auto", "each-sequence"):
+        assert entmax_steps.error(case, found[name], operands, expected) < 1e-5
+    assert entmax_steps.error(case, found["softmax-elsa"], operands, expected) > 1e-2
+
+
 def test_most_tiles_of_sparse_operands_are_empty() -> None:
     case = entmax_steps.Case("forward", 1, 1, 4096, 64, "fp32", causal=False, sparse=True)
     operands = entmax_steps.inputs(case, torch.device("cpu"))

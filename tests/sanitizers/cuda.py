@@ -34,7 +34,8 @@ EVERYTHING = tuple(
     for name in (
         "triton", "triton_backward", "triton_hopper", "triton_one_launch", "triton_stream",
         "triton_varlen", "triton_window", "triton_window_backward", "triton_linear",
-        "triton_linear_forms", "triton_dropout", "triton_entmax", "triton_sparse", "portable",
+        "triton_linear_forms", "triton_dropout", "triton_entmax", "triton_entmax_varlen",
+        "triton_sparse", "portable",
     )
 )  # fmt: skip
 SHORT = (

@@ -90,6 +90,10 @@ class Options:
     needs: tuple[bool, ...] = ()
 
 
+# what the kernels take where sequences are not packed
+_NOT_PACKED = {"StartsQ": None, "StartsK": None, "longest": 0, "steps": 0, "PACKED": False}
+
+
 @dataclass
 class Call:
     """The launches of a call."""
@@ -122,6 +126,11 @@ def _takes_more(gpu: torch.device) -> bool:
     """Whether gradients take 112 KiB, where others compile them to 96, and a program has 99."""
     there = described() is not None or torch.cuda.is_available()
     return there and capability_of(gpu) in _SMALL and triton_version() == (3, 8)
+
+
+def schedule(*arguments: Any) -> str:
+    """How a call is cut, in words."""
+    return "blocks of 64 queries; blocks of keys that can hold no weight are read once"
 
 
 def entmax_forward(
@@ -267,9 +276,7 @@ def plan_call(
 
     tail = _tail(operands, mask, head_alpha, options)
     batch, heads, queries, _ = operands["q"].shape
-    kind = "float32" if tail["MODE"] else "half"
-    if kind == "half" and max(tail["D0"], tail["V0"]) > 64:
-        kind = "wide half"
+    kind = _kind(tail)
     if not options.needs:
         tuning = FORWARD[kind]
         grid = (batch * heads * -(-queries // tuning.rows),)
@@ -299,6 +306,13 @@ def plan_call(
             entmax_gradients.key_gradient, grid, chosen, of_key.warps, of_key.registers
         )
     return call
+
+
+def _kind(tail: dict[str, Any]) -> str:
+    """The row of `FORWARD` and `GRADIENTS`."""
+    if tail["MODE"]:
+        return "float32"
+    return "wide half" if max(tail["D0"], tail["V0"]) > 64 else "half"
 
 
 def _forward_tail(tuning: Tuning, options: Options) -> dict[str, Any]:
@@ -340,7 +354,7 @@ def _tail(
         "heads": q.shape[1], "group": q.shape[1] // k.shape[1], "batch": q.shape[0],
         "n_q": q.shape[2], "n_k": k.shape[2], "scale": float(options.scale),
         "alpha": float(options.alpha), "log_keys": math.log(k.shape[2]),
-        "alpha_b": alpha_b, "alpha_h": alpha_h, **layout.mask_strides(mask),
+        "alpha_b": alpha_b, "alpha_h": alpha_h, **layout.mask_strides(mask), **_NOT_PACKED,
         "MODE": 0 if half else MODES[options.precision],
         "POWER": 0 if head_alpha is not None else powers.get(options.alpha, 0),
         "OF_HEADS": head_alpha is not None, "MASK": layout.mask_kind(mask),

@@ -27,6 +27,7 @@ from elsa_core.backends.triton.attention.entmax_kernels import (
     TILE,
     UNIT,
     alpha_of,
+    block_of,
     natural_power,
     powers,
     product,
@@ -142,8 +143,9 @@ def list_above(p_list, seen, least):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def forward(
-    Q, K, V, Mask, Alpha, Out, Rows, Tiles, Lists,
+    Q, K, V, Mask, Alpha, Out, Rows, Tiles, Lists, StartsQ, StartsK,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
+    longest: tl.int32, steps: tl.int32,
     scale: tl.float32, alpha: tl.float32, log_keys: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
@@ -152,7 +154,7 @@ def forward(
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
     alpha_b: tl.int64, alpha_h: tl.int64,
     MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, FOLD: tl.constexpr, STEPS: tl.constexpr,
+    CAUSAL: tl.constexpr, FOLD: tl.constexpr, PACKED: tl.constexpr, STEPS: tl.constexpr,
     GROUPS: tl.constexpr, COUNT: tl.constexpr, CLOSE: tl.constexpr, WITHIN: tl.constexpr,
     TOP_STAGES: tl.constexpr, STEP_STAGES: tl.constexpr, OUT_STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
@@ -164,37 +166,62 @@ def forward(
     COUNT: whether steps count the keys that weigh something, for POWER 2; else their number is that
     of the kept scores times the ratio of the sums Y. WITHIN: the largest relative distance of c to
     Z^-a, which the root lies between.
+
+    PACKED: grid (blocks x heads), of which a sequence has one more than its queries fill at most;
+    Rows [3, heads, n_q]; longest: of the keys of a sequence. Else StartsQ and StartsK are None.
     """
     q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
     k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
     v_b, v_h, v_n = v_b * STEP, v_h * STEP, v_n * STEP
-    q_blocks = tl.cdiv(n_q, BM)
-    k_blocks = tl.cdiv(n_k, BN)
+    q_blocks = n_q // BM + batch if PACKED else tl.cdiv(n_q, BM)
+    k_blocks = tl.cdiv(longest if PACKED else n_k, BN)
     i_bh = tl.program_id(0) // q_blocks
     i_m = tl.program_id(0) - i_bh * q_blocks
     if CAUSAL:
         i_m = q_blocks - 1 - i_m  # the longest rows first
-    row0 = i_m * BM
-    rows = n_q - row0
+    p_list = Lists + (wide(i_bh) * q_blocks + i_m) * k_blocks
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
+    p_q = Q + i_b * q_b + i_h * q_h
+    p_k = K + i_b * k_b + i_h // group * k_h
+    p_v = V + i_b * v_b + i_h // group * v_h
+    p_out = Out + i_b * o_b + i_h * o_h
+    p_rows = Rows + wide(i_bh) * n_q
+    stride = batch.to(tl.int64) * heads * n_q
+    i_s = i_b
+    if PACKED:
+        stride = wide(heads) * n_q
+        tile_row = wide(i_bh) * (n_q // TILE + batch)
+        i_s, i_m, first_q, n_q, first_k, n_k = block_of(
+            StartsQ, StartsK, i_m, batch, steps, n_q, n_k, longest, BM
+        )
+        if i_m * BM >= n_q:
+            return
+        tile_row += first_q // TILE + i_s
+        p_q += first_q * q_n
+        p_k += first_k * k_n
+        p_v += first_k * v_n
+        p_out += first_q * o_n
+        p_rows += first_q
+        log_keys = tl.log(tl.maximum(n_k, 1).to(tl.float32))
+    else:
+        tile_row = wide(i_bh) * tl.cdiv(n_q, TILE)
+    row0 = i_m * BM
+    rows = n_q - row0
     o_m = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
     inside = o_m < rows
-    a = alpha_of(Alpha, i_b, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
-    p_q = Q + i_b * q_b + i_h * q_h + wide(row0) * q_n
-    p_k = K + i_b * k_b + i_h // group * k_h
-    p_v = V + i_b * v_b + i_h // group * v_h
+    a = alpha_of(Alpha, i_s, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
+    p_q += wide(row0) * q_n
     p_mask = Mask
     if MASK:
         p_mask = Mask + i_b * mask_b + i_h * mask_h + wide(row0) * mask_q
     of_mask = o_m[:, None] * mask_q + o_c[None, :] * mask_k
-    p_list = Lists + (wide(i_bh) * q_blocks + i_m) * k_blocks
     q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
-    seen = k_blocks
+    seen = tl.cdiv(n_k, BN)
     whole = n_k // BN  # blocks that every row sees, but for a mask
     if CAUSAL:
-        seen = tl.minimum(k_blocks, tl.cdiv(row0 + BM, BN))
+        seen = tl.minimum(seen, tl.cdiv(row0 + BM, BN))
         whole = tl.minimum(whole, (row0 + 1) // BN)
     factor = 1.0
     if FOLD:
@@ -202,6 +229,8 @@ def forward(
 
     # the reference: maxima of the block on the diagonal
     j = tl.minimum(row0 // BN, seen - 1)
+    if PACKED:
+        j = tl.maximum(j, 0)  # of a sequence without keys
     n0 = wide(j) * BN
     k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
     s = scores(
@@ -255,7 +284,8 @@ def forward(
     least = tl.where(m == float("inf"), tl.where(hidden | (o_m >= rows), m, -m), least)
     count = list_above(p_list, seen, tl.min(tl.where(least == least, least, -float("inf")), 0))
 
-    p_tiles = Tiles + (wide(i_bh) * tl.cdiv(n_q, TILE) + row0 // TILE) * tl.cdiv(n_k, TILE)
+    width = tl.cdiv(longest if PACKED else n_k, TILE)
+    p_tiles = Tiles + (tile_row + row0 // TILE) * width
     o_r = tl.arange(0, BM // TILE)
     o_t = tl.arange(0, BN // TILE)
     slope = a / c * factor
@@ -322,7 +352,7 @@ def forward(
             held = ((parts != 0.0) & inside[:, None]).to(tl.int32)
             held = tl.max(tl.reshape(held, (BM // TILE, TILE, BN // TILE)), 1)
             o_p = j * (BN // TILE) + o_t
-            p = p_tiles + (o_r * tl.cdiv(n_k, TILE))[:, None] + o_p[None, :]
+            p = p_tiles + (o_r * width)[:, None] + o_p[None, :]
             there = (o_r * TILE < rows)[:, None] & (o_p * TILE < n_k)[None, :]
             tl.store(p, held.to(tl.uint8), mask=there)
             j = ahead
@@ -336,12 +366,11 @@ def forward(
             checks += 1
 
     z = tl.where(z == 0.0, 1.0, z)
-    stride = batch.to(tl.int64) * heads * n_q
-    p_rows = Rows + wide(i_bh) * n_q + row0 + o_m
+    p_rows += row0 + o_m
     tl.store(p_rows, top * factor, mask=inside)
     tl.store(p_rows + stride, a / c, mask=inside)
     tl.store(p_rows + 2 * stride, z, mask=inside)
     o_v = tl.arange(0, V0)
-    p = Out + i_b * o_b + i_h * o_h + (wide(row0) + o_m)[:, None] * o_n + (o_v * o_d)[None, :]
+    p = p_out + (wide(row0) + o_m)[:, None] * o_n + (o_v * o_d)[None, :]
     out = (acc / z[:, None]).to(Out.dtype.element_ty)
     tl.store(p, out, mask=inside[:, None] & (o_v < DV)[None, :])

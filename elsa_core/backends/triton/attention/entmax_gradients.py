@@ -14,14 +14,17 @@ from elsa_core.backends.triton.attention.entmax_kernels import (
     INTEGERS,
     NAN,
     ROOT_UNIT,
+    TILE,
     UNIT,
     accumulate,
     alpha_of,
+    block_of,
     natural_power,
     powers,
     product,
     scores,
 )
+from elsa_core.backends.triton.attention.varlen_forward import bounds_of
 from elsa_core.backends.triton.shared.helpers import exponent, load_part, power, wide
 
 
@@ -53,6 +56,54 @@ def list_tiles(
         tl.store(p_list + place, at, mask=held != 0)
         count += tl.sum(held, 0)
     tl.store(p_list, count)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def list_columns(
+    Tiles, Lists, StartsQ, StartsK, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
+    longest: tl.int32, width: tl.int32, steps: tl.int32, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """As `list_tiles` of columns of tiles, of packed sequences: grid (blocks of 64 keys x heads).
+
+    Tiles: [heads, n_q // 64 + batch, width]. longest: of the queries of a sequence.
+    """
+    k_blocks = n_k // TILE + batch
+    i_h = tl.program_id(0) // k_blocks
+    slot = tl.program_id(0) - i_h * k_blocks
+    i_s, own, _, len_k, first_q, len_q = block_of(
+        StartsK, StartsQ, slot, batch, steps, n_k, n_q, longest, TILE
+    )
+    length = tl.cdiv(len_q, TILE)
+    length = tl.where((own * TILE < len_k) & (own < width), length, 0)
+    tile_row = wide(i_h) * (n_q // TILE + batch) + first_q // TILE + i_s
+    p_tiles = Tiles + tile_row * width + own
+    p_list = Lists + wide(tl.program_id(0)) * (tl.cdiv(longest, TILE) + 1)
+    o = tl.arange(0, CHUNK)
+    count = 0
+    for start in range(0, length, CHUNK):
+        at = start + o
+        p = p_tiles + at.to(tl.int64) * width
+        held = tl.load(p, mask=at < length, other=0).to(tl.int32)
+        place = count + tl.cumsum(held, 0)
+        tl.store(p_list + place, at, mask=held != 0)
+        count += tl.sum(held, 0)
+    tl.store(p_list, count)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def sum_of_sequences(X, Out, Starts, heads: tl.int32, n_q: tl.int32, CHUNK: tl.constexpr):
+    """Grid (sequences x heads): Out [sequences, heads], the sums of X [heads, n_q] over the tokens
+    of each sequence.
+    """
+    i_s = tl.program_id(0) // heads
+    i_h = tl.program_id(0) - i_s * heads
+    first, length = bounds_of(Starts, i_s, n_q)
+    p = X + wide(i_h) * n_q + first
+    o = tl.arange(0, CHUNK)
+    total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, length, CHUNK):
+        total += tl.load(p + start + o, mask=start + o < length, other=0.0)
+    tl.store(Out + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit
@@ -117,8 +168,9 @@ def row_numbers(Rows, at, stride, inside):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def query_gradient(
-    Q, K, V, G, Mask, Alpha, Rows, Lists, Delta, DQ, DAlpha,
+    Q, K, V, G, Mask, Alpha, Rows, Lists, Delta, DQ, DAlpha, StartsQ, StartsK,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
+    longest: tl.int32, steps: tl.int32,
     scale: tl.float32, alpha: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
@@ -129,43 +181,64 @@ def query_gradient(
     alpha_b: tl.int64, alpha_h: tl.int64,
     MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, FOLD: tl.constexpr, WANT_Q: tl.constexpr, WANT_ALPHA: tl.constexpr,
-    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STEP: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BM queries x batch x heads): delta of each row, then dQ and the rows' part of
     the derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: four of it, three of them for the
     keys' kernel. Lists: of the blocks' tiles.
+
+    PACKED: as `entmax_forward.forward`; DAlpha [heads, n_q].
     """
     q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
     k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
     v_b, v_h, v_n = v_b * STEP, v_h * STEP, v_n * STEP
     g_b, g_h, g_n = g_b * STEP, g_h * STEP, g_n * STEP
-    q_blocks = tl.cdiv(n_q, BM)
+    q_blocks = n_q // BM + batch if PACKED else tl.cdiv(n_q, BM)
     i_bh = tl.program_id(0) // q_blocks
     i_m = tl.program_id(0) - i_bh * q_blocks
     if CAUSAL:
         i_m = q_blocks - 1 - i_m  # the longest rows first
-    row0 = i_m * BM
-    rows = n_q - row0
+    p_list = Lists + (wide(i_bh) * q_blocks + i_m) * (tl.cdiv(longest if PACKED else n_k, BN) + 1)
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
-    o_m = tl.arange(0, BM)
-    o_c = tl.arange(0, BN)
-    a = alpha_of(Alpha, i_b, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
+    p_q = Q + i_b * q_b + i_h * q_h
     p_k = K + i_b * k_b + i_h // group * k_h
     p_v = V + i_b * v_b + i_h // group * v_h
+    p_g = G + i_b * g_b + i_h * g_h
+    p_dq = DQ + i_b * dq_b + i_h * dq_h
+    first_row = wide(i_bh) * n_q
+    stride = batch.to(tl.int64) * heads * n_q
+    i_s = i_b
+    if PACKED:
+        stride = wide(heads) * n_q
+        i_s, i_m, first_q, n_q, first_k, n_k = block_of(
+            StartsQ, StartsK, i_m, batch, steps, n_q, n_k, longest, BM
+        )
+        if i_m * BM >= n_q:
+            return
+        p_q += first_q * q_n
+        p_k += first_k * k_n
+        p_v += first_k * v_n
+        p_g += first_q * g_n
+        p_dq += first_q * dq_n
+        first_row += first_q
+    row0 = i_m * BM
+    rows = n_q - row0
+    o_m = tl.arange(0, BM)
+    o_c = tl.arange(0, BN)
+    a = alpha_of(Alpha, i_s, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
     p_mask = Mask
     if MASK:
         p_mask = Mask + i_b * mask_b + i_h * mask_h + wide(row0) * mask_q
     of_mask = o_m[:, None] * mask_q + o_c[None, :] * mask_k
-    p_list = Lists + (wide(i_bh) * q_blocks + i_m) * (tl.cdiv(n_k, BN) + 1)
-    p_q = Q + i_b * q_b + i_h * q_h + wide(row0) * q_n
-    p_g = G + i_b * g_b + i_h * g_h + wide(row0) * g_n
+    p_q += wide(row0) * q_n
+    p_g += wide(row0) * g_n
     q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
     g = load_part(p_g, o_m, rows, g_n, g_d, 0, V0, DV, UNIT_D, True)
     inside = o_m < rows
-    stride = batch.to(tl.int64) * heads * n_q
-    at = wide(i_bh) * n_q + row0 + o_m
+    at = first_row + row0 + o_m
     top, slope, z = row_numbers(Rows, at, stride, inside)
     top, slope = top[:, None], slope[:, None]
     one = tl.full([BM, 1], 1.0, tl.float32)
@@ -237,15 +310,16 @@ def query_gradient(
                 factor = factor * power(-e)
             dq = dq * factor[:, None]
             o_d = tl.arange(0, D0)
-            p = DQ + i_b * dq_b + i_h * dq_h + (wide(row0) + o_m)[:, None] * dq_n
+            p = p_dq + (wide(row0) + o_m)[:, None] * dq_n
             x = (dq * scale).to(DQ.dtype.element_ty)
             tl.store(p + (o_d * dq_d)[None, :], x, mask=inside[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def key_gradient(
-    Q, K, V, G, Mask, Alpha, Rows, Lists, Delta, DK, DV_,
+    Q, K, V, G, Mask, Alpha, Rows, Lists, Delta, DK, DV_, StartsQ, StartsK,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
+    longest: tl.int32, steps: tl.int32,
     scale: tl.float32, alpha: tl.float32,
     q_b: tl.int64, q_h: tl.int64, q_n: tl.int64, q_d: tl.int64,
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
@@ -257,41 +331,69 @@ def key_gradient(
     alpha_b: tl.int64, alpha_h: tl.int64,
     MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, FOLD: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
-    STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STEP: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BN keys x batch x key heads): dK and dV, summed over the query heads that
     share them, in one order. Lists: of the blocks' tiles.
+
+    PACKED: grid (blocks x key heads), of which a sequence has one more than its keys fill at most;
+    longest: of the queries of a sequence.
     """
     q_b, q_h, q_n = q_b * STEP, q_h * STEP, q_n * STEP
     k_b, k_h, k_n = k_b * STEP, k_h * STEP, k_n * STEP
     v_b, v_h, v_n = v_b * STEP, v_h * STEP, v_n * STEP
     g_b, g_h, g_n = g_b * STEP, g_h * STEP, g_n * STEP
-    k_blocks = tl.cdiv(n_k, BN)
-    q_tiles = tl.cdiv(n_q, BM)
+    k_blocks = n_k // BN + batch if PACKED else tl.cdiv(n_k, BN)
+    q_tiles = tl.cdiv(longest if PACKED else n_q, BM)
     key_heads = heads // group
     i_kv = tl.program_id(0) // k_blocks
     i_n = tl.program_id(0) - i_kv * k_blocks
     i_b = (i_kv // key_heads).to(tl.int64)
     i_k = (i_kv % key_heads).to(tl.int64)
+    i_list = i_n
+    tokens = n_q
+    stride = batch.to(tl.int64) * heads * n_q
+    p_q0 = Q + i_b * q_b
+    p_k = K + i_b * k_b + i_k * k_h
+    p_v = V + i_b * v_b + i_k * v_h
+    p_g0 = G + i_b * g_b
+    p_dk = DK + i_b * dk_b + i_k * dk_h
+    p_dv = DV_ + i_b * dv_b + i_k * dv_h
+    first_row = tl.full([], 0, tl.int64)
+    i_s = i_b
+    if PACKED:
+        stride = wide(heads) * n_q
+        i_s, i_n, first_k, n_k, first_q, n_q = block_of(
+            StartsK, StartsQ, i_n, batch, steps, n_k, n_q, longest, BN
+        )
+        if i_n * BN >= n_k:
+            return
+        p_q0 += first_q * q_n
+        p_k += first_k * k_n
+        p_v += first_k * v_n
+        p_g0 += first_q * g_n
+        p_dk += first_k * dk_n
+        p_dv += first_k * dv_n
+        first_row = first_q
     n0 = wide(i_n) * BN
     columns = n_k - i_n * BN
     o_m = tl.arange(0, BM)
     o_c = tl.arange(0, BN)
-    p_k = K + i_b * k_b + i_k * k_h + n0 * k_n
-    p_v = V + i_b * v_b + i_k * v_h + n0 * v_n
+    p_k += n0 * k_n
+    p_v += n0 * v_n
     k = load_part(p_k, o_c, columns, k_n, k_d, 0, D0, D, UNIT_D, True)
     v = load_part(p_v, o_c, columns, v_n, v_d, 0, V0, DV, UNIT_D, True)
     of_mask = o_m[:, None] * mask_q + o_c[None, :] * mask_k
-    stride = batch.to(tl.int64) * heads * n_q
     dk = tl.zeros([BN, D0], tl.float32)
     dv = tl.zeros([BN, V0], tl.float32)
     root = ROOT_UNIT if MODE == 0 else 1.0
     for i_g in range(0, group):
         i_h = i_k * group + i_g
         i_bh = i_b * heads + i_h
-        a = alpha_of(Alpha, i_b, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
-        p_list = Lists + (i_bh * k_blocks + i_n) * (q_tiles + 1)
+        a = alpha_of(Alpha, i_s, i_h, alpha_b, alpha_h, alpha, OF_HEADS)
+        p_list = Lists + (i_bh * k_blocks + i_list) * (q_tiles + 1)
         p_mask = Mask
         if MASK:
             p_mask = Mask + i_b * mask_b + i_h * mask_h + n0 * mask_k
@@ -301,8 +403,8 @@ def key_gradient(
             ahead = tl.load(p_list + tl.minimum(i + 2, count))
             row0 = j * BM
             rows = n_q - row0
-            p_q = Q + i_b * q_b + i_h * q_h + wide(row0) * q_n
-            p_g = G + i_b * g_b + i_h * g_h + wide(row0) * g_n
+            p_q = p_q0 + i_h * q_h + wide(row0) * q_n
+            p_g = p_g0 + i_h * g_h + wide(row0) * g_n
             q = load_part(p_q, o_m, rows, q_n, q_d, 0, D0, D, UNIT_D, True)
             g = load_part(p_g, o_m, rows, g_n, g_d, 0, V0, DV, UNIT_D, True)
             edge = columns < BN
@@ -311,14 +413,14 @@ def key_gradient(
             if MODE == 0 and POWER == 2:
                 # rows that are not there take the last one's numbers, and weigh nothing: a weight
                 # beyond float16 times their zeros would be NaN
-                at = i_bh * n_q + tl.minimum(row0 + o_m, n_q - 1)
+                at = i_bh * tokens + first_row + tl.minimum(row0 + o_m, n_q - 1)
                 top = tl.where(o_m < rows, tl.load(Delta + stride + at), float("inf"))
                 one = tl.load(Delta + 2 * stride + at)
                 slope = tl.load(Delta + 3 * stride + at)
                 delta = tl.load(Delta + at)
             else:
                 inside = o_m < rows
-                at = i_bh * n_q + row0 + o_m
+                at = i_bh * tokens + first_row + row0 + o_m
                 top, slope, z = row_numbers(Rows, at, stride, inside)
                 factor = derivative_factor(z, a, POWER)
                 delta = tl.load(Delta + at, mask=inside, other=0.0)
@@ -356,12 +458,12 @@ def key_gradient(
     inside_k = (o_c < columns)[:, None]
     if WANT_K:
         o_d = tl.arange(0, D0)
-        p = DK + i_b * dk_b + i_k * dk_h + (n0 + o_c)[:, None] * dk_n + (o_d * dk_d)[None, :]
+        p = p_dk + (n0 + o_c)[:, None] * dk_n + (o_d * dk_d)[None, :]
         tl.store(
             p, (dk * (scale / root)).to(DK.dtype.element_ty), mask=inside_k & (o_d < D)[None, :]
         )
     if WANT_V:
         o_v = tl.arange(0, V0)
-        p = DV_ + i_b * dv_b + i_k * dv_h + (n0 + o_c)[:, None] * dv_n + (o_v * dv_d)[None, :]
+        p = p_dv + (n0 + o_c)[:, None] * dv_n + (o_v * dv_d)[None, :]
         x = dv * (1.0 / (root * root))
         tl.store(p, x.to(DV_.dtype.element_ty), mask=inside_k & (o_v < DV)[None, :])

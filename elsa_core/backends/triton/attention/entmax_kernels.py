@@ -4,6 +4,12 @@ A row of scores with maximum m has the weights r_j / Z with r_j = v_j^(1 / a),
 v_j = [1 + b (s_j - m)]_+, a = alpha - 1 and Z = sum(r). `elsa_core.backends.eager_entmax` has the
 condition on b = a / c, and why Newton's steps on c are enclosed. All are float32.
 
+PACKED: the tokens of all sequences lie one after another, as `varlen_forward` has them: a program
+finds its sequence itself, and the grid needs the number of tokens and of sequences alone. `batch`
+is then the number of sequences, n_q and n_k are the tokens of all; `block_of` has the rest. Tiles
+of a sequence lie in rows of tiles of its own, `longest` keys wide: sequence s begins in row
+StartsQ[s] // 64 + s of those of a head, which are n_q // 64 + batch.
+
 POWER: 2 for alpha = 1.5 (r = v^2), 1 for alpha = 2 (r = v), 0 for any other, by logarithms.
 MODE: 0 half, 1 three TF32 products for each float32 product, 2 float32 FMA. `entmax_forward` has
 the output, `entmax_gradients` the gradients.
@@ -14,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elsa_core.backends.triton.attention.varlen_forward import bounds_of, sequence_of
 from elsa_core.backends.triton.shared.helpers import exponent, power
 
 TILE: tl.constexpr = tl.constexpr(64)  # queries and keys of a tile of the operator's third result
@@ -23,11 +30,29 @@ ROOT_UNIT: tl.constexpr = tl.constexpr(2.0**7)
 NAN: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)
 INTEGERS = [
     "heads", "group", "n_q", "n_k", "batch", "length", "others", "own_step", "step",
+    "longest", "steps", "width",
     "q_b", "q_h", "q_n", "q_d", "k_b", "k_h", "k_n", "k_d", "v_b", "v_h", "v_n", "v_d",
     "g_b", "g_h", "g_n", "g_d", "o_b", "o_h", "o_n", "o_d", "dq_b", "dq_h", "dq_n", "dq_d",
     "dk_b", "dk_h", "dk_n", "dk_d", "dv_b", "dv_h", "dv_n", "dv_d",
     "mask_b", "mask_h", "mask_q", "mask_k", "alpha_b", "alpha_h",
 ]  # fmt: skip
+
+
+@triton.jit
+def block_of(
+    Starts, Others, slot, sequences, steps, tokens, others, longest, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The sequence whose block `slot` is, which of its blocks, its first token and length, and of
+    the other side (`Others`) first token and length, of which no more than `longest` are seen.
+
+    A block that the sequence has not begins at its length or beyond.
+    """
+    slot = slot.to(tl.int64)
+    i_s = sequence_of(Starts, slot, sequences, steps, BLOCK)
+    first, length = bounds_of(Starts, i_s, tokens)
+    other, other_length = bounds_of(Others, i_s, others)
+    block = tl.maximum(slot - (first // BLOCK + i_s), 0).to(tl.int32)
+    return i_s, block, first, length, other, tl.minimum(other_length, longest)
 
 
 @triton.jit

@@ -1,0 +1,262 @@
+"""The alpha-entmax kernels on packed sequences on a real GPU: all of them in one launch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import elsa_core as elsa
+from elsa_core import operators
+from elsa_core.backends.triton.attention import entmax_varlen
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+# a rounding band of a few units in the last place
+BAND = {torch.float32: 5e-7, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+LENGTHS = {
+    "mixed": ([256, 1, 0, 1000, 63, 577], [256, 1, 0, 1000, 63, 577]),
+    "crossed": ([7, 300, 0, 65, 128], [70, 1, 4, 0, 1049]),
+    "many short": ([1, 2, 0, 37] * 40, [2, 1, 5, 70] * 40),
+}
+OVERLOAD = operators.ENTMAX_VARLEN_ATTENTION.overload
+
+
+def bounds(lengths, dtype=torch.int32):
+    return torch.tensor([0, *accumulate(lengths)], dtype=dtype, device="cuda")
+
+
+def operands(case, dtype, heads=4, kv_heads=2, dim=64, seed=0, of_keys=torch.int32):
+    g = torch.Generator("cuda").manual_seed(seed)
+    queries, keys = LENGTHS[case]
+    shapes = ((sum(queries), heads, dim), (sum(keys), kv_heads, dim), (sum(keys), kv_heads, dim))
+    q, k, v = (torch.randn(s, device="cuda", generator=g).to(dtype) for s in shapes)
+    return q, k, v, bounds(queries), bounds(keys, of_keys)
+
+
+def spoil():
+    """What the allocator hands out next is NaN: an element that is never written shows."""
+    blocks = [torch.full((1 << n,), math.nan, device="cuda") for n in range(8, 25)]
+    del blocks
+
+
+def distance(x, reference):
+    return ((x.double() - reference).norm() / reference.norm().clamp_min(1e-300)).item()
+
+
+def results(given, weight, dtype, backend, alpha=1.5, longest=(None, None), **terms):
+    """The output and the gradients of query, key, value and, where it is a tensor, alpha."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in given[:3]]
+    if isinstance(alpha, torch.Tensor):
+        alpha = alpha.detach().double() if dtype == torch.float64 else alpha.detach()
+        leaves.append(alpha.requires_grad_())
+    out = elsa.entmax_varlen_attention(
+        *leaves[:3], *given[3:], *longest, alpha=alpha, enable_gqa=True, backend=backend, **terms
+    )
+    return [out, *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+
+def agree(given, dtype, **terms):
+    """Against float64, by twice the error of plain PyTorch in the same dtype; twice the same bits.
+
+    Plain PyTorch computes half precision in float32.
+    """
+    weight = torch.randn(
+        (*given[0].shape[:2], given[2].shape[2]), device="cuda",
+        generator=torch.Generator("cuda").manual_seed(5),
+    ).to(dtype)  # fmt: skip
+    exact = results(given, weight, torch.float64, "eager", **terms)
+    peer = results(given, weight, dtype, "eager", **terms)
+    found = []
+    for _ in range(2):
+        spoil()
+        found.append(results(given, weight, dtype, "triton", **terms))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    for index, (x, reference, other) in enumerate(zip(found[0], exact, peer, strict=True)):
+        error, limit = distance(x, reference), distance(other, reference)
+        assert x.isfinite().all()
+        assert error <= 2 * limit + BAND[dtype], f"{index}: {error:.2e} against {limit:.2e}"
+
+
+@pytest.mark.parametrize("dtype", list(BAND), ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_agrees_with_float64(case, causal, dtype):
+    longest = tuple(max(lengths) for lengths in LENGTHS[case])
+    agree(operands(case, dtype), dtype, is_causal=causal, longest=longest)
+
+
+@pytest.mark.parametrize("alpha", [1.25, 2.0])
+@pytest.mark.parametrize("dtype", list(BAND), ids=str)
+def test_other_alphas_without_longest_lengths(dtype, alpha):
+    agree(operands("crossed", dtype, dim=32, of_keys=torch.int64), dtype, alpha=alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_wide_heads(dtype):
+    agree(operands("mixed", dtype, heads=2, kv_heads=1, dim=128), dtype, is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1, 1), (6, 1, 1, 1), (6, 4, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_alpha_of_heads_and_sequences(dtype, shape):
+    """Not near 2, where gradients jump as a key begins to weigh something."""
+    g = torch.Generator("cuda").manual_seed(1)
+    alpha = 1.2 + 0.4 * torch.rand(shape, device="cuda", generator=g)
+    agree(operands("mixed", dtype, dim=32), dtype, alpha=alpha)
+
+
+def test_large_scores_and_sparse_tiles():
+    q, k, v, *ends = operands("mixed", torch.float32, dim=32)
+    agree((q * 6, k * 2, v, *ends), torch.float32)
+    q, k = (q * 2).round() / 2, (k * 2).round()
+    q[:, 0] *= 4096
+    agree((q, k, v, *ends), torch.float32, scale=0.5)
+
+
+def test_views_of_a_projection():
+    packed = torch.randn(1897, 3, 4, 64, device="cuda")
+    ends = bounds(LENGTHS["mixed"][0])
+    agree((*packed.unbind(1), ends, ends), torch.float32, is_causal=True)
+    assert elsa.explain_entmax_varlen_attention(
+        *packed.unbind(1), ends, backend="triton"
+    ).schedule.startswith("all sequences in one launch")
+
+
+@pytest.mark.parametrize("dtype", list(BAND), ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_sequence_is_as_alone(causal, dtype):
+    """The same kernels: within the rounding of the smallest threshold that they start from."""
+    given = operands("mixed", dtype, kv_heads=4)
+    weight = torch.randn_like(given[0])
+    packed = results(given, weight, dtype, "triton", is_causal=causal)
+    for a, b in pairwise(given[3].tolist()):
+        leaves = [t[a:b].transpose(0, 1)[None].detach().requires_grad_() for t in given[:3]]
+        out = elsa.entmax_attention(*leaves, is_causal=causal, backend="triton")
+        grads = torch.autograd.grad(out, leaves, weight[a:b].transpose(0, 1)[None])
+        for x, y in zip(packed, (out, *grads), strict=True):
+            alone = y[0].transpose(0, 1)
+            assert (x[a:b] - alone).norm() <= BAND[dtype] * alone.norm() + 1e-6
+
+
+def test_nothing_waits_for_the_device():
+    given = operands("mixed", torch.float32)
+    weight = torch.randn_like(given[0])
+    alpha = torch.full((4, 1, 1), 1.4, device="cuda")
+    for longest in ((None, None), (1000, 1000)):
+        results(given, weight, torch.float32, "triton", alpha, longest)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            results(given, weight, torch.float32, "triton", alpha, longest)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_launches_do_not_grow_with_sequences(monkeypatch):
+    """One forward, two lists, two gradients and a sum for alpha."""
+    given = operands("many short", torch.float16)
+    weight = torch.randn_like(given[0])
+    alpha = torch.full((4, 1, 1), 1.4, device="cuda")
+    count = []
+    plain = entmax_varlen.Launch.__call__
+
+    def call(self, *pointers):
+        count.append(self.kernel.__name__)
+        plain(self, *pointers)
+
+    monkeypatch.setattr(entmax_varlen.Launch, "__call__", call)
+    results(given, weight, torch.float16, "triton", alpha)
+    assert count == [
+        "forward", "list_tiles", "query_gradient", "list_columns", "key_gradient",
+        "sum_of_sequences",
+    ]  # fmt: skip
+
+
+def test_new_lengths_in_a_recorded_graph():
+    """Forward and gradients: a graph that was recorded with other lengths serves these."""
+    q, k, v, starts, _ = operands("mixed", torch.float16, kv_heads=4)
+    weight, static = torch.randn_like(q), starts.clone()
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def step(ends):
+        out = elsa.entmax_varlen_attention(
+            *leaves, ends, max_seqlen_q=1000, is_causal=True, backend="triton"
+        )
+        return [out, *torch.autograd.grad(out, leaves, weight)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(static)
+    others = bounds([1000, 0, 600, 200, 1, 96])
+    static.copy_(others)
+    graph.replay()
+    for x, y in zip(found, step(others), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("longest", [(), (1000, 1000)])
+def test_compiles_whole(longest):
+    given = operands("mixed", torch.float32)
+    leaves = [t.requires_grad_() for t in given[:3]]
+
+    def call(q, k, v, starts, others):
+        return elsa.entmax_varlen_attention(
+            q, k, v, starts, others, *longest, alpha=1.5, enable_gqa=True, backend="triton"
+        )
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True)
+    one, other = compiled(*given), call(*given)
+    assert torch.equal(one, other)
+    weight = torch.randn_like(other)
+    for x, y in zip(*(torch.autograd.grad(t, leaves, weight) for t in (one, other)), strict=True):
+        assert torch.equal(x, y)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("of_heads", [False, True])
+def test_opcheck(of_heads):
+    q, k, v, *ends = operands("crossed", torch.float32, dim=16)
+    alpha = torch.full((5, 4, 1, 1), 1.4, device="cuda", requires_grad=True) if of_heads else None
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    torch.library.opcheck(
+        OVERLOAD, (*leaves, *ends, alpha, 300, 1049, 1.5, True, 0.25, "strict")
+    )  # fmt: skip
+
+
+def test_empty_calls():
+    q = torch.randn(0, 2, 16, device="cuda", requires_grad=True)
+    k = torch.randn(5, 2, 16, device="cuda", requires_grad=True)
+    none, some = bounds([0, 0]), bounds([2, 3])
+    for query, key, ends in ((q, k, (none, some)), (k, q, (some, none))):
+        out = elsa.entmax_varlen_attention(query, key, key, *ends, backend="triton")
+        assert out.shape == query.shape and out.eq(0).all()
+        for grad in torch.autograd.grad(out.sum(), (query, key)):
+            assert grad.eq(0).all()
+
+
+def test_nested_tensors():
+    parts = [torch.randn(n, 3, 4, 32, device="cuda") for n in (5, 70, 300)]
+    q, k, v = (
+        torch.nested.nested_tensor([p[:, i] for p in parts], layout=torch.jagged).transpose(1, 2)
+        for i in range(3)
+    )
+    out = elsa.entmax_attention(q, k, v, backend="triton")
+    for one, p in zip(out.unbind(), parts, strict=True):
+        alone = [p[:, i].transpose(0, 1)[None] for i in range(3)]
+        other = elsa.entmax_attention(*alone, backend="triton")[0]
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

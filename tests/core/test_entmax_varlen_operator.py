@@ -1,0 +1,180 @@
+"""`elsa::entmax_varlen_attention` in plain PyTorch, and how the public function takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import elsa_core as elsa
+from elsa_core import entmax_varlen, operators, routing
+from elsa_core.backends.support import Support
+from elsa_core.errors import ArgumentError
+
+QUERIES, KEYS = [5, 0, 70, 1, 3], [5, 4, 66, 0, 130]
+OPERATOR = operators.ENTMAX_VARLEN_ATTENTION
+
+
+def bounds(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
+
+
+def operands(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (sum(QUERIES), 4, 8), (sum(KEYS), 2, 8), (sum(KEYS), 2, 6)
+    parts = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [*parts, bounds(QUERIES), bounds(KEYS, torch.int64)]
+
+
+def of_sequences() -> Tensor:
+    return 1.1 + torch.rand(5, 4, 1, 1, dtype=torch.float64)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public function takes the operator, as on CUDA, by plain PyTorch."""
+    monkeypatch.setattr(entmax_varlen, "_served_by", lambda *kind: routing.PLAIN)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["number", "heads", "sequences"])
+def test_it_is_the_loop_over_sequences(
+    kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, *ends = operands()
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    alpha: float | Tensor = 1.5
+    if kind != "number":
+        alpha = of_sequences() if kind == "sequences" else of_sequences()[0]
+        leaves.append(alpha.requires_grad_())
+
+    def call() -> list[Tensor]:
+        out = elsa.entmax_varlen_attention(
+            q, k, v, *ends, 70, 130, alpha=alpha, is_causal=causal, enable_gqa=True
+        )
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    looped = call()
+    monkeypatch.setattr(entmax_varlen, "_served_by", lambda *kind: routing.PLAIN)
+    for x, y in zip(call(), looped, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+    terms = (70, 130, 1.5, causal, 8**-0.5)
+    heads = alpha if isinstance(alpha, Tensor) else None
+    if heads is not None and heads.dim() == 3:
+        heads = heads[None]
+    portable, *_ = OPERATOR.exported(q, k, v, *ends, heads, *terms)
+    torch.testing.assert_close(portable, looped[0], rtol=1e-7, atol=1e-8)
+
+
+def test_without_longest_lengths_they_are_all_tokens(served: None) -> None:
+    q, k, v, *ends = operands(torch.float32)
+    one = elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True)
+    other = elsa.entmax_varlen_attention(q, k, v, *ends, 70, 10**6, enable_gqa=True)
+    assert torch.equal(one, other)
+    tiles = OPERATOR.eager(q, k, v, *ends, None, 70, 130, 1.5, False, 1.0, "strict")[2]
+    assert tiles.shape == (4, 79 // 64 + 5, 3)
+
+
+@pytest.mark.parametrize("kind", ["number", "sequences"])
+def test_opcheck(kind: str) -> None:
+    parts = [t.requires_grad_(t.is_floating_point()) for t in operands()]
+    alpha = of_sequences().requires_grad_() if kind == "sequences" else None
+    for overload in (OPERATOR.overload, OPERATOR.eager):
+        arguments = (*parts, alpha, 70, 130, 1.5, True, 8**-0.5, "strict")
+        torch.library.opcheck(overload, arguments)
+
+
+def test_compiles_whole_for_any_number_of_tokens(served: None) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        return elsa.entmax_varlen_attention(q, k, v, ends)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
+    counts = set()
+    for lengths in ([5, 170], [99, 130], [100, 80]):
+        q, k, v = torch.randn(3, sum(lengths), 2, 8)
+        given = (q.requires_grad_(), k, v, bounds(lengths))
+        one, other = compiled(*given), call(*given)
+        grads = [torch.autograd.grad(x.square().sum(), q)[0] for x in (one, other)]
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(*grads)
+        counts.add(counter.frame_count)
+    assert len(counts) == 1  # no length compiles anything again
+    torch.compiler.reset()
+
+
+def test_gradients_that_are_not_wanted_are_empty() -> None:
+    q, k, v, *ends = operands()
+    out, *rest = OPERATOR.overload(q, k, v, *ends, None, 70, 130, 1.5, False, 1.0, "strict")
+    backward = torch.ops.elsa.entmax_varlen_attention_backward.default
+    grads = backward(
+        out, q, k, v, *ends, None, *rest, 70, 130, 1.5, False, 1.0, "strict",
+        [False, True, False, False],
+    )  # fmt: skip
+    assert [tuple(g.shape) for g in grads] == [(0,), tuple(k.shape), (0,), (0,)]
+
+
+def test_wrong_bounds_and_second_derivatives_are_named(served: None) -> None:
+    q, k, v, *ends = operands()
+    with pytest.raises(ArgumentError, match="cu_seqlens_k must start with 0"):
+        elsa.entmax_varlen_attention(q, k, v, ends[0], ends[1] + 1, enable_gqa=True)
+    q.requires_grad_()
+    out = elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True)
+    grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.sum().backward()
+
+
+def test_forward_mode_is_left_to_the_loop(served: None) -> None:
+    q, k, v, ends = *torch.randn(3, 79, 2, 8).unbind(), bounds([5, 70, 4])
+
+    def call(q: Tensor) -> Tensor:
+        return elsa.entmax_varlen_attention(q, k, v, ends, None, 70)
+
+    out, tangent = torch.func.jvp(call, (q,), (torch.ones_like(q),))
+    assert out.isfinite().all() and tangent.isfinite().all()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton is said to run, and tensors on "cuda" have no memory."""
+    monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
+    routing.choose.chosen.cache_clear()
+    with FakeTensorMode():
+        yield
+    routing.choose.chosen.cache_clear()  # what was chosen for that GPU
+
+
+def test_who_is_asked_on_a_gpu(gpu: None) -> None:
+    kind = ("cuda:0", torch.float32, 8, 6, "strict")
+    assert entmax_varlen._served_by(*kind, "triton") == "triton"
+    dense = routing.name_of("entmax_attention", *kind, "auto") == routing.PLAIN
+    assert (entmax_varlen._served_by(*kind, "auto") == "") == dense
+    for other in ("sdpa", "nobody", "eager"):
+        assert entmax_varlen._served_by(*kind, other) == ""
+    assert entmax_varlen._served_by("cuda:0", torch.float64, *kind[2:], "triton") == ""
+    assert entmax_varlen._served_by("cpu", *kind[1:], "triton") == ""
+
+
+@pytest.mark.parametrize("longest", [(), (70, 130)])
+def test_calls_on_a_gpu_take_the_operator_and_explain_says_so(
+    longest: tuple[int, ...], gpu: None
+) -> None:
+    shapes = (sum(QUERIES), 4, 8), (sum(KEYS), 2, 8), (sum(KEYS), 2, 6)
+    parts = [torch.empty(shape, device="cuda", requires_grad=True) for shape in shapes]
+    ends = [torch.empty(6, dtype=torch.int32, device="cuda") for _ in range(2)]
+    alpha = torch.empty(5, 4, 1, 1, device="cuda", requires_grad=True)
+    given: tuple[Any, ...] = (*parts, *ends, *longest)
+    terms: dict[str, Any] = {"alpha": alpha, "enable_gqa": True, "backend": "triton"}
+    route = elsa.explain_entmax_varlen_attention(*given, **terms)
+    assert route.backend == "triton" and route.schedule.startswith("all sequences in one launch; ")
+    assert route.reasons == ("gradients: kernels of the same backend",)
+    out = elsa.entmax_varlen_attention(*given, **terms)
+    assert out.shape == (79, 4, 6) and "entmax_varlen_attention" in type(out.grad_fn).__name__
