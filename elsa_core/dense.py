@@ -77,11 +77,13 @@ def ordinary(
     """
     if calls.traced() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
         return None
-    alone = backend == "auto" and not return_lse
-    if alone:
-        out = short.attention(query, key, value, attn_mask, is_causal, scale, precision)
-        if out is not None:
-            return out
+    given: Any = None
+    if backend == "auto" and not return_lse:
+        given = (query, key, value, attn_mask), (is_causal, scale, precision)
+        if short.ATTENTION.serve is not None:
+            out: Tensor | None = short.served(short.ATTENTION, *given)
+            if out is not None:
+                return out
     try:
         shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
         if not (
@@ -111,7 +113,7 @@ def ordinary(
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
         if recorded:
             return _recorded(arguments, choice, backend)
-        result = dense_inference.inferred(choice, arguments, alone, return_lse)
+        result = dense_inference.inferred(choice, arguments, given)
         return _with_lse(*result, backend) if return_lse else result[0]
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)

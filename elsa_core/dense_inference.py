@@ -16,12 +16,13 @@ _profiled = torch._C._autograd._profiler_enabled
 
 
 def inferred(
-    choice: Chosen, arguments: tuple[Any, ...], alone: bool, return_lse: bool
+    choice: Chosen, arguments: tuple[Any, ...], alone: tuple[Any, ...] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """An ordinary call that autograd does not record, by who serves it; `alone`: chosen by "auto",
-    the output alone, so that the next one of its layout may go the short way.
+    """An ordinary call that autograd does not record, by who serves it. alone: where that is the
+    choice of "auto" and the output alone is wanted, tensors and terms as the caller gave them, so
+    that the next call of this layout may go the short way.
     """
-    out = _by_row(choice, *arguments) if choice.rows and not return_lse else None
+    out = _by_row(choice, *arguments) if choice.rows and alone is not None else None
     if out is not None:
         return out, None
     found: tuple[Tensor, Tensor | None]
@@ -29,8 +30,8 @@ def inferred(
         found = calls.below_autograd(choice.run, *arguments)
         return found
     found = choice.direct(*arguments)
-    if alone and found[0].is_cuda:
-        short.ATTENTION.admit(*arguments)
+    if alone is not None and found[0].is_cuda:
+        short.ATTENTION.admit(arguments, (*alone[0], *alone[1]))
     return found
 
 

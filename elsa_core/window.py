@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from elsa_core import calls, operators, routing
+from elsa_core.backends.cuda import short
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
 from elsa_core.operands import explain_types, require_inside, require_tensor
@@ -86,7 +87,16 @@ def window_attention(
     """
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
+    traced = calls.traced()
+    given = (
+        (qkv, bias, bias_index, pad_qkv, logit_scale),
+        (num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision),
+    )
     try:
+        if backend == "auto" and short.WINDOW_ATTENTION.serve is not None and not traced:
+            found: Tensor | None = short.served(short.WINDOW_ATTENTION, *given)
+            if found is not None:
+                return found
         window, shift = _geometry(qkv, window_size, shift_size, grid)
         head_dim = _head_dim(qkv, num_heads, layout)
         terms = _Terms(bias, bias_index, pad_qkv, logit_scale)
@@ -107,19 +117,36 @@ def window_attention(
             image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
             head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
         )  # fmt: skip
-        if calls.traced():
-            out = run(*arguments)
-        elif calls.differentiates(qkv, bias, pad_qkv, logit_scale):
-            profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
-            if run is operators.WINDOW_ATTENTION.overload and not profiled:
-                run = routing.recorded("window_attention", name) or run
-            out = run(*arguments)
-        else:
-            out = calls.below_autograd(run, *arguments)
+        out = _computed(run, arguments, name, traced, given if backend == "auto" else None)
         return out if qkv.dim() == 5 else out.squeeze(1)
     except (AttributeError, RuntimeError, TypeError) as error:
         _explain_types(error, qkv, num_heads, scale, mask_value, grid, (layout, precision, backend))
         raise
+
+
+def _computed(
+    run: Callable[..., Tensor],
+    arguments: tuple[Any, ...],
+    name: str,
+    traced: bool,
+    given: tuple[tuple[Any, ...], ...] | None,
+) -> Tensor:
+    """run(*arguments), of the backend `name`. given: tensors and terms of the caller, where that is
+    the choice of "auto": the next call of this layout may go the short way.
+    """
+    if traced:
+        return run(*arguments)
+    image, bias, _, pad, logit_scale = arguments[:5]
+    by_operator = run is operators.WINDOW_ATTENTION.overload
+    if calls.differentiates(image, bias, pad, logit_scale):
+        profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
+        if by_operator and not profiled:
+            run = routing.recorded("window_attention", name) or run
+        return run(*arguments)
+    out: Tensor = calls.below_autograd(run, *arguments)
+    if given is not None and by_operator and image.is_cuda:
+        short.WINDOW_ATTENTION.admit(arguments, (*given[0], *given[1]))
+    return out
 
 
 def explain_window_attention(

@@ -32,7 +32,9 @@ namespace elsa_cuda {
 
 std::array<Operator, kMostOperators> operators;
 size_t operator_count = 0;
-Cache<Entry> cache(4096);
+constexpr size_t kMostEntries = 4096;
+Cache<Entry> cache(kMostEntries);
+Cache<Admitted> admitted(kMostEntries);
 std::atomic<int64_t> served{0};
 
 using GetStream = AOTITorchError (*)(int32_t, void**);
@@ -53,14 +55,36 @@ static Handle allocate(const Output& output, Where where) {
   return Handle(error == AOTI_TORCH_SUCCESS ? handle : nullptr);
 }
 
-bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs) {
+Address spare_of(const Bound& bound, Where where) {
+  constexpr int32_t kMostDevices = 64;
+  static std::array<Handle, kMostDevices> held;  // for the life of the process
+  static std::mutex guard;
+  const int32_t device = where.index < 0 ? 0 : where.index;
+  if (bound.spare == 0 || bound.spare > kSpareBytes || device >= kMostDevices) return 0;
+  const std::lock_guard<std::mutex> lock(guard);
+  Handle& memory = held[static_cast<size_t>(device)];
+  if (memory.get() == nullptr) {
+    Output bytes;
+    bytes.sizes = {static_cast<int64_t>(kSpareBytes)};
+    bytes.strides = {1};
+    memory = allocate(bytes, where);
+  }
+  return memory.get() == nullptr ? 0 : address_of(memory.get());
+}
+
+bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs,
+         const Output* first, Address spare) {
   const Plan& plan = bound.plan;
   Address slots[2 * kMostValues + 1];
   Handle workspace;
   uint32_t slot = 0;
   for (; slot < plan.inputs; ++slot) slots[slot] = inputs[slot];
   for (size_t i = 0; i < plan.outputs.size(); ++i) {
-    outputs[i] = allocate(plan.outputs[i], where);
+    if (i > 0 && spare != 0) {
+      slots[slot++] = spare;
+      continue;
+    }
+    outputs[i] = allocate(i == 0 && first != nullptr ? *first : plan.outputs[i], where);
     if (outputs[i].get() == nullptr) return false;
     slots[slot++] = address_of(outputs[i].get());
   }
@@ -89,6 +113,11 @@ namespace {
 using torch::stable::detail::to;
 
 std::mutex registering;
+
+void forget() {
+  cache.clear();
+  elsa_cuda::admitted.clear();  // last: what is admitted while this runs was planned before
+}
 
 // The arguments of a call, as the dispatcher gave them away.
 class Arguments {
@@ -393,7 +422,7 @@ ELSA_EXPORT const char* elsa_cuda_load_plan(const uint8_t* bytes, uint64_t size,
 }
 
 // Forgets every plan.
-ELSA_EXPORT void elsa_cuda_clear() { cache.clear(); }
+ELSA_EXPORT void elsa_cuda_clear() { forget(); }
 
 // Layouts that are kept, and calls that ran without Python.
 ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {
@@ -404,7 +433,7 @@ ELSA_EXPORT void elsa_cuda_counts(int64_t* layouts, int64_t* calls) {
 // Notes every layout that is planned from here on; what was planned before is forgotten.
 ELSA_EXPORT void elsa_cuda_record() {
   elsa_cuda::Record::start();  // first: a layout that another thread plans now is noted
-  cache.clear();
+  forget();
 }
 
 // Ends `elsa_cuda_record`: what was noted, valid until the next call of this function.

@@ -30,13 +30,18 @@ struct Operator {
 
 struct Entry {
   std::unique_ptr<const Bound> bound;  // null: such calls are not for this library
-  // Whether such a call by `auto` is for this library, so that Python may ask it first.
-  mutable std::atomic<bool> first{false};
+};
+
+// A call of a Python function that is one of an operator, see python.cpp.
+struct Admitted {
+  std::shared_ptr<const Entry> entry;  // with a plan
+  Output first;                        // the first result, as the function gives it
 };
 
 extern std::array<Operator, kMostOperators> operators;
 extern size_t operator_count;
 extern Cache<Entry> cache;
+extern Cache<Admitted> admitted;     // forgotten with the plans
 extern std::atomic<int64_t> served;  // calls that ran without Python's planners
 
 inline void ask(AOTITorchError error, const char* what) {
@@ -93,8 +98,16 @@ inline void add_no_tensor(Key& key) { key.add(~uint64_t{0}); }
 // Whether this PyTorch says which CUDA stream is the current one.
 bool gives_streams();
 
-// Runs a planned call: allocates `outputs`, at most kMostValues, and launches. False: nothing was
-// launched, for want of memory (PyTorch then says so itself) or in a context that is not PyTorch's.
-bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs);
+// Memory that calls write results to which nobody reads: one piece for each device, that all of
+// them share and none reads. 0 where a plan's results do not fit, or a launch might read them.
+constexpr uint64_t kSpareBytes = 1 << 20;
+Address spare_of(const Bound& bound, Where where);
+
+// Runs a planned call: allocates `outputs`, at most kMostValues, and launches. first: what the
+// first one is allocated as, of the plan's bytes; null: as the plan says. spare: of `spare_of`,
+// where all others go, or 0. False: nothing was launched, for want of memory (PyTorch then says so
+// itself) or in a context that is not PyTorch's.
+bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs,
+         const Output* first = nullptr, Address spare = 0);
 
 }  // namespace elsa_cuda

@@ -1,28 +1,31 @@
-// Calls from Python that pass by PyTorch's dispatcher: what a call is made of is read from Python's
-// objects, the plan is found by the key that the dispatcher's call would have, and the first result
-// is given back. Whatever is not as it should be is answered by None: Python then asks the
+// Calls from Python that pass by PyTorch's dispatcher: what a function is called with is read from
+// Python's objects, the plan of the operator's call that it makes of that is found, and the first
+// result is given back. Whatever is not as it should be is answered by None: Python then asks the
 // dispatcher.
 #include "python.h"
 
 #include <dlfcn.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "operators.h"
 
 namespace {
 
 using elsa_cuda::Address;
-using elsa_cuda::Entry;
+using elsa_cuda::Admitted;
 using elsa_cuda::Handle;
 using elsa_cuda::Key;
 using elsa_cuda::kMostValues;
 using elsa_cuda::Operator;
+using elsa_cuda::Output;
+using elsa_cuda::Plan;
 using elsa_cuda::Python;
 using elsa_cuda::Where;
 namespace dlpack = elsa_cuda::dlpack;
@@ -45,6 +48,8 @@ const Python& python() {
     made.no = symbol<PyObject*>("_Py_FalseStruct");
     made.floats = symbol<PyObject*>("PyFloat_Type");
     made.integers = symbol<PyObject*>("PyLong_Type");
+    made.lists = symbol<PyObject*>("PyList_Type");
+    made.tuples = symbol<PyObject*>("PyTuple_Type");
     return made;
   }();
   return found;
@@ -101,25 +106,33 @@ int32_t dtype_of(const dlpack::Tensor& tensor) {
   }
 }
 
-// The arguments of a call, from Python's objects. `read` answers whether they are as expected.
+// The arguments of a call of the operator, or of the function, which are of the same types but that
+// a number and a tensor may be None, and a list of integers a tuple. `read` answers whether they
+// are as expected.
 class Read {
  public:
   explicit Read(const Short& about) : about_(about) {
     key.add(static_cast<uint64_t>(about.op - elsa_cuda::operators.data()));
   }
 
-  bool read(PyObject* const* arguments, std::ptrdiff_t count) {
+  bool read(PyObject* const* arguments) {
     const std::string& types = about_.op->types;
-    if (static_cast<size_t>(count) != types.size()) return false;
     for (size_t i = 0; i < types.size(); ++i) {
       if (!read(types[i], arguments[i])) return false;
     }
     return key.fits();
   }
 
+  // Whether the tensors lie where those of another call do: none is a copy.
+  bool has_memory_of(const Read& other) const {
+    return tensors_ == other.tensors_ &&
+           std::equal(addresses, addresses + tensors_, other.addresses);
+  }
+
   Key key;
   Address addresses[kMostValues];
-  Where where;  // of the first tensor
+  Where where;       // of the first tensor
+  int32_t dims = 0;  // likewise
 
  private:
   bool read(char type, PyObject* object) {
@@ -139,18 +152,29 @@ class Read {
         key.add(object == py.yes ? 1 : 0);
         return true;
       case 'd': {
-        // none: the scale of attention, by the head dimension of the first tensor
-        double value = std::pow(static_cast<double>(head_dim_), -0.5);
-        if (object != py.none) {
-          if (!is_a(object, py.floats) && !is_a(object, py.integers)) return false;
-          value = py.double_of(object);
-          if (py.error() != nullptr) return false;
-        } else if (head_dim_ <= 0) {
-          return false;
+        if (object == py.none) {  // no number that a function would take has this word
+          key.add(~uint64_t{0});
+          return true;
         }
+        if (!is_a(object, py.floats) && !is_a(object, py.integers)) return false;
+        const double value = py.double_of(object);
+        if (py.error() != nullptr) return false;
         uint64_t word = 0;
         std::memcpy(&word, &value, sizeof(value));
         key.add(word);
+        return true;
+      }
+      case 'n':
+        return read_integer(object);
+      case 'N': {
+        const bool tuple = is_a(object, py.tuples);
+        if (!tuple && !is_a(object, py.lists)) return false;
+        const std::ptrdiff_t size = tuple ? py.tuple_size(object) : py.list_size(object);
+        key.add(static_cast<uint64_t>(size));
+        for (std::ptrdiff_t i = 0; i < size; ++i) {
+          PyObject* item = tuple ? py.tuple_item(object, i) : py.item(object, i);
+          if (item == nullptr || !read_integer(item)) return false;
+        }
         return true;
       }
       case 's': {
@@ -163,6 +187,13 @@ class Read {
       default:
         return false;
     }
+  }
+
+  bool read_integer(PyObject* object) {
+    if (!is_a(object, python().integers)) return false;
+    const long long value = python().integer_of(object);
+    key.add(static_cast<uint64_t>(value));
+    return python().error() == nullptr;
   }
 
   bool read_tensor(PyObject* object) {
@@ -178,7 +209,7 @@ class Read {
     const Where place = on_cpu ? Where{0, -1} : Where{1, found.device_id};
     if (tensors_ == 0) {
       where = place;
-      head_dim_ = found.shape[found.ndim - 1];
+      dims = found.ndim;
     }
     const auto address = reinterpret_cast<Address>(found.data);
     addresses[tensors_++] = address;
@@ -188,7 +219,6 @@ class Read {
 
   const Short& about_;
   uint32_t tensors_ = 0;
-  int64_t head_dim_ = 0;
 };
 
 // The Python tensor of a handle, or null. PyTorch's own function for one handle leaks the tensor
@@ -212,13 +242,15 @@ PyObject* wrapped(const Short& about, Handle& tensor) {
 }
 
 // The first result of a planned call, or null.
-PyObject* result_of(const Short& about, const elsa_cuda::Bound& bound, const Read& call) {
+PyObject* result_of(const Short& about, const Admitted& call, const Read& given) {
   const Python& py = python();
   Handle outputs[kMostValues];
-  void* thread = py.release();  // a launch may wait for a full queue, which a callback may hold up
   bool ran = false;
+  void* thread = py.release();  // a launch may wait for a full queue, which a callback may hold up
   try {
-    ran = elsa_cuda::run(bound, call.addresses, call.where, outputs);
+    const elsa_cuda::Bound& bound = *call.entry->bound;
+    const Address spare = elsa_cuda::spare_of(bound, given.where);
+    ran = elsa_cuda::run(bound, given.addresses, given.where, outputs, &call.first, spare);
   } catch (const std::exception&) {  // the dispatcher's call meets it again and says so
   }
   py.acquire(thread);
@@ -238,21 +270,43 @@ PyObject* none() {
 PyObject* serve(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count) {
   const Short* about = about_of(self);
   Read call(*about);
-  if (!call.read(arguments, count)) return none();
-  const auto found = elsa_cuda::cache.find(call.key.words());
-  const Entry* entry = found.entry.get();
-  if (entry == nullptr || !entry->first.load(std::memory_order_relaxed)) return none();
-  PyObject* result = result_of(*about, *entry->bound, call);
+  if (static_cast<size_t>(count) != about->op->types.size() || !call.read(arguments)) return none();
+  const auto found = elsa_cuda::admitted.find(call.key.words());
+  if (found.entry == nullptr) return none();
+  PyObject* result = result_of(*about, *found.entry, call);
   return result != nullptr ? result : none();
+}
+
+// The first result as the function gives it: where its first tensor lacks the operator's second
+// dimension, which is one then, so does the result. Other differences are not known here.
+bool first_of(const Plan& plan, int32_t dims, int32_t of_function, Output& first) {
+  first = plan.outputs[0];
+  if (dims == of_function) return true;
+  if (dims != of_function + 1 || first.sizes.size() != static_cast<size_t>(dims) ||
+      first.sizes[1] != 1) {
+    return false;
+  }
+  first.sizes.erase(first.sizes.begin() + 1);
+  first.strides.erase(first.strides.begin() + 1);
+  return true;
 }
 
 PyObject* admit(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count) {
   const Short* about = about_of(self);
-  Read call(*about);
-  if (!call.read(arguments, count)) return none();
+  const size_t half = about->op->types.size();
+  Read call(*about), of_function(*about);
+  if (static_cast<size_t>(count) != 2 * half || !call.read(arguments) ||
+      !of_function.read(arguments + half) || !call.has_memory_of(of_function)) {
+    return none();
+  }
+  const uint64_t generation = elsa_cuda::admitted.find(of_function.key.words()).generation;
   const auto found = elsa_cuda::cache.find(call.key.words());
   if (found.entry == nullptr || found.entry->bound == nullptr) return none();
-  found.entry->first.store(true, std::memory_order_relaxed);
+  auto made = std::make_shared<Admitted>();
+  made->entry = found.entry;
+  const Plan& plan = found.entry->bound->plan;
+  if (!first_of(plan, call.dims, of_function.dims, made->first)) return none();
+  elsa_cuda::admitted.put(of_function.key.words(), generation, std::move(made));
   return given(python().yes);
 }
 
@@ -279,12 +333,14 @@ const dlpack::Exchange* exchange_of(PyObject* capsule) {
 
 }  // namespace
 
-// Two Python functions that take the arguments of an operator, for `elsa_core.backends.cuda`, which
-// holds the interpreter's lock: `serve` gives the first result of a call that was admitted, or
-// None; `admit` says that such calls are for this library (True, or None where it has no plan).
+// Two Python functions about one that calls an operator, for `elsa_core.backends.cuda`, which holds
+// the interpreter's lock. `serve` takes what that function was called with, as the operator orders
+// it, and gives the first result of a call that was admitted, or None; `admit` takes the operator's
+// own arguments and these, and says that such calls are for this library (True, or None where it
+// has no plan).
 // exchange: `torch.Tensor.__dlpack_c_exchange_api__`; tensor: the type `torch.Tensor`; wrap: makes
-// a tensor of a capsule with its handle. Returns null and leaves `made` as it is where this process
-// has no such way.
+// a list of tensors of a list of capsules with their handles. Returns -1 and leaves `made` as it is
+// where this process has no such way.
 extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
     const char* name, PyObject* exchange, PyObject* tensor, PyObject* wrap, PyObject** made) {
   try {

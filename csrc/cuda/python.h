@@ -28,6 +28,10 @@ struct Method {  // PyMethodDef
   F(new_list, "PyList_New", PyObject*, std::ptrdiff_t)                                \
   F(set_item, "PyList_SetItem", int, PyObject*, std::ptrdiff_t, PyObject*)            \
   F(item, "PyList_GetItem", PyObject*, PyObject*, std::ptrdiff_t)                     \
+  F(list_size, "PyList_Size", std::ptrdiff_t, PyObject*)                              \
+  F(tuple_size, "PyTuple_Size", std::ptrdiff_t, PyObject*)                            \
+  F(tuple_item, "PyTuple_GetItem", PyObject*, PyObject*, std::ptrdiff_t)              \
+  F(integer_of, "PyLong_AsLongLong", long long, PyObject*)                            \
   F(type_of, "PyObject_Type", PyObject*, PyObject*)                                   \
   F(call, "PyObject_CallFunctionObjArgs", PyObject*, PyObject*, PyObject*, ...)       \
   F(double_of, "PyFloat_AsDouble", double, PyObject*)                                 \
@@ -43,7 +47,7 @@ struct Python {
 #define ELSA_FIELD(field, symbol, result, ...) result (*field)(__VA_ARGS__);
   ELSA_PYTHON_FUNCTIONS(ELSA_FIELD)
 #undef ELSA_FIELD
-  PyObject *none, *yes, *no, *floats, *integers;
+  PyObject *none, *yes, *no, *floats, *integers, *lists, *tuples;
 };
 
 namespace dlpack {

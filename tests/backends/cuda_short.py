@@ -41,10 +41,10 @@ def same_launches(stub: str) -> None:
         {"shape": (1, 3, 197, 64), "dtype": SINGLE},
     ):
         arguments = attention_inputs(**given)  # type: ignore[arg-type]
-        assert serve(*arguments) is None and admit(*arguments) is None  # no plan yet
+        assert serve(*arguments) is None and admit(*arguments, *arguments) is None  # no plan yet
         call(*arguments)
         assert serve(*arguments) is None, "it was not admitted"
-        assert admit(*arguments) is True
+        assert admit(*arguments, *arguments) is True
         (out, _), expected = launches(call, arguments)
         before = loaded.counts()[1]
         found, made = launches(serve, arguments)
@@ -65,15 +65,44 @@ def same_launches(stub: str) -> None:
         assert serve(*arguments) is None, "its plan is forgotten"
         with torch.inference_mode():
             call(*arguments)
-            assert admit(*arguments) is True and serve(*arguments).is_inference()
-    ordinary = attention_inputs((1, 3, 197, 64), dtype=SINGLE)
-    call(*ordinary)
-    assert admit(*ordinary) is True
-    assert serve(*ordinary[:5], None, "strict") is not None, "the scale's default"
-    for dim in (1, 40, 72, 80, 96, 128):
-        given = attention_inputs((1, 1, 16, dim), dtype=HALF)
-        call(*given)
-        assert admit(*given) is True and serve(*given[:5], None, "strict") is not None
+            assert admit(*arguments, *arguments) is True and serve(*arguments).is_inference()
+    loaded.clear()
+    given = attention_inputs((1, 3, 197, 64), dtype=SINGLE)
+    call(*given)
+    assert admit(*given, *given[:5], None, "strict") is True
+    assert serve(*given) is None and serve(*given[:5], None, "strict") is not None
+    assert admit(*given) is None and admit(*given, *given[:-1]) is None
+
+
+def windows(stub: str) -> None:
+    """An image [B, H, W, 3 * C], of which the operator is given [B, 1, H, W, 3 * C]."""
+    loaded, call = started(stub), operators.WINDOW_ATTENTION.overload
+    serve, admit = loaded.short("window_attention")  # type: ignore[misc]
+    image = torch.empty(2, 14, 14, 3 * 96, dtype=HALF)
+    bias = torch.zeros(3, 49, 49)
+    own = [image, bias, None, None, None, 3, (7, 7), [3, 3], None, -100.0, "qkv", False, "strict"]
+    given = [image[:, None], *own[1:6], (1, 7, 7), (0, 3, 3), 32**-0.5, *own[9:]]
+    assert admit(*given, *own) is None
+    call(*given)
+    assert admit(*given, *own) is True
+    expected, first = launches(call, given)
+    found, second = launches(serve, own)
+    assert found.shape == (2, 14, 14, 96) and found.is_contiguous()
+    assert expected.squeeze(1).stride() == found.stride()
+    assert [w for line in first for w in line if w != word(expected)] == [
+        w for line in second for w in line if w != word(found)
+    ]
+    for position, value in ((5, 2), (6, (7, 8)), (6, (7, 7.0)), (6, 7), (7, [3, 2]), (7, (3,)),
+                            (8, 1), (9, float("-inf")), (11, True), (5, 1 << 70)):  # fmt: skip
+        assert serve(*own[:position], value, *own[position + 1 :]) is None, (position, value)
+    assert serve(*own[:7], (3, 3), *own[8:]) is not None, "a tuple or a list"
+    wide = torch.empty(2, 14, 14, 6 * 96, dtype=HALF)[..., ::2]
+    dense = wide.contiguous()
+    call(dense[:, None], *given[1:])
+    assert admit(dense[:, None], *given[1:], wide, *own[1:]) is None, "the operator's is a copy"
+    deep = torch.empty(2, 4, 14, 14, 3 * 96, dtype=HALF)
+    call(deep, *given[1:])
+    assert admit(deep, *given[1:], deep[:, 0], *own[1:]) is None, "its result is another one"
 
 
 def refused(stub: str) -> None:
@@ -82,7 +111,7 @@ def refused(stub: str) -> None:
     serve, admit = loaded.short("attention")  # type: ignore[misc]
     good = attention_inputs((1, 3, 197, 64), dtype=SINGLE)
     call(*good)
-    assert admit(*good) is True and serve(*good) is not None
+    assert admit(*good, *good) is True and serve(*good) is not None
 
     class Own(Tensor):
         pass
@@ -100,9 +129,9 @@ def refused(stub: str) -> None:
         arguments = list(good)
         arguments[position] = value
         assert serve(*arguments) is None, (position, value)
-        assert position in (5, 6) or admit(*arguments) is None, (position, value)
+        assert position in (5, 6) or admit(*arguments, *arguments) is None, (position, value)
     for arguments in ([], good[:6], [*good, None]):
-        assert serve(*arguments) is None and admit(*arguments) is None
+        assert serve(*arguments) is None and admit(*arguments, *arguments) is None
     made = (ctypes.py_object * 2)()
     library = loaded._locked
     exchange = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
@@ -121,7 +150,7 @@ def objects(stub: str) -> None:
     serve, admit = loaded.short("attention")  # type: ignore[misc]
     good = attention_inputs((1, 2, 50, 64), dtype=HALF, mask="bool")
     call(*good)
-    assert admit(*good) is True
+    assert admit(*good, *good) is True
     text = "".join(["str", "ict"])
     good[6] = text
     before = [sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)
@@ -150,4 +179,4 @@ def objects(stub: str) -> None:
 
 
 if __name__ == "__main__":
-    main(same_launches, refused, objects)
+    main(same_launches, windows, refused, objects)

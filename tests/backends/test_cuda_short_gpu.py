@@ -97,6 +97,24 @@ def test_the_second_call_of_a_layout_has_the_bits_of_the_first(
         assert torch.equal(first, other) and first.stride() == other.stride()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_windows(dtype: torch.dtype, shift: int) -> None:
+    qkv = torch.randn(2, 14, 14, 3 * 96, device="cuda").to(dtype)
+    bias, pad = torch.randn(3, 49, 49, device="cuda"), torch.randn(3 * 96, device="cuda")
+    named: dict[str, Any] = {"num_heads": 3, "window_size": (7, 7), "shift_size": (shift, shift)}
+    with torch.no_grad():
+        first = elsa.window_attention(qkv, bias, pad_qkv=pad.to(dtype), **named)
+        again, served = took(
+            lambda: elsa.window_attention(qkv, bias, pad_qkv=pad.to(dtype), **named)
+        )
+    assert served == 1 and torch.equal(first, again) and first.stride() == again.stride()
+    if short.WINDOW_ATTENTION.serve is not None:
+        terms = (3, (7, 7), (shift, shift), None, -100.0, "qkv", False, "strict")
+        found = short.WINDOW_ATTENTION.serve(qkv, bias, None, pad.to(dtype), None, *terms)
+        assert found is not None and torch.equal(found, first)
+
+
 def test_results_are_freed_and_the_gradient_is_seen() -> None:
     given, _ = operands(torch.float32)
     with torch.inference_mode():
@@ -155,5 +173,5 @@ def test_who_is_served_by_pytorch_stays_so() -> None:
             elsa.attention(*given)
         cuda.forget()
         assert short.ATTENTION.serve is None or (
-            short.ATTENTION.serve(*given, None, False, None, "strict") is None
+            short.ATTENTION.serve(*given[:3], None, False, None, "strict") is None
         )

@@ -113,6 +113,27 @@ def test_transforms_and_compilers_do_not(asked: list[Any]) -> None:
     assert not asked
 
 
+@pytest.mark.parametrize("dims", [4, 5])
+def test_windows_take_it_as_they_are_called(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(
+        short.WINDOW_ATTENTION, "serve", lambda *given: (found.append(given), given[0])[1]
+    )
+    image = torch.randn(1, *(4,) * (dims - 2), 24)
+    size = (2,) * (dims - 2)
+    named: dict[str, Any] = {"num_heads": 2, "window_size": size}
+    assert elsa.window_attention(image, **named) is image
+    assert found[0] == (
+        image, None, None, None, None, 2, size, (0, 0), None, -100.0, "qkv", False, "strict",
+    )  # fmt: skip
+    bias = torch.zeros(2, 2 ** (dims - 2), 2 ** (dims - 2), requires_grad=True)
+    assert elsa.window_attention(image, bias, **named).requires_grad
+    elsa.window_attention(image, backend="eager", **named)
+    elsa.window_attention(torch._neg_view(image), **named)  # type: ignore[attr-defined]
+    torch.func.vmap(lambda one: elsa.window_attention(one, **named))(image[None])
+    assert len(found) == 1
+
+
 def test_a_call_that_is_not_admitted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = operands(requires_grad=False)
     expected = elsa.attention(q, k, v)

@@ -2,7 +2,8 @@
 
 A call that the library served for `auto` is admitted with its layout: the next one of it goes from
 Python's objects to the launch in C++ (`csrc/cuda/python.cpp`), where nothing of PyTorch would see
-it anyway: no autograd, tracer, mode, transform, autocast or profiler. Who forgets plans (see
+it anyway: no autograd, tracer, mode, transform, autocast or profiler. Its arguments need no second
+check: all but the numbers within tensors is a part of the layout. Who forgets plans (see
 `elsa_core.backends.cuda.forget`) forgets what was admitted.
 """
 
@@ -35,13 +36,17 @@ class Short:
         self.serve: Callable[..., Tensor | None] | None = None
         self._admit: Callable[..., Any] | None = None
 
-    def admit(self, *arguments: Any) -> None:
+    def admit(self, arguments: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         """Let calls of this layout go the short way from now on: `auto` gave this one, which
-        autograd does not record, to the operator's kernel."""
+        autograd does not record, to the operator's kernel.
+
+        Args:
+            arguments: of the operator. given: what its caller was given, in the same order.
+        """
         if not self._asked:
             self._look()
         if self._admit is not None:
-            self._admit(*arguments)
+            self._admit(*arguments, *given)
 
     def _look(self) -> None:
         from elsa_core.backends import cuda
@@ -59,23 +64,18 @@ class Short:
 
 
 ATTENTION = Short("attention")
+WINDOW_ATTENTION = Short("window_attention")
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *terms: Any
-) -> Tensor | None:
+def served(short: Short, tensors: tuple[Tensor | None, ...], terms: tuple[Any, ...]) -> Any:
     """The output of a call that was admitted; None of any other, and of one that something of
     PyTorch would see. Where `calls.traced` does not hold and there is no autocast.
 
-    terms: is_causal, scale (None: the default) and precision.
+    tensors, terms: what the caller was given, as the operator orders it.
     """
-    serve = ATTENTION.serve
-    if serve is None or _functions() or _profiled():
+    if _functions() or _profiled() or (_records() and _required(*tensors)):
         return None
-    if _records() and _required(query, key, value, attn_mask):
-        return None
-    if query.is_neg() or key.is_neg() or value.is_neg():  # the dispatcher makes them what they say
-        return None
-    if attn_mask is not None and attn_mask.is_neg():
-        return None
-    return serve(query, key, value, attn_mask, *terms)
+    for each in tensors:
+        if each is not None and each.is_neg():  # the dispatcher makes it what it says
+            return None
+    return short.serve(*tensors, *terms)  # type: ignore[misc]
