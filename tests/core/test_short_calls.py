@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core.backends.cuda import short
+from elsa_core.patching.adapters.common import attend_small
 
 
 class Functions(TorchFunctionMode):
@@ -132,6 +133,20 @@ def test_windows_take_it_as_they_are_called(dims: int, monkeypatch: pytest.Monke
     elsa.window_attention(torch._neg_view(image), **named)  # type: ignore[attr-defined]
     torch.func.vmap(lambda one: elsa.window_attention(one, **named))(image[None])
     assert len(found) == 1
+
+
+def test_small_calls_of_patched_sites_take_it(asked: list[Any]) -> None:
+    q, k, v = operands(requires_grad=False)
+    assert torch.equal(attend_small(q, k, v), torch.ones_like(q))
+    assert asked[0][3:] == (None, False, None, "strict")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        attend_small(q, k, v)
+    assert torch.equal(torch.func.vmap(lambda a: attend_small(a, k, v))(q[None])[0], expected)
+    grouped = attend_small(q, k[:, :1], v[:, :1])
+    assert grouped.shape == q.shape and len(asked) == 2
+    short.ATTENTION.serve = None
+    assert torch.equal(attend_small(q, k, v), expected)
 
 
 def test_a_call_that_is_not_admitted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from elsa_core import calls, graph_steps, routing
 from elsa_core.attention import attention
+from elsa_core.backends.cuda import short
 from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.handing import (
@@ -291,6 +292,20 @@ def scale_of(module: Any) -> float | None:
     return scale
 
 
+def attend_small(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of an eager call on a GPU that waits for the host, by elsa's kernel where such
+    calls were admitted to the short way, else by PyTorch's: [B, H, N, D] -> [B, H, N, Dv].
+    """
+    ready = short.ATTENTION.serve is not None and not torch._C._is_any_autocast_enabled()
+    if ready and not calls.traced():
+        tensors, terms = (query, key, value, None), (False, None, "strict")
+        out: Tensor | None = short.served(short.ATTENTION, tensors, terms)
+        if out is not None:
+            return out
+    enable_gqa = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(query, key, value, enable_gqa=enable_gqa)
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -312,6 +327,8 @@ def attend(
     names = module.elsa_backend, module.elsa_precision
     by_pytorch = mask is None and sparsity is None and query.is_cuda
     if by_pytorch and by_sdpa(query, key, value, *names):
+        if scale is None and dropout_p == 0.0 and not is_causal:
+            return attend_small(query, key, value)
         return functional.scaled_dot_product_attention(
             query, key, value, None, dropout_p, is_causal, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],

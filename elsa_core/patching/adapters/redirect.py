@@ -30,7 +30,7 @@ from elsa_core.attention import attention
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
 from elsa_core.patching.adapters import asked, table
-from elsa_core.patching.adapters.common import hooks_weights, other_part
+from elsa_core.patching.adapters.common import attend_small, hooks_weights, other_part
 from elsa_core.patching.adapters.host import (
     by_sdpa,
     is_original,
@@ -156,6 +156,8 @@ def _attention(
     if is_original(backend, precision) or (
         query.is_cuda and by_sdpa(query, key, value, backend, precision, attn_mask)
     ):
+        if attn_mask is None and not given and not named:
+            return attend_small(query, key, value)
         return scaled_dot_product_attention(query, key, value, attn_mask, *given, **named)
     return attention(
         query, key, value, attn_mask, *given, precision=precision, backend=backend, **named
