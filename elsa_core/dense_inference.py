@@ -30,9 +30,17 @@ def inferred(
         found = calls.below_autograd(choice.run, *arguments)
         return found
     found = choice.direct(*arguments)
-    if alone is not None and found[0].is_cuda:
+    if alone is not None and found[0].is_cuda and not _has_row(choice, *arguments[:4]):
         short.ATTENTION.admit(arguments, (*alone[0], *alone[1]))
     return found
+
+
+def _has_row(
+    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> bool:
+    """Whether a row holds for a call: its backend may have declined this one alone."""
+    masked = None if mask is None else mask.shape
+    return any(row.holds(query.shape, key.shape, masked) for row, _ in choice.rows)
 
 
 def _by_row(

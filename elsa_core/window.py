@@ -93,7 +93,8 @@ def window_attention(
         (num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision),
     )
     try:
-        if backend == "auto" and short.WINDOW_ATTENTION.serve is not None and not traced:
+        # traced first: a compiler would guard on the others
+        if not traced and backend == "auto" and short.WINDOW_ATTENTION.serve is not None:
             found: Tensor | None = short.served(short.WINDOW_ATTENTION, *given)
             if found is not None:
                 return found

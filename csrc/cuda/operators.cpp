@@ -55,26 +55,23 @@ static Handle allocate(const Output& output, Where where) {
   return Handle(error == AOTI_TORCH_SUCCESS ? handle : nullptr);
 }
 
-Address spare_of(const Bound& bound, Where where) {
-  constexpr int32_t kMostDevices = 64;
-  static std::array<Handle, kMostDevices> held;  // for the life of the process
+void reserve_spare(Bound& bound) {
+  constexpr Device kMostDevices = 64;
+  static std::array<Address, kMostDevices> held{};  // for the life of the process
   static std::mutex guard;
-  const int32_t device = where.index < 0 ? 0 : where.index;
-  if (bound.spare == 0 || bound.spare > kSpareBytes || device >= kMostDevices) return 0;
-  const std::lock_guard<std::mutex> lock(guard);
-  Handle& memory = held[static_cast<size_t>(device)];
-  if (memory.get() == nullptr) {
-    Output bytes;
-    bytes.sizes = {static_cast<int64_t>(kSpareBytes)};
-    bytes.strides = {1};
-    memory = allocate(bytes, where);
+  if (bound.spare_bytes == 0 || bound.spare_bytes > kSpareBytes || bound.device >= kMostDevices) {
+    return;
   }
-  return memory.get() == nullptr ? 0 : address_of(memory.get());
+  const std::lock_guard<std::mutex> lock(guard);
+  Address& memory = held[static_cast<size_t>(bound.device)];
+  if (memory == 0 && driver().allocate(&memory, kSpareBytes) != 0) memory = 0;
+  bound.spare = memory;
 }
 
 bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs,
-         const Output* first, Address spare) {
+         const Output* first) {
   const Plan& plan = bound.plan;
+  const Address spare = first != nullptr ? bound.spare : 0;
   Address slots[2 * kMostValues + 1];
   Handle workspace;
   uint32_t slot = 0;
@@ -242,11 +239,15 @@ bool run(const elsa_cuda::Bound& bound, const Arguments& arguments, StableIValue
   return true;
 }
 
-std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device) {
+// spares: whether calls may come that want the first result alone. Not while a graph is recorded.
+std::unique_ptr<const elsa_cuda::Bound> bound_of(elsa_cuda::Plan plan, elsa_cuda::Device device,
+                                                 bool spares = false) {
   const elsa_cuda::Current current(device);
   if (current.foreign()) throw std::runtime_error("the current CUDA context is not PyTorch's");
   if (!elsa_cuda::gives_streams()) throw std::runtime_error("this PyTorch gives no CUDA stream");
-  return std::make_unique<const elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
+  auto bound = std::make_unique<elsa_cuda::Bound>(elsa_cuda::bind(std::move(plan), device));
+  if (spares) elsa_cuda::reserve_spare(*bound);
+  return bound;
 }
 
 // Keeps what `elsa::<name>_plan` said of a layout: nothing; "N", that such calls are not for this
@@ -265,7 +266,7 @@ void keep(const Operator& op, const elsa_cuda::Key& key, const elsa_cuda::Key& p
   auto entry = std::make_shared<Entry>();
   std::vector<elsa_cuda::Step> steps;
   if (bytes[0] == 'P') {
-    entry->bound = bound_of(elsa_cuda::parse(bytes + 1, rest), device_of(arguments));
+    entry->bound = bound_of(elsa_cuda::parse(bytes + 1, rest), device_of(arguments), true);
     const elsa_cuda::Plan& plan = entry->bound->plan;
     if (plan.inputs != arguments.tensors || plan.outputs.size() != op.results) {
       throw std::runtime_error(op.name + ": a plan is for another operator");

@@ -98,16 +98,18 @@ inline void add_no_tensor(Key& key) { key.add(~uint64_t{0}); }
 // Whether this PyTorch says which CUDA stream is the current one.
 bool gives_streams();
 
-// Memory that calls write results to which nobody reads: one piece for each device, that all of
-// them share and none reads. 0 where a plan's results do not fit, or a launch might read them.
+// Gives a plan on the current device memory for results that nobody reads: one piece for each
+// device, which all share and none reads. It is the driver's own: what PyTorch's allocator gives
+// may have been another stream's or a graph's. None where the results do not fit, or a launch might
+// read them, or there is no memory.
 constexpr uint64_t kSpareBytes = 1 << 20;
-Address spare_of(const Bound& bound, Where where);
+void reserve_spare(Bound& bound);
 
 // Runs a planned call: allocates `outputs`, at most kMostValues, and launches. first: what the
-// first one is allocated as, of the plan's bytes; null: as the plan says. spare: of `spare_of`,
-// where all others go, or 0. False: nothing was launched, for want of memory (PyTorch then says so
-// itself) or in a context that is not PyTorch's.
+// first one is allocated as, of the plan's bytes, where nobody reads the others; null: as the plan
+// says, and all. False: nothing was launched, for want of memory (PyTorch then says so itself) or
+// in a context that is not PyTorch's.
 bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs,
-         const Output* first = nullptr, Address spare = 0);
+         const Output* first = nullptr);
 
 }  // namespace elsa_cuda

@@ -136,7 +136,7 @@ Step read_step(Reader& reader, const std::vector<uint64_t>& sizes, uint32_t inpu
   return step;
 }
 
-uint64_t spare_bytes(const Plan& plan) {
+uint64_t bytes_behind_first(const Plan& plan) {
   uint64_t most = 0;
   for (uint32_t i = 1; i < plan.outputs.size(); ++i) {
     int steps = 0;
@@ -188,7 +188,7 @@ Bound bind(Plan plan, Device device) {
     bound.kernels.push_back(kernel);
     bound.functions.push_back(launches ? function_of(step.kernel, device) : nullptr);
   }
-  bound.spare = spare_bytes(plan);
+  bound.spare_bytes = bytes_behind_first(plan);
   bound.plan = std::move(plan);
   return bound;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from typing import Any
 
@@ -71,6 +72,11 @@ def same_launches(stub: str) -> None:
     call(*given)
     assert admit(*given, *given[:5], None, "strict") is True
     assert serve(*given) is None and serve(*given[:5], None, "strict") is not None
+    nan = struct.unpack("<d", b"\xff" * 8)[0]  # no number is taken for none
+    assert serve(*given[:5], nan, "strict") is None
+    with torch.profiler.profile():  # as another thread's would be
+        assert serve(*given[:5], None, "strict") is None
+    assert serve(*given[:5], None, "strict") is not None
     assert admit(*given) is None and admit(*given, *given[:-1]) is None
 
 

@@ -12,8 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
+from elsa_core import dense_inference
 from elsa_core.backends.cuda import short
 from elsa_core.patching.adapters.common import attend_small
+from elsa_core.routing.choose import Chosen
+from elsa_core.routing.measured import Row
 
 
 class Functions(TorchFunctionMode):
@@ -104,6 +107,69 @@ def test_negated_views_do_not(position: int, asked: list[Any]) -> None:
     assert not asked
     short.ATTENTION.serve = None
     assert torch.equal(out, elsa.attention(*expected))  # type: ignore[arg-type]
+
+
+class Own(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.Tensor.is_neg
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_what_is_no_plain_tensor_is_told_as_ever(asked: list[Any]) -> None:
+    monkeyed = short.WINDOW_ATTENTION
+    monkeyed.serve, before = short.ATTENTION.serve, monkeyed.serve
+    try:
+        q, k, v = operands(requires_grad=False)
+        with pytest.raises(TypeError, match="attn_mask must be a torch"):
+            elsa.attention(q, k, v, [1])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="bias must be a torch"):
+            elsa.window_attention(q[..., :6], "b", num_heads=1, window_size=(1, 3))  # type: ignore[arg-type]
+        elsa.attention(q.as_subclass(Own), k, v)
+        with pytest.raises(TypeError, match="not Proxy"):
+            torch.fx.symbolic_trace(lambda a: elsa.attention(a, k, v))
+    finally:
+        monkeyed.serve = before
+    assert not asked
+
+
+def test_a_compiled_call_does_not_ask_whether_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph that guarded on it would be made once more after the first call on a GPU."""
+    made = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    q, k, v = operands(requires_grad=False)
+    image = torch.randn(1, 4, 4, 24)
+    windows = torch.compile(
+        lambda x: elsa.window_attention(x, num_heads=2, window_size=(2, 2)), backend=backend
+    )
+    attention = torch.compile(lambda x: elsa.attention(x, k, v), backend=backend)
+    for _ in range(2):
+        windows(image)
+        attention(q)
+        for each in (short.ATTENTION, short.WINDOW_ATTENTION):
+            monkeypatch.setattr(each, "serve", lambda *given: None)
+    assert len(made) == 2
+
+
+def test_a_row_that_declined_once_keeps_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call may be its backend's again."""
+    admitted: list[Any] = []
+    monkeypatch.setattr(short.Short, "admit", lambda *given: admitted.append(given))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    q, k, v = operands(requires_grad=False)
+    row = Row("sdpa", 8, (1, 9), (1, 99), 1, (0.5, 1.0))
+    both = (q, q)
+    for rows, found in (((), 1), (((row, lambda *given: None),), 1)):
+        choice = Chosen("triton", None, lambda *given: both, rows)
+        arguments = (q, k, v, None, False, 0.5, "strict")
+        dense_inference.inferred(choice, arguments, ((q, k, v, None), (False, None, "strict")))
+        assert len(admitted) == found
 
 
 def test_transforms_and_compilers_do_not(asked: list[Any]) -> None:

@@ -69,13 +69,14 @@ WINDOW_ATTENTION = Short("window_attention")
 
 def served(short: Short, tensors: tuple[Tensor | None, ...], terms: tuple[Any, ...]) -> Any:
     """The output of a call that was admitted; None of any other, and of one that something of
-    PyTorch would see. Where `calls.traced` does not hold and there is no autocast.
+    PyTorch would see. For calls of which `calls.traced` does not hold, nor an autocast that would
+    change them.
 
     tensors, terms: what the caller was given, as the operator orders it.
     """
+    for each in tensors:  # a negated view is made what it says by the dispatcher
+        if each is not None and (type(each) is not Tensor or each.is_neg()):
+            return None
     if _functions() or _profiled() or (_records() and _required(*tensors)):
         return None
-    for each in tensors:
-        if each is not None and each.is_neg():  # the dispatcher makes it what it says
-            return None
     return short.serve(*tensors, *terms)  # type: ignore[misc]
