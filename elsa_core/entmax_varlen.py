@@ -59,8 +59,9 @@ def entmax_varlen_attention(
             of queries starts, and T. A sequence may be empty.
         cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: the longest sequence or more; on a CPU they are checked. The
-            Triton kernels check neither these nor cu_seqlens: wrong ones give wrong results, and
-            tokens that no sequence has are not written.
+            Triton kernels check neither these nor cu_seqlens: wrong ones give wrong results, which
+            may differ from call to call where sequences overlap. Of tokens that no sequence has,
+            before cu_seqlens[0] or from cu_seqlens[S] on, output and gradients are not written.
         alpha: a number in [1, 4], or a floating tensor that broadcasts to [S, Hq, 1, 1]. alpha = 1
             is softmax, which `elsa_core.varlen_attention` serves.
         is_causal: query i of a sequence sees its keys 0..i (top-left aligned).
@@ -214,10 +215,28 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
     keys: Any = given.key.shape[0]
     # a symbolic length of a compiled program stays one
     if max_seqlen_q is not None:
-        queries = torch.sym_min(max_seqlen_q, queries)
+        queries = torch.sym_min(_count("max_seqlen_q", max_seqlen_q), queries)
     if max_seqlen_k is not None:
-        keys = torch.sym_min(max_seqlen_k, keys)
+        keys = torch.sym_min(_count("max_seqlen_k", max_seqlen_k), keys)
     return queries, keys
+
+
+def _count(name: str, given: int) -> int:
+    """A longest length as an integer.
+
+    Raises:
+        TypeError: it is none.
+        ArgumentError: it is negative.
+    """
+    other: object = given  # of a class that types do not know
+    if not isinstance(other, int | torch.SymInt):
+        try:
+            given = index(given)
+        except TypeError:
+            raise TypeError(f"{name} must be an integer, not {type(other).__name__}") from None
+    if not torch.compiler.is_compiling() and given < 0:
+        raise ArgumentError(f"{name}={given} must not be negative")
+    return given
 
 
 def _by_kernels(

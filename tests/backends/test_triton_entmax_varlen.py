@@ -64,6 +64,19 @@ def test_wrong_lengths_write_nothing_outside(interpreted):
     assert interpreted["too short"]["inside"] == [True] * 3
 
 
+def test_tokens_of_no_sequence_change_nothing(interpreted):
+    """Two programs took the first block where sequences do not start at 0, one with an empty list
+    of tiles: the gradients of its queries were zeros or not, as it came.
+    """
+    same = interpreted["tokens of nobody"]["same"]
+    assert len(same) == 6 and all(same.values()), same
+
+
+def test_without_sequences_nothing_is_read(interpreted):
+    """Kernels read an end behind the only number of cu_seqlens, and an alpha that is not there."""
+    assert interpreted["no sequences"]["zeros"]
+
+
 def planned(dtype, alpha=1.5, *, needs=(), causal=False, dim=64, heads=None, longest=(100, 120)):
     """The launches of 5 sequences of 4 heads on a machine without a GPU."""
     q, k = (torch.empty((1, 4, n, dim), dtype=dtype, device="meta") for n in (300, 333))

@@ -142,6 +142,52 @@ def test_forward_mode_is_left_to_the_loop(served: None) -> None:
     assert out.isfinite().all() and tangent.isfinite().all()
 
 
+def test_derivatives_of_torch_func_where_a_sequence_has_no_keys() -> None:
+    """The maximum over no keys was an error."""
+    q, k, v, *ends = operands()
+    alpha = of_sequences()
+
+    def call(*given: Tensor) -> Tensor:
+        return elsa.entmax_varlen_attention(*given[:3], *ends, alpha=given[3], enable_gqa=True)
+
+    given = (q, k, v, alpha)
+    out, tangent = torch.func.jvp(call, given, tuple(map(torch.ones_like, given)))
+    assert out.isfinite().all() and tangent.isfinite().all()
+    assert out[75].eq(0).all() and tangent[75].eq(0).all()  # 1 query, no key
+    leaves = [t.clone().requires_grad_() for t in given]
+    expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    found = torch.func.grad(lambda *x: call(*x).square().sum(), argnums=(0, 1, 2, 3))(*given)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-8)
+
+
+def test_alpha_of_half_precision_is_summed_in_float32() -> None:
+    """Over 200 sequences: sums in bfloat16 lost two digits."""
+    ends = bounds([7] * 200)
+    q, k, v = torch.randn(3, 1400, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        alpha = torch.full((1, 2, 1, 1), 1.375, dtype=dtype, requires_grad=True)
+        terms = (7, 7, 0.0, False, 0.5, "strict")
+        out = OPERATOR.overload(q, k, v, ends, ends, alpha, *terms)[0]
+        found.append(torch.autograd.grad(out.square().sum(), alpha)[0])
+    torch.testing.assert_close(found[1], found[0].bfloat16(), rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_longest_lengths_of_a_wrong_kind_are_named(name: str, served: None) -> None:
+    q, k, v, *ends = operands()
+    given: Any = "70"
+    for given in ("70", 70.0, torch.tensor(70.0)):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, not"):
+            elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True, **{name: given})
+    with pytest.raises(ArgumentError, match=f"{name}=-1 must not be negative"):
+        elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True, **{name: -1})
+    given = torch.tensor(130)
+    one = elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True, **{name: given})
+    assert torch.equal(one, elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True))
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton is said to run, and tensors on "cuda" have no memory."""
