@@ -38,9 +38,9 @@ def entmax_varlen_attention(
 ) -> Tensor:
     """alpha-entmax attention within each of the sequences whose tokens lie one after another.
 
-    Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels
-    (`backend="triton"` on CUDA) serve all of them in one launch, and in five for all gradients; the
-    host reads no length, so that compiled programs and CUDA graphs are served as any call. The
+    Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels on
+    CUDA serve all of them in one launch, and in five for all gradients; the host reads no length,
+    so that compiled programs and CUDA graphs are served as any call. The
     workspace is, for each head and tile of 64 x 64, five bytes in the forward, of which one is kept
     for the backward, which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The
     numbers of all tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads

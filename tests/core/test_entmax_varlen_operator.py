@@ -200,25 +200,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_who_is_asked_on_a_gpu(gpu: None) -> None:
     kind = ("cuda:0", torch.float32, 8, 6, "strict")
-    assert entmax_varlen._served_by(*kind, "triton") == "triton"
-    dense = routing.name_of("entmax_attention", *kind, "auto") == routing.PLAIN
-    assert (entmax_varlen._served_by(*kind, "auto") == "") == dense
+    for backend in ("auto", "triton"):
+        assert entmax_varlen._served_by(*kind, backend) == "triton"
+        assert routing.name_of("entmax_attention", *kind, backend) == "triton"
     for other in ("sdpa", "nobody", "eager"):
         assert entmax_varlen._served_by(*kind, other) == ""
-    assert entmax_varlen._served_by("cuda:0", torch.float64, *kind[2:], "triton") == ""
+    for backend in ("auto", "triton"):
+        assert entmax_varlen._served_by("cuda:0", torch.float64, *kind[2:], backend) == ""
     assert entmax_varlen._served_by("cpu", *kind[1:], "triton") == ""
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("longest", [(), (70, 130)])
 def test_calls_on_a_gpu_take_the_operator_and_explain_says_so(
-    longest: tuple[int, ...], gpu: None
+    longest: tuple[int, ...], backend: str, gpu: None
 ) -> None:
     shapes = (sum(QUERIES), 4, 8), (sum(KEYS), 2, 8), (sum(KEYS), 2, 6)
     parts = [torch.empty(shape, device="cuda", requires_grad=True) for shape in shapes]
     ends = [torch.empty(6, dtype=torch.int32, device="cuda") for _ in range(2)]
     alpha = torch.empty(5, 4, 1, 1, device="cuda", requires_grad=True)
     given: tuple[Any, ...] = (*parts, *ends, *longest)
-    terms: dict[str, Any] = {"alpha": alpha, "enable_gqa": True, "backend": "triton"}
+    terms: dict[str, Any] = {"alpha": alpha, "enable_gqa": True, "backend": backend}
     route = elsa.explain_entmax_varlen_attention(*given, **terms)
     assert route.backend == "triton" and route.schedule.startswith("all sequences in one launch; ")
     assert route.reasons == ("gradients: kernels of the same backend",)
