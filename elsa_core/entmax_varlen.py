@@ -18,6 +18,9 @@ from elsa_core.routing import Route
 from elsa_core.varlen import Packed, varlen_attention
 
 _OPERATOR = "entmax_varlen_attention"
+# Tiles of all heads from which a call reads the longest lengths that it was not given: they take
+# 1 GiB in the forward, where those of its sequences may be few.
+_MANY_TILES = (1 << 30) // 5
 
 
 def entmax_varlen_attention(
@@ -40,11 +43,11 @@ def entmax_varlen_attention(
 
     Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels on
     CUDA serve all of them in one launch, and in five for all gradients; the host reads no length,
-    so that compiled programs and CUDA graphs are served as any call. The
-    workspace is, for each head and tile of 64 x 64, five bytes in the forward, of which one is kept
-    for the backward, which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The
-    numbers of all tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads
-    then take 0.7 GB in the forward.
+    so that compiled programs and CUDA graphs are served as any call. The workspace is, for each
+    head and tile of 64 x 64, five bytes in the forward, of which one is kept for the backward,
+    which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The numbers of all
+    tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads then take 0.7 GB
+    in the forward. Above 1 GiB an eager call reads them instead, and waits for the device.
 
     Other backends serve one sequence after another: on a GPU the host waits once for the lengths.
     Compiled programs and CUDA graphs under capture cannot read them; they pad to `max_seqlen_q` and
@@ -208,9 +211,15 @@ _served_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
-    """The longest lengths as far as they are known without reading: those of all tokens."""
+    """The longest lengths; those of all tokens stand for what is not given, but where the workspace
+    would be large and the lengths may be read."""
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
+    missing = max_seqlen_q is None or max_seqlen_k is None
+    if missing and not calls.traced() and _reads(given.query) and _has_many_tiles(given):
+        both = torch.stack([t.long().diff().amax() for t in given[3:]]).tolist()
+        max_seqlen_q = max(0, both[0]) if max_seqlen_q is None else max_seqlen_q
+        max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
     queries: Any = given.query.shape[0]
     keys: Any = given.key.shape[0]
     # a symbolic length of a compiled program stays one
@@ -219,6 +228,12 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
     if max_seqlen_k is not None:
         keys = torch.sym_min(_count("max_seqlen_k", max_seqlen_k), keys)
     return queries, keys
+
+
+def _has_many_tiles(given: Packed) -> bool:
+    """Whether the workspace of a call is large where one sequence may have all tokens."""
+    (tokens, heads, _), keys, sequences = given.query.shape, given.key.shape[0], len(given[3]) - 1
+    return sequences > 1 and heads * (tokens // 64 + sequences) * (keys // 64) > _MANY_TILES
 
 
 def _count(name: str, given: int) -> int:

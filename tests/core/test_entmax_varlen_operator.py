@@ -81,6 +81,23 @@ def test_without_longest_lengths_they_are_all_tokens(served: None) -> None:
     assert tiles.shape == (4, 79 // 64 + 5, 3)
 
 
+def test_lengths_are_read_where_the_workspace_would_be_large(
+    served: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, *ends = operands(torch.float32)
+    given = entmax_varlen.Packed(q, k, v, *ends)
+    assert entmax_varlen._bounded(given, None, None) == (79, 205)
+    expected = elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True)
+    monkeypatch.setattr(entmax_varlen, "_MANY_TILES", 0)
+    assert entmax_varlen._bounded(given, None, None) == (70, 130)
+    assert entmax_varlen._bounded(given, 75, None) == (75, 130)
+    assert torch.equal(elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True), expected)
+    alone = entmax_varlen.Packed(q, k, v, bounds([79]), bounds([205]))
+    assert entmax_varlen._bounded(alone, None, None) == (79, 205)  # one sequence has them all
+    monkeypatch.setattr(entmax_varlen, "_reads", lambda query: False)
+    assert entmax_varlen._bounded(given, None, None) == (79, 205)
+
+
 @pytest.mark.parametrize("kind", ["number", "sequences"])
 def test_opcheck(kind: str) -> None:
     parts = [t.requires_grad_(t.is_floating_point()) for t in operands()]
