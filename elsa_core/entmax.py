@@ -49,9 +49,9 @@ def entmax_attention(
         enable_gqa: allow fewer key/value heads than query heads (Hq a multiple of Hkv).
         precision: "strict", "ieee" or "lean", see `elsa_core.precision`.
         backend: "auto" or one of `elsa_core.routing.names("entmax_attention")`. "auto" is the C++
-            kernels on a CPU (float32, float16, bfloat16) and plain PyTorch, some rows at a time,
-            elsewhere; the Triton kernels serve `backend="triton"` alone: they were not measured on
-            a GPU yet.
+            kernels on a CPU (float32, float16, bfloat16), the Triton kernels on CUDA (the same up
+            to the head dimensions of docs/entmax.md), and plain PyTorch, some rows at a time,
+            elsewhere.
 
     Returns:
         out [..., Hq, Nq, Dv] in the query's dtype. A row that sees no key gives zeros.

@@ -18,6 +18,9 @@ from elsa_core.routing import Route
 from elsa_core.varlen import Packed, varlen_attention
 
 _OPERATOR = "entmax_varlen_attention"
+# Tiles of all heads from which a call reads the longest lengths that it was not given: they take
+# 1 GiB in the forward, where those of its sequences may be few.
+_MANY_TILES = (1 << 30) // 5
 
 
 def entmax_varlen_attention(
@@ -38,13 +41,13 @@ def entmax_varlen_attention(
 ) -> Tensor:
     """alpha-entmax attention within each of the sequences whose tokens lie one after another.
 
-    Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels
-    (`backend="triton"` on CUDA) serve all of them in one launch, and in five for all gradients; the
-    host reads no length, so that compiled programs and CUDA graphs are served as any call. The
-    workspace is, for each head and tile of 64 x 64, five bytes in the forward, of which one is kept
-    for the backward, which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The
-    numbers of all tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads
-    then take 0.7 GB in the forward.
+    Each sequence is what `elsa_core.entmax_attention` gives of it alone. The Triton kernels on
+    CUDA serve all of them in one launch, and in five for all gradients; the host reads no length,
+    so that compiled programs and CUDA graphs are served as any call. The workspace is, for each
+    head and tile of 64 x 64, five bytes in the forward, of which one is kept for the backward,
+    which takes eight more. There are (T / 64 + S) x max_seqlen_k / 64 tiles. The numbers of all
+    tokens stand for longest lengths that are not given: 262 144 tokens of 8 heads then take 0.7 GB
+    in the forward. Above 1 GiB an eager call reads them instead, and waits for the device.
 
     Other backends serve one sequence after another: on a GPU the host waits once for the lengths.
     Compiled programs and CUDA graphs under capture cannot read them; they pad to `max_seqlen_q` and
@@ -59,8 +62,9 @@ def entmax_varlen_attention(
             of queries starts, and T. A sequence may be empty.
         cu_seqlens_k: the same of the keys and Tk; default cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: the longest sequence or more; on a CPU they are checked. The
-            Triton kernels check neither these nor cu_seqlens: wrong ones give wrong results, and
-            tokens that no sequence has are not written.
+            Triton kernels check neither these nor cu_seqlens: wrong ones give wrong results, which
+            may differ from call to call where sequences overlap. Of tokens that no sequence has,
+            before cu_seqlens[0] or from cu_seqlens[S] on, output and gradients are not written.
         alpha: a number in [1, 4], or a floating tensor that broadcasts to [S, Hq, 1, 1]. alpha = 1
             is softmax, which `elsa_core.varlen_attention` serves.
         is_causal: query i of a sequence sees its keys 0..i (top-left aligned).
@@ -207,17 +211,47 @@ _served_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
-    """The longest lengths as far as they are known without reading: those of all tokens."""
+    """The longest lengths; those of all tokens stand for what is not given, but where the workspace
+    would be large and the lengths may be read."""
     if max_seqlen_k is None and given.cu_seqlens_k is given.cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
+    missing = max_seqlen_q is None or max_seqlen_k is None
+    if missing and not calls.traced() and _reads(given.query) and _has_many_tiles(given):
+        both = torch.stack([t.long().diff().amax() for t in given[3:]]).tolist()
+        max_seqlen_q = max(0, both[0]) if max_seqlen_q is None else max_seqlen_q
+        max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
     queries: Any = given.query.shape[0]
     keys: Any = given.key.shape[0]
     # a symbolic length of a compiled program stays one
     if max_seqlen_q is not None:
-        queries = torch.sym_min(max_seqlen_q, queries)
+        queries = torch.sym_min(_count("max_seqlen_q", max_seqlen_q), queries)
     if max_seqlen_k is not None:
-        keys = torch.sym_min(max_seqlen_k, keys)
+        keys = torch.sym_min(_count("max_seqlen_k", max_seqlen_k), keys)
     return queries, keys
+
+
+def _has_many_tiles(given: Packed) -> bool:
+    """Whether the workspace of a call is large where one sequence may have all tokens."""
+    (tokens, heads, _), keys, sequences = given.query.shape, given.key.shape[0], len(given[3]) - 1
+    return sequences > 1 and heads * (tokens // 64 + sequences) * (keys // 64) > _MANY_TILES
+
+
+def _count(name: str, given: int) -> int:
+    """A longest length as an integer.
+
+    Raises:
+        TypeError: it is none.
+        ArgumentError: it is negative.
+    """
+    other: object = given  # of a class that types do not know
+    if not isinstance(other, int | torch.SymInt):
+        try:
+            given = index(given)
+        except TypeError:
+            raise TypeError(f"{name} must be an integer, not {type(other).__name__}") from None
+    if not torch.compiler.is_compiling() and given < 0:
+        raise ArgumentError(f"{name}={given} must not be negative")
+    return given
 
 
 def _by_kernels(

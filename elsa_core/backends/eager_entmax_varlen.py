@@ -93,8 +93,10 @@ def backward(
         torch.zeros_like(t) if needed else t.new_empty(0)
         for t, needed in zip((query, key, value), needs, strict=False)
     ]
-    of_alpha = query.new_empty(0)
+    of_alpha, dtype = query.new_empty(0), query.dtype
     if needs[3] and head_alpha is not None:
+        # sums over sequences keep the digits that half precision has not
+        head_alpha, dtype = head_alpha.to(rows.dtype), head_alpha.dtype
         of_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
     dense = [*needs[:3], False, needs[3]]
     for part in _parts(query, key, cu_seqlens_q, cu_seqlens_k):
@@ -111,7 +113,7 @@ def backward(
         if of_alpha.numel():
             target = _of_sequence(of_alpha, part)
             target += found[4]  # type: ignore[operator]
-    return grads[0], grads[1], grads[2], of_alpha
+    return grads[0], grads[1], grads[2], of_alpha.to(dtype)
 
 
 def _parts(

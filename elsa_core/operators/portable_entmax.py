@@ -40,6 +40,9 @@ def entmax_attention(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scale
+    if not key.shape[2]:
+        # zeros that depend on the operands, as autograd has to find them
+        return (scores @ value.to(wide)).to(query.dtype), query.new_empty(0), query.new_empty(0)
     hidden = _hidden(scores, attn_mask, is_causal)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         scores = scores + attn_mask.to(wide)

@@ -46,7 +46,7 @@ def _of_gradients(request: Request, found: Implementation) -> tuple[str, ...]:
     """Who computes the gradients of what `found` serves, and why not others."""
     if found.whole:
         return ("gradients: PyTorch's own kernels, forward and backward",)
-    if found.asked and found.gradient is not None and found.backward is None:
+    if found.own_gradients:
         of_mask = "attn_mask" in operators.record(request.operator).terms
         masks = "; of an additive mask plain PyTorch" if of_mask else ""
         return (f"gradients: kernels of the same backend{masks}",)

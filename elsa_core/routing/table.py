@@ -293,7 +293,7 @@ _TRITON = {
             schedule=_late("triton.attention.entmax", "schedule"),
             arithmetic=_of_tf32,
             gradient=_on_triton("triton.attention.entmax"),
-            asked=True,
+            own_gradients=True,
         )
         for record in (operators.ENTMAX_ATTENTION, operators.ENTMAX_VARLEN_ATTENTION)
     },

@@ -201,7 +201,49 @@ def too_short():
     return {"inside": found}
 
 
-OTHERS = {"as alone": as_alone, "blocks": blocks, "too short": too_short}
+def nobodys():
+    """Whether tokens before the first sequence and behind the last, which are NaN, change no bit of
+    the others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for before, causal in itertools.product((3, 64, 200), (False, True)):
+        q, k, v, g = (torch.randn(before + 150, 2, 16, generator=generator) for _ in range(4))
+        for t in (q, k, v, g):
+            t[:before] = t[before + 135 :] = torch.nan
+        inner = bounds([70, 0, 65])
+        terms, needs = (70, 70, 1.5, causal, 0.25, "strict"), [True, True, True, False]
+        results = []
+        for cut, ends in ((slice(None), inner + before), (slice(before, before + 135), inner)):
+            call = (*(t[cut] for t in (q, k, v)), ends, ends, None)
+            out, *rest = entmax_varlen.entmax_varlen_forward(*call, *terms)
+            got = entmax_varlen.entmax_varlen_backward(g[cut], *call, *rest, *terms, needs)
+            results.append((out, *got[:3]))
+        rows = slice(before, before + 135)
+        same = [torch.equal(x[rows], y) for x, y in zip(*results, strict=True)]
+        found[f"{before} {causal}"] = all(same) and bool(results[1][0].isfinite().all())
+    return {"same": found}
+
+
+def no_sequences():
+    """Whether a call without sequences gives zeros, of tokens that there are all the same."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(200, 2, 16, generator=generator) for _ in range(4))
+    for alpha in (None, torch.empty(0, 2, 1, 1)):
+        call = (q, k, v, bounds([]), bounds([]), alpha)
+        terms = (200, 200, 1.5, False, 0.25, "strict")
+        out, *rest = entmax_varlen.entmax_varlen_forward(*call, *terms)
+        needs = [True, True, True, alpha is not None]
+        got = entmax_varlen.entmax_varlen_backward(g, *call, *rest, *terms, needs)
+        if any(bool(x.any()) for x in (out, *got)):
+            return {"zeros": False}
+    return {"zeros": True}
+
+
+OTHERS = {
+    "as alone": as_alone, "blocks": blocks, "too short": too_short, "tokens of nobody": nobodys,
+    "no sequences": no_sequences,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -386,6 +386,7 @@ def test_calls_that_name_them_alone(capability, arch, monkeypatch: pytest.Monkey
     assert routing.route(asked(), "portable").arithmetic == "float32 FMA"
     trained = routing.route(asked()._replace(gradient=("query",)), "portable")
     assert any(line.startswith("gradients: ") for line in trained.reasons)
+    assert not any("same backend" in line for line in trained.reasons)
     if arch >= (8, 0):
         assert routing.select(asked())[0] == "triton"
         monkeypatch.setattr(triton, "_environment", lambda index: Support(False, "is not here"))

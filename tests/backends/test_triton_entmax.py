@@ -149,15 +149,31 @@ def test_what_the_kernels_share_with_the_operator():
     assert entmax.TILE == eager_entmax.TILE
 
 
-def test_auto_does_not_choose_them_and_support_says_why_not(monkeypatch):
+@pytest.mark.parametrize("operator", ["entmax_attention", "entmax_varlen_attention"])
+def test_auto_chooses_them_where_they_serve_and_says_why_not(monkeypatch, operator):
+    request = Request("cuda", torch.float32, 64, 64, "strict", operator, gradient=("query",))
+    monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
+    assert "triton" in routing.names(operator)
+    of_mask = "; of an additive mask plain PyTorch" if operator == "entmax_attention" else ""
+    for backend in ("auto", "triton"):
+        assert routing.select(request, backend) == ("triton", ())
+        said = routing.route(request, backend).reasons
+        assert said == (f"gradients: kernels of the same backend{of_mask}",)
+    others = {
+        "head dimension": request._replace(head_dim=128),
+        "float64": request._replace(dtype=torch.float64),
+    }
+    for word, other in others.items():
+        name, (reason,) = routing.select(other)
+        assert name == "eager" and reason.startswith("triton: ") and word in reason
+        said = routing.route(other).reasons
+        assert said[-1] == "gradients: recomputed in plain PyTorch"
+    monkeypatch.setattr("elsa_core.backends.triton._environment", lambda _: Support(False, "none"))
+    assert routing.select(request) == ("eager", ("triton: none",))
+
+
+def test_support_says_why_not():
     request = Request("cuda", torch.float32, 64, 64, "strict", "entmax_attention")
-    name, reasons = routing.select(request)
-    assert name == "eager" and "triton" in routing.names("entmax_attention")
-    assert any(reason.startswith("triton: ") and "measured" in reason for reason in reasons)
-    with monkeypatch.context() as there:
-        there.setattr("elsa_core.backends.triton._environment", lambda _: Support(True))
-        said = routing.route(request._replace(gradient=("query",)), "triton").reasons
-        assert "gradients: kernels of the same backend; of an additive mask plain PyTorch" in said
     assert "256" in entmax.support(request._replace(head_dim=256)).reason
     assert "lean" not in entmax.support(request._replace(precision="lean")).reason
     assert "turbo" in entmax.support(request._replace(precision="turbo")).reason

@@ -152,3 +152,39 @@ def test_compiles_whole():
         return elsa.entmax_attention(q, k, v, backend="triton")
 
     torch.testing.assert_close(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", list(BAND), ids=str)
+def test_auto_takes_them(dtype):
+    """Dense and packed, forward and gradients: the same bits; float64 stays with plain PyTorch."""
+    q, k, v, g = tensors((1, 2, 2, 100, 150, 32, 32), dtype)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    packed = [t[0].transpose(0, 1) for t in leaves]
+    ends = [torch.tensor([0, n // 2, n], dtype=torch.int32, device="cuda") for n in (100, 150)]
+    for call, explain, given, grad in (
+        (elsa.entmax_attention, elsa.explain_entmax_attention, leaves, g),
+        (
+            elsa.entmax_varlen_attention,
+            elsa.explain_entmax_varlen_attention,
+            (*packed, *ends),
+            g[0].transpose(0, 1),
+        ),
+    ):
+        assert explain(*given).backend == "triton"
+        one, other = (call(*given, backend=backend) for backend in ("auto", "triton"))
+        assert torch.equal(one, other)
+        pairs = zip(*(torch.autograd.grad(x, leaves, grad) for x in (one, other)), strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs)
+        wide = [t.double() if t.is_floating_point() else t for t in given]
+        assert explain(*wide).backend == "eager" and call(*wide).dtype == torch.float64
+
+
+def test_gradient_of_an_additive_mask_by_auto():
+    """The forward by the kernels, the mask's gradient by plain PyTorch."""
+    q, k, v, g = tensors((1, 2, 2, 100, 150, 32, 32), torch.float32)
+    mask = torch.randn(2, 100, 150, device="cuda", requires_grad=True)
+    found = [
+        torch.autograd.grad(elsa.entmax_attention(q, k, v, mask, backend=backend), mask, g)[0]
+        for backend in ("auto", "eager")
+    ]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

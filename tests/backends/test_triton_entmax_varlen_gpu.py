@@ -249,6 +249,26 @@ def test_empty_calls():
             assert grad.eq(0).all()
 
 
+@pytest.mark.parametrize("before", [3, 64, 200])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_of_no_sequence_change_nothing(causal, before):
+    """Before the first sequence and behind the last; all that is of them is NaN."""
+    q, k, v, ends, _ = operands("mixed", torch.float32, kv_heads=4)
+    tensors = q, k, v, torch.randn_like(q)
+    padded = []
+    for t in tensors:
+        padded.append(t.new_full((t.shape[0] + 300, *t.shape[1:]), math.nan))
+        padded[-1][before : before + t.shape[0]] = t
+    alpha = 1.2 + 0.4 * torch.rand((6, 4, 1, 1), device="cuda")
+    found = []
+    for *parts, weight, starts in ((*tensors, ends), (*padded, ends + before)):
+        spoil()
+        given = (*parts, starts, starts)
+        found.append(results(given, weight, torch.float32, "triton", alpha, is_causal=causal))
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y if y.shape == x.shape else y[before : before + x.shape[0]])
+
+
 def test_nested_tensors():
     parts = [torch.randn(n, 3, 4, 32, device="cuda") for n in (5, 70, 300)]
     q, k, v = (

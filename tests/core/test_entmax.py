@@ -375,6 +375,18 @@ def test_gradcheck() -> None:
         torch.autograd.gradgradcheck(call, (q, k, v, mask, alpha))
 
 
+def test_forward_mode_without_keys() -> None:
+    """The maximum over no keys was an error."""
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)
+    for terms in ({}, {"attn_mask": torch.ones(3, 0, dtype=torch.bool)}, {"is_causal": True}):
+        out, tangent = torch.func.jvp(
+            lambda x, terms=terms: elsa.entmax_attention(x, k, k, **terms), (q,), (q,)
+        )
+        assert torch.equal(out, torch.zeros_like(q)) and torch.equal(tangent, out)
+    grad = torch.func.grad(lambda a: elsa.entmax_attention(q, k, k, alpha=a).sum())
+    assert grad(torch.tensor(1.5)) == 0
+
+
 def test_derivatives_of_torch_func_and_forward_mode() -> None:
     q, k, v = (make(1, 1, 5, 3, dtype=F64, seed=i) for i in range(3))
 

@@ -81,6 +81,23 @@ def test_without_longest_lengths_they_are_all_tokens(served: None) -> None:
     assert tiles.shape == (4, 79 // 64 + 5, 3)
 
 
+def test_lengths_are_read_where_the_workspace_would_be_large(
+    served: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, *ends = operands(torch.float32)
+    given = entmax_varlen.Packed(q, k, v, *ends)
+    assert entmax_varlen._bounded(given, None, None) == (79, 205)
+    expected = elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True)
+    monkeypatch.setattr(entmax_varlen, "_MANY_TILES", 0)
+    assert entmax_varlen._bounded(given, None, None) == (70, 130)
+    assert entmax_varlen._bounded(given, 75, None) == (75, 130)
+    assert torch.equal(elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True), expected)
+    alone = entmax_varlen.Packed(q, k, v, bounds([79]), bounds([205]))
+    assert entmax_varlen._bounded(alone, None, None) == (79, 205)  # one sequence has them all
+    monkeypatch.setattr(entmax_varlen, "_reads", lambda query: False)
+    assert entmax_varlen._bounded(given, None, None) == (79, 205)
+
+
 @pytest.mark.parametrize("kind", ["number", "sequences"])
 def test_opcheck(kind: str) -> None:
     parts = [t.requires_grad_(t.is_floating_point()) for t in operands()]
@@ -142,6 +159,52 @@ def test_forward_mode_is_left_to_the_loop(served: None) -> None:
     assert out.isfinite().all() and tangent.isfinite().all()
 
 
+def test_derivatives_of_torch_func_where_a_sequence_has_no_keys() -> None:
+    """The maximum over no keys was an error."""
+    q, k, v, *ends = operands()
+    alpha = of_sequences()
+
+    def call(*given: Tensor) -> Tensor:
+        return elsa.entmax_varlen_attention(*given[:3], *ends, alpha=given[3], enable_gqa=True)
+
+    given = (q, k, v, alpha)
+    out, tangent = torch.func.jvp(call, given, tuple(map(torch.ones_like, given)))
+    assert out.isfinite().all() and tangent.isfinite().all()
+    assert out[75].eq(0).all() and tangent[75].eq(0).all()  # 1 query, no key
+    leaves = [t.clone().requires_grad_() for t in given]
+    expected = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    found = torch.func.grad(lambda *x: call(*x).square().sum(), argnums=(0, 1, 2, 3))(*given)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-8)
+
+
+def test_alpha_of_half_precision_is_summed_in_float32() -> None:
+    """Over 200 sequences: sums in bfloat16 lost two digits."""
+    ends = bounds([7] * 200)
+    q, k, v = torch.randn(3, 1400, 2, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        alpha = torch.full((1, 2, 1, 1), 1.375, dtype=dtype, requires_grad=True)
+        terms = (7, 7, 0.0, False, 0.5, "strict")
+        out = OPERATOR.overload(q, k, v, ends, ends, alpha, *terms)[0]
+        found.append(torch.autograd.grad(out.square().sum(), alpha)[0])
+    torch.testing.assert_close(found[1], found[0].bfloat16(), rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_longest_lengths_of_a_wrong_kind_are_named(name: str, served: None) -> None:
+    q, k, v, *ends = operands()
+    given: Any = "70"
+    for given in ("70", 70.0, torch.tensor(70.0)):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, not"):
+            elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True, **{name: given})
+    with pytest.raises(ArgumentError, match=f"{name}=-1 must not be negative"):
+        elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True, **{name: -1})
+    given = torch.tensor(130)
+    one = elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True, **{name: given})
+    assert torch.equal(one, elsa.entmax_varlen_attention(q, k, v, *ends, enable_gqa=True))
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton is said to run, and tensors on "cuda" have no memory."""
@@ -154,25 +217,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_who_is_asked_on_a_gpu(gpu: None) -> None:
     kind = ("cuda:0", torch.float32, 8, 6, "strict")
-    assert entmax_varlen._served_by(*kind, "triton") == "triton"
-    dense = routing.name_of("entmax_attention", *kind, "auto") == routing.PLAIN
-    assert (entmax_varlen._served_by(*kind, "auto") == "") == dense
+    for backend in ("auto", "triton"):
+        assert entmax_varlen._served_by(*kind, backend) == "triton"
+        assert routing.name_of("entmax_attention", *kind, backend) == "triton"
     for other in ("sdpa", "nobody", "eager"):
         assert entmax_varlen._served_by(*kind, other) == ""
-    assert entmax_varlen._served_by("cuda:0", torch.float64, *kind[2:], "triton") == ""
+    for backend in ("auto", "triton"):
+        assert entmax_varlen._served_by("cuda:0", torch.float64, *kind[2:], backend) == ""
     assert entmax_varlen._served_by("cpu", *kind[1:], "triton") == ""
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("longest", [(), (70, 130)])
 def test_calls_on_a_gpu_take_the_operator_and_explain_says_so(
-    longest: tuple[int, ...], gpu: None
+    longest: tuple[int, ...], backend: str, gpu: None
 ) -> None:
     shapes = (sum(QUERIES), 4, 8), (sum(KEYS), 2, 8), (sum(KEYS), 2, 6)
     parts = [torch.empty(shape, device="cuda", requires_grad=True) for shape in shapes]
     ends = [torch.empty(6, dtype=torch.int32, device="cuda") for _ in range(2)]
     alpha = torch.empty(5, 4, 1, 1, device="cuda", requires_grad=True)
     given: tuple[Any, ...] = (*parts, *ends, *longest)
-    terms: dict[str, Any] = {"alpha": alpha, "enable_gqa": True, "backend": "triton"}
+    terms: dict[str, Any] = {"alpha": alpha, "enable_gqa": True, "backend": backend}
     route = elsa.explain_entmax_varlen_attention(*given, **terms)
     assert route.backend == "triton" and route.schedule.startswith("all sequences in one launch; ")
     assert route.reasons == ("gradients: kernels of the same backend",)

@@ -45,13 +45,16 @@ def block_of(
     """The sequence whose block `slot` is, which of its blocks, its first token and length, and of
     the other side (`Others`) first token and length, of which no more than `longest` are seen.
 
-    A block that the sequence has not begins at its length or beyond.
+    A block that the sequence has not begins at its length or beyond. A slot before those of the
+    first sequence, which does not start at 0, has a length of 0.
     """
     slot = slot.to(tl.int64)
     i_s = sequence_of(Starts, slot, sequences, steps, BLOCK)
     first, length = bounds_of(Starts, i_s, tokens)
     other, other_length = bounds_of(Others, i_s, others)
-    block = tl.maximum(slot - (first // BLOCK + i_s), 0).to(tl.int32)
+    block = slot - (first // BLOCK + i_s)
+    length = tl.where(block < 0, 0, length)
+    block = tl.maximum(block, 0).to(tl.int32)
     return i_s, block, first, length, other, tl.minimum(other_length, longest)
 
 

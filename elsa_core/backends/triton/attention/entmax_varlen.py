@@ -65,7 +65,7 @@ def entmax_varlen_forward(
     rows = query.new_empty((3, heads, tokens), dtype=torch.float32)
     sizes = (heads, tokens // TILE + sequences, entmax._tiles(longest_k))
     tiles = query.new_zeros(sizes, dtype=torch.uint8)
-    if not (out.numel() and key.shape[0] and tiles.numel()):
+    if not (out.numel() and key.shape[0] and sequences and tiles.numel()):
         return out.zero_(), rows.fill_(-math.inf), tiles
     options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision)
     packing = Packing(sequences, longest_q, longest_k)
@@ -102,7 +102,8 @@ def entmax_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and head_alpha.
 
-    Arguments and results are those of `elsa::entmax_varlen_attention_backward`.
+    Arguments and results are those of `elsa::entmax_varlen_attention_backward`; gradients of tokens
+    that no sequence has are not written.
     """
     wants = tuple(bool(x) for x in needs)
     grads = [
@@ -112,14 +113,15 @@ def entmax_varlen_backward(
     grad_alpha = query.new_empty(0)
     if wants[3] and head_alpha is not None:
         grad_alpha = torch.zeros_like(head_alpha, memory_format=torch.contiguous_format)
-    if not (grad_out.numel() and key.shape[0] and tiles.numel() and longest_q):
+    sequences = cu_seqlens_q.shape[0] - 1
+    if not (grad_out.numel() and key.shape[0] and sequences and tiles.numel() and longest_q):
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), grad_alpha
     if not any(wants):
         return grads[0], grads[1], grads[2], grad_alpha
     # as the kernels of dense calls have them: of a mask there is no gradient
     dense = (*wants[:3], False, wants[3])
     options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision, dense)
-    packing = Packing(cu_seqlens_q.shape[0] - 1, longest_q, longest_k)
+    packing = Packing(sequences, longest_q, longest_k)
     bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     written = [g if g.dim() == 3 else t for g, t in zip(grads, (query, key, value), strict=True)]
     operands = _of_one_batch(
