@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elsa_core import calls, dense_inference, dropping, graph_steps, operators, routing
+from elsa_core import calls, dense_inference, dropping, graph_steps, operators, routing, short_calls
 from elsa_core import sparsity as sparse
-from elsa_core.backends.cuda import short
 from elsa_core.backends.support import Request
 from elsa_core.errors import UnavailableError
 from elsa_core.operands import (
@@ -80,8 +79,8 @@ def ordinary(
     given: Any = None
     if backend == "auto" and not return_lse:
         given = (query, key, value, attn_mask), (is_causal, scale, precision)
-        if short.ATTENTION.serve is not None:
-            out: Tensor | None = short.served(short.ATTENTION, *given)
+        if short_calls.ATTENTION.serve is not None:
+            out: Tensor | None = short_calls.served(short_calls.ATTENTION, *given)
             if out is not None:
                 return out
     try:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from elsa_core import calls, routing
-from elsa_core.backends.cuda import short
+from elsa_core import calls, routing, short_calls
 from elsa_core.routing import Chosen
 
 _profiled = torch._C._autograd._profiler_enabled
@@ -31,7 +30,7 @@ def inferred(
         return found
     found = choice.direct(*arguments)
     if alone is not None and found[0].is_cuda and not _has_row(choice, *arguments[:4]):
-        short.ATTENTION.admit(arguments, (*alone[0], *alone[1]))
+        short_calls.ATTENTION.admit(arguments, (*alone[0], *alone[1]))
     return found
 
 

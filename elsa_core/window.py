@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from elsa_core import calls, operators, routing
-from elsa_core.backends.cuda import short
+from elsa_core import calls, operators, routing, short_calls
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
 from elsa_core.operands import explain_types, require_inside, require_tensor
@@ -94,8 +93,8 @@ def window_attention(
     )
     try:
         # traced first: a compiler would guard on the others
-        if not traced and backend == "auto" and short.WINDOW_ATTENTION.serve is not None:
-            found: Tensor | None = short.served(short.WINDOW_ATTENTION, *given)
+        if not traced and backend == "auto" and short_calls.WINDOW_ATTENTION.serve is not None:
+            found: Tensor | None = short_calls.served(short_calls.WINDOW_ATTENTION, *given)
             if found is not None:
                 return found
         window, shift = _geometry(qkv, window_size, shift_size, grid)
@@ -146,7 +145,7 @@ def _computed(
         return run(*arguments)
     out: Tensor = calls.below_autograd(run, *arguments)
     if given is not None and by_operator and image.is_cuda:
-        short.WINDOW_ATTENTION.admit(arguments, (*given[0], *given[1]))
+        short_calls.WINDOW_ATTENTION.admit(arguments, (*given[0], *given[1]))
     return out
 
 

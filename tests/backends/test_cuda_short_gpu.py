@@ -10,8 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
+from elsa_core import short_calls
 from elsa_core.backends import cuda
-from elsa_core.backends.cuda import library, short
+from elsa_core.backends.cuda import library
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,12 +72,12 @@ def test_the_second_call_of_a_layout_has_the_bits_of_the_first(
     with torch.no_grad():
         first = elsa.attention(*given, **terms)
         assert isinstance(first, torch.Tensor)
-        serve = short.ATTENTION.serve
+        serve = short_calls.ATTENTION.serve
         if serve is None:
             pytest.skip("this PyTorch has no such way")
         found: list[Any] = []
         monkeypatch.setattr(
-            short.ATTENTION, "serve", lambda *a: (found.append(serve(*a)), found[-1])[1]
+            short_calls.ATTENTION, "serve", lambda *a: (found.append(serve(*a)), found[-1])[1]
         )
         second = elsa.attention(*given, **terms)
         stream = torch.cuda.Stream()
@@ -109,9 +110,9 @@ def test_windows(dtype: torch.dtype, shift: int) -> None:
             lambda: elsa.window_attention(qkv, bias, pad_qkv=pad.to(dtype), **named)
         )
     assert served == 1 and torch.equal(first, again) and first.stride() == again.stride()
-    if short.WINDOW_ATTENTION.serve is not None:
+    if short_calls.WINDOW_ATTENTION.serve is not None:
         terms = (3, (7, 7), (shift, shift), None, -100.0, "qkv", False, "strict")
-        found = short.WINDOW_ATTENTION.serve(qkv, bias, None, pad.to(dtype), None, *terms)
+        found = short_calls.WINDOW_ATTENTION.serve(qkv, bias, None, pad.to(dtype), None, *terms)
         assert found is not None and torch.equal(found, first)
 
 
@@ -172,6 +173,6 @@ def test_who_is_served_by_pytorch_stays_so() -> None:
         for _ in range(2):
             elsa.attention(*given)
         cuda.forget()
-        assert short.ATTENTION.serve is None or (
-            short.ATTENTION.serve(*given[:3], None, False, None, "strict") is None
+        assert short_calls.ATTENTION.serve is None or (
+            short_calls.ATTENTION.serve(*given[:3], None, False, None, "strict") is None
         )

@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
-from elsa_core import dense_inference
-from elsa_core.backends.cuda import short
+from elsa_core import dense_inference, short_calls
 from elsa_core.patching.adapters.common import attend_small
 from elsa_core.routing.choose import Chosen
 from elsa_core.routing.measured import Row
@@ -42,7 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         found.append(arguments)
         return torch.ones_like(arguments[0])
 
-    monkeypatch.setattr(short.ATTENTION, "serve", serve)
+    monkeypatch.setattr(short_calls.ATTENTION, "serve", serve)
     yield found
 
 
@@ -105,7 +104,7 @@ def test_negated_views_do_not(position: int, asked: list[Any]) -> None:
     given[position] = torch._neg_view(given[position])  # type: ignore[attr-defined]
     out = elsa.attention(*given)
     assert not asked
-    short.ATTENTION.serve = None
+    short_calls.ATTENTION.serve = None
     assert torch.equal(out, elsa.attention(*expected))  # type: ignore[arg-type]
 
 
@@ -117,8 +116,8 @@ class Own(torch.Tensor):
 
 
 def test_what_is_no_plain_tensor_is_told_as_ever(asked: list[Any]) -> None:
-    monkeyed = short.WINDOW_ATTENTION
-    monkeyed.serve, before = short.ATTENTION.serve, monkeyed.serve
+    monkeyed = short_calls.WINDOW_ATTENTION
+    monkeyed.serve, before = short_calls.ATTENTION.serve, monkeyed.serve
     try:
         q, k, v = operands(requires_grad=False)
         with pytest.raises(TypeError, match="attn_mask must be a torch"):
@@ -152,7 +151,7 @@ def test_a_compiled_call_does_not_ask_whether_there_is_one(
     for _ in range(2):
         windows(image)
         attention(q)
-        for each in (short.ATTENTION, short.WINDOW_ATTENTION):
+        for each in (short_calls.ATTENTION, short_calls.WINDOW_ATTENTION):
             monkeypatch.setattr(each, "serve", lambda *given: None)
     assert len(made) == 2
 
@@ -160,7 +159,7 @@ def test_a_compiled_call_does_not_ask_whether_there_is_one(
 def test_a_row_that_declined_once_keeps_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call may be its backend's again."""
     admitted: list[Any] = []
-    monkeypatch.setattr(short.Short, "admit", lambda *given: admitted.append(given))
+    monkeypatch.setattr(short_calls.Short, "admit", lambda *given: admitted.append(given))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     q, k, v = operands(requires_grad=False)
     row = Row("sdpa", 8, (1, 9), (1, 99), 1, (0.5, 1.0))
@@ -184,7 +183,7 @@ def test_transforms_and_compilers_do_not(asked: list[Any]) -> None:
 def test_windows_take_it_as_they_are_called(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     monkeypatch.setattr(
-        short.WINDOW_ATTENTION, "serve", lambda *given: (found.append(given), given[0])[1]
+        short_calls.WINDOW_ATTENTION, "serve", lambda *given: (found.append(given), given[0])[1]
     )
     image = torch.randn(1, *(4,) * (dims - 2), 24)
     size = (2,) * (dims - 2)
@@ -211,17 +210,17 @@ def test_small_calls_of_patched_sites_take_it(asked: list[Any]) -> None:
     assert torch.equal(torch.func.vmap(lambda a: attend_small(a, k, v))(q[None])[0], expected)
     grouped = attend_small(q, k[:, :1], v[:, :1])
     assert grouped.shape == q.shape and len(asked) == 2
-    short.ATTENTION.serve = None
+    short_calls.ATTENTION.serve = None
     assert torch.equal(attend_small(q, k, v), expected)
 
 
 def test_a_call_that_is_not_admitted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = operands(requires_grad=False)
     expected = elsa.attention(q, k, v)
-    monkeypatch.setattr(short.ATTENTION, "serve", lambda *arguments: None)
+    monkeypatch.setattr(short_calls.ATTENTION, "serve", lambda *arguments: None)
     assert torch.equal(elsa.attention(q, k, v), expected)  # type: ignore[arg-type]
 
 
 def test_cpu_calls_are_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short.Short, "admit", lambda *arguments: pytest.fail("it was"))
+    monkeypatch.setattr(short_calls.Short, "admit", lambda *arguments: pytest.fail("it was"))
     elsa.attention(*operands(requires_grad=False))

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elsa_core import calls, graph_steps, routing
+from elsa_core import calls, graph_steps, routing, short_calls
 from elsa_core.attention import attention
-from elsa_core.backends.cuda import short
 from elsa_core.linear import Norm, served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.handing import (
@@ -296,10 +295,10 @@ def attend_small(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of an eager call on a GPU that waits for the host, by elsa's kernel where such
     calls were admitted to the short way, else by PyTorch's: [B, H, N, D] -> [B, H, N, Dv].
     """
-    ready = short.ATTENTION.serve is not None and not torch._C._is_any_autocast_enabled()
+    ready = short_calls.ATTENTION.serve is not None and not torch._C._is_any_autocast_enabled()
     if ready and not calls.traced():
         tensors, terms = (query, key, value, None), (False, None, "strict")
-        out: Tensor | None = short.served(short.ATTENTION, tensors, terms)
+        out: Tensor | None = short_calls.served(short_calls.ATTENTION, tensors, terms)
         if out is not None:
             return out
     enable_gqa = query.shape[1] != key.shape[1]

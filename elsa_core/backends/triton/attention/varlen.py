@@ -98,7 +98,7 @@ def varlen_attention(
     lse = query.new_empty((heads, tokens), dtype=torch.float32)
     if not out.numel():
         return out, lse
-    if not key.shape[0] or not key.shape[1]:
+    if not key.shape[0] or not key.shape[1] or cu_seqlens_q.shape[0] < 2:
         return out.zero_(), lse.fill_(-torch.inf)
     starts, others = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     layouts = tuple(

@@ -79,7 +79,7 @@ def varlen_forward(
     first_k, len_k = bounds_of(StartsK, i_s, n_k)
     row0 = (slot - (first_q // BM + i_s)).to(tl.int32) * BM
     rows = len_q - row0
-    if rows <= 0:
+    if (rows <= 0) | (row0 < 0):  # of no sequence: behind the last one, or ahead of the first
         return
     q_n = q_n * UNIT
     k_n = k_n * UNIT
