@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from elsa_core import calls, dense_entmax, nested, packing, routing, varlen
 from elsa_core.backends.support import Request
@@ -222,11 +223,13 @@ def _bounded(given: Packed, max_seqlen_q: int | None, max_seqlen_k: int | None) 
         max_seqlen_k = max(0, both[1]) if max_seqlen_k is None else max_seqlen_k
     queries: Any = given.query.shape[0]
     keys: Any = given.key.shape[0]
-    # a symbolic length of a compiled program stays one
+    # a symbolic length of a compiled program stays one: the compiler's min is symbolic itself, and
+    # takes no `sym_min` of numbers (torch 2.11)
+    least: Any = min if is_dynamo_compiling() else torch.sym_min
     if max_seqlen_q is not None:
-        queries = torch.sym_min(_count("max_seqlen_q", max_seqlen_q), queries)
+        queries = least(_count("max_seqlen_q", max_seqlen_q), queries)
     if max_seqlen_k is not None:
-        keys = torch.sym_min(_count("max_seqlen_k", max_seqlen_k), keys)
+        keys = least(_count("max_seqlen_k", max_seqlen_k), keys)
     return queries, keys
 
 

@@ -68,7 +68,7 @@ def write(
     """Run the artefacts on the GPU at each batch size and write the library and their plans.
 
     Args:
-        artefacts: (format, file), of "torchscript", "pt2" and "aoti".
+        artefacts: (format, file), of "torchscript" and "pt2".
         inputs: of the model, max(batches) rows or more.
         batches: the sizes that the bundle serves.
         staging: the bundle's directory, with lib/ in it.
@@ -155,8 +155,5 @@ def _loaded(format: str, path: Path, device: torch.device) -> Callable[..., Any]
     if format == "torchscript":
         module: Callable[..., Any] = torch.jit.load(str(path), map_location=device)
         return module
-    if format == "aoti":
-        package: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
-        return package
     program: Callable[..., Any] = torch.export.load(str(path)).module()
     return program

@@ -49,6 +49,8 @@ def _refusal(format: str, device: str, dtype: str) -> str:
         return "INT8 is made from float32 weights: leave --dtype out"
     if format == "onnx" and dtype == "bfloat16":
         return "ONNX Runtime's CPU kernels take no bfloat16: use float32 or float16"
+    if format == "aoti" and device == "cuda":
+        return "a package for a GPU ended its process where it was tried (torch 2.11)"
     return ""
 
 

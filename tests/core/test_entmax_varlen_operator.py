@@ -16,6 +16,7 @@ import elsa_core as elsa
 from elsa_core import entmax_varlen, operators, routing
 from elsa_core.backends.support import Support
 from elsa_core.errors import ArgumentError
+from elsa_core.varlen import Packed
 
 QUERIES, KEYS = [5, 0, 70, 1, 3], [5, 4, 66, 0, 130]
 OPERATOR = operators.ENTMAX_VARLEN_ATTENTION
@@ -243,3 +244,18 @@ def test_calls_on_a_gpu_take_the_operator_and_explain_says_so(
     assert route.reasons == ("gradients: kernels of the same backend",)
     out = elsa.entmax_varlen_attention(*given, **terms)
     assert out.shape == (79, 4, 6) and "entmax_varlen_attention" in type(out.grad_fn).__name__
+
+
+def test_longest_lengths_in_a_compiled_program() -> None:
+    """Given as constants or symbols, shorter than the tokens or not."""
+
+    def call(x: torch.Tensor, starts: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+        longest = entmax_varlen._bounded(Packed(x, x, x, starts, starts), queries, keys)
+        return x.sum() * longest[0] + longest[1]
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    for tokens in (70, 90, 130):
+        x, starts = torch.randn(tokens, 2, 8), torch.tensor([0, tokens])
+        for given in ((1000, 1000), (30, 40), (tokens, tokens)):
+            assert torch.equal(compiled(x, starts, *given), call(x, starts, *given))
+    torch.compiler.reset()

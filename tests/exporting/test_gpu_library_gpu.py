@@ -54,13 +54,18 @@ except RuntimeError as error:
 """
 
 
+def with_package() -> dict[str, str]:
+    """The environment of a process that imports this checkout, and what this one imports."""
+    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": places}
+
+
 def exported(folder: Path, dtype: str, *archs: str, **variables: str) -> str:
     """What a process that exports a model says."""
-    places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-c", EXPORTED, str(folder), dtype, *archs],
         capture_output=True, text=True, check=False, timeout=600,
-        env={**os.environ, "PYTHONPATH": places, **variables},
+        env={**with_package(), **variables},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -137,7 +142,7 @@ def test_a_bundle_of_two_architectures_runs_by_its_own(tmp_path: Path, dtype: st
         pytest.skip(f"{name} is not described")
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, str(bundle), dtype], capture_output=True, text=True,
-        check=False, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False, timeout=600, env=with_package(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ran(bundle, "torchscript")[0] == result
