@@ -85,11 +85,31 @@ def compiled_table(document: dict[str, Any]) -> str:
     ]
     for case in document["models"]:
         about = " | ".join(str(case[key]) for key in ("model", "px", "batch"))
+        taken = case["graph_ms"]
         times, others = (
-            " | ".join(f"{case['graph_ms'][way]:.3g}" for way in some) for some in (ways, exact)
+            " | ".join(f"{taken[way]:.3g}" if way in taken else "-" for way in some)
+            for some in (ways, exact)
         )
-        first, second, *own = (case["graph_ms"][way] for way in ways)
-        lines.append(f"| {about} | {times} | {min(first, second) / min(own):.2f} | {others} |")
+        original, own = (
+            min(taken[way] for way in some if way in taken) for some in (ways[:2], ways[2:])
+        )
+        lines.append(f"| {about} | {times} | {original / own:.2f} | {others} |")
+    return "\n".join(lines) + "\n"
+
+
+def fusions_table(document: dict[str, Any]) -> str:
+    """The models of `elsa_core.bench.fusions` in Markdown: CUDA graphs."""
+    lines = [
+        "| model | batch | variant | ms | original / it | products alone / it "
+        "| error, it / original |",
+        "|---|---:|---|---:|---:|---:|---:|",
+    ]
+    for case in document["rows"]:
+        for each in case["variants"]:
+            about = f"{case['model']} | {case['batch']} | {each['variant']}"
+            errors = f"{each['error']:.1e} / {each['original_error']:.1e}"
+            times = f"{each['milliseconds']:.3g} | {each['gain']:.2f} | {each['alone']:.2f}"
+            lines.append(f"| {about} | {times} | {errors} |")
     return "\n".join(lines) + "\n"
 
 
@@ -150,6 +170,7 @@ TABLES: Final[dict[str, tuple[Callable[[dict[str, Any]], str], str | Path]]] = {
     "layers": (layers_table, "layers_h200.json"),
     "layers_compiled": (compiled_table, "layers_compiled_h200.json"),
     "products": (products_table, "layers_h200.json"),
+    "fusions": (fusions_table, "fusions_h200.json"),
     "training": (steps_table, "training_steps_h200.json"),
     "training_h100": (steps_table, "training_steps_h100.json"),
     "training_cpu": (steps_table, "training_steps_cpu.json"),

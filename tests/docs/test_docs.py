@@ -81,8 +81,8 @@ def test_the_tables_of_layers_and_training_are_those_of_the_results() -> None:
     hint = "run: python -m elsa_core.bench.training_tables docs/benchmarks.md"
     assert training_tables.rendered(page) == page.read_text(encoding="utf-8"), hint
     assert set(training_tables.TABLES) == {
-        "layers", "layers_compiled", "products", "training", "training_h100", "training_cpu",
-        "training_cpu_avx512", "gradients", "distributed", "long_context",
+        "layers", "layers_compiled", "products", "fusions", "training", "training_h100",
+        "training_cpu", "training_cpu_avx512", "gradients", "distributed", "long_context",
     }  # fmt: skip
 
 
