@@ -116,6 +116,25 @@ def test_what_a_warm_up_would_disturb(block, on_gpu, why):
     assert (counted.calls == 2) == (why != "nothing")
 
 
+def test_a_warm_up_that_fails_leaves_the_call_to_the_original(block, on_gpu, monkeypatch, caplog):
+    """It is for a graph that may never come: what is not there, memory say, ends no call."""
+    x = torch.randn(2, 17, 192)
+    with torch.inference_mode(), original(block):
+        expected = block(x)
+
+    def fails(*given, **named):
+        raise RuntimeError("no compiler\nat all")
+
+    monkeypatch.setattr(common, "served", fails)
+    with torch.inference_mode(), caplog.at_level("INFO", logger="elsa"):
+        assert torch.equal(block(x), expected)
+        said = [r.getMessage().partition(": ")[2] for r in caplog.records]
+        assert said and set(said) == {"no compiler"}
+        assert torch.equal(block(x), expected)
+    assert len(caplog.records) == len(said), "it was tried again"
+    assert not host.is_within_original(block.mlp)
+
+
 def test_dropout_draws_as_often_as_the_original(on_gpu):
     drawn = []
     for scope in ("", "model"):

@@ -11,6 +11,7 @@ which every site that asked kept its original. Within `all_original` the sites a
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,12 @@ from torch.cuda import is_current_stream_capturing as _capturing
 
 from elsa_core import calls, routing
 from elsa_core.attention import attention
+from elsa_core.messages import first_line
 from elsa_core.patching.adapters.handing import for_nothing
 from elsa_core.patching.adapters.kept import follow
 from elsa_core.patching.adapters.makes import make_of
+
+_LOG = logging.getLogger("elsa")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -179,6 +183,8 @@ def _warm_up(by_elsa: Callable[[], object]) -> None:
     try:
         with torch.no_grad(), for_nothing():
             by_elsa()
+    except Exception as error:  # of compilers, memory, Triton: the original needs none of it
+        _LOG.info("CUDA graphs may keep the original of such calls: %s", first_line(error))
     finally:
         _CHOICES.originals, _CHOICES.others = before
 
