@@ -76,11 +76,12 @@ def ordinary(
     """
     if calls.traced() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
         return None
-    given: Any = None
+    alone = None
     if backend == "auto" and not return_lse:
-        given = (query, key, value, attn_mask), (is_causal, scale, precision)
+        alone = attn_mask, scale
         if short_calls.ATTENTION.serve is not None:
-            out: Tensor | None = short_calls.served(short_calls.ATTENTION, *given)
+            tensors, terms = (query, key, value, attn_mask), (is_causal, scale, precision)
+            out: Tensor | None = short_calls.served(short_calls.ATTENTION, tensors, terms)
             if out is not None:
                 return out
     try:
@@ -112,7 +113,7 @@ def ordinary(
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
         if recorded:
             return _recorded(arguments, choice, backend)
-        result = dense_inference.inferred(choice, arguments, given)
+        result = dense_inference.inferred(choice, arguments, alone)
         return _with_lse(*result, backend) if return_lse else result[0]
     except (AttributeError, RuntimeError):
         require_dense(query=query, key=key, value=value, attn_mask=attn_mask)

@@ -15,11 +15,11 @@ _profiled = torch._C._autograd._profiler_enabled
 
 
 def inferred(
-    choice: Chosen, arguments: tuple[Any, ...], alone: tuple[Any, ...] | None
+    choice: Chosen, arguments: tuple[Any, ...], alone: tuple[Tensor | None, float | None] | None
 ) -> tuple[Tensor, Tensor | None]:
     """An ordinary call that autograd does not record, by who serves it. alone: where that is the
-    choice of "auto" and the output alone is wanted, tensors and terms as the caller gave them, so
-    that the next call of this layout may go the short way.
+    choice of "auto" and the output alone is wanted, mask and scale as the caller gave them, so that
+    the next call of this layout may go the short way.
     """
     out = _by_row(choice, *arguments) if choice.rows and alone is not None else None
     if out is not None:
@@ -30,7 +30,9 @@ def inferred(
         return found
     found = choice.direct(*arguments)
     if alone is not None and found[0].is_cuda and not _has_row(choice, *arguments[:4]):
-        short_calls.ATTENTION.admit(arguments, (*alone[0], *alone[1]))
+        query, key, value, _, is_causal, _, precision = arguments
+        given = (query, key, value, alone[0], is_causal, alone[1], precision)
+        short_calls.ATTENTION.admit(arguments, given)
     return found
 
 

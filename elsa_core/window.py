@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -87,14 +87,12 @@ def window_attention(
     if isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     traced = calls.traced()
-    given = (
-        (qkv, bias, bias_index, pad_qkv, logit_scale),
-        (num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision),
-    )
     try:
         # traced first: a compiler would guard on the others
         if not traced and backend == "auto" and short_calls.WINDOW_ATTENTION.serve is not None:
-            found: Tensor | None = short_calls.served(short_calls.WINDOW_ATTENTION, *given)
+            tensors = qkv, bias, bias_index, pad_qkv, logit_scale
+            given = num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision
+            found: Tensor | None = short_calls.served(short_calls.WINDOW_ATTENTION, tensors, given)
             if found is not None:
                 return found
         window, shift = _geometry(qkv, window_size, shift_size, grid)
@@ -117,36 +115,30 @@ def window_attention(
             image, bias, bias_index, pad_qkv, logit_scale, num_heads, window, shift,
             head_dim**-0.5 if scale is None else scale, mask_value, layout, grid, precision,
         )  # fmt: skip
-        out = _computed(run, arguments, name, traced, given if backend == "auto" else None)
+        if traced:
+            out = run(*arguments)
+        elif calls.differentiates(qkv, bias, pad_qkv, logit_scale):
+            out = _recorded(run, name)(*arguments)
+        else:
+            out = calls.below_autograd(run, *arguments)
+            if qkv.is_cuda and backend == "auto" and run is operators.WINDOW_ATTENTION.overload:
+                short_calls.WINDOW_ATTENTION.admit(
+                    arguments,
+                    (qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,
+                     shift_size, scale, mask_value, layout, grid, precision),
+                )  # fmt: skip
         return out if qkv.dim() == 5 else out.squeeze(1)
     except (AttributeError, RuntimeError, TypeError) as error:
         _explain_types(error, qkv, num_heads, scale, mask_value, grid, (layout, precision, backend))
         raise
 
 
-def _computed(
-    run: Callable[..., Tensor],
-    arguments: tuple[Any, ...],
-    name: str,
-    traced: bool,
-    given: tuple[tuple[Any, ...], ...] | None,
-) -> Tensor:
-    """run(*arguments), of the backend `name`. given: tensors and terms of the caller, where that is
-    the choice of "auto": the next call of this layout may go the short way.
-    """
-    if traced:
-        return run(*arguments)
-    image, bias, _, pad, logit_scale = arguments[:5]
-    by_operator = run is operators.WINDOW_ATTENTION.overload
-    if calls.differentiates(image, bias, pad, logit_scale):
-        profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
-        if by_operator and not profiled:
-            run = routing.recorded("window_attention", name) or run
-        return run(*arguments)
-    out: Tensor = calls.below_autograd(run, *arguments)
-    if given is not None and by_operator and image.is_cuda:
-        short_calls.WINDOW_ATTENTION.admit(arguments, (*given[0], *given[1]))
-    return out
+def _recorded(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    """What computes an eager call that autograd records, by the backend of this name."""
+    profiled = torch._C._autograd._profiler_enabled()  # which looks for the operator's name
+    if run is operators.WINDOW_ATTENTION.overload and not profiled:
+        return routing.recorded("window_attention", name) or run
+    return run
 
 
 def explain_window_attention(
