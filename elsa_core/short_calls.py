@@ -3,7 +3,7 @@
 A call that the library served for `auto` is admitted with its layout: the next one of it goes from
 Python's objects to the launch in C++ (`csrc/cuda/python.cpp`), where nothing of PyTorch would see
 it anyway: no autograd, tracer, mode, transform, autocast or profiler. Its arguments need no second
-check: all but the numbers within tensors is a part of the layout. Who forgets plans (see
+check: shapes, strides, dtypes and all terms are a part of the layout. Who forgets plans (see
 `elsa_core.backends.cuda.forget`) forgets what was admitted.
 """
 

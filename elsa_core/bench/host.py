@@ -1,7 +1,7 @@
 """Host time of warm calls: `python -m elsa_core.bench.host` prints a JSON document.
 
-The tensors are small, so that the GPU waits for the host: what is timed is the host's way to a
-launch, not the kernel. Each operator stands beside PyTorch's or timm's own call of the same run.
+What is timed is the host's way to a launch, not the kernel: of few calls, which the GPU's queue
+holds. Each operator stands beside PyTorch's or timm's own call of the same run.
 Nothing is recorded for gradients.
 """
 

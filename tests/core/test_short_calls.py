@@ -200,18 +200,18 @@ def test_windows_take_it_as_they_are_called(dims: int, monkeypatch: pytest.Monke
     assert len(found) == 1
 
 
-def test_small_calls_of_patched_sites_take_it(asked: list[Any]) -> None:
-    q, k, v = operands(requires_grad=False)
-    assert torch.equal(attend_small(q, k, v), torch.ones_like(q))
+def test_small_half_precision_calls_of_patched_sites_take_it(asked: list[Any]) -> None:
+    q, k, v = (t.bfloat16() for t in operands(requires_grad=False))
+    out = attend_small(q, k, v)
+    assert out is not None and torch.equal(out, torch.ones_like(q))
     assert asked[0][3:] == (None, False, None, "strict")
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     with torch.autocast("cpu", torch.bfloat16):
-        attend_small(q, k, v)
-    assert torch.equal(torch.func.vmap(lambda a: attend_small(a, k, v))(q[None])[0], expected)
-    grouped = attend_small(q, k[:, :1], v[:, :1])
-    assert grouped.shape == q.shape and len(asked) == 2
+        assert attend_small(q, k, v) is None
+    found: list[Any] = []
+    torch.func.vmap(lambda a: found.append(attend_small(a, k, v)) or a)(q[None])  # type: ignore[func-returns-value]
+    assert found == [None] and attend_small(q.float(), k.float(), v.float()) is None
     short_calls.ATTENTION.serve = None
-    assert torch.equal(attend_small(q, k, v), expected)
+    assert attend_small(q, k, v) is None and len(asked) == 1
 
 
 def test_a_call_that_is_not_admitted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

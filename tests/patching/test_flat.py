@@ -19,7 +19,7 @@ from timm.models.swin_transformer import SwinTransformerBlock  # noqa: E402
 from timm.models.vision_transformer import Attention, Block  # noqa: E402
 
 import elsa_core as elsa  # noqa: E402
-from elsa_core import calls, routing  # noqa: E402
+from elsa_core import calls, routing, short_calls  # noqa: E402
 from elsa_core.patching.adapters import common, flat, host, redirect, timm_blocks  # noqa: E402
 
 VARIANTS = {
@@ -64,6 +64,56 @@ def test_equals_the_original_bit_by_bit(options, dtype):
     attended = flat.served(module.attn, flat.attention, x)
     assert torch.equal(attended, module.attn(x))
     assert torch.equal(flat.served(module.mlp, flat.mlp, x), module.mlp(x))
+
+
+def test_attention_in_half_precision_goes_the_short_way(monkeypatch):
+    """Of a block as functions, of a site, and of a class whose call is redirected."""
+    found = []
+
+    def serve(q, *rest):
+        found.append(rest[2:])
+        return F.scaled_dot_product_attention(q, *rest[:2])
+
+    monkeypatch.setattr(short_calls.ATTENTION, "serve", serve)
+    monkeypatch.setattr(common, "by_sdpa", lambda *given: True)
+    monkeypatch.setattr(redirect, "is_original", lambda *given: True)
+    module, x = block().bfloat16(), tokens().bfloat16()
+    heads = [t.unflatten(2, (3, 8)).transpose(1, 2) for t in (x, x, x)]
+    with torch.inference_mode():
+        assert torch.equal(flat.served(module, flat.block, x), module(x))
+        assert len(found) == 1
+        flat.served(block(), flat.block, tokens())
+        assert len(found) == 1, "float32 is PyTorch's"
+        redirect._attention(*heads, precision="strict", backend="auto")
+        assert found == [(None, False, None, "strict")] * 2
+        redirect._attention(*heads, scale=0.5, precision="strict", backend="auto")
+        redirect._attention(*heads, None, 0.0, precision="strict", backend="auto")
+        assert len(found) == 2
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+        site = SimpleNamespace(elsa_backend="auto", elsa_precision="strict")
+        common.attend(site, *heads)
+        assert len(found) == 3
+        for terms in ({"scale": 0.5}, {"is_causal": True}, {"dropout_p": 0.5}):
+            common.attend(site, *heads, **terms)
+        assert len(found) == 3
+
+
+@pytest.mark.parametrize("named", [{}, {"scale": 0.5}])
+def test_redirected_calls_of_any_shape_are_pytorchs(named, monkeypatch):
+    """Operands are the model's own: of two or three dimensions, or broadcast over heads."""
+    monkeypatch.setattr(redirect, "is_original", lambda *given: True)
+    terms = {"precision": "strict", "backend": "auto", **named}
+    for of_query, of_key in (
+        ((5, 8), (7, 8)),
+        ((1, 5, 8), (4, 7, 8)),
+        ((2, 1, 5, 8), (2, 4, 7, 8)),
+        ((2, 2, 3, 5, 8), (2, 2, 3, 7, 8)),
+    ):
+        q, k, v = torch.randn(of_query), torch.randn(of_key), torch.randn(of_key)
+        expected = F.scaled_dot_product_attention(q, k, v, **named)
+        assert torch.equal(redirect._attention(q, k, v, **terms), expected)
+    with pytest.raises(RuntimeError):
+        redirect._attention(torch.randn(2, 4, 5, 8), *torch.randn(2, 2, 2, 7, 8), **terms)
 
 
 def test_gradients_and_autocast_are_the_originals():

@@ -3,9 +3,9 @@
 A small call takes the host longer than the device, and half of that time goes into calls of
 modules. Where a patched block keeps PyTorch's kernels for that reason (`common.is_host_bound`), its
 functions are called here one after another: the same functions of the same tensors in the same
-order as in the original forward, so that results are equal bit by bit, but for attention, which is
-elsa's where that takes the host less (`common.attend_small`). Identities and dropout that drops
-nothing are not called.
+order as in the original forward, so that results are equal bit by bit, but for attention in half
+precision, which is elsa's where that takes the host less (`common.attend_small`). Identities and
+dropout that drops nothing are not called.
 
 What a block consists of is read once and compared at each call: a module that was replaced or has
 another class is read anew; where a module within has hooks or drops something, or a class got
@@ -210,7 +210,9 @@ def attention(module: Any, drops: Drops) -> Run | None:
         batch, tokens, _ = x.shape
         packed = qkv(x).reshape(batch, tokens, 3, space["num_heads"], space["head_dim"])  # type: ignore[misc]
         q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        out = attend_small(query(q), key(k), v)  # type: ignore[misc]
+        q, k = query(q), key(k)  # type: ignore[misc]
+        small = attend_small(q, k, v)
+        out = functional.scaled_dot_product_attention(q, k, v) if small is None else small
         return proj(last(out.transpose(1, 2).reshape(batch, tokens, -1)))  # type: ignore[misc]
 
     return run

@@ -156,9 +156,13 @@ def _attention(
     if is_original(backend, precision) or (
         query.is_cuda and by_sdpa(query, key, value, backend, precision, attn_mask)
     ):
-        if attn_mask is None and not given and not named:
-            return attend_small(query, key, value)
-        return scaled_dot_product_attention(query, key, value, attn_mask, *given, **named)
+        plain = attn_mask is None and not given and not named
+        small = attend_small(query, key, value) if plain else None
+        return (
+            small
+            if small is not None
+            else scaled_dot_product_attention(query, key, value, attn_mask, *given, **named)
+        )
     return attention(
         query, key, value, attn_mask, *given, precision=precision, backend=backend, **named
     )
