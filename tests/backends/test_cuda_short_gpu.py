@@ -176,3 +176,21 @@ def test_who_is_served_by_pytorch_stays_so() -> None:
         assert short_calls.ATTENTION.serve is None or (
             short_calls.ATTENTION.serve(*given[:3], None, False, None, "strict") is None
         )
+
+
+def test_small_calls_of_a_patched_model_in_half_precision_take_it() -> None:
+    """Its blocks keep PyTorch's linear layers; the first calls load and admit."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", depth=3).to("cuda", torch.float16).eval()
+    x = torch.randn(1, 3, 224, 224, device="cuda", dtype=torch.float16)
+    with torch.inference_mode():
+        exact = timm.create_model("vit_tiny_patch16_224", depth=3).to("cuda", torch.float64).eval()
+        exact.load_state_dict(model.state_dict())
+        expected, own = exact(x.double()), model(x)
+        elsa.patch(model)
+        for _ in range(4):
+            model(x)
+        out, served = took(lambda: model(x))
+    if short_calls.ATTENTION.serve is not None:
+        assert served == 3
+    assert (out - expected).norm() <= 2 * (own - expected).norm()
