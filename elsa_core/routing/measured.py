@@ -194,6 +194,14 @@ def eager_least(operator: str, dtype: torch.dtype) -> int:
     return least
 
 
+@functools.lru_cache(maxsize=64)
+def eager_short(dtype: torch.dtype) -> bool:
+    """Whether small eager attention of patched sites is elsa's where such a call passes by
+    PyTorch's dispatcher, see `elsa_core.short_calls`.
+    """
+    return dtype_name(dtype) in _table()["eager_short"]
+
+
 @functools.lru_cache(maxsize=256)
 def graphs_least(site: str, dtype: torch.dtype) -> int:
     """The multiply-adds of query key^T from which a site of this class, by its full name, runs

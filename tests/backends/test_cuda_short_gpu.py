@@ -33,9 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _served() -> Iterator[None]:
-    """Nothing was admitted before a test."""
+    """There is such a way, and nothing was admitted before a test."""
     if not cuda.ready():
         pytest.skip(cuda.status().reason)
+    if library.load().short("attention") is None:
+        pytest.skip("this PyTorch has no such way")
     cuda.forget()
     yield
 
@@ -73,8 +75,7 @@ def test_the_second_call_of_a_layout_has_the_bits_of_the_first(
         first = elsa.attention(*given, **terms)
         assert isinstance(first, torch.Tensor)
         serve = short_calls.ATTENTION.serve
-        if serve is None:
-            pytest.skip("this PyTorch has no such way")
+        assert serve is not None
         found: list[Any] = []
         monkeypatch.setattr(
             short_calls.ATTENTION, "serve", lambda *a: (found.append(serve(*a)), found[-1])[1]
@@ -110,10 +111,11 @@ def test_windows(dtype: torch.dtype, shift: int) -> None:
             lambda: elsa.window_attention(qkv, bias, pad_qkv=pad.to(dtype), **named)
         )
     assert served == 1 and torch.equal(first, again) and first.stride() == again.stride()
-    if short_calls.WINDOW_ATTENTION.serve is not None:
-        terms = (3, (7, 7), (shift, shift), None, -100.0, "qkv", False, "strict")
-        found = short_calls.WINDOW_ATTENTION.serve(qkv, bias, None, pad.to(dtype), None, *terms)
-        assert found is not None and torch.equal(found, first)
+    assert short_calls.WINDOW_ATTENTION.serve is not None
+    terms = (3, (7, 7), (shift, shift), None, -100.0, "qkv", False, "strict")
+    given = (qkv, bias, None, pad.to(dtype), None)
+    found = short_calls.WINDOW_ATTENTION.serve(*given, *terms)
+    assert found is not None and torch.equal(found, first)
 
 
 def test_results_are_freed_and_the_gradient_is_seen() -> None:
@@ -172,10 +174,10 @@ def test_who_is_served_by_pytorch_stays_so() -> None:
     with torch.no_grad():
         for _ in range(2):
             elsa.attention(*given)
+        serve, terms = short_calls.ATTENTION.serve, (None, False, None, "strict")
+        assert serve is not None and serve(*given[:3], *terms) is not None
         cuda.forget()
-        assert short_calls.ATTENTION.serve is None or (
-            short_calls.ATTENTION.serve(*given[:3], None, False, None, "strict") is None
-        )
+        assert serve(*given[:3], *terms) is None
 
 
 def test_small_calls_of_a_patched_model_in_half_precision_take_it() -> None:
@@ -191,6 +193,5 @@ def test_small_calls_of_a_patched_model_in_half_precision_take_it() -> None:
         for _ in range(4):
             model(x)
         out, served = took(lambda: model(x))
-    if short_calls.ATTENTION.serve is not None:
-        assert served == 3
+    assert served == 3
     assert (out - expected).norm() <= 2 * (own - expected).norm()

@@ -88,9 +88,10 @@ class Library:
         self._ask("elsa_cuda_load_plan", plan, ctypes.c_uint64(len(plan)), ctypes.c_int(device))
 
     def short(self, operator: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        """Two functions that take an operator's arguments: the first result of a call that was
-        admitted, or None; and what admits calls of a layout. None where this PyTorch has no such
-        way.
+        """Two functions about one that calls an operator, see csrc/cuda/python.cpp: one takes what
+        that function was given and gives the first result of a call that was admitted, or None; the
+        other takes the operator's arguments and these, and admits calls of their layout. None where
+        this PyTorch has no such way.
         """
         exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
         wrap = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)

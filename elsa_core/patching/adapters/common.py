@@ -292,12 +292,11 @@ def scale_of(module: Any) -> float | None:
 
 
 def attend_small(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Attention of an eager half-precision call on a GPU that waits for the host, where such calls
-    were admitted to the short way; None where PyTorch is to serve. [B, H, N, D] -> [B, H, N, Dv].
-
-    Float32 is PyTorch's: with the short way ViTs took as long, or 1 to 3% longer.
+    """Attention of an eager call on a GPU that waits for the host, where such calls were admitted
+    to the short way and the shipped table takes it for their dtype; None where PyTorch is to serve.
+    [B, H, N, D] -> [B, H, N, Dv].
     """
-    if query.dtype.itemsize != 2 or short_calls.ATTENTION.serve is None:
+    if short_calls.ATTENTION.serve is None or not routing.eager_short(query.dtype):
         return None
     if torch._C._is_any_autocast_enabled() or calls.traced():
         return None
