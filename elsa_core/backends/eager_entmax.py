@@ -94,6 +94,7 @@ def backward(
     value: Tensor,
     attn_mask: Tensor | None,
     head_alpha: Tensor | None,
+    out: Tensor,
     rows: Tensor,
     tiles: Tensor,
     alpha: float,

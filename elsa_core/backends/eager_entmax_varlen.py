@@ -74,6 +74,7 @@ def backward(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     head_alpha: Tensor | None,
+    out: Tensor,
     rows: Tensor,
     tiles: Tensor,
     longest_q: int,
@@ -104,7 +105,7 @@ def backward(
         g = grad_out[part.queries].transpose(0, 1)[None]
         own = _of_sequence(head_alpha, part)
         found = eager_entmax.backward(
-            g, q, k, v, None, own, rows[:, None, :, part.queries],
+            g, q, k, v, None, own, out, rows[:, None, :, part.queries],
             tiles[None, :, part.rows, part.columns], alpha, is_causal, scale, precision, dense,
         )  # fmt: skip
         for grad, where, x in zip(grads, (part.queries, part.keys, part.keys), found, strict=False):

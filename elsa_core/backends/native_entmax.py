@@ -34,6 +34,7 @@ def entmax_attention_backward(
     value: Tensor,
     attn_mask: Tensor | None,
     head_alpha: Tensor | None,
+    out: Tensor,
     rows: Tensor,
     tiles: Tensor,
     alpha: float,

@@ -39,7 +39,7 @@ _TERMS = "float alpha, bool is_causal, float scale, str precision"
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? head_alpha"
 _SCHEMA = f"({_INPUTS}, {_TERMS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
-    f"(Tensor grad_out, {_INPUTS}, Tensor rows, Tensor tiles, {_TERMS}, bool[] needs) "
+    f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor rows, Tensor tiles, {_TERMS}, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -78,9 +78,9 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, rows, tiles = output
+    out, rows, tiles = output
     ctx.mark_non_differentiable(rows, tiles)
-    ctx.save_for_backward(*inputs[:5], rows, tiles)
+    ctx.save_for_backward(*inputs[:5], out, rows, tiles)
     ctx.terms = inputs[5:]
 
 

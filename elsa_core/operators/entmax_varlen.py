@@ -49,7 +49,7 @@ _TERMS = (
 )
 _SCHEMA = f"({_INPUTS}, {_TERMS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
-    f"(Tensor grad_out, {_INPUTS}, Tensor rows, Tensor tiles, {_TERMS}, bool[] needs) "
+    f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor rows, Tensor tiles, {_TERMS}, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -96,9 +96,9 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, rows, tiles = output
+    out, rows, tiles = output
     ctx.mark_non_differentiable(rows, tiles)
-    ctx.save_for_backward(*inputs[:6], rows, tiles)
+    ctx.save_for_backward(*inputs[:6], out, rows, tiles)
     ctx.terms = inputs[6:]
 
 

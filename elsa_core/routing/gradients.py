@@ -179,12 +179,12 @@ def _wanted(
 
 def entmax_backward_cpu(*arguments: Any) -> Any:
     """`elsa::entmax_attention_backward` on the CPU: as `attention_backward`."""
-    query, value, precision, needs = arguments[1], arguments[3], arguments[11], arguments[12]
+    query, value, precision, needs = arguments[1], arguments[3], arguments[12], arguments[13]
     record = operators.ENTMAX_ATTENTION
     wanted = zip(record.terms, needs, strict=True)
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
-        mask_kind(arguments[4], arguments[9]), "dense",
+        mask_kind(arguments[4], arguments[10]), "dense",
         tuple(name for name, needed in wanted if needed),
         ordinal=query.get_device(),
     )  # fmt: skip

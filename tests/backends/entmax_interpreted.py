@@ -121,15 +121,15 @@ def run(shape, dtype, alpha, options):
     g = (torch.randn(out.shape, generator=generator) * options.get("size", 1.0)).to(dtype)
     needs = [bool(x) for x in options.get("needs", (1, 1, 1, 0, head_alpha is not None))]
     with fenced() as fence_2:
-        got = entmax.entmax_backward(g, *call, rows, tiles, *terms, precision, needs)
+        got = entmax.entmax_backward(g, *call, out, rows, tiles, *terms, precision, needs)
     again = entmax.entmax_forward(*call, *terms, precision)
-    again_got = entmax.entmax_backward(g, *call, rows, tiles, *terms, precision, needs)
+    again_got = entmax.entmax_backward(g, *call, out, rows, tiles, *terms, precision, needs)
     expected = eager_entmax.backward(
-        g.double(), *wide, *eager_entmax.attention(*wide, *terms)[1:], *terms, "strict", needs
+        g.double(), *wide, *eager_entmax.attention(*wide, *terms), *terms, "strict", needs
     )
     theirs = [  # rounded to the dtype of the results
         t.to(dtype)
-        for t in eager_entmax.backward(g.float(), *near, *peer[1:], *terms, "strict", needs)
+        for t in eager_entmax.backward(g.float(), *near, *peer, *terms, "strict", needs)
     ]
     pairs = [("o", out, exact, peer[0]), *zip("qkvma", got, expected, theirs, strict=True)]
     found = [x for x in pairs if x[1].numel()]

@@ -111,11 +111,11 @@ def run(lengths, sizes, dtype, alpha, options):
     needs = [bool(x) for x in options.get("needs", (1, 1, 1, head_alpha is not None))]
     end = (*terms, precision, needs)
     with fence.fenced() as intact_2:
-        got = entmax_varlen.entmax_varlen_backward(g, *call, rows, tiles, *end)
+        got = entmax_varlen.entmax_varlen_backward(g, *call, out, rows, tiles, *end)
     again = entmax_varlen.entmax_varlen_forward(*call, *terms, precision)
-    again_got = entmax_varlen.entmax_varlen_backward(g, *call, rows, tiles, *end)
-    expected = eager_entmax_varlen.backward(g.double(), *wide, *exact_rows, *end)
-    theirs = eager_entmax_varlen.backward(g.float(), *near, *peer_rows, *end)
+    again_got = entmax_varlen.entmax_varlen_backward(g, *call, out, rows, tiles, *end)
+    expected = eager_entmax_varlen.backward(g.double(), *wide, exact, *exact_rows, *end)
+    theirs = eager_entmax_varlen.backward(g.float(), *near, peer, *peer_rows, *end)
     pairs = [("o", out, exact, peer), *zip("qkva", got, expected, theirs, strict=True)]
     found = [x for x in pairs if x[1].numel()]
     alone = {s for s, (n, m) in enumerate(zip(queries, keys, strict=True)) if n and not m}
@@ -147,7 +147,7 @@ def as_alone():
         call = (q, k, v, ends, ends, None)
         out, *rest = entmax_varlen.entmax_varlen_forward(*call, 130, 130, *terms)
         needs = [True, True, True, False]
-        got = entmax_varlen.entmax_varlen_backward(g, *call, *rest, 130, 130, *terms, needs)
+        got = entmax_varlen.entmax_varlen_backward(g, *call, out, *rest, 130, 130, *terms, needs)
         same = []
         for s, n in enumerate(lengths):
             rows = slice(ends[s], ends[s] + n)
@@ -155,7 +155,7 @@ def as_alone():
             own, *others = entmax.entmax_forward(*alone, None, None, *terms)
             grad = g[rows].transpose(0, 1)[None]
             grads = entmax.entmax_backward(
-                grad, *alone, None, None, *others, *terms, [True] * 3 + [False] * 2
+                grad, *alone, None, None, own, *others, *terms, [True] * 3 + [False] * 2
             )
             pairs = zip((out, *got[:3]), (own, *grads[:3]), strict=True)
             same += [torch.equal(x[rows], y[0].transpose(0, 1)) for x, y in pairs]
@@ -193,9 +193,9 @@ def too_short():
         starts = torch.tensor(ends, dtype=torch.int32)
         call, terms = (q, k, v, starts, starts, None, 70, 60), (1.5, False, 0.25, "strict")
         with fence.fenced() as intact:
-            _, *rest = entmax_varlen.entmax_varlen_forward(*call, *terms)
+            out, *rest = entmax_varlen.entmax_varlen_forward(*call, *terms)
             entmax_varlen.entmax_varlen_backward(
-                g, *call[:6], *rest, 70, 60, *terms, [True, True, True, False]
+                g, *call[:6], out, *rest, 70, 60, *terms, [True, True, True, False]
             )
         found.append(intact["intact"])
     return {"inside": found}
@@ -217,7 +217,7 @@ def nobodys():
         for cut, ends in ((slice(None), inner + before), (slice(before, before + 135), inner)):
             call = (*(t[cut] for t in (q, k, v)), ends, ends, None)
             out, *rest = entmax_varlen.entmax_varlen_forward(*call, *terms)
-            got = entmax_varlen.entmax_varlen_backward(g[cut], *call, *rest, *terms, needs)
+            got = entmax_varlen.entmax_varlen_backward(g[cut], *call, out, *rest, *terms, needs)
             results.append((out, *got[:3]))
         rows = slice(before, before + 135)
         same = [torch.equal(x[rows], y) for x, y in zip(*results, strict=True)]
@@ -234,7 +234,7 @@ def no_sequences():
         terms = (200, 200, 1.5, False, 0.25, "strict")
         out, *rest = entmax_varlen.entmax_varlen_forward(*call, *terms)
         needs = [True, True, True, alpha is not None]
-        got = entmax_varlen.entmax_varlen_backward(g, *call, *rest, *terms, needs)
+        got = entmax_varlen.entmax_varlen_backward(g, *call, out, *rest, *terms, needs)
         if any(bool(x.any()) for x in (out, *got)):
             return {"zeros": False}
     return {"zeros": True}

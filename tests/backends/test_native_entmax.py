@@ -185,8 +185,9 @@ def gradients_with(tiles: Tensor, needs: list[bool], alpha: Tensor | None = None
     q, k, v, slope = operands(2, 2, 130, 200, 8, 8)
     call = (q, k, v, None, alpha)
     terms = (1.5, False, 0.5, "strict")
-    _, rows, _ = torch.ops.elsa.entmax_attention(*call, *terms)
-    return list(torch.ops.elsa.entmax_attention_backward(slope, *call, rows, tiles, *terms, needs))
+    out, rows, _ = torch.ops.elsa.entmax_attention(*call, *terms)
+    backward = torch.ops.elsa.entmax_attention_backward
+    return list(backward(slope, *call, out, rows, tiles, *terms, needs))
 
 
 def test_tiles_without_a_weight_are_skipped() -> None:
@@ -292,10 +293,10 @@ def read_up_to_the_guard() -> None:
             assert all(map(torch.equal, again, (out, rows, tiles)))
             needs = [True] * 3 + [False] * 2
             backward = torch.ops.elsa.entmax_attention_backward
-            plain = backward(slope, q, k, v, *call[:2], rows, tiles, *call[2:], needs)
+            plain = backward(slope, q, k, v, *call[:2], out, rows, tiles, *call[2:], needs)
             found = backward(
-                guarded(slope), *inside, fenced, None, guarded(rows), guarded(tiles), *call[2:],
-                needs,
+                guarded(slope), *inside, fenced, None, out, guarded(rows), guarded(tiles),
+                *call[2:], needs,
             )  # fmt: skip
             assert all(map(torch.equal, found, plain))
 

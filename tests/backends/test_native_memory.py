@@ -52,8 +52,8 @@ calls = {
         *[torch.randn(50, 2, 16)] * 3, starts, starts, 30, 30, backend="native"),
     "entmax": lambda: elsa.entmax_attention(q, q, q, backend="native"),
     "gradient of entmax": lambda: ops.entmax_attention_backward(
-        q, q, q, q, None, None, torch.zeros(3, 1, 2, 50), torch.ones(1, 2, 1, 1, dtype=torch.uint8),
-        1.5, False, 0.25, "strict", [True] * 3 + [False] * 2),
+        q, q, q, q, None, None, q, torch.zeros(3, 1, 2, 50),
+        torch.ones(1, 2, 1, 1, dtype=torch.uint8), 1.5, False, 0.25, "strict", [True] * 3 + [False] * 2),
 }
 torch.set_num_threads(1)
 refuse = ctypes.CDLL(os.environ["LD_PRELOAD"]).refuse

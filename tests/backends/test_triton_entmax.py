@@ -26,7 +26,7 @@ from elsa_core.backends.triton.shared.device import Described, describing
 
 KINDS = {
     "Alpha": "fp32", "Rows": "fp32", "Tiles": "u8", "Lists": "i32", "Delta": "fp32",
-    "DAlpha": "fp32",
+    "DAlpha": "fp32", "Norms": "fp32",
 }  # fmt: skip
 # bytes of shared memory that a program may have
 SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -80,7 +80,7 @@ def planned(dtype, alpha=1.5, *, needs=(), mask=None, causal=False, dim=64, head
     q, k = (torch.empty((1, 4, n, dim), dtype=dtype, device="meta") for n in (300, 333))
     options = entmax.Options(alpha, causal, dim**-0.5, "strict", needs)
     operands = {"q": q, "k": k, "v": k}
-    operands |= {"g": q, "dq": q, "dk": k, "dv": k} if needs else {"o": q}
+    operands |= {"o": q, **({"g": q, "dq": q, "dk": k, "dv": k} if needs else {})}
     call = entmax.plan_call(operands, mask, heads, options)
     found = (call.forward, call.by_rows, call.by_columns, call.query, call.key)
     return [launch for launch in found if launch is not None]

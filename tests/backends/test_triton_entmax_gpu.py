@@ -69,7 +69,7 @@ def agree(q, k, v, g, mask=None, *, alpha=1.5, causal=False, scale=None):
         ]
         out, *rest = eager_entmax.attention(*wide, number, causal, scale)
         grads = eager_entmax.backward(
-            g.to(dtype), *wide, *rest, number, causal, scale, "strict", needs
+            g.to(dtype), *wide, out, *rest, number, causal, scale, "strict", needs
         )
         return [out, *(t for t in grads if t.numel())]
 

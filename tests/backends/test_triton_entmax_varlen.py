@@ -82,7 +82,7 @@ def planned(dtype, alpha=1.5, *, needs=(), causal=False, dim=64, heads=None, lon
     q, k = (torch.empty((1, 4, n, dim), dtype=dtype, device="meta") for n in (300, 333))
     options = entmax.Options(alpha, causal, dim**-0.5, "strict", needs)
     operands = {"q": q, "k": k, "v": k}
-    operands |= {"g": q, "dq": q, "dk": k, "dv": k} if needs else {"o": q}
+    operands |= {"o": q, **({"g": q, "dq": q, "dk": k, "dv": k} if needs else {})}
     packing = entmax_varlen.Packing(5, *longest)
     call = entmax_varlen.plan_call(operands, heads, options, packing)
     found = (call.forward, call.by_rows, call.by_columns, call.query, call.key, call.alpha)

@@ -133,7 +133,7 @@ def test_gradients_that_are_not_wanted_are_empty() -> None:
     out, *rest = OPERATOR.overload(q, k, v, *ends, None, 70, 130, 1.5, False, 1.0, "strict")
     backward = torch.ops.elsa.entmax_varlen_attention_backward.default
     grads = backward(
-        out, q, k, v, *ends, None, *rest, 70, 130, 1.5, False, 1.0, "strict",
+        out, q, k, v, *ends, None, out, *rest, 70, 130, 1.5, False, 1.0, "strict",
         [False, True, False, False],
     )  # fmt: skip
     assert [tuple(g.shape) for g in grads] == [(0,), tuple(k.shape), (0,), (0,)]

@@ -175,6 +175,7 @@ def entmax_backward(
     value: Tensor,
     attn_mask: Tensor | None,
     head_alpha: Tensor | None,
+    out: Tensor,
     rows: Tensor,
     tiles: Tensor,
     alpha: float,
@@ -203,7 +204,7 @@ def entmax_backward(
     options = Options(0.0 if head_alpha is not None else alpha, is_causal, scale, precision, wants)
     written = [g if g.dim() == 4 else t for g, t in zip(grads, (query, key, value), strict=True)]
     operands = {
-        "q": query, "k": key, "v": value, "g": grad_out,
+        "q": query, "k": key, "v": value, "g": grad_out, "o": out,
         "dq": written[0], "dk": written[1], "dv": written[2],
     }  # fmt: skip
     call = _planned(operands, attn_mask, head_alpha, options)
@@ -223,17 +224,21 @@ def _execute(
     q, k, v, g = (operands[name] for name in "qkvg")
     batch, heads, q_tiles, k_tiles = tiles.shape
     mask, of_heads = _mask(attn_mask, q), q if head_alpha is None else head_alpha
-    delta = rows.new_empty((4, *rows.shape[1:]))
-    shared = q, k, v, g, mask, of_heads, rows
+    delta = rows.new_empty((5, *rows.shape[1:]))
+    norms = rows.new_empty((batch * heads, k_tiles))
     # as many lists as blocks of one tile would have
-    lists = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
-    assert call.by_rows is not None and call.query is not None
-    call.by_rows(tiles, lists)
-    call.query(*shared, lists, delta, operands["dq"], by_row)
-    if call.key is not None and call.by_columns is not None:
-        lists = q.new_empty((batch * heads * k_tiles, 1 + q_tiles), dtype=torch.int32)
-        call.by_columns(tiles, lists)
-        call.key(*shared, lists, delta, operands["dk"], operands["dv"])
+    by_rows = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
+    by_columns = q.new_empty((batch * heads * k_tiles, 1 + q_tiles), dtype=torch.int32)
+    assert call.by_rows is not None and call.by_columns is not None and call.query is not None
+    call.by_columns(tiles, by_columns, v, norms)
+    call.by_rows(tiles, by_rows, v, norms)
+    call.query(
+        q, k, v, g, operands["o"], mask, of_heads, rows, by_rows, norms, delta, operands["dq"],
+        by_row,
+    )  # fmt: skip
+    if call.key is not None:
+        of_keys = operands["dk"], operands["dv"]
+        call.key(q, k, v, g, mask, of_heads, rows, by_columns, delta, *of_keys)
 
 
 def _tiles(length: int) -> int:
@@ -270,7 +275,7 @@ def plan_call(
 ) -> Call:
     """The launches of a call; everything here depends on layouts, never on data.
 
-    operands: q, k, v and o, or q, k, v, g (grad_out), dq, dk, dv.
+    operands: q, k, v and o, with g (grad_out), dq, dk and dv for gradients.
     """
     from elsa_core.backends.triton.attention import entmax_forward, entmax_gradients
 
@@ -288,10 +293,10 @@ def plan_call(
     q_tiles, k_tiles = _tiles(queries), _tiles(tail["n_k"])
     rows = batch * heads * -(-queries // of_query.block)
     columns = batch * heads * -(-tail["n_k"] // of_key.block)
-    own = {"CHUNK": CHUNK, "SPAN": of_query.block // TILE}
+    own = tail | {"SPAN": of_query.block // TILE, "NORMS": False}
     own |= {"length": k_tiles, "others": q_tiles, "own_step": k_tiles, "step": 1}
     by_rows = _launch(entmax_gradients.list_tiles, (rows,), own, 4)
-    own = {"CHUNK": CHUNK, "SPAN": of_key.block // TILE}
+    own = tail | {"SPAN": of_key.block // TILE, "NORMS": tail["RANGE"]}
     own |= {"length": q_tiles, "others": k_tiles, "own_step": 1, "step": k_tiles}
     by_columns = _launch(entmax_gradients.list_tiles, (columns,), own, 4)
     chosen = tail | {"BM": of_query.block, "STAGES": of_query.stages}
@@ -370,4 +375,6 @@ def _tail(
             zip(("WANT_Q", "WANT_K", "WANT_V", "", "WANT_ALPHA"), options.needs, strict=True)
         )
         tail |= {name: wanted for name, wanted in wants.items() if name}
+        tail["RANGE"] = q.dtype == torch.float16 and tail["POWER"] > 0
+        tail["CHUNK"] = CHUNK
     return tail

@@ -3,6 +3,15 @@
 With U = P^(2 - alpha): dV = P^T dO, dS = U (dP - delta), dQ = scale dS K, dK = scale dS^T Q, where
 dP = dO V^T and delta = sum(U dP) / sum(U). Only tiles that hold a weight are read. Nothing is added
 by atomics.
+
+dQ takes one pass: with c = dO . O it is A - (delta - c) B of A = sum(U (dP - c) K) and
+B = sum(U K). For alpha = 1.5, where U^2 is P, what rounding U to half precision adds is no more
+than what rounding dS itself does: (delta - c)^2 sum(U^2) = (sum(P (dP - delta)))^2
+<= sum(U^2 (dP - delta)^2), since c = sum(P dP).
+
+float16: a power of two brings dS into its range. It is known ahead, since U <= 1 where alpha is 1.5
+or 2 and |dP|, |delta|, |c| are at most the norm of dO's row times the largest of a value's; else
+each product looks for its own (`accumulate`).
 """
 
 from __future__ import annotations
@@ -28,15 +37,37 @@ from elsa_core.backends.triton.attention.varlen_forward import bounds_of
 from elsa_core.backends.triton.shared.helpers import exponent, load_part, power, wide
 
 
+@triton.jit
+def norms(x):
+    """Of each row, float32."""
+    x = x.to(tl.float32)
+    return tl.sqrt(tl.sum(x * x, 1))
+
+
+@triton.jit
+def largest(p, p_list, count, CHUNK: tl.constexpr):
+    """The largest of the numbers at p of the tiles that a list has."""
+    o = tl.arange(0, CHUNK)
+    found = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, count, CHUNK):
+        j = tl.load(p_list + 1 + start + o, mask=start + o < count, other=0)
+        found = tl.maximum(found, tl.load(p + j, mask=start + o < count, other=0.0))
+    return tl.max(found, 0)
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def list_tiles(
-    Tiles, Lists, length: tl.int32, others: tl.int32, own_step: tl.int64, step: tl.int64,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    Tiles, Lists, V, Norms, length: tl.int32, others: tl.int32, own_step: tl.int64, step: tl.int64,
+    heads: tl.int32, group: tl.int32, n_k: tl.int32,
+    v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, NORMS: tl.constexpr,
+    STEP: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (lists): the number of tiles that hold a weight, then which, of each SPAN rows of tiles
     (others = query tiles, own_step = key tiles, step = 1) or columns of tiles.
 
-    Tiles: of each head [query tiles, key tiles]. Lists: [programs, 1 + length].
+    Tiles: of each head [query tiles, key tiles]. Lists: [programs, 1 + length]. NORMS: of columns;
+    the largest norm of a value of each tile, of each head [key tiles].
     """
     program = tl.program_id(0)
     blocks = tl.cdiv(others, SPAN)
@@ -56,12 +87,25 @@ def list_tiles(
         tl.store(p_list + place, at, mask=held != 0)
         count += tl.sum(held, 0)
     tl.store(p_list, count)
+    if NORMS:
+        p_v = V + (i_bh // heads).to(tl.int64) * v_b * STEP
+        p_v += (i_bh % heads // group).to(tl.int64) * v_h * STEP
+        o_c = tl.arange(0, TILE)
+        for i in tl.static_range(SPAN):
+            row0 = wide(own + i) * TILE
+            v = load_part(
+                p_v + row0 * v_n * STEP, o_c, n_k - row0, v_n * STEP, v_d, 0, V0, DV, UNIT_D, True
+            )
+            p = Norms + wide(i_bh) * others + own + i
+            tl.store(p, tl.max(norms(v), 0), mask=own + i < others)
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def list_columns(
-    Tiles, Lists, StartsQ, StartsK, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
-    longest: tl.int32, width: tl.int32, steps: tl.int32, CHUNK: tl.constexpr,
+    Tiles, Lists, V, Norms, StartsQ, StartsK, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
+    longest: tl.int32, width: tl.int32, steps: tl.int32, group: tl.int32,
+    v_h: tl.int64, v_n: tl.int64, v_d: tl.int64, CHUNK: tl.constexpr, NORMS: tl.constexpr,
+    STEP: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
     """As `list_tiles` of columns of tiles, of packed sequences: grid (blocks of 64 keys x heads).
 
@@ -70,9 +114,15 @@ def list_columns(
     k_blocks = n_k // TILE + batch
     i_h = tl.program_id(0) // k_blocks
     slot = tl.program_id(0) - i_h * k_blocks
-    i_s, own, _, len_k, first_q, len_q = block_of(
+    i_s, own, first_k, len_k, first_q, len_q = block_of(
         StartsK, StartsQ, slot, batch, steps, n_k, n_q, longest, TILE
     )
+    if NORMS:
+        row0 = wide(own) * TILE
+        p_v = V + (i_h // group).to(tl.int64) * v_h * STEP + (first_k + row0) * v_n * STEP
+        o_c = tl.arange(0, TILE)
+        v = load_part(p_v, o_c, len_k - row0, v_n * STEP, v_d, 0, V0, DV, UNIT_D, True)
+        tl.store(Norms + tl.program_id(0), tl.max(norms(v), 0))
     length = tl.cdiv(len_q, TILE)
     length = tl.where((own * TILE < len_k) & (own < width), length, 0)
     tile_row = wide(i_h) * (n_q // TILE + batch) + first_q // TILE + i_s
@@ -168,7 +218,7 @@ def row_numbers(Rows, at, stride, inside):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def query_gradient(
-    Q, K, V, G, Mask, Alpha, Rows, Lists, Delta, DQ, DAlpha, StartsQ, StartsK,
+    Q, K, V, G, O, Mask, Alpha, Rows, Lists, Norms, Delta, DQ, DAlpha, StartsQ, StartsK,
     heads: tl.int32, group: tl.int32, n_q: tl.int32, n_k: tl.int32, batch: tl.int32,
     longest: tl.int32, steps: tl.int32,
     scale: tl.float32, alpha: tl.float32,
@@ -176,18 +226,20 @@ def query_gradient(
     k_b: tl.int64, k_h: tl.int64, k_n: tl.int64, k_d: tl.int64,
     v_b: tl.int64, v_h: tl.int64, v_n: tl.int64, v_d: tl.int64,
     g_b: tl.int64, g_h: tl.int64, g_n: tl.int64, g_d: tl.int64,
+    o_b: tl.int64, o_h: tl.int64, o_n: tl.int64, o_d: tl.int64,
     dq_b: tl.int64, dq_h: tl.int64, dq_n: tl.int64, dq_d: tl.int64,
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
     alpha_b: tl.int64, alpha_h: tl.int64,
     MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, FOLD: tl.constexpr, WANT_Q: tl.constexpr, WANT_ALPHA: tl.constexpr,
-    PACKED: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, FOLD: tl.constexpr, RANGE: tl.constexpr, WANT_Q: tl.constexpr, WANT_ALPHA: tl.constexpr,
+    PACKED: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STEP: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of BM queries x batch x heads): delta of each row, then dQ and the rows' part of
-    the derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: four of it, three of them for the
-    keys' kernel. Lists: of the blocks' tiles.
+    """Grid (blocks of BM queries x batch x heads): dQ, delta of each row and its part of the
+    derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: five of it: delta, three for the keys'
+    kernel, and ahead in each head's part the largest norm of a row of G of each tile. Lists: of the
+    blocks' tiles. Norms: of the values, see `list_tiles`; RANGE: whether they are taken.
 
     PACKED: as `entmax_forward.forward`; DAlpha [heads, n_q].
     """
@@ -207,12 +259,15 @@ def query_gradient(
     p_k = K + i_b * k_b + i_h // group * k_h
     p_v = V + i_b * v_b + i_h // group * v_h
     p_g = G + i_b * g_b + i_h * g_h
+    p_o = O + i_b * o_b + i_h * o_h
     p_dq = DQ + i_b * dq_b + i_h * dq_h
     first_row = wide(i_bh) * n_q
+    p_norms = Norms + wide(i_bh) * tl.cdiv(n_k, BN)
     stride = batch.to(tl.int64) * heads * n_q
     i_s = i_b
     if PACKED:
         stride = wide(heads) * n_q
+        p_norms = Norms + wide(i_bh) * (n_k // BN + batch)
         i_s, i_m, first_q, n_q, first_k, n_k = block_of(
             StartsQ, StartsK, i_m, batch, steps, n_q, n_k, longest, BM
         )
@@ -222,6 +277,8 @@ def query_gradient(
         p_k += first_k * k_n
         p_v += first_k * v_n
         p_g += first_q * g_n
+        p_o += first_q * o_n
+        p_norms += first_k // BN + i_s
         p_dq += first_q * dq_n
         first_row += first_q
     row0 = i_m * BM
@@ -241,15 +298,33 @@ def query_gradient(
     at = first_row + row0 + o_m
     top, slope, z = row_numbers(Rows, at, stride, inside)
     top, slope = top[:, None], slope[:, None]
-    one = tl.full([BM, 1], 1.0, tl.float32)
+    ones = tl.full([BM], 1.0, tl.float32)
     count = tl.load(p_list)
     whole = n_k // BN
     if CAUSAL:
         whole = tl.minimum(whole, (row0 + 1) // BN)
+    # weights are as in the forward: small ones keep digits in half precision
+    one = UNIT if MODE == 0 and POWER == 2 else 1.0
+    wider = ones  # what dP is multiplied by
+    e = tl.zeros([BM], tl.int32)
+    if RANGE:
+        norm = norms(g)
+        e = exponent((2.0 * one) * norm * largest(p_norms, p_list, count, CHUNK))
+        wider = power(e)
+        of_tiles = tl.max(tl.reshape(norm, (BM // TILE, TILE)), 1)
+        o_t = i_m * (BM // TILE) + tl.arange(0, BM // TILE)
+        tl.store(Delta + 4 * stride + first_row + o_t, of_tiles, mask=o_t * TILE < n_q)
+    # a power of two is exact: c needs no more than to be the same in each tile
+    o = load_part(p_o + wide(row0) * o_n, o_m, rows, o_n, o_d, 0, V0, DV, False, True)
+    c = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    wide_c = -(c * wider)[:, None]
 
     total = tl.zeros([BM], tl.float32)
     mean = tl.zeros([BM], tl.float32)
-    peak = tl.zeros([BM], tl.float32)
+    dq = tl.zeros([BM, D0], tl.float32)
+    of_keys = tl.zeros([BM, D0], tl.float32)
+    by_alpha = tl.zeros([BM], tl.float32)
+    slants = tl.zeros([BM], tl.float32)
     j = tl.load(p_list + 1, mask=count > 0, other=0)
     for i in tl.range(0, count, num_stages=STAGES):
         ahead = tl.load(p_list + tl.minimum(i + 2, count))
@@ -260,59 +335,44 @@ def query_gradient(
             q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows, n_k - j * BN,
             row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
         )  # fmt: skip
-        _, u = parts(s, top, slope, one, scale, a, FOLD, POWER)
-        x = u * product(g, v.T, MODE)
+        r, u = parts(s, top, slope, one * ones[:, None], scale, a, FOLD, POWER)
+        d_p = product(g, v.T, MODE)
+        if RANGE:
+            d_p = tl.fma(d_p, tl.broadcast_to(wider[:, None], d_p.shape), wide_c)
+        else:
+            d_p = d_p + wide_c
+        if WANT_ALPHA:
+            bent = slant(r / (z * (one * one))[:, None], a)
+            by_alpha += tl.sum(bent * d_p, 1)
+            slants += tl.sum(bent, 1)
+        x = u * d_p
         total += tl.sum(u, 1)
         mean += tl.sum(x, 1)
-        if MODE == 0:
-            peak = tl.maximum(peak, tl.max(tl.abs(x), 1))
+        if WANT_Q:
+            if MODE == 0 and POWER != 0:
+                dq = tl.dot(x.to(k.dtype), k, dq)
+                of_keys = tl.dot(u.to(k.dtype), k, of_keys)
+            else:
+                dq = accumulate(dq, x, k, MODE)
+                of_keys = accumulate(of_keys, u, k, MODE)
         j = ahead
-    delta = mean / tl.where(total == 0.0, 1.0, total)
+    mean = mean / tl.where(total == 0.0, 1.0, total)  # delta - c, times `wider`
+    delta = c + mean * power(-e)
     tl.store(Delta + at, delta, mask=inside)
     factor = derivative_factor(z, a, POWER)
     if MODE == 0 and POWER == 2:
         # what the keys' kernel takes of a row: see `parts`
-        over = ROOT_UNIT * factor
-        flat = tl.reshape(slope, [BM])
         tl.store(Delta + stride + at, tl.reshape(top, [BM]), mask=inside)
-        tl.store(Delta + 2 * stride + at, over, mask=inside)
-        tl.store(Delta + 3 * stride + at, flat, mask=inside)
-
-    if WANT_Q or WANT_ALPHA:
-        # a power of two for each row brings dS, which this bounds, into the range of float16
-        e = tl.minimum(exponent(peak + tl.abs(delta) * tl.maximum(total, 1.0)), 100)
-        dq = tl.zeros([BM, D0], tl.float32)
-        by_alpha = tl.zeros([BM], tl.float32)
-        j = tl.load(p_list + 1, mask=count > 0, other=0)
-        for i in tl.range(0, count, num_stages=STAGES):
-            ahead = tl.load(p_list + tl.minimum(i + 2, count))
-            n0 = wide(j) * BN
-            k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
-            v = load_part(p_v + n0 * v_n, o_c, n_k - j * BN, v_n, v_d, 0, V0, DV, UNIT_D, True)
-            s = scores(
-                q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
-                n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
-            )  # fmt: skip
-            r, u = parts(s, top, slope, one, scale, a, FOLD, POWER)
-            d_p = product(g, v.T, MODE) - delta[:, None]
-            if WANT_ALPHA:
-                by_alpha += tl.sum(slant(r / z[:, None], a) * d_p, 1)
-            if WANT_Q:
-                if MODE == 0:
-                    dq = tl.dot((u * power(e)[:, None] * d_p).to(k.dtype), k, dq)
-                else:
-                    dq = accumulate(dq, u * d_p, k, MODE)
-            j = ahead
-        if WANT_ALPHA:
-            tl.store(DAlpha + at, by_alpha, mask=inside)
-        if WANT_Q:
-            if MODE == 0:
-                factor = factor * power(-e)
-            dq = dq * factor[:, None]
-            o_d = tl.arange(0, D0)
-            p = p_dq + (wide(row0) + o_m)[:, None] * dq_n
-            x = (dq * scale).to(DQ.dtype.element_ty)
-            tl.store(p + (o_d * dq_d)[None, :], x, mask=inside[:, None] & (o_d < D)[None, :])
+        tl.store(Delta + 2 * stride + at, ROOT_UNIT * factor, mask=inside)
+        tl.store(Delta + 3 * stride + at, tl.reshape(slope, [BM]), mask=inside)
+    if WANT_ALPHA:
+        tl.store(DAlpha + at, (by_alpha - mean * slants) * power(-e), mask=inside)
+    if WANT_Q:
+        dq = tl.fma(of_keys, tl.broadcast_to(-mean[:, None], dq.shape), dq)
+        dq = dq * (factor * power(-e) * (scale / one))[:, None]
+        o_d = tl.arange(0, D0)
+        p = p_dq + (wide(row0) + o_m)[:, None] * dq_n + (o_d * dq_d)[None, :]
+        tl.store(p, dq.to(DQ.dtype.element_ty), mask=inside[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -330,13 +390,13 @@ def key_gradient(
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
     alpha_b: tl.int64, alpha_h: tl.int64,
     MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, FOLD: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
-    PACKED: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STEP: tl.constexpr,
+    CAUSAL: tl.constexpr, FOLD: tl.constexpr, RANGE: tl.constexpr, WANT_K: tl.constexpr,
+    WANT_V: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BN keys x batch x key heads): dK and dV, summed over the query heads that
-    share them, in one order. Lists: of the blocks' tiles.
+    share them, in one order. Lists: of the blocks' tiles. Delta: of `query_gradient`.
 
     PACKED: grid (blocks x key heads), of which a sequence has one more than its keys fill at most;
     longest: of the queries of a sequence.
@@ -389,6 +449,16 @@ def key_gradient(
     dk = tl.zeros([BN, D0], tl.float32)
     dv = tl.zeros([BN, V0], tl.float32)
     root = ROOT_UNIT if MODE == 0 else 1.0
+    e = 0
+    if RANGE and WANT_K:
+        bound = 0.0
+        for i_g in range(0, group):
+            i_bh = i_b * heads + i_k * group + i_g
+            p_list = Lists + (i_bh * k_blocks + i_list) * (q_tiles + 1)
+            p_norms = Delta + 4 * stride + i_bh * tokens + first_row
+            bound = tl.maximum(bound, largest(p_norms, p_list, tl.load(p_list), CHUNK))
+        e = exponent((2.0 * ROOT_UNIT) * bound * tl.max(norms(v), 0))
+        wider = power(e)
     for i_g in range(0, group):
         i_h = i_k * group + i_g
         i_bh = i_b * heads + i_h
@@ -439,8 +509,12 @@ def key_gradient(
                 if WANT_V:
                     dv = tl.dot(r.to(g.dtype), g, dv)
                 if WANT_K:
-                    d_p = product(v, g.T, MODE) - delta[None, :]
-                    dk = accumulate(dk, u * d_p, q, MODE)
+                    d_p = product(v, g.T, MODE)
+                    if RANGE:
+                        d_p = tl.fma(d_p, wider, -(delta * wider)[None, :])
+                        dk = tl.dot((u * d_p).to(q.dtype), q, dk)
+                    else:
+                        dk = accumulate(dk, u * (d_p - delta[None, :]), q, MODE)
             else:
                 # products in the order of the query's kernel: a row of one key has dP - delta = 0
                 s = scores(
@@ -459,9 +533,10 @@ def key_gradient(
     if WANT_K:
         o_d = tl.arange(0, D0)
         p = p_dk + (n0 + o_c)[:, None] * dk_n + (o_d * dk_d)[None, :]
-        tl.store(
-            p, (dk * (scale / root)).to(DK.dtype.element_ty), mask=inside_k & (o_d < D)[None, :]
-        )
+        dk = dk * (scale / root)
+        if RANGE:
+            dk = dk * power(-e)
+        tl.store(p, dk.to(DK.dtype.element_ty), mask=inside_k & (o_d < D)[None, :])
     if WANT_V:
         o_v = tl.arange(0, V0)
         p = p_dv + (n0 + o_c)[:, None] * dv_n + (o_v * dv_d)[None, :]

@@ -90,6 +90,7 @@ def entmax_varlen_backward(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     head_alpha: Tensor | None,
+    out: Tensor,
     rows: Tensor,
     tiles: Tensor,
     longest_q: int,
@@ -125,7 +126,7 @@ def entmax_varlen_backward(
     bounds = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     written = [g if g.dim() == 3 else t for g, t in zip(grads, (query, key, value), strict=True)]
     operands = _of_one_batch(
-        q=query, k=key, v=value, g=grad_out, dq=written[0], dk=written[1], dv=written[2]
+        q=query, k=key, v=value, g=grad_out, o=out, dq=written[0], dk=written[1], dv=written[2]
     )
     call = _planned(operands, bounds, head_alpha, options, packing)
     by_row = torch.empty_like(rows[0]) if wants[3] else query
@@ -152,18 +153,22 @@ def _execute(
     q, k, v, g = (operands[name] for name in "qkvg")
     heads, q_tiles, k_tiles = tiles.shape
     of_heads = q if head_alpha is None else head_alpha
-    delta = rows.new_empty((4, *rows.shape[1:]))
-    shared = q, k, v, g, q, of_heads, rows
-    lists = q.new_empty((heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
-    assert call.by_rows is not None and call.query is not None
-    call.by_rows(tiles, lists)
-    call.query(*shared, lists, delta, operands["dq"], by_row, *bounds)
-    if call.key is not None and call.by_columns is not None:
-        columns = heads * (k.shape[2] // TILE + packing.sequences)
-        sizes = (columns, 1 + entmax._tiles(packing.longest_q))
-        lists = q.new_empty(sizes, dtype=torch.int32)
-        call.by_columns(tiles, lists, *bounds)
-        call.key(*shared, lists, delta, operands["dk"], operands["dv"], *bounds)
+    delta = rows.new_empty((5, *rows.shape[1:]))
+    by_rows = q.new_empty((heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
+    columns = heads * (k.shape[2] // TILE + packing.sequences)
+    norms = rows.new_empty(columns)
+    sizes = (columns, 1 + entmax._tiles(packing.longest_q))
+    by_columns = q.new_empty(sizes, dtype=torch.int32)
+    assert call.by_rows is not None and call.by_columns is not None and call.query is not None
+    call.by_columns(tiles, by_columns, v, norms, *bounds)
+    call.by_rows(tiles, by_rows, v, norms)
+    call.query(
+        q, k, v, g, operands["o"], q, of_heads, rows, by_rows, norms, delta, operands["dq"],
+        by_row, *bounds,
+    )  # fmt: skip
+    if call.key is not None:
+        of_keys = operands["dk"], operands["dv"]
+        call.key(q, k, v, g, q, of_heads, rows, by_columns, delta, *of_keys, *bounds)
 
 
 def _planned(
@@ -183,7 +188,7 @@ def plan_call(
 ) -> Call:
     """The launches of a call; everything here depends on layouts, never on data.
 
-    operands: [1, H, T, D] each; q, k, v and o, or q, k, v, g (grad_out), dq, dk, dv.
+    operands: [1, H, T, D] each; q, k, v and o, with g (grad_out), dq, dk and dv for gradients.
     """
     from elsa_core.backends.triton.attention import entmax_forward, entmax_gradients
 
@@ -206,7 +211,7 @@ def plan_call(
     of_query, of_key = entmax.GRADIENTS[kind]
     rows, columns = (n // TILE + sequences for n in (queries, keys))
     # a block of several rows of tiles would not begin where a sequence does: all have one
-    own = {"CHUNK": entmax.CHUNK, "SPAN": 1, "length": tail["width"], "others": rows}
+    own = tail | {"SPAN": 1, "NORMS": False, "length": tail["width"], "others": rows}
     own |= {"own_step": tail["width"], "step": 1}
     by_rows = launch(entmax_gradients.list_tiles, (heads * rows,), own, 4)
     chosen = tail | {"BM": TILE, "STAGES": of_query.stages}
@@ -216,9 +221,9 @@ def plan_call(
         of_query.registers,
     )  # fmt: skip
     tail["longest"] = packing.longest_q
+    chosen = tail | {"NORMS": tail["RANGE"]}
+    call.by_columns = launch(entmax_gradients.list_columns, (heads * columns,), chosen, 4)
     if options.needs[1] or options.needs[2]:
-        chosen = tail | {"CHUNK": entmax.CHUNK}
-        call.by_columns = launch(entmax_gradients.list_columns, (heads * columns,), chosen, 4)
         chosen = tail | {"BN": TILE, "STAGES": of_key.stages}
         grid = (operands["k"].shape[1] * columns,)
         call.key = launch(
