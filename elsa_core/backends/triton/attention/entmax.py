@@ -73,7 +73,7 @@ class Gradient:
 
 # of the query, and of key and value
 GRADIENTS = {
-    "half": (Gradient(64, 4, 2), Gradient(64, 4, 2)),
+    "half": (Gradient(64, 4, 3), Gradient(64, 4, 3)),
     "wide half": (Gradient(64, 8, 1), Gradient(64, 8, 1)),
     "float32": (Gradient(64, 4, 1), Gradient(64, 4, 1)),
 }
@@ -224,7 +224,7 @@ def _execute(
     q, k, v, g = (operands[name] for name in "qkvg")
     batch, heads, q_tiles, k_tiles = tiles.shape
     mask, of_heads = _mask(attn_mask, q), q if head_alpha is None else head_alpha
-    delta = rows.new_empty((5, *rows.shape[1:]))
+    delta = rows.new_empty((4, *rows.shape[1:]))
     norms = rows.new_empty((batch * heads, k_tiles))
     # as many lists as blocks of one tile would have
     by_rows = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
@@ -375,6 +375,6 @@ def _tail(
             zip(("WANT_Q", "WANT_K", "WANT_V", "", "WANT_ALPHA"), options.needs, strict=True)
         )
         tail |= {name: wanted for name, wanted in wants.items() if name}
-        tail["RANGE"] = q.dtype == torch.float16 and tail["POWER"] > 0
+        tail["RANGE"] = q.dtype == torch.float16 and tail["POWER"] == 2
         tail["CHUNK"] = CHUNK
     return tail

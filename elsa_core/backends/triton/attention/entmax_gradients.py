@@ -9,9 +9,11 @@ B = sum(U K). For alpha = 1.5, where U^2 is P, what rounding U to half precision
 than what rounding dS itself does: (delta - c)^2 sum(U^2) = (sum(P (dP - delta)))^2
 <= sum(U^2 (dP - delta)^2), since c = sum(P dP).
 
-float16: a power of two brings dS into its range. It is known ahead, since U <= 1 where alpha is 1.5
-or 2 and |dP|, |delta|, |c| are at most the norm of dO's row times the largest of a value's; else
-each product looks for its own (`accumulate`).
+float16: a power of two brings dS into its range. For alpha = 1.5 it is known ahead, since U <= 1 and
+|dP|, |delta|, |c| are at most the norm of dO's row times the largest of a value's; else each
+product looks for its own (`accumulate`).
+
+LINE: half precision and alpha = 1.5. RANGE: float16 and alpha = 1.5.
 """
 
 from __future__ import annotations
@@ -196,6 +198,27 @@ def parts(s, top, slope, one, scale, a, FOLD: tl.constexpr, POWER: tl.constexpr)
 
 
 @triton.jit
+def line(top, slope, one, scale, FOLD: tl.constexpr):
+    """Of rows the numbers of v = [steep s + shift]_+, which is that of `parts` for alpha = 1.5.
+
+    For half precision: the difference of large scores is as exact as the scores are.
+    """
+    steep = slope * one
+    shift = one - top * steep
+    if FOLD:
+        steep = steep * scale
+    return steep, tl.where(top == float("inf"), -float("inf"), shift)
+
+
+@triton.jit
+def on_line(s, steep, shift):
+    """r and u as `parts` has them. steep, shift: [R, 1] or [1, C]."""
+    steep = tl.broadcast_to(steep, s.shape)
+    u = tl.maximum(tl.fma(s, steep, tl.broadcast_to(shift, s.shape)), 0.0, propagate_nan=NAN)
+    return u * u, u
+
+
+@triton.jit
 def derivative_factor(z, a, POWER: tl.constexpr):
     """Z^(a - 1): U = u times this."""
     if POWER == 1:
@@ -231,15 +254,16 @@ def query_gradient(
     mask_b: tl.int64, mask_h: tl.int64, mask_q: tl.int64, mask_k: tl.int64,
     alpha_b: tl.int64, alpha_h: tl.int64,
     MODE: tl.constexpr, POWER: tl.constexpr, OF_HEADS: tl.constexpr, MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, FOLD: tl.constexpr, RANGE: tl.constexpr, WANT_Q: tl.constexpr, WANT_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr, FOLD: tl.constexpr, RANGE: tl.constexpr, WANT_Q: tl.constexpr,
+    WANT_ALPHA: tl.constexpr,
     PACKED: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, STEP: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, DV: tl.constexpr, V0: tl.constexpr, UNIT_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of BM queries x batch x heads): dQ, delta of each row and its part of the
-    derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: five of it: delta, three for the keys'
+    derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: four of it: delta, two for the keys'
     kernel, and ahead in each head's part the largest norm of a row of G of each tile. Lists: of the
-    blocks' tiles. Norms: of the values, see `list_tiles`; RANGE: whether they are taken.
+    blocks' tiles. Norms: of the values, see `list_tiles`.
 
     PACKED: as `entmax_forward.forward`; DAlpha [heads, n_q].
     """
@@ -303,8 +327,16 @@ def query_gradient(
     whole = n_k // BN
     if CAUSAL:
         whole = tl.minimum(whole, (row0 + 1) // BN)
-    # weights are as in the forward: small ones keep digits in half precision
-    one = UNIT if MODE == 0 and POWER == 2 else 1.0
+    LINE: tl.constexpr = MODE == 0 and POWER == 2
+    one = UNIT if RANGE else 1.0  # small weights keep their digits in float16
+    steep, shift = top, slope
+    factor = derivative_factor(z, a, POWER)
+    if LINE:
+        unit = ROOT_UNIT if RANGE else 1.0  # of U and the root of P, which the keys' kernel takes
+        steep, shift = line(top, slope, unit * factor[:, None], scale, FOLD)
+        tl.store(Delta + stride + at, tl.reshape(steep, [BM]), mask=inside)
+        tl.store(Delta + 2 * stride + at, tl.reshape(shift, [BM]), mask=inside)
+        steep, shift = line(top, slope, one, scale, FOLD)
     wider = ones  # what dP is multiplied by
     e = tl.zeros([BM], tl.int32)
     if RANGE:
@@ -313,7 +345,7 @@ def query_gradient(
         wider = power(e)
         of_tiles = tl.max(tl.reshape(norm, (BM // TILE, TILE)), 1)
         o_t = i_m * (BM // TILE) + tl.arange(0, BM // TILE)
-        tl.store(Delta + 4 * stride + first_row + o_t, of_tiles, mask=o_t * TILE < n_q)
+        tl.store(Delta + 3 * stride + first_row + o_t, of_tiles, mask=o_t * TILE < n_q)
     # a power of two is exact: c needs no more than to be the same in each tile
     o = load_part(p_o + wide(row0) * o_n, o_m, rows, o_n, o_d, 0, V0, DV, False, True)
     c = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
@@ -335,7 +367,10 @@ def query_gradient(
             q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows, n_k - j * BN,
             row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
         )  # fmt: skip
-        r, u = parts(s, top, slope, one * ones[:, None], scale, a, FOLD, POWER)
+        if LINE:
+            r, u = on_line(s, steep, shift)
+        else:
+            r, u = parts(s, top, slope, ones[:, None], scale, a, FOLD, POWER)
         d_p = product(g, v.T, MODE)
         if RANGE:
             d_p = tl.fma(d_p, tl.broadcast_to(wider[:, None], d_p.shape), wide_c)
@@ -349,7 +384,7 @@ def query_gradient(
         total += tl.sum(u, 1)
         mean += tl.sum(x, 1)
         if WANT_Q:
-            if MODE == 0 and POWER != 0:
+            if LINE:
                 dq = tl.dot(x.to(k.dtype), k, dq)
                 of_keys = tl.dot(u.to(k.dtype), k, of_keys)
             else:
@@ -359,12 +394,6 @@ def query_gradient(
     mean = mean / tl.where(total == 0.0, 1.0, total)  # delta - c, times `wider`
     delta = c + mean * power(-e)
     tl.store(Delta + at, delta, mask=inside)
-    factor = derivative_factor(z, a, POWER)
-    if MODE == 0 and POWER == 2:
-        # what the keys' kernel takes of a row: see `parts`
-        tl.store(Delta + stride + at, tl.reshape(top, [BM]), mask=inside)
-        tl.store(Delta + 2 * stride + at, ROOT_UNIT * factor, mask=inside)
-        tl.store(Delta + 3 * stride + at, tl.reshape(slope, [BM]), mask=inside)
     if WANT_ALPHA:
         tl.store(DAlpha + at, (by_alpha - mean * slants) * power(-e), mask=inside)
     if WANT_Q:
@@ -448,14 +477,15 @@ def key_gradient(
     of_mask = o_m[:, None] * mask_q + o_c[None, :] * mask_k
     dk = tl.zeros([BN, D0], tl.float32)
     dv = tl.zeros([BN, V0], tl.float32)
-    root = ROOT_UNIT if MODE == 0 else 1.0
+    LINE: tl.constexpr = MODE == 0 and POWER == 2
+    root = ROOT_UNIT if MODE == 0 and (RANGE or not LINE) else 1.0
     e = 0
     if RANGE and WANT_K:
         bound = 0.0
         for i_g in range(0, group):
             i_bh = i_b * heads + i_k * group + i_g
             p_list = Lists + (i_bh * k_blocks + i_list) * (q_tiles + 1)
-            p_norms = Delta + 4 * stride + i_bh * tokens + first_row
+            p_norms = Delta + 3 * stride + i_bh * tokens + first_row
             bound = tl.maximum(bound, largest(p_norms, p_list, tl.load(p_list), CHUNK))
         e = exponent((2.0 * ROOT_UNIT) * bound * tl.max(norms(v), 0))
         wider = power(e)
@@ -480,54 +510,57 @@ def key_gradient(
             edge = columns < BN
             if CAUSAL:
                 edge = edge | (row0 < (i_n + 1) * BN - 1)
-            if MODE == 0 and POWER == 2:
-                # rows that are not there take the last one's numbers, and weigh nothing: a weight
-                # beyond float16 times their zeros would be NaN
-                at = i_bh * tokens + first_row + tl.minimum(row0 + o_m, n_q - 1)
-                top = tl.where(o_m < rows, tl.load(Delta + stride + at), float("inf"))
-                one = tl.load(Delta + 2 * stride + at)
-                slope = tl.load(Delta + 3 * stride + at)
-                delta = tl.load(Delta + at)
+            inside = o_m < rows
+            at = i_bh * tokens + first_row + row0 + o_m
+            delta = tl.load(Delta + at, mask=inside, other=0.0)
+            if LINE:
+                steep = tl.load(Delta + stride + at, mask=inside, other=1.0)
+                shift = tl.load(Delta + 2 * stride + at, mask=inside, other=-float("inf"))
             else:
-                inside = o_m < rows
-                at = i_bh * tokens + first_row + row0 + o_m
                 top, slope, z = row_numbers(Rows, at, stride, inside)
                 factor = derivative_factor(z, a, POWER)
-                delta = tl.load(Delta + at, mask=inside, other=0.0)
-            if MODE == 0:
-                # transposed: P^T and dS^T are left operands as the tensor cores leave them
-                if POWER != 2:
-                    one = root * (z / z)
+            if LINE or MODE != 0:
+                # as the query's kernel has products: there a row of one key has dP - delta = 0
+                s = scores(
+                    q, k, p_mask + wide(row0) * mask_q + of_mask, o_m[:, None], o_c[None, :],
+                    rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
+                )  # fmt: skip
+                if LINE:
+                    r, u = on_line(s, steep[:, None], shift[:, None])
+                else:
+                    one = tl.full([BM, 1], 1.0, tl.float32)
+                    r, u = parts(s, top[:, None], slope[:, None], one, scale, a, FOLD, POWER)
+                    r = r / z[:, None]
+                    u = u * factor[:, None]
+                if WANT_V and LINE:
+                    dv = tl.dot(tl.trans(r.to(g.dtype)), g, dv)
+                elif WANT_V:
+                    dv = accumulate(dv, tl.trans(r), g, MODE)
+                if WANT_K:
+                    d_p = product(g, v.T, MODE)
+                    if RANGE:
+                        d_p = tl.fma(d_p, wider, -(delta * wider)[:, None])
+                    else:
+                        d_p = d_p - delta[:, None]
+                    if LINE:
+                        dk = tl.dot(tl.trans((u * d_p).to(q.dtype)), q, dk)
+                    else:
+                        dk = accumulate(dk, tl.trans(u * d_p), q, MODE)
+            else:
+                # transposed: of each key a power of two is looked for
+                one = root * (z / z)
                 s = scores(
                     k, q, p_mask + wide(row0) * mask_q + of_mask.T, o_m[None, :], o_c[:, None],
                     rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
                 )  # fmt: skip
                 r, u = parts(s, top[None, :], slope[None, :], one[None, :], scale, a, FOLD, POWER)
-                if POWER != 2:
-                    r = r * ((UNIT if POWER == 0 else root) / z)[None, :]
-                    u = u * (root * factor)[None, :]
+                r = r * ((UNIT if POWER == 0 else root) / z)[None, :]
+                u = u * (root * factor)[None, :]
                 if WANT_V:
                     dv = tl.dot(r.to(g.dtype), g, dv)
                 if WANT_K:
-                    d_p = product(v, g.T, MODE)
-                    if RANGE:
-                        d_p = tl.fma(d_p, wider, -(delta * wider)[None, :])
-                        dk = tl.dot((u * d_p).to(q.dtype), q, dk)
-                    else:
-                        dk = accumulate(dk, u * (d_p - delta[None, :]), q, MODE)
-            else:
-                # products in the order of the query's kernel: a row of one key has dP - delta = 0
-                s = scores(
-                    q, k, p_mask + wide(row0) * mask_q + of_mask, o_m[:, None], o_c[None, :],
-                    rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
-                )  # fmt: skip
-                one = tl.full([BM, 1], 1.0, tl.float32)
-                r, u = parts(s, top[:, None], slope[:, None], one, scale, a, FOLD, POWER)
-                if WANT_V:
-                    dv = accumulate(dv, tl.trans(r / z[:, None]), g, MODE)
-                if WANT_K:
-                    d_p = product(g, v.T, MODE) - delta[:, None]
-                    dk = accumulate(dk, tl.trans(u * d_p * factor[:, None]), q, MODE)
+                    d_p = product(v, g.T, MODE) - delta[None, :]
+                    dk = accumulate(dk, u * d_p, q, MODE)
             j = ahead
     inside_k = (o_c < columns)[:, None]
     if WANT_K:

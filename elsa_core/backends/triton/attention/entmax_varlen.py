@@ -153,7 +153,7 @@ def _execute(
     q, k, v, g = (operands[name] for name in "qkvg")
     heads, q_tiles, k_tiles = tiles.shape
     of_heads = q if head_alpha is None else head_alpha
-    delta = rows.new_empty((5, *rows.shape[1:]))
+    delta = rows.new_empty((4, *rows.shape[1:]))
     by_rows = q.new_empty((heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
     columns = heads * (k.shape[2] // TILE + packing.sequences)
     norms = rows.new_empty(columns)
