@@ -106,13 +106,30 @@ def test_wide_heads(dtype):
     agree(operands("mixed", dtype, heads=2, kv_heads=1, dim=128), dtype, is_causal=True)
 
 
-@pytest.mark.parametrize("shape", [(), (4, 1, 1), (6, 1, 1, 1), (6, 4, 1, 1)])
+@pytest.mark.parametrize("shape", [(4, 1, 1), (6, 1, 1, 1), (6, 4, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_alpha_of_heads_and_sequences(dtype, shape):
     """Not near 2, where gradients jump as a key begins to weigh something."""
     g = torch.Generator("cuda").manual_seed(1)
     alpha = 1.2 + 0.4 * torch.rand(shape, device="cuda", generator=g)
     agree(operands("mixed", dtype, dim=32), dtype, alpha=alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_alpha(dtype):
+    """Its gradient is one number, whose error may be small by chance: of eight calls."""
+    given, alpha = operands("mixed", dtype, dim=32), torch.tensor(1.37, device="cuda")
+    g = torch.Generator("cuda").manual_seed(2)
+    shape = (8, *given[0].shape[:2], given[2].shape[2])
+    weights = torch.randn(shape, device="cuda", generator=g).to(dtype)
+
+    def gradients(kind, backend):
+        calls = (results(given, weight, kind, backend, alpha)[4] for weight in weights)
+        return torch.stack(list(calls)).double()
+
+    exact = gradients(torch.float64, "eager")
+    found, peer = gradients(dtype, "triton"), gradients(dtype, "eager")
+    assert distance(found, exact) <= 2 * distance(peer, exact) + BAND[dtype]
 
 
 def test_large_scores_and_sparse_tiles():
@@ -176,7 +193,7 @@ def test_launches_do_not_grow_with_sequences(monkeypatch):
     monkeypatch.setattr(entmax_varlen.Launch, "__call__", call)
     results(given, weight, torch.float16, "triton", alpha)
     assert count == [
-        "forward", "list_tiles", "query_gradient", "list_columns", "key_gradient",
+        "forward", "list_columns", "list_tiles", "query_gradient", "key_gradient",
         "sum_of_sequences",
     ]  # fmt: skip
 
