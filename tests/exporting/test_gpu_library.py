@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import layout
 
 from elsa_core.backends import compiler, cuda
 from elsa_core.backends.cuda import library, planfile
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
-from elsa_core.backends.cuda.record import DTYPES
 from elsa_core.errors import ArgumentError, ExportError, UnavailableError
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting.readme import _limits
@@ -128,24 +127,6 @@ def test_it_is_off_unless_asked_for() -> None:
     assert not gpu_library.is_asked_for("cpu")
     if os.environ.get("ELSA_CUDA_LIBRARY") != "1":
         assert not gpu_library.is_asked_for("cuda")
-
-
-def layout(*arguments: Any) -> bytes:
-    """A call as the library writes its layout."""
-    words: list[int] = []
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            words.append(DTYPES[each.dtype] << 8 | each.dim() << 16 | 1 << 24)
-            words += [*each.shape, *each.stride()]
-        elif isinstance(each, float):
-            words += struct.unpack("<Q", struct.pack("<d", each))
-        elif isinstance(each, str):
-            data = each.encode()
-            assert len(data) <= 8
-            words += [len(data), int.from_bytes(data, "little")]
-        else:
-            words.append((1 << 64) - 1 if each is None else int(each))
-    return struct.pack(f"<{len(words)}Q", *words)
 
 
 def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, bytes, bytes]:
