@@ -123,8 +123,16 @@ def test_the_readme_says_where_it_runs() -> None:
     assert "not run" not in text
 
 
+def test_the_readme_says_how_onnx_runtime_finds_the_kernels() -> None:
+    libraries = {**FACTS["artefacts_libraries"], "onnxruntime": ["lib/libelsa_onnxruntime.so"]}
+    text = _limits({**FACTS, "artefacts_libraries": libraries})
+    assert "finds them in lib/plans.elsa, beside lib/libelsa_onnxruntime.so.\n" in text
+    alone = {"artefacts_libraries": {}, "artefacts": {"onnx": {}}, "libraries": {}}
+    assert "GPU: any that ONNX Runtime's CUDA provider" in _limits({**FACTS, **alone})
+
+
 def test_it_is_off_unless_asked_for() -> None:
-    assert not gpu_library.is_asked_for("cpu")
+    assert not gpu_library.is_asked_for("cpu", nodes=True)
     if os.environ.get("ELSA_CUDA_LIBRARY") != "1":
         assert not gpu_library.is_asked_for("cuda")
 
@@ -194,6 +202,19 @@ def test_plans_for_other_architectures(folder: Path, driver: str, on_a_gpu: dict
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
+def test_nodes_are_found_without_a_precision(folder: Path, on_a_gpu: dict[str, Any]) -> None:
+    """Each call once as PyTorch makes it and once as a node of model.onnx does, by one plan."""
+    inputs = (torch.zeros(2, 3),)
+    for format, times in (("pt2", 1), ("onnx", 2)):
+        files = [(format, folder / "model")]
+        gpu_library.write(files, inputs, (1,), folder, precision="strict")
+        content = (folder / gpu_library.PLANS).read_bytes()
+        assert content.count(b"elsa::attention") == 2 * times
+        for _, words, _ in on_a_gpu["calls"]:
+            assert content.count(words[:-16]) == times and content.count(words) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
 def test_an_architecture_without_kernels_is_one_line(
     tmp_path: Path, on_a_gpu: dict[str, Any]
 ) -> None:
@@ -222,8 +243,12 @@ def test_what_no_plans_can_be_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnavailableError, match="gpu_archs needs the CUDA library: off: why"):
         gpu_library.check(("sm_80",), "cuda")
     assert not gpu_library.is_asked_for("cuda", ("sm_80",))
+    with pytest.raises(UnavailableError, match="onnx on a GPU needs the CUDA library: off: why;"):
+        gpu_library.check((), "cuda", nodes=True)
+    gpu_library.check((), "cpu", nodes=True)
     monkeypatch.setattr(cuda, "status", lambda: SimpleNamespace(ok=True, reason=""))
     assert gpu_library.is_asked_for("cuda", ("sm_80",))
+    assert gpu_library.is_asked_for("cuda", nodes=True)
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     with pytest.raises(UnavailableError, match="TRITON_F32_DEFAULT changes what Triton compiles"):
         gpu_library.check(("sm_80",), "cuda")

@@ -9,8 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,21 @@ import pytest
 import torch
 from fake_ort import STREAM
 from layouts import layout
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core  # noqa: F401  (defines the operators)
 from elsa_core.backends.cuda import planfile
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
 from elsa_core.backends.cuda.record import DTYPES
-from elsa_core.errors import ExportError
-from elsa_core.exporting import gpu_library, onnx_calls, ort_library
+from elsa_core.errors import ExportError, UnavailableError
+from elsa_core.exporting import artefacts, gpu_library, onnx_calls, ort_library, verify
+from elsa_core.exporting.bundle import Bundle
+from elsa_core.exporting.export_target import export_target
+from elsa_core.exporting.manifest import read_manifest
+from elsa_core.exporting.templates import load as template
+from elsa_core.loading.loader import Loaded
+from elsa_core.patching import patched_sites
 
 onnx = pytest.importorskip("onnx")
 from onnx import helper  # noqa: E402
@@ -125,7 +133,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @dataclasses.dataclass
-class Bundle:
+class NodeBundle:
     """lib/ of a bundle whose model is one node."""
 
     folder: Path
@@ -158,22 +166,22 @@ class Bundle:
         return answer
 
 
-Make = Callable[..., Bundle]
+Make = Callable[..., NodeBundle]
 
 
 @pytest.fixture
-def bundle(tmp_path: Path, driver: str) -> Iterator[Make]:
-    def make(name: str = "packed", rows: int = 2) -> Bundle:
+def make(tmp_path: Path, driver: str) -> Make:
+    def made(name: str = "packed") -> NodeBundle:
         op_type, terms, inputs, _ = NODES[name]
         path = model(tmp_path, op_type, terms, inputs)
-        made = Bundle(tmp_path, driver)
-        made.plans.parent.mkdir()
-        calls = onnx_calls.of_nodes(path, rows, "strict", torch.device("meta"))
-        made.plans.write_bytes(plans(calls))
-        shutil.copyfile(ort_library.build(on_gpu=True), made.library)
-        return made
+        bundle = NodeBundle(tmp_path, driver)
+        bundle.plans.parent.mkdir()
+        calls = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
+        bundle.plans.write_bytes(plans(calls))
+        shutil.copyfile(ort_library.build(on_gpu=True), bundle.library)
+        return bundle
 
-    return make
+    return made
 
 
 def call(name: str, rows: int = 2) -> list[Any]:
@@ -200,11 +208,11 @@ def launches(answer: dict[str, Any]) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_node_is_launched_on_the_sessions_stream(name: str, bundle: Make) -> None:
+def test_a_node_is_launched_on_the_sessions_stream(name: str, make: Make) -> None:
     """Twice: its module is loaded once. Inputs, result and scratch are the runtime's memory; lse
     and workspace are parts of one block, which goes back to the provider's allocator."""
     op_type, _, inputs, sizes = NODES[name]
-    answer = bundle(name).ask(call(name), call(name))
+    answer = make(name).ask(call(name), call(name))
     assert answer["answers"] == [{"sizes": list(sizes), "error": ""}] * 2
     assert sum(line.startswith("load scale") for line in answer["log"]) == 1
     for number, (stream, pointers) in enumerate(launches(answer)):
@@ -226,15 +234,15 @@ def test_a_node_is_launched_on_the_sessions_stream(name: str, bundle: Make) -> N
     assert answer["freed"] == [at for at, _ in answer["scratch"]] and answer["alive"] == 0
 
 
-def test_the_primary_context_is_current_at_the_launch(bundle: Make) -> None:
-    log = bundle().ask(call("packed"))["log"]
+def test_the_primary_context_is_current_at_the_launch(make: Make) -> None:
+    log = make().ask(call("packed"))["log"]
     kinds = [line.split()[0] for line in log]
     assert kinds == ["push", "load", "launch", "pop"] and log[0] == "push 1"
 
 
-def test_a_shape_without_a_plan_is_one_error(bundle: Make) -> None:
+def test_a_shape_without_a_plan_is_one_error(make: Make) -> None:
     """It names the shape, the architecture and what is served; nothing is launched."""
-    answer = bundle().ask(call("packed", 3), call("packed"))
+    answer = make().ask(call("packed", 3), call("packed"))
     error = answer["answers"][0]["error"]
     assert error.startswith(
         "elsa::PackedAttention of [3, 3, 5, 16], [3, 3, 5, 16], [3, 3, 5, 16] on sm_90: "
@@ -248,28 +256,28 @@ def test_a_shape_without_a_plan_is_one_error(bundle: Make) -> None:
     "changed", [{"scale": 0.5}, {"is_causal": 0}, {"num_heads": 6}], ids=lambda each: str(*each)
 )
 def test_a_call_that_differs_in_an_attribute_has_no_plan(
-    changed: dict[str, Any], bundle: Make
+    changed: dict[str, Any], make: Make
 ) -> None:
     op_type, given, terms = call("packed")
-    answer = bundle().ask([op_type, given, {**terms, **changed}])
+    answer = make().ask([op_type, given, {**terms, **changed}])
     assert "no kernel is here" in answer["answers"][0]["error"] and not launches(answer)
 
 
-def test_another_gpu_is_an_error(bundle: Make) -> None:
+def test_another_gpu_is_an_error(make: Make) -> None:
     """The stub's device 1 is sm_91."""
-    (answer,) = bundle().ask(call("packed"), device=1)["answers"]
+    (answer,) = make().ask(call("packed"), device=1)["answers"]
     assert "the kernels are for sm_90, and the GPU here is sm_91" in answer["error"]
 
 
 @pytest.mark.parametrize("failing", ["cuLaunchKernelEx", "cuModuleLoadData"])
-def test_what_the_driver_refuses_is_an_error(failing: str, bundle: Make) -> None:
-    answer = bundle().ask(call("packed"), STUB_FAIL=failing)
+def test_what_the_driver_refuses_is_an_error(failing: str, make: Make) -> None:
+    answer = make().ask(call("packed"), STUB_FAIL=failing)
     assert "out of memory" in answer["answers"][0]["error"]
     assert answer["freed"] == [at for at, _ in answer["scratch"]] and answer["alive"] == 0
 
 
-def test_changed_plans_are_refused_when_a_kernel_is_made(bundle: Make) -> None:
-    made = bundle()
+def test_changed_plans_are_refused_when_a_kernel_is_made(make: Make) -> None:
+    made = make()
     content = bytearray(made.plans.read_bytes())
     content[40] ^= 1
     made.plans.write_bytes(content)
@@ -278,9 +286,9 @@ def test_changed_plans_are_refused_when_a_kernel_is_made(bundle: Make) -> None:
     assert not answer["log"]
 
 
-def test_where_the_operators_are_registered(bundle: Make) -> None:
+def test_where_the_operators_are_registered(make: Make) -> None:
     """For the CUDA provider: where there are plans, and the runtime orders memory by streams."""
-    made = bundle()
+    made = make()
     answer = made.ask()
     assert answer["cuda"] == answer["cpu"] and len(answer["cpu"]) == 12
     assert made.ask(version=17)["cuda"] == []
@@ -293,14 +301,14 @@ PER_IMAGE = ("Attention", HEADS, [(FLOAT, (2, 3, 5, 16))] * 3 + [(BOOL, (2, 1, 5
 
 
 @pytest.mark.parametrize("node", [GROUPED, PER_IMAGE], ids=["grouped heads", "a mask per image"])
-def test_nodes_without_kernels_are_refused(node: Any, bundle: Make, tmp_path: Path) -> None:
+def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path) -> None:
     """By the export, and by the library."""
     op_type, terms, inputs = node
     path = model(tmp_path, op_type, terms, inputs)
     with pytest.raises(ExportError, match="leave onnx out"):
         onnx_calls.of_nodes(path, 2, "strict", torch.device("cpu"))
     given = [[kind, sizes, (i + 1) << 16] for i, (kind, sizes) in enumerate(inputs)]
-    answer = bundle().ask([op_type, given, terms])
+    answer = make().ask([op_type, given, terms])
     assert "on a GPU there must be as many key heads" in answer["answers"][0]["error"]
     assert not launches(answer)
 
@@ -311,10 +319,10 @@ def test_sizes_may_be_formulas_of_the_batch(size: int | str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a CUDA driver is meant")
-def test_without_a_driver_a_cpu_session_runs(bundle: Make) -> None:
+def test_without_a_driver_a_cpu_session_runs(make: Make) -> None:
     """The same bits as by the library for CPUs; the operators of CUDA say what is missing."""
     ort = pytest.importorskip("onnxruntime")
-    made = bundle()
+    made = make()
     answer = made.ask(call("packed"), LD_LIBRARY_PATH="")
     assert "no CUDA driver" in answer["answers"][0]["error"]
     qkv = np.random.default_rng(0).standard_normal((2, 5, 144), np.float32)
@@ -326,3 +334,88 @@ def test_without_a_driver_a_cpu_session_runs(bundle: Make) -> None:
         session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         outputs.append(session.run(None, {"input_0": qkv})[0])
     assert np.isfinite(outputs[0]).all() and np.array_equal(*outputs)
+
+
+class Calls(TorchDispatchMode):
+    """The layouts of the calls of `elsa::attention`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts: list[bytes] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.elsa.attention.default:
+            self.layouts.append(layout(*args[:5], float(np.float32(args[5])), *args[6:]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_models_nodes_make_the_models_calls(bundle: Bundle, vit: Loaded) -> None:
+    """Of the same layouts, so that the kernels of one are those of the other."""
+    path = bundle.path / "model.onnx"
+    nodes = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
+    with torch.no_grad(), Calls() as calls:
+        vit.model(*vit.example_inputs(2))
+    assert len(nodes) == 2 and [layout(*each.args) for each in nodes] == calls.layouts
+
+
+def test_a_model_on_a_gpu_is_traced_on_the_cpu(vit: Loaded) -> None:
+    target = dataclasses.replace(export_target(vit.model, vit, None, 0), device="cuda")
+    assert artefacts._on_cpu(dataclasses.replace(target, device="cpu"))[0] is vit.model
+    site = next(iter(patched_sites(vit.model).values()))
+    with pytest.MonkeyPatch.context() as named:
+        named.setitem(vars(site), "elsa_backend", "triton")
+        copy, inputs = artefacts._on_cpu(target)
+    assert copy is not vit.model and len(inputs) == 1 and len(inputs[0]) == 2
+    assert {vars(each)["elsa_backend"] for each in patched_sites(copy).values()} == {"auto"}
+
+
+def test_without_the_provider_nothing_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not run is not written."""
+    ort = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    artefacts._require_onnx("cpu")
+    with pytest.raises(UnavailableError, match="its CUDAExecutionProvider: pip install"):
+        artefacts._require_onnx("cuda")
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_load_asks_for_the_provider(monkeypatch: pytest.MonkeyPatch, starts: bool) -> None:
+    """With exact products, and with an error where ONNX Runtime goes on with the CPU."""
+    ort = pytest.importorskip("onnxruntime")
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    asked: list[Any] = []
+
+    def session(path: str, options: Any, providers: list[Any]) -> Any:
+        asked.extend(providers)
+        return SimpleNamespace(get_providers=lambda: both if starts else both[1:])
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    if starts:
+        template._onnx(Path("model.onnx"), [], "cuda")
+    else:
+        with pytest.raises(RuntimeError, match="CUDAExecutionProvider does not start"):
+            template._onnx(Path("model.onnx"), [], "cuda")
+    assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+def test_a_verification_without_the_provider_is_skipped(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never passed; on the CPU the same bundle runs where that is asked for."""
+    ort = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this onnxruntime has the CUDAExecutionProvider")
+    folder = shutil.copytree(bundle.path, tmp_path / "bundle")
+    content = json.loads((folder / "manifest.json").read_text())
+    content["model"]["device"] = "cuda"
+    content["artefacts"] = {"onnx": content["artefacts"]["onnx"]}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    monkeypatch.setattr(verify, "_made_for_elsewhere", lambda *_: "")
+    (report,) = verify.run_artefacts(folder, read_manifest(folder), lambda line: None)
+    line = "onnxruntime with its CUDAExecutionProvider is not installed"
+    assert (report.status, report.reason) == ("skipped", line)
+    with pytest.raises(ImportError, match="no CUDAExecutionProvider: pip install onnxruntime-gpu"):
+        template.load("onnx", folder)
+    images = np.zeros((1, 3, 64, 64), np.float32)
+    assert template.load("onnx", folder, device="cpu")(images)[0].shape[0] == 1
