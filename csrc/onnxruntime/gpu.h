@@ -26,6 +26,7 @@ bool has_plans() { return false; }
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <bit>
 #include <fstream>
 #include <iterator>
@@ -88,22 +89,26 @@ PlanFile& plan_file() {
 
 bool has_plans() { return plan_file().exists(); }
 
+// PyTorch's number of a dtype.
+int32_t number_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return 6;
+    case DType::kFloat16:
+      return 5;
+    case DType::kBFloat16:
+      return 15;
+    default:
+      return 11;
+  }
+}
+
 // A call in the words of csrc/cuda/operators.cpp, without its device and its precision, which a
 // bundle has one of.
 class Call {
  public:
   explicit Call(const char* name) : name(name) {}
 
-  void tensor(const void* data, DType dtype, size_t rank, const int64_t* sizes,
-              const int64_t* strides) {
-    const Address address = reinterpret_cast<Address>(data);
-    elsa_cuda::add_tensor(key, address, number(dtype), {1, 0}, static_cast<int64_t>(rank), sizes,
-                          strides);
-    addresses.push_back(address);
-    shapes += shapes.empty() ? "[" : ", [";
-    for (size_t i = 0; i < rank; ++i) shapes += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
-    shapes += "]";
-  }
   // Null is no tensor. A stride of 0, which a View has where an axis has one element, is that of a
   // tensor without gaps: no pair of strides stands for two layouts.
   template <size_t kRank>
@@ -115,11 +120,15 @@ class Call {
       own[i] = strides != nullptr && strides[i] != 0 ? strides[i] : next;
       next = own[i] * sizes[i];
     }
-    tensor(data, dtype, kRank, sizes, own);
+    const Address address = reinterpret_cast<Address>(data);
+    elsa_cuda::add_tensor(key, address, number_of(dtype), {1, 0}, kRank, sizes, own);
+    memcpy(sizes_[tensors], sizes, sizeof sizes);
+    ranks_[tensors] = kRank;
+    addresses[tensors++] = address;
   }
   void none() {
     elsa_cuda::add_no_tensor(key);
-    addresses.push_back(0);
+    addresses[tensors++] = 0;
   }
   void number(double value) { key.add(std::bit_cast<uint64_t>(value)); }
   void triple(const int64_t* values) {
@@ -127,30 +136,33 @@ class Call {
     key.add(values, 3);
   }
 
-  // PyTorch's number of a dtype.
-  static int32_t number(DType dtype) {
-    switch (dtype) {
-      case DType::kFloat32:
-        return 6;
-      case DType::kFloat16:
-        return 5;
-      case DType::kBFloat16:
-        return 15;
-      default:
-        return 11;
+  // "[2, 5, 48], [48]": the sizes of the tensors that are there.
+  std::string shapes() const {
+    std::string text;
+    for (size_t t = 0; t < tensors; ++t) {
+      for (size_t i = 0; i < ranks_[t]; ++i) {
+        text += (i > 0 ? ", " : text.empty() ? "[" : ", [") + std::to_string(sizes_[t][i]);
+      }
+      if (ranks_[t] != 0) text += "]";
     }
+    return text;
   }
 
+  static constexpr size_t kMostTensors = 5;
   const char* const name;
   elsa_cuda::Key key;
-  std::vector<Address> addresses;
-  std::string shapes;
+  Address addresses[kMostTensors] = {};
+  size_t tensors = 0;
+
+ private:
+  int64_t sizes_[kMostTensors][kMaxRank];
+  size_t ranks_[kMostTensors] = {};
 };
 
 // Whether a plan's result has these sizes and strides; the stride of one element is any.
 bool gives(const elsa_cuda::Output& output, DType dtype, size_t rank, const int64_t* sizes,
            const int64_t* strides) {
-  bool same = output.dtype == Call::number(dtype) && output.sizes.size() == rank;
+  bool same = output.dtype == number_of(dtype) && output.sizes.size() == rank;
   for (size_t i = 0; same && i < rank; ++i) {
     same = output.sizes[i] == sizes[i] && (sizes[i] == 1 || output.strides[i] == strides[i]);
   }
@@ -163,11 +175,11 @@ class Gpu {
   Gpu(const OrtApi* api, const OrtKernelInfo* info) : api_(api) {
     plan_file().load();
     check(KernelInfoGetAllocator(api, info, kDefaultMemory, &allocator_));
-    const OrtStatus* failed = AllocatorGetInfo(api, allocator_, &memory_);
+    OrtStatus* failed = AllocatorGetInfo(api, allocator_, &memory_);
     if (failed == nullptr) failed = MemoryInfoGetId(api, memory_, &device_);
     if (failed != nullptr) {
       ReleaseAllocator(api, allocator_);
-      throw Failure{const_cast<OrtStatus*>(failed)};
+      throw Failure{failed};
     }
   }
   ~Gpu() { ReleaseAllocator(api_, allocator_); }
@@ -238,11 +250,12 @@ class Gpu {
     void* data_ = nullptr;
   };
 
-  static constexpr uint64_t kPart = 512;  // parts of the scratch begin at multiples of it
+  static constexpr uint64_t kPart = 512;     // parts of the scratch begin at multiples of it
+  static constexpr size_t kMostScratch = 4;  // the result, those of no use, and the workspace
   static uint64_t padded(uint64_t bytes) { return (bytes + kPart - 1) / kPart * kPart; }
 
   // Makes the launches of a call whose first result is `out`; of others there is no use.
-  void run(const Context& c, Call& call, DType dtype, size_t rank, const int64_t* sizes,
+  void run(const Context& c, const Call& call, DType dtype, size_t rank, const int64_t* sizes,
            const int64_t* strides, void* out) const {
     const elsa_cuda::Current current(device_);
     if (current.foreign()) {
@@ -250,29 +263,30 @@ class Gpu {
     }
     const std::shared_ptr<const Bound> bound = find(c, call);
     const elsa_cuda::Plan& plan = bound->plan;
-    if (plan.inputs != call.addresses.size() || plan.outputs.empty() ||
+    Address slots[Call::kMostTensors + kMostScratch];
+    if (plan.inputs != call.tensors || plan.outputs.empty() ||
+        plan.outputs.size() >= kMostScratch ||
         !gives(plan.outputs[0], dtype, rank, sizes, strides)) {
-      fail(c.api, "%s: the plan for %s is for another result", c.name, call.shapes.c_str());
+      fail(c.api, "%s: the plan for %s is for another result", c.name, call.shapes().c_str());
     }
-    std::vector<uint64_t> parts;
-    uint64_t total = 0;
-    const auto add = [&](uint64_t bytes) {
-      parts.push_back(total);
-      total += padded(bytes);
-    };
-    for (size_t i = 1; i < plan.outputs.size(); ++i) add(bytes_of(plan.outputs[i]));
-    add(plan.workspace);
+    uint64_t offsets[kMostScratch], total = 0;
+    for (size_t i = 1; i <= plan.outputs.size(); ++i) {  // the last is the workspace
+      offsets[i] = total;
+      total += padded(i < plan.outputs.size() ? bytes_of(plan.outputs[i]) : plan.workspace);
+    }
     const Scratch scratch(*this, c, total);
-    std::vector<Address> slots = call.addresses;
-    slots.push_back(reinterpret_cast<Address>(out));
-    for (const uint64_t part : parts) slots.push_back(scratch.address() + part);
+    std::copy_n(call.addresses, call.tensors, slots);
+    slots[call.tensors] = reinterpret_cast<Address>(out);
+    for (size_t i = 1; i <= plan.outputs.size(); ++i) {
+      slots[call.tensors + i] = scratch.address() + offsets[i];
+    }
     void* stream = nullptr;
     check(KernelContext_GetGPUComputeStream(c.api, c.get(), &stream));
-    elsa_cuda::run(*bound, slots.data(), static_cast<elsa_cuda::Stream>(stream));
+    elsa_cuda::run(*bound, slots, static_cast<elsa_cuda::Stream>(stream));
   }
 
   // The plan of a call with its kernels on this device, kept from the first call of its layout on.
-  std::shared_ptr<const Bound> find(const Context& c, Call& call) const {
+  std::shared_ptr<const Bound> find(const Context& c, const Call& call) const {
     static auto& cache = *new elsa_cuda::Cache<Bound>(4096);
     elsa_cuda::Key key = call.key;
     key.add_text(call.name, strlen(call.name));
@@ -286,8 +300,8 @@ class Gpu {
       cache.put(key.words(), found.generation, bound);
       return bound;
     } catch (const std::runtime_error& error) {
-      fail(c.api, "%s of %s on sm_%u: %s", c.name, call.shapes.c_str(), elsa_cuda::arch_of(device_),
-           error.what());
+      fail(c.api, "%s of %s on sm_%u: %s", c.name, call.shapes().c_str(),
+           elsa_cuda::arch_of(device_), error.what());
     }
   }
 

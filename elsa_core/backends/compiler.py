@@ -295,11 +295,9 @@ def source_directory() -> Path:
 
 def _sources(recipe: Recipe) -> list[Path]:
     root = source_directory()
-    binding = root / recipe.folder
-    folders = {binding, *((binding / file).resolve().parent for _, file, _ in recipe.units)}
-    if recipe.kernels:
-        folders.add(root / "elsa")
-    found = [p for folder in folders for p in folder.iterdir()]
+    folders = {recipe.folder, *(["elsa"] if recipe.kernels else [])}
+    folders |= {Path(file).parent.name for _, file, _ in recipe.units} - {""}
+    found = [p for folder in folders for p in (root / folder).iterdir()]
     return sorted(p for p in found if p.suffix in (".cpp", ".h"))
 
 
