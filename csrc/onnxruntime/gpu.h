@@ -274,14 +274,16 @@ class Gpu {
       offsets[i] = total;
       total += padded(i < plan.outputs.size() ? bytes_of(plan.outputs[i]) : plan.workspace);
     }
+    void* stream = nullptr;
+    check(KernelContext_GetGPUComputeStream(c.api, c.get(), &stream));
+    // The runtime would read what orders its memory from a null pointer.
+    if (stream == nullptr) fail(c.api, "%s: the session has no CUDA stream", c.name);
     const Scratch scratch(*this, c, total);
     std::copy_n(call.addresses, call.tensors, slots);
     slots[call.tensors] = reinterpret_cast<Address>(out);
     for (size_t i = 1; i <= plan.outputs.size(); ++i) {
       slots[call.tensors + i] = scratch.address() + offsets[i];
     }
-    void* stream = nullptr;
-    check(KernelContext_GetGPUComputeStream(c.api, c.get(), &stream));
     elsa_cuda::run(*bound, slots, static_cast<elsa_cuda::Stream>(stream));
   }
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STREAM = 0x5EED00  # of the session
+STREAM = 0x5EED00  # of a session
 PROVIDER = b"CUDAExecutionProvider"
 # Offsets in OrtCustomOp.
 _NAME, _PROVIDER, _TYPE, _DESTROY, _CREATE, _COMPUTE = 16, 24, 32, 72, 136, 144
@@ -40,8 +40,8 @@ class StatusError(Exception):
 class Runtime:
     """The runtime of an API version, and of the device that its CUDA provider has."""
 
-    def __init__(self, path: str, *, version: int = 18, device: int = 0):
-        self.version, self.device = version, device
+    def __init__(self, path: str, version: int, device: int, stream: int):
+        self.version, self.device, self.stream = version, device, stream
         self.operators: list[int] = []
         self.freed: list[int] = []
         self.scratch: list[tuple[int, int]] = []  # address, bytes
@@ -209,7 +209,7 @@ class Runtime:
         self._entry(76, _P, _P, _P)(lambda allocator, at: self.freed.append(at))
         self._entry(77, _P, _P, _P)(lambda allocator, out: _put(out, _P, 5))
         self._entry(132, None, _P)(release)
-        self._entry(193, _P, _P, _P)(lambda context, out: _put(out, _P, STREAM))
+        self._entry(193, _P, _P, _P)(lambda context, out: _put(out, _P, self.stream))
         if self.version >= 18:
             self._entry(277, _P, _P, _P, _S, _P)(scratch)
             self._entry(278, _P, _P, _I, _P)(allocator)
@@ -221,9 +221,9 @@ def _put(out: int, kind: Any, value: Any) -> None:
 
 def main() -> None:
     """Answer a question on standard input in a process whose driver is the stub: a library, an API
-    version and a device, and calls one after another."""
+    version, a device and a stream, and calls one after another."""
     asked = json.load(sys.stdin)
-    runtime = Runtime(asked["library"], version=asked["version"], device=asked["device"])
+    runtime = Runtime(*(asked[name] for name in ("library", "version", "device", "stream")))
     answers = []
     for name, inputs, attributes in asked["calls"]:
         given = [each and Tensor(each[0], tuple(each[1]), each[2]) for each in inputs]

@@ -148,13 +148,15 @@ class NodeBundle:
         return self.folder / gpu_library.PLANS
 
     def ask(
-        self, *calls: Any, version: int = 18, device: int = 0, **variables: str
-    ) -> dict[str, Any]:
+        self, *calls: Any, version: int = 18, device: int = 0, stream: int = STREAM,
+        **variables: str,
+    ) -> dict[str, Any]:  # fmt: skip
         """What the played runtime answers, see `fake_ort.main`."""
         log = self.folder / "log"
         log.unlink(missing_ok=True)
         asked = {
-            "library": str(self.library), "version": version, "device": device, "calls": calls,
+            "library": str(self.library), "version": version, "device": device, "stream": stream,
+            "calls": calls,
         }  # fmt: skip
         environment = {"STUB_LOG": str(log), "LD_LIBRARY_PATH": self.driver, **variables}
         done = subprocess.run(
@@ -267,6 +269,12 @@ def test_another_gpu_is_an_error(make: Make) -> None:
     """The stub's device 1 is sm_91."""
     (answer,) = make().ask(call("packed"), device=1)["answers"]
     assert "the kernels are for sm_90, and the GPU here is sm_91" in answer["error"]
+
+
+def test_without_a_stream_nothing_is_launched(make: Make) -> None:
+    answer = make().ask(call("packed"), stream=0)
+    assert answer["answers"][0]["error"] == "elsa::PackedAttention: the session has no CUDA stream"
+    assert not launches(answer) and not answer["scratch"]
 
 
 @pytest.mark.parametrize("failing", ["cuLaunchKernelEx", "cuModuleLoadData"])
