@@ -77,8 +77,6 @@ def write_artefacts(
         UnavailableError: a package or a compiler is missing.
         OSError: the file cannot be written.
     """
-    if "onnx" in chosen.formats:
-        _require_onnx(exported.device)  # before a compiler runs for minutes
     used, writer = {}, _Writer(exported, chosen, staging)
     for name in sorted(chosen.formats, key=_ORDER.index):
         say(f"exporting {FILES[name]}")
@@ -86,7 +84,12 @@ def write_artefacts(
     return {name: used[name] for name in chosen.formats}
 
 
-def _require_onnx(device: str) -> None:
+def require_onnx(device: str) -> None:
+    """Before anything heavy is done: whether model.onnx can be written and run here.
+
+    Raises:
+        UnavailableError: a package or, on a GPU, ONNX Runtime's provider is missing.
+    """
     try:
         import onnx  # noqa: F401
         import onnxruntime  # what is not run is not written

@@ -27,7 +27,14 @@ from elsa_core.exporting.artefact_runs import (
     plain_run,
     run_all,
 )
-from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefacts, write_libraries
+from elsa_core.exporting.artefacts import (
+    FILES,
+    Choices,
+    Say,
+    require_onnx,
+    write_artefacts,
+    write_libraries,
+)
 from elsa_core.exporting.description import describe
 from elsa_core.exporting.export_target import ExportTarget, export_target
 from elsa_core.exporting.labels import write_labels
@@ -170,6 +177,8 @@ def export(
         _check_target(target, given, zip, force)
         exported = export_target(model, loaded, inputs, seed, chosen.batches)
         _check_support(exported, chosen)
+        if "onnx" in chosen.formats:
+            require_onnx(exported.device)
         gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes)
         _check_disk_space(exported, chosen, target, given)
         check = _checked(exported, check, say)

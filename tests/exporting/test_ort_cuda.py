@@ -381,9 +381,9 @@ def test_without_the_provider_nothing_is_exported(monkeypatch: pytest.MonkeyPatc
     """What is not run is not written."""
     ort = pytest.importorskip("onnxruntime")
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    artefacts._require_onnx("cpu")
+    artefacts.require_onnx("cpu")
     with pytest.raises(UnavailableError, match="its CUDAExecutionProvider: pip install"):
-        artefacts._require_onnx("cuda")
+        artefacts.require_onnx("cuda")
 
 
 @pytest.mark.parametrize("starts", [True, False])
