@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "driver.h"
+
 namespace elsa_cuda {
 
 using Words = std::span<const uint64_t>;
@@ -44,6 +46,27 @@ class Key {
   size_t count_ = 0;
   bool fits_ = true;
 };
+
+constexpr uint32_t kAlignment = 16;  // what kernels tell apart
+
+// A device by PyTorch's numbers: its type, and its index, which is -1 on the CPU.
+struct Where {
+  int32_t type = 0;
+  int32_t index = 0;
+};
+
+// A tensor's part of the key of a call; `dtype` by PyTorch's number.
+inline void add_tensor(Key& key, Address address, int32_t dtype, Where where, int64_t dims,
+                       const int64_t* sizes, const int64_t* strides) {
+  // 4 bits of alignment, 8 of each other: none is larger, and no tensor has the word of none.
+  key.add((address % kAlignment) | static_cast<uint64_t>(dtype & 0xff) << 8 |
+          static_cast<uint64_t>(dims & 0xff) << 16 |
+          static_cast<uint64_t>(where.type & 0xff) << 24 |
+          static_cast<uint64_t>(where.index & 0xffff) << 32);
+  key.add(sizes, dims);
+  key.add(strides, dims);
+}
+inline void add_no_tensor(Key& key) { key.add(~uint64_t{0}); }
 
 // At most `most` entries: where the bound is reached all of them go, since an entry is cheap to
 // make again and kernels stay loaded. An entry that was made before `clear` is not kept after it.

@@ -53,6 +53,8 @@ class Reader {
   uint64_t left_;
 };
 
+}  // namespace
+
 uint64_t bytes_of(const Output& output) {
   uint64_t last = 0;  // the element behind the first
   for (size_t i = 0; i < output.sizes.size(); ++i) {
@@ -74,6 +76,8 @@ uint64_t bytes_of(const Output& output) {
   if (last + 1 > kMostBytes / item) refuse("an output is too large");
   return (last + 1) * item;
 }
+
+namespace {
 
 Output read_output(Reader& reader) {
   Output output;

@@ -16,6 +16,9 @@ struct Output {
   std::vector<int64_t> strides;
 };
 
+// What it takes from its first element to behind the last one. Throws std::runtime_error: too much.
+uint64_t bytes_of(const Output& output);
+
 // Where an address comes from. Slots: the operator's tensors in their order (absent ones too), then
 // the outputs, then the workspace.
 struct Place {

@@ -154,6 +154,8 @@ std::string names_of(const Archs& archs) {
   return names;
 }
 
+}  // namespace
+
 uint32_t arch_of(Device device) {
   Device handle = 0;
   int major = 0, minor = 0;
@@ -162,6 +164,8 @@ uint32_t arch_of(Device device) {
   check(driver().device_attribute(&minor, kMinor, handle), "cuDeviceGetAttribute");
   return static_cast<uint32_t>(10 * major + minor);
 }
+
+namespace {
 
 Archs archs_here() {
   int count = 0;

@@ -26,6 +26,9 @@ std::vector<Signature> add_file(const uint8_t* bytes, uint64_t size);
 // std::runtime_error: no file holds it for the architecture of `device`.
 Plan find_plan(const std::string& name, Words words, Device device);
 
+// The architecture of a device, 90 for sm_90.
+uint32_t arch_of(Device device);
+
 // Notes layouts and plans from `start` on; a plan that is null says that Python alone can serve.
 class Record {
  public:

@@ -1,7 +1,8 @@
 // The part of ONNX Runtime's C ABI that this library uses.
 //
 // The ABI is append-only: an entry of the function table never moves, so a runtime of version 1.17
-// or later serves the entries below at the places where they have always been.
+// or later serves the entries below at the places where they have always been; those marked so are
+// from 1.18 on.
 #pragma once
 
 #include <stddef.h>
@@ -15,10 +16,12 @@ struct OrtShapeInferContext;
 struct OrtTensorTypeAndShapeInfo;
 struct OrtSessionOptions;
 struct OrtCustomOpDomain;
+struct OrtAllocator;
+struct OrtMemoryInfo;
 
 // A struct of function pointers; see Entry.
 struct OrtApi {
-  void (*entry[275])();
+  void (*entry[279])();
 };
 
 struct OrtApiBase {
@@ -59,7 +62,10 @@ static_assert(offsetof(OrtCustomOp, CreateKernelV2) == 136 && sizeof(OrtCustomOp
 
 namespace elsa::ort {
 
-constexpr uint32_t kApiVersion = 17;  // the oldest that has ParallelFor and shape inference
+constexpr uint32_t kApiVersion = 17;     // the oldest that has ParallelFor and shape inference
+constexpr uint32_t kGpuApiVersion = 18;  // the oldest with memory that a kernel's stream orders
+constexpr int kDefaultMemory = 0;        // OrtMemType: the provider's own
+constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2, kNotImplemented = 9 };
 enum ElementType : int {
@@ -95,6 +101,9 @@ inline constexpr Call<62, const OrtTensorTypeAndShapeInfo*, int64_t*, size_t> Ge
 inline constexpr Call<63, const OrtTensorTypeAndShapeInfo*, const char**, size_t>
     GetSymbolicDimensions;
 inline constexpr Call<65, const OrtValue*, OrtTensorTypeAndShapeInfo**> GetTensorTypeAndShape;
+inline constexpr Call<72, const OrtMemoryInfo*, int*> MemoryInfoGetId;
+inline constexpr Call<76, OrtAllocator*, void*> AllocatorFree;
+inline constexpr Call<77, const OrtAllocator*, const OrtMemoryInfo**> AllocatorGetInfo;
 inline constexpr Call<85, const OrtKernelInfo*, const char*, float*> KernelInfoGetAttribute_float;
 inline constexpr Call<86, const OrtKernelInfo*, const char*, int64_t*> KernelInfoGetAttribute_int64;
 inline constexpr Call<87, const OrtKernelInfo*, const char*, char*, size_t*>
@@ -105,8 +114,10 @@ inline constexpr Call<91, OrtKernelContext*, size_t, const int64_t*, size_t, Ort
     KernelContext_GetOutput;
 inline constexpr Entry<93, void, OrtStatus*> ReleaseStatus;
 inline constexpr Entry<99, void, OrtTensorTypeAndShapeInfo*> ReleaseTensorTypeAndShapeInfo;
+inline constexpr Entry<132, void, OrtAllocator*> ReleaseAllocator;
 inline constexpr Call<163, const OrtKernelInfo*, const char*, int64_t*, size_t*>
     KernelInfoGetAttributeArray_int64;
+inline constexpr Call<193, const OrtKernelContext*, void**> KernelContext_GetGPUComputeStream;
 inline constexpr Call<267, const OrtShapeInferContext*, size_t*> ShapeInferContext_GetInputCount;
 inline constexpr Call<268, const OrtShapeInferContext*, size_t, OrtTensorTypeAndShapeInfo**>
     ShapeInferContext_GetInputTypeShape;
@@ -115,5 +126,9 @@ inline constexpr Call<270, const OrtShapeInferContext*, size_t, const OrtTensorT
 inline constexpr Call<271, OrtTensorTypeAndShapeInfo*, const char**, size_t> SetSymbolicDimensions;
 inline constexpr Call<274, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>
     KernelContext_ParallelFor;
+inline constexpr Call<277, const OrtKernelContext*, const OrtMemoryInfo*, size_t, void**>
+    KernelContext_GetScratchBuffer;  // 1.18
+inline constexpr Call<278, const OrtKernelInfo*, int, OrtAllocator**>
+    KernelInfoGetAllocator;  // 1.18
 
 }  // namespace elsa::ort

@@ -1,7 +1,7 @@
 // elsa::Attention and elsa::PackedAttention for ONNX Runtime.
 #pragma once
 
-#include "common.h"
+#include "gpu.h"
 
 namespace elsa::ort {
 namespace {
@@ -26,8 +26,8 @@ View mask_view(const Context& c, const Tensor& mask, const Attention& a) {
     view.stride[i] = size == 1 ? 0 : stride;
     stride *= size;
   }
-  // One `true` lets everything take part: no mask at all.
-  if (stride == 1 && view.dtype == DType::kBool && *mask.data) return view;
+  // One `true` lets everything take part: no mask at all. The host cannot read a GPU's.
+  if (!c.gpu && stride == 1 && view.dtype == DType::kBool && *mask.data) return view;
   view.data = mask.data;
   return view;
 }
@@ -56,6 +56,7 @@ void check_dims(const Context& c, int64_t head_dim, int64_t value_dim) {
 
 // [batch, queries, heads, value_dim] into `out`.
 void run_attention(Context& c, Attention& a, void* out) {
+  if (c.gpu) return c.gpu->attention(c, a, out);
   struct Lse;
   const size_t rows = static_cast<size_t>(a.batch * a.heads * a.queries);
   a.out = out;
@@ -98,6 +99,11 @@ class AttentionKernel {
     a.mask = mask_view(c, mask, a);
     if (merges_heads(a)) {
       run_attention(c, a, out);
+    } else if (c.gpu) {
+      fail(c.api,
+           "%s: on a GPU there must be as many key heads as query heads, and a mask one "
+           "for all heads and images or one for each",
+           c.name);
     } else {
       run_and_transpose(c, a, out);
     }

@@ -8,7 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <memory>
 #include <new>
+#include <stdexcept>
 #include <thread>
 
 #include "../elsa/attention.h"
@@ -42,6 +44,8 @@ OrtStatus* guarded(const OrtApi* api, Body&& body) noexcept {
     return nullptr;
   } catch (const Failure& failure) {
     return failure.status;
+  } catch (const std::runtime_error& error) {
+    return CreateStatus(api, kFail, error.what());
   } catch (...) {
     return CreateStatus(api, kFail, "elsa: out of memory");
   }
@@ -79,11 +83,13 @@ struct Tensor {
   }
 };
 
-// One call of a kernel.
+class Gpu;  // see gpu.h
+
+// One call of a kernel; `gpu` is null on the CPU.
 class Context {
  public:
-  Context(const OrtApi* api, OrtKernelContext* context, const char* name)
-      : api(api), name(name), context_(context) {
+  Context(const OrtApi* api, OrtKernelContext* context, const char* name, const Gpu* gpu)
+      : api(api), name(name), gpu(gpu), context_(context) {
     check(KernelContext_GetInputCount(api, context, &inputs_));
   }
 
@@ -172,8 +178,11 @@ class Context {
     return count > 0 ? count : 1;
   }
 
+  OrtKernelContext* get() const { return context_; }
+
   const OrtApi* const api;
   const char* const name;
+  const Gpu* const gpu;
 
  private:
   struct Job {
@@ -257,15 +266,19 @@ inline size_t element_size(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2;
 }
 
-// An operator of one name for one element type. A Kernel offers kLabel (what errors call it),
-// kInputs, kRequired (how many of them every node has), kFree (the first whose type may differ from
-// the operator's), a constructor from Attributes, and compute(Context&).
+// An operator of one name for one element type on one provider, null for the CPU's. A Kernel offers
+// kLabel (what errors call it), kInputs, kRequired (how many of them every node has), kFree (the
+// first whose type may differ from the operator's), a constructor from Attributes, and
+// compute(Context&).
 template <class Kernel>
 struct Operator : OrtCustomOp {
-  Operator(const char* name, ElementType type) : OrtCustomOp{}, name(name), type(type) {
-    version = kApiVersion;
+  Operator(const char* name, ElementType type, const char* provider)
+      : OrtCustomOp{}, name(name), type(type), provider(provider) {
+    version = provider == nullptr ? kApiVersion : kGpuApiVersion;
     GetName = [](const OrtCustomOp* self) { return static_cast<const Operator*>(self)->name; };
-    GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+    GetExecutionProviderType = [](const OrtCustomOp* self) {
+      return static_cast<const Operator*>(self)->provider;
+    };
     GetInputTypeCount = [](const OrtCustomOp*) { return Kernel::kInputs; };
     GetInputType = [](const OrtCustomOp* self, size_t index) -> int {
       return index >= Kernel::kFree ? kUndefined : static_cast<const Operator*>(self)->type;
@@ -285,14 +298,19 @@ struct Operator : OrtCustomOp {
     GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
     GetStartVersion = [](const OrtCustomOp*) { return 1; };
     GetEndVersion = [](const OrtCustomOp*) { return INT32_MAX; };
-    CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info,
+    CreateKernelV2 = [](const OrtCustomOp* self, const OrtApi* api, const OrtKernelInfo* info,
                         void** kernel) {
-      return guarded(api, [&] { *kernel = new Instance{Kernel(api, Attributes(api, info)), api}; });
+      const bool on_gpu = static_cast<const Operator*>(self)->provider != nullptr;
+      return guarded(api, [&] {
+        auto gpu = on_gpu ? std::make_unique<const Gpu>(api, info) : nullptr;
+        *kernel = new Instance{Kernel(api, Attributes(api, info)), api, std::move(gpu)};
+      });
     };
+
     KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
       const Instance& instance = *static_cast<const Instance*>(kernel);
       return guarded(instance.api, [&] {
-        Context call(instance.api, context, Kernel::kLabel);
+        Context call(instance.api, context, Kernel::kLabel, instance.gpu.get());
         instance.kernel.compute(call);
       });
     };
@@ -302,9 +320,11 @@ struct Operator : OrtCustomOp {
   struct Instance {
     const Kernel kernel;
     const OrtApi* const api;
+    const std::unique_ptr<const Gpu> gpu;
   };
   const char* const name;
   const ElementType type;
+  const char* const provider;
 };
 
 }  // namespace

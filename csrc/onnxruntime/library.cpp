@@ -1,4 +1,5 @@
-// The custom-op library of elsa for ONNX Runtime 1.17 and later.
+// The custom-op library of elsa for ONNX Runtime 1.17 and later, and its CUDA provider from 1.18
+// on.
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -21,23 +22,29 @@ constexpr const char* kWindowNames[] = {"WindowAttention", "WindowAttention_2", 
 // The domain `elsa` of one runtime: a process may hold several copies of ONNX Runtime.
 class Domain {
  public:
-  explicit Domain(const OrtApi* api) : api(api) {
+  // on_gpu: there are plans for the CUDA provider, and the runtime is new enough.
+  Domain(const OrtApi* api, bool on_gpu) : api(api) {
     check(CreateCustomOpDomain(api, "elsa", &domain_));
-    add<AttentionKernel>(kAttentionNames);
-    add<PackedAttentionKernel>(kPackedNames);
-    add<WindowAttentionKernel>(kWindowNames);
+    add_all(nullptr);
+    if (on_gpu) add_all(kCudaProvider);
   }
   void add_to(OrtSessionOptions* options) const { check(AddCustomOpDomain(api, options, domain_)); }
 
   const OrtApi* const api;
 
  private:
+  void add_all(const char* provider) {
+    add<AttentionKernel>(kAttentionNames, provider);
+    add<PackedAttentionKernel>(kPackedNames, provider);
+    add<WindowAttentionKernel>(kWindowNames, provider);
+  }
+
   template <class Kernel, size_t kCount>
-  void add(const char* const (&names)[kCount]) {
+  void add(const char* const (&names)[kCount], const char* provider) {
     for (const char* name : names) {
       for (const ElementType type : {kFloat, kFloat16, kBFloat16}) {
         // Never destroyed: sessions may outlive every static object of this library.
-        check(CustomOpDomain_Add(api, domain_, new Operator<Kernel>(name, type)));
+        check(CustomOpDomain_Add(api, domain_, new Operator<Kernel>(name, type, provider)));
       }
     }
   }
@@ -45,14 +52,14 @@ class Domain {
   OrtCustomOpDomain* domain_ = nullptr;
 };
 
-const Domain& domain_of(const OrtApi* api) {
+const Domain& domain_of(const OrtApi* api, bool on_gpu) {
   static std::mutex mutex;
   static auto& domains = *new std::vector<std::unique_ptr<Domain>>();
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& domain : domains) {
     if (domain->api == api) return *domain;
   }
-  domains.push_back(std::make_unique<Domain>(api));
+  domains.push_back(std::make_unique<Domain>(api, on_gpu));
   return *domains.back();
 }
 
@@ -68,5 +75,8 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(
     return CreateStatus(base->GetApi(1), kNotImplemented,
                         "elsa needs ONNX Runtime 1.17 or later; this one is older");
   }
-  return guarded(api, [&] { domain_of(api).add_to(options); });
+  return guarded(api, [&] {
+    const bool on_gpu = has_plans() && base->GetApi(kGpuApiVersion) != nullptr;
+    domain_of(api, on_gpu).add_to(options);
+  });
 }

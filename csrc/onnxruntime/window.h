@@ -1,8 +1,7 @@
 // elsa::WindowAttention for ONNX Runtime.
 #pragma once
 
-#include "../elsa/window.h"
-#include "common.h"
+#include "gpu.h"
 
 namespace elsa::ort {
 namespace {
@@ -73,6 +72,7 @@ class WindowAttentionKernel {
       a.stride[i] = size[i] == 1 ? 0 : stride;
       stride *= size[i];
     }
+    if (c.gpu) return c.gpu->window_attention(c, a);
     c.run([&](int threads, ParallelFor parallel_for) {
       return elsa::window_attention(a, threads, parallel_for);
     });

@@ -60,7 +60,8 @@ class Recipe:
         stem: the file's name before the key of its contents.
         title: what messages call it.
         folder: the binding's folder under `csrc`.
-        units: the binding's translation units: a name, a file of `folder`, flags of its own.
+        units: the binding's translation units: a name, a file of `folder` or ("../cuda/plan.cpp")
+            beside it, flags of its own.
         link_flags: what the link adds to `-shared`.
         kernels: those of `csrc/elsa`: "attention", "window", "gradient", "entmax", or none.
         facts: what the key holds besides sources, compiler, flags and machine.
@@ -294,7 +295,8 @@ def source_directory() -> Path:
 
 def _sources(recipe: Recipe) -> list[Path]:
     root = source_directory()
-    folders = [*(["elsa"] if recipe.kernels else []), recipe.folder]
+    folders = {recipe.folder, *(["elsa"] if recipe.kernels else [])}
+    folders |= {Path(file).parent.name for _, file, _ in recipe.units} - {""}
     found = [p for folder in folders for p in (root / folder).iterdir()]
     return sorted(p for p in found if p.suffix in (".cpp", ".h"))
 

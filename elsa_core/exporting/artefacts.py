@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from elsa_core.exporting.export_target import ExportTarget
 from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_reference
 from elsa_core.exporting.verify import platform_tag
+from elsa_core.patching import patched_sites
 from elsa_core.version import __version__
 
 FILES = {
@@ -40,6 +42,7 @@ FILES = {
 _ORDER = ("torchscript", "pt2", "aoti", "onnx", "onnx-int8")
 TORCH_LIBRARY = "lib/libelsa_torch.so"
 ONNX_LIBRARY = "lib/libelsa_onnxruntime.so"
+CUDA_PROVIDER = "CUDAExecutionProvider"
 # Less free space than this on the disk means that a failed write ran out of it.
 _NO_ROOM = 1 << 20
 
@@ -58,6 +61,11 @@ class Choices:
     labels: tuple[str, ...] = ()
     gpu_archs: tuple[str, ...] = ()
 
+    @property
+    def nodes(self) -> bool:
+        """Whether model.onnx has elsa's nodes."""
+        return "onnx" in self.formats and self.onnx_mode != "standard"
+
 
 def write_artefacts(
     exported: ExportTarget, chosen: Choices, staging: Path, say: Say
@@ -69,8 +77,6 @@ def write_artefacts(
         UnavailableError: a package or a compiler is missing.
         OSError: the file cannot be written.
     """
-    if "onnx" in chosen.formats:
-        _require_onnx()  # before a compiler runs for minutes
     used, writer = {}, _Writer(exported, chosen, staging)
     for name in sorted(chosen.formats, key=_ORDER.index):
         say(f"exporting {FILES[name]}")
@@ -78,16 +84,26 @@ def write_artefacts(
     return {name: used[name] for name in chosen.formats}
 
 
-def _require_onnx() -> None:
+def require_onnx(device: str) -> None:
+    """Before anything heavy is done: whether model.onnx can be written and run here.
+
+    Raises:
+        UnavailableError: a package or, on a GPU, ONNX Runtime's provider is missing.
+    """
     try:
         import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401  # what is not run is not written
+        import onnxruntime  # what is not run is not written
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UnavailableError(
             f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime, "
             "or name other --formats"
         ) from None
+    if device == "cuda" and CUDA_PROVIDER not in onnxruntime.get_available_providers():
+        raise UnavailableError(
+            f"format onnx on a GPU needs an ONNX Runtime with its {CUDA_PROVIDER}: pip install "
+            "onnxruntime-gpu in place of onnxruntime, or name other --formats"
+        )
 
 
 def _written(name: str, writer: _Writer) -> tuple[str, ...]:
@@ -143,16 +159,17 @@ class _Writer:
 
     def _write_onnx(self, path: Path) -> tuple[str, ...]:
         mode, exported = self.chosen.onnx_mode, self.exported
+        model, inputs = _on_cpu(exported)
         export_onnx(
-            exported.model,
-            exported.first,
+            model,
+            inputs,
             path,
             mode=mode,
             opset=self.chosen.opset,
             input_names=exported.input_names,
             output_names=exported.output_names,
             dynamic_batch=True,
-            program=self.program,
+            program=self.program if exported.device == "cpu" else None,
         )
         names = _elsa_nodes(path)
         if not names and mode != "standard":
@@ -160,6 +177,16 @@ class _Writer:
                 "model.onnx calls none of elsa's operators: no patched site was reached"
             )
         return names
+
+
+def _on_cpu(exported: ExportTarget) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """The model as the CPU's graph of it is traced: a copy, where it is on a GPU."""
+    if exported.device == "cpu":
+        return exported.model, exported.first
+    model = copy.deepcopy(exported.model).cpu()
+    for site in patched_sites(model).values():
+        vars(site)["elsa_backend"] = "auto"  # one named may serve GPUs alone
+    return model, tuple(tensor.cpu() for tensor in exported.first)
 
 
 def _elsa_nodes(path: Path) -> tuple[str, ...]:
@@ -234,26 +261,27 @@ def write_libraries(
         "elsa_version": __version__,
     }
     (staging / "lib").mkdir()
-    if gpu_library.is_asked_for(exported.device, chosen.gpu_archs):
+    on_gpu = exported.device == "cuda"
+    formats = [name for name in chosen.formats if name != "onnx" or chosen.nodes]
+    asked_for = gpu_library.is_asked_for(exported.device, chosen.gpu_archs, chosen.nodes)
+    if formats and asked_for:
         say("recording the plans of the GPU's calls")
-        files = [(name, staging / FILES[name]) for name in chosen.formats]
-        on_gpu = gpu_library.write(
-            files, exported.inputs, chosen.batches, staging, chosen.gpu_archs, say
-        )
-        entry = {"runtime": "cuda", "minimum": "2.10", **place, **on_gpu}
-        return {gpu_library.LIBRARY: entry, gpu_library.PLANS: entry}
-    if set(chosen.formats) - {"onnx", "onnx-int8"}:
+        files = [(name, staging / FILES[name]) for name in formats]
+        kernels = gpu_library.write(
+            files, exported.inputs, chosen.batches, staging, chosen.gpu_archs, say,
+            exported.plan.precision,
+        )  # fmt: skip
+        entry = {"runtime": "cuda", "minimum": "2.10", **place, **kernels}
+        found |= {gpu_library.LIBRARY: entry, gpu_library.PLANS: entry}
+    elif set(chosen.formats) - {"onnx", "onnx-int8"}:
         say("building the operator library")
         shutil.copyfile(native.build(), staging / TORCH_LIBRARY)
         found[TORCH_LIBRARY] = {"runtime": "torch", "minimum": "2.10", **place}
-    if "onnx" in chosen.formats and chosen.onnx_mode != "standard":
+    if chosen.nodes:
         say("building the ONNX Runtime library")
-        shutil.copyfile(ort_library.build(), staging / ONNX_LIBRARY)
-        found[ONNX_LIBRARY] = {
-            "runtime": "onnxruntime",
-            "minimum": ort_library.OLDEST_RUNTIME,
-            **place,
-        }
+        shutil.copyfile(ort_library.build(on_gpu=on_gpu), staging / ONNX_LIBRARY)
+        oldest = ort_library.OLDEST_ON_GPU if on_gpu else ort_library.OLDEST_RUNTIME
+        found[ONNX_LIBRARY] = {"runtime": "onnxruntime", "minimum": oldest, **place}
     if not found:
         (staging / "lib").rmdir()
     return found

@@ -27,7 +27,14 @@ from elsa_core.exporting.artefact_runs import (
     plain_run,
     run_all,
 )
-from elsa_core.exporting.artefacts import FILES, Choices, Say, write_artefacts, write_libraries
+from elsa_core.exporting.artefacts import (
+    FILES,
+    Choices,
+    Say,
+    require_onnx,
+    write_artefacts,
+    write_libraries,
+)
 from elsa_core.exporting.description import describe
 from elsa_core.exporting.export_target import ExportTarget, export_target
 from elsa_core.exporting.labels import write_labels
@@ -127,7 +134,7 @@ def export(
             GPU that holds the CUDA library serves these alone; others take any.
         gpu_archs: of a model on a GPU: hold the CUDA library, with kernels for this GPU, which are
             verified, and for these architectures ("sm_80"), compiled and not run. Default: for
-            this GPU alone, where ELSA_CUDA_LIBRARY is 1; else none.
+            this GPU alone, where ELSA_CUDA_LIBRARY is 1 or model.onnx has elsa's nodes; else none.
         exact: `accuracy.exact_outputs` of the float32 model, by which the manifest says what a
             float16 or bfloat16 model or INT8 costs. Default: of this model, where it is float32,
             on its example inputs; else the cost is not known.
@@ -170,7 +177,9 @@ def export(
         _check_target(target, given, zip, force)
         exported = export_target(model, loaded, inputs, seed, chosen.batches)
         _check_support(exported, chosen)
-        gpu_library.check(chosen.gpu_archs, exported.device)
+        if "onnx" in chosen.formats:
+            require_onnx(exported.device)
+        gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes)
         _check_disk_space(exported, chosen, target, given)
         check = _checked(exported, check, say)
         say("computing the reference in float64")

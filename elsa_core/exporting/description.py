@@ -70,7 +70,9 @@ def describe(
             for name, tensor in zip(exported.output_names, reference.oracle, strict=False)
         ],
         "preprocess": exported.preprocess_dict(),
-        "artefacts": {name: _artefact(name, chosen, used[name]) for name in chosen.formats},
+        "artefacts": {
+            name: _artefact(name, chosen, used[name], exported.device) for name in chosen.formats
+        },
         "operators": operators.schemas(
             name for format, names in used.items() if "onnx" not in format for name in names
         ),
@@ -101,10 +103,13 @@ def _inputs(exported: ExportTarget, chosen: Choices) -> list[dict[str, Any]]:
     return result
 
 
-def _artefact(name: str, chosen: Choices, used: tuple[str, ...]) -> dict[str, Any]:
+def _artefact(name: str, chosen: Choices, used: tuple[str, ...], device: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"file": FILES[name], "operators": [f"elsa::{n}" for n in used]}
     if name.startswith("onnx"):
-        entry["runtime"] = {"onnxruntime": f">={ort_library.OLDEST_BY_OPSET[chosen.opset]}"}
+        oldest = ort_library.OLDEST_BY_OPSET[chosen.opset]
+        if device == "cuda" and chosen.opset == min(ort_library.OLDEST_BY_OPSET):
+            oldest = ort_library.OLDEST_ON_GPU
+        entry["runtime"] = {"onnxruntime": f">={oldest}"}
         entry["mode"], entry["opset"] = chosen.onnx_mode, chosen.opset
         if name != "onnx":
             entry["note"] = quantised.NOTE

@@ -26,7 +26,7 @@ _BLOCKED = ("elsa_core", "elsa_cli", "timm", "open_clip", "torchvision")
 class FreshRun:
     """What came back: outputs by batch size and of the further inputs, or why there are none.
 
-    `missing` names the runtime that is not installed; `failure` is one line.
+    `missing` names the runtime, or its provider, that is not installed; `failure` is one line.
     """
 
     outputs: dict[int, list[np.ndarray[Any, Any]]]
@@ -84,7 +84,8 @@ def _answer(process: subprocess.Popen[str], runtime: str, output: Path) -> Fresh
     except subprocess.TimeoutExpired:
         return FreshRun({}, failure=f"no answer in {SECONDS} s")
     if process.returncode == replay.MISSING_RUNTIME:
-        return FreshRun({}, missing=runtime)
+        provider = f"{runtime} with its {replay.PROVIDER}"
+        return FreshRun({}, missing=provider if errors.endswith(replay.PROVIDER) else runtime)
     if process.returncode != 0:
         return FreshRun({}, failure=_failure(process.returncode, errors))
     return _outputs(output)

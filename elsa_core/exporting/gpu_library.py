@@ -1,8 +1,10 @@
 """What a bundle of a CUDA model needs to run without this package and Triton: lib/libelsa_cuda.so
-and the plans and kernels of the artefacts' own calls.
+and the plans and kernels of the artefacts' own calls. The library for ONNX Runtime reads the same
+file.
 
 Not chosen by default until it was measured on a GPU: it is written where the CUDA library serves
-the exporting process (ELSA_CUDA_LIBRARY=1), and where architectures are asked for. The plans are of
+the exporting process (ELSA_CUDA_LIBRARY=1), where architectures are asked for, and where model.onnx
+has elsa's nodes. The plans are of
 the batch sizes that the export verifies (`--batches`), for the GPU that is here, on which they are
 recorded, and for the other architectures: the same calls, planned for a GPU that
 `pack/devices.json` describes, compiled and not run.
@@ -26,21 +28,29 @@ LIBRARY: Final = "lib/libelsa_cuda.so"
 PLANS: Final = "lib/plans.elsa"
 
 
-def is_asked_for(device: str, archs: Sequence[str] = ()) -> bool:
+def is_asked_for(device: str, archs: Sequence[str] = (), nodes: bool = False) -> bool:
     """Whether an export of a model on this kind of device holds the GPU library.
 
-    archs: architectures that were asked for, which `check` has accepted.
+    archs: architectures that were asked for, which `check` has accepted. nodes: whether model.onnx
+    has elsa's nodes, which `check` has accepted.
     """
-    return device == "cuda" and (bool(archs) or cuda.is_asked_for()) and cuda.status().ok
+    wanted = bool(archs) or nodes or cuda.is_asked_for()
+    return device == "cuda" and wanted and cuda.status().ok
 
 
-def check(archs: Sequence[str], device: str) -> None:
-    """Refuse architectures that no plans can be made for, before anything heavy is done.
+def check(archs: Sequence[str], device: str, nodes: bool = False) -> None:
+    """Refuse architectures that no plans can be made for, before anything heavy is done. `nodes` as
+    in `is_asked_for`.
 
     Raises:
         ArgumentError: one is unknown, or the model is on no GPU.
         UnavailableError: the CUDA library does not serve, or this Triton compiles for no other GPU.
     """
+    if nodes and device == "cuda" and not cuda.status().ok:
+        raise UnavailableError(
+            f"format onnx on a GPU needs the CUDA library: {cuda.status().reason}; leave it out of "
+            "--formats"
+        )
     if not archs:
         return
     from elsa_core.backends.triton.pack import build, cases
@@ -64,16 +74,18 @@ def write(
     staging: Path,
     archs: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
+    precision: str = "",
 ) -> dict[str, Any]:
     """Run the artefacts on the GPU at each batch size and write the library and their plans.
 
     Args:
-        artefacts: (format, file), of "torchscript" and "pt2".
+        artefacts: (format, file), of "torchscript", "pt2", and "onnx" with elsa's nodes.
         inputs: of the model, max(batches) rows or more.
         batches: the sizes that the bundle serves.
         staging: the bundle's directory, with lib/ in it.
         archs: architectures beside this GPU's own, that `check` has accepted.
         say: called with one line before each kernel is compiled.
+        precision: of the model's sites.
 
     Returns:
         What the manifest says of both files: "gpu_archs"; "gpu_archs_verified", those that the
@@ -85,22 +97,22 @@ def write(
         UnavailableError: the library cannot be built.
     """
     from elsa_core.backends.cuda import library, planfile
+    from elsa_core.exporting import onnx_calls
 
     device = inputs[0].device
     major, minor = torch.cuda.get_device_capability(device)
     own = 10 * major + minor
     loaded, parts = library.load(), []
     for format, path in artefacts:
-        model = _loaded(format, path, device)
+        run = _runner(format, path, inputs, precision)
         for rows in batches:
             try:
                 with torch.cuda.device(device), torch.no_grad():
-                    call = partial(model, *(tensor[:rows] for tensor in inputs))
-                    parts.append(planfile.recorded(loaded, call))
+                    parts.append(planfile.recorded(loaded, partial(run, rows)))
             except UnavailableError as error:
                 raise ExportError(
                     f"{path.name} cannot run by the CUDA library alone: {error}; patch it with "
-                    "scope='attention', or leave out ELSA_CUDA_LIBRARY and gpu_archs"
+                    f"scope='attention', or leave out {_asked_by(format)}"
                 ) from error
     plans = {own: planfile.joined(parts)}
     gpus = {f"sm_{own}": torch.cuda.get_device_name(device)}
@@ -108,6 +120,8 @@ def write(
         if arch not in gpus:
             number = int(arch.removeprefix("sm_"))
             plans[number], gpus[arch] = planned(plans[own], number, say)
+    if any(format == "onnx" for format, _ in artefacts):
+        plans = {n: onnx_calls.without_precision(each, precision) for n, each in plans.items()}
     names = [f"sm_{number}" for number in sorted(plans)]
     sizes = ", ".join(map(str, batches))
     served = f"this bundle serves batches of {sizes} on {', '.join(names)}"
@@ -149,6 +163,27 @@ def missing(manifest: Mapping[str, Any], here: str) -> str:
         return ""
     held = ", ".join(str(arch)[:20] for arch in archs[:20])
     return f"its kernels are for {held}, and the GPU here is {here}"
+
+
+def _asked_by(format: str) -> str:
+    return "onnx" if format == "onnx" else "ELSA_CUDA_LIBRARY, gpu_archs and onnx"
+
+
+def _runner(
+    format: str, path: Path, inputs: tuple[Tensor, ...], precision: str
+) -> Callable[[int], object]:
+    """What makes an artefact's calls of so many rows."""
+    device = inputs[0].device
+    if format == "onnx":
+        from elsa_core.exporting import onnx_calls
+
+        def run(rows: int) -> None:
+            for call in onnx_calls.of_nodes(path, rows, precision, device):
+                call()
+
+        return run
+    model = _loaded(format, path, device)
+    return lambda rows: model(*(tensor[:rows] for tensor in inputs))
 
 
 def _loaded(format: str, path: Path, device: torch.device) -> Callable[..., Any]:

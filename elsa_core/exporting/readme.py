@@ -26,8 +26,11 @@ pip install {requirement} numpy pillow
 ```
 
 From any language: {register}, then open `model.onnx`.
-{openvino}
+{openvino}{provider}
 """
+_PROVIDER = """
+It runs on ONNX Runtime's CUDAExecutionProvider (`use_tf32` 0 makes products as exact as PyTorch's);
+`load.load("onnx", device="cpu")` and `load.py --device cpu` run it on the CPU."""
 _CPP = """## C++ with libtorch
 
 Open the library before the model; nothing of Python is needed:
@@ -56,8 +59,8 @@ def readme(manifest: dict[str, Any]) -> str:
     ]
     parts.append(_tensors(manifest))
     parts.append(_in_words(manifest))
-    torch_libraries = manifest["artefacts_libraries"]["torch"]
-    library = torch_libraries[0] if torch_libraries else ""
+    libraries = manifest["artefacts_libraries"]
+    library = next(iter(libraries["torch"] or libraries.get("cuda") or [""]))
     for name in ("pt2", "torchscript"):
         if name in artefacts:
             oldest = artefacts[name]["runtime"]["torch"]
@@ -74,9 +77,10 @@ def readme(manifest: dict[str, Any]) -> str:
         oldest = artefacts["onnx"]["runtime"]["onnxruntime"]
         parts.append(
             _ONNX.format(
-                requirement=f"'onnxruntime{oldest}'",
+                requirement=f"'onnxruntime{'-gpu' if _on_gpu(manifest) else ''}{oldest}'",
                 register=_register(manifest),
                 openvino=_openvino(manifest["artefacts"]["onnx"]),
+                provider=_PROVIDER if _on_gpu(manifest) else "",
                 command=_command(manifest, "onnx"),
             )
         )
@@ -165,6 +169,10 @@ def _register(manifest: dict[str, Any]) -> str:
     return f"register `{libraries[0]}` with the session options{without}"
 
 
+def _on_gpu(manifest: dict[str, Any]) -> bool:
+    return bool(manifest["model"]["device"] == "cuda")
+
+
 def _openvino(artefact: dict[str, Any]) -> str:
     if artefact.get("mode") != "standard":
         return "OpenVINO reads no functions: `elsa export --onnx-mode standard` is for it."
@@ -201,13 +209,24 @@ def _limits(manifest: dict[str, Any]) -> str:
     text = f"## Where it runs\n\nCPU: {place}, {', '.join(isa) or 'standard operators'}.\n"
     if manifest["artefacts_libraries"].get("cuda"):
         return text + _gpus(manifest)
-    if manifest["model"]["device"] == "cuda":
+    if set(manifest["artefacts"]) == {"onnx"} and _on_gpu(manifest):
+        return text + "GPU: any that ONNX Runtime's CUDA provider serves.\n"
+    if _on_gpu(manifest):
         return text + (
             "GPU: in Python, with `pip install elsa-attention` beside torch, which brings the\n"
             "Triton kernels. A C++ process cannot run this bundle on a GPU: the library holds CPU\n"
             "kernels only.\n"
         )
     return text + "GPU: export on a machine with one; this bundle is for the CPU.\n"
+
+
+def _nodes(manifest: dict[str, Any]) -> str:
+    """Where ONNX Runtime's CUDA provider finds those kernels."""
+    libraries = manifest["artefacts_libraries"].get("onnxruntime")
+    if not libraries:
+        return ""
+    plans = manifest["artefacts_libraries"]["cuda"][1]
+    return f"ONNX Runtime's CUDA provider finds them in {plans}, beside {libraries[0]}.\n"
 
 
 def _gpus(manifest: dict[str, Any]) -> str:
@@ -218,6 +237,7 @@ def _gpus(manifest: dict[str, Any]) -> str:
     text = (
         f"GPU: {', '.join(archs)} alone, at batches of {sizes}, by the kernels in lib/: in\n"
         "Python with torch, and in a C++ process that calls `elsa_cuda_serve_file`.\n"
+        + _nodes(manifest)
     )
     ran = [f"{arch} ({gpus[arch]})" for arch in archs if arch in entry["gpu_archs_verified"]]
     text += f"Verified where this bundle was written: {', '.join(ran)}.\n"

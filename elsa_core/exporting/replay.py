@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 MISSING_RUNTIME = 77
+PROVIDER = "CUDAExecutionProvider"  # the name of the ImportError of an ONNX Runtime without it
 
 
 class _Block:
@@ -62,7 +63,7 @@ def replay(code: dict[str, Any], format: str, bundle: Path, output: Path, **how:
 def main(arguments: list[str]) -> int:
     """Run `blocked script format bundle output runtime library further` and return the exit code.
 
-    Standard error ends with the missing module, or with "failed: " and a line.
+    Standard error ends with the missing module or provider, or with "failed: " and a line.
     """
     blocked, script, format, bundle, output, runtime, library, further = arguments
     sys.meta_path.insert(0, _Block(blocked.split(",")))  # type: ignore[arg-type]
@@ -80,6 +81,9 @@ def main(arguments: list[str]) -> int:
             further=Path(further) if further else None,
         )  # fmt: skip
     except BaseException as error:
+        if isinstance(error, ImportError) and error.name == PROVIDER:
+            sys.stderr.write(f"\n{PROVIDER}")
+            return MISSING_RUNTIME
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         sys.stderr.write(f"\nfailed: {type(error).__name__}: {(lines or [''])[0]}")
         return 1

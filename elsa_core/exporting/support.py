@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from elsa_core.backends.support import Support
 from elsa_core.exporting.manifest import FORMATS
-from elsa_core.exporting.ort_library import OLDEST_BY_OPSET
+from elsa_core.exporting.ort_library import OLDEST_BY_OPSET, OLDEST_ON_GPU
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -24,6 +24,10 @@ _GPU = (
     "or --gpu-archs, {} with torch alone"
 )
 _ALONE_ON_GPU = {"torchscript": "Python or C++"}
+_ONNX_ON_GPU = (
+    f"ONNX Runtime from {OLDEST_ON_GPU} with its CUDA provider, any language; the bundle's library "
+    "and plans"
+)
 
 
 def support(format: str, device: str, dtype: str) -> Support:
@@ -39,15 +43,19 @@ def support(format: str, device: str, dtype: str) -> Support:
         return Support(False, refusal)
     if device == "cpu":
         return Support(True, _RUNTIMES[format])
+    if format == "onnx":
+        return Support(True, _ONNX_ON_GPU)
     return Support(True, _GPU.format(_ALONE_ON_GPU.get(format, "Python")))
 
 
 def _refusal(format: str, device: str, dtype: str) -> str:
-    if format.startswith("onnx") and device == "cuda":
-        return "ONNX is exported and verified on the CPU: use --device cpu"
+    if format == "onnx-int8" and device == "cuda":
+        return "INT8 is made and verified on the CPU: use --device cpu"
     if format == "onnx-int8" and dtype != "float32":
         return "INT8 is made from float32 weights: leave --dtype out"
     if format == "onnx" and dtype == "bfloat16":
+        if device == "cuda":
+            return "numpy has no bfloat16 to verify it with: use float32 or float16"
         return "ONNX Runtime's CPU kernels take no bfloat16: use float32 or float16"
     if format == "aoti" and device == "cuda":
         return "a package for a GPU ended its process where it was tried (torch 2.11)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import layout
 
 from elsa_core.backends import compiler, cuda
 from elsa_core.backends.cuda import library, planfile
 from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
-from elsa_core.backends.cuda.record import DTYPES
 from elsa_core.errors import ArgumentError, ExportError, UnavailableError
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting.readme import _limits
@@ -124,28 +123,18 @@ def test_the_readme_says_where_it_runs() -> None:
     assert "not run" not in text
 
 
+def test_the_readme_says_how_onnx_runtime_finds_the_kernels() -> None:
+    libraries = {**FACTS["artefacts_libraries"], "onnxruntime": ["lib/libelsa_onnxruntime.so"]}
+    text = _limits({**FACTS, "artefacts_libraries": libraries})
+    assert "finds them in lib/plans.elsa, beside lib/libelsa_onnxruntime.so.\n" in text
+    alone = {"artefacts_libraries": {}, "artefacts": {"onnx": {}}, "libraries": {}}
+    assert "GPU: any that ONNX Runtime's CUDA provider" in _limits({**FACTS, **alone})
+
+
 def test_it_is_off_unless_asked_for() -> None:
-    assert not gpu_library.is_asked_for("cpu")
+    assert not gpu_library.is_asked_for("cpu", nodes=True)
     if os.environ.get("ELSA_CUDA_LIBRARY") != "1":
         assert not gpu_library.is_asked_for("cuda")
-
-
-def layout(*arguments: Any) -> bytes:
-    """A call as the library writes its layout."""
-    words: list[int] = []
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            words.append(DTYPES[each.dtype] << 8 | each.dim() << 16 | 1 << 24)
-            words += [*each.shape, *each.stride()]
-        elif isinstance(each, float):
-            words += struct.unpack("<Q", struct.pack("<d", each))
-        elif isinstance(each, str):
-            data = each.encode()
-            assert len(data) <= 8
-            words += [len(data), int.from_bytes(data, "little")]
-        else:
-            words.append((1 << 64) - 1 if each is None else int(each))
-    return struct.pack(f"<{len(words)}Q", *words)
 
 
 def attends(batch: int, dtype: torch.dtype = torch.float32) -> tuple[str, bytes, bytes]:
@@ -213,6 +202,19 @@ def test_plans_for_other_architectures(folder: Path, driver: str, on_a_gpu: dict
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
+def test_nodes_are_found_without_a_precision(folder: Path, on_a_gpu: dict[str, Any]) -> None:
+    """Each call once as PyTorch makes it and once as a node of model.onnx does, by one plan."""
+    inputs = (torch.zeros(2, 3),)
+    for format, times in (("pt2", 1), ("onnx", 2)):
+        files = [(format, folder / "model")]
+        gpu_library.write(files, inputs, (1,), folder, precision="strict")
+        content = (folder / gpu_library.PLANS).read_bytes()
+        assert content.count(b"elsa::attention") == 2 * times
+        for _, words, _ in on_a_gpu["calls"]:
+            assert content.count(words[:-16]) == times and content.count(words) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is faked")
 def test_an_architecture_without_kernels_is_one_line(
     tmp_path: Path, on_a_gpu: dict[str, Any]
 ) -> None:
@@ -241,8 +243,12 @@ def test_what_no_plans_can_be_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnavailableError, match="gpu_archs needs the CUDA library: off: why"):
         gpu_library.check(("sm_80",), "cuda")
     assert not gpu_library.is_asked_for("cuda", ("sm_80",))
+    with pytest.raises(UnavailableError, match="onnx on a GPU needs the CUDA library: off: why;"):
+        gpu_library.check((), "cuda", nodes=True)
+    gpu_library.check((), "cpu", nodes=True)
     monkeypatch.setattr(cuda, "status", lambda: SimpleNamespace(ok=True, reason=""))
     assert gpu_library.is_asked_for("cuda", ("sm_80",))
+    assert gpu_library.is_asked_for("cuda", nodes=True)
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     with pytest.raises(UnavailableError, match="TRITON_F32_DEFAULT changes what Triton compiles"):
         gpu_library.check(("sm_80",), "cuda")

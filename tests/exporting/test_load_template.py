@@ -50,7 +50,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any
         return [images.mean((1, 2, 3))[:, None] * np.arange(3, dtype=np.float32)]
 
     monkeypatch.setattr(template, "manifest", lambda *_: facts)
-    monkeypatch.setattr(template, "load", lambda *_: model)
+    monkeypatch.setattr(template, "load", lambda *_, **__: model)
     return tmp_path
 
 

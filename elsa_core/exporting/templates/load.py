@@ -3,7 +3,7 @@
 From Python:
 
     from load import load, preprocess
-    model = load()                      # or load("torchscript"), load("onnx"), load("aoti")
+    model = load()     # or load("torchscript"), load("onnx"), load("onnx", device="cpu"), ...
     outputs = model(preprocess("cat.jpg"))
 
 From a shell:  python load.py cat.jpg FOLDER ... [--format onnx] [-o out.csv]
@@ -33,6 +33,7 @@ if __name__ != "__main__" or importlib.util.find_spec("numpy"):  # else `main` s
 HERE = Path(__file__).resolve().parent
 # The exact formats first: onnx-int8 approximates, and is taken where it is asked for.
 ORDER = ("pt2", "torchscript", "onnx", "aoti", "onnx-int8")
+CUDA = "CUDAExecutionProvider"
 # Raster formats alone: Pillow would run Ghostscript for an EPS, whatever its name is.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # Pillow warns from so many; a long thin image has more of them after resizing.
@@ -46,8 +47,9 @@ def manifest(bundle: Path = HERE) -> dict[str, Any]:
 
 
 def load(
-    format: str | None = None, bundle: Path = HERE, *, library: bool = True, runtime: str = ""
-) -> Model:
+    format: str | None = None, bundle: Path = HERE, *,
+    library: bool = True, runtime: str = "", device: str = "",
+) -> Model:  # fmt: skip
     """A function from numpy arrays to a list of numpy arrays.
 
     Args:
@@ -55,28 +57,30 @@ def load(
         bundle: the directory of manifest.json.
         library: False runs model.onnx on standard operators, without the bundle's library.
         runtime: "onnxruntime" or "openvino" for ONNX; default: the first that is here.
+        device: "cpu" or "cuda" (ONNX Runtime's CUDA provider); default: the model's own.
     """
     facts = manifest(bundle)
     chosen = format or _first(facts)
     path = bundle / _file(facts, chosen)
     if line := _missing(facts, chosen):
         raise ImportError(line)
-    if (runtime := runtime or runtime_of(facts, chosen)) == "openvino":
+    runtime, own = runtime or runtime_of(facts, chosen), facts["model"]["device"]
+    if runtime == "openvino":
         return _openvino(path)
     if runtime == "onnxruntime":
         names = facts["artefacts_libraries"][runtime] if library else ()
-        return _onnx(path, [bundle / name for name in names])
+        return _onnx(path, [bundle / name for name in names], device or own)
+    if device not in ("", own):
+        raise ValueError(f"{path.name} is for {own} alone: only ONNX runs on {device} too")
     import torch
 
-    module = load_torch(chosen, bundle)
-    dtype, device = getattr(torch, facts["model"]["dtype"]), facts["model"]["device"]
+    module, dtype = load_torch(chosen, bundle), getattr(torch, facts["model"]["dtype"])
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
+        tensors = [torch.from_numpy(np.ascontiguousarray(array)).to(own) for array in arrays]
         tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
         with torch.no_grad():
-            result = module(*tensors)
-        return [_to_numpy(tensor) for tensor in _flat(result)]
+            return [_to_numpy(tensor) for tensor in _flat(module(*tensors))]
 
     return run
 
@@ -85,8 +89,7 @@ def load_torch(format: str, bundle: Path = HERE) -> Any:
     """The torch module: "pt2", "torchscript" or "aoti". Its operators are loaded first."""
     import torch
 
-    facts = manifest(bundle)
-    file = bundle / _file(facts, format)
+    file = bundle / _file(facts := manifest(bundle), format)
     load_operators(facts, bundle)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says at each load that TorchScript is deprecated
@@ -99,17 +102,17 @@ def load_torch(format: str, bundle: Path = HERE) -> Any:
 
 def _file(facts: dict[str, Any], format: str) -> str:
     """The file of a format, or one line that names those that are here."""
-    if format not in (here := facts["artefacts"]):
-        names = ", ".join(name for name in ORDER if name in here)
-        raise ValueError(f"this bundle holds no {format!r}: choose one of {names}")
-    return str(facts["artefacts"][format]["file"])
+    if format in (here := facts["artefacts"]):
+        return str(here[format]["file"])
+    names = ", ".join(name for name in ORDER if name in here)
+    raise ValueError(f"this bundle holds no {format!r}: choose one of {names}")
 
 
 def _first(facts: dict[str, Any]) -> str:
     """The first format whose runtime is installed."""
-    for name in (here := [name for name in ORDER if name in facts["artefacts"]]):
-        if not _missing(facts, name):
-            return name
+    here = [name for name in ORDER if name in facts["artefacts"]]
+    if found := next((name for name in here if not _missing(facts, name)), ""):
+        return found
     raise ImportError(_missing(facts, here[-1]))
 
 
@@ -128,15 +131,13 @@ def _missing(facts: dict[str, Any], format: str) -> str:
     if importlib.util.find_spec(package):
         return ""
     oldest = facts["artefacts"][format].get("runtime", {}).get(package, "")
-    how = f"pip install '{package}{oldest}' numpy pillow"
+    kind = "-gpu" * (package == "onnxruntime" and facts["model"]["device"] == "cuda")
+    how = f"pip install '{package}{kind}{oldest}' numpy pillow"
     return f"{_file(facts, format)} needs {package}, which is not installed: {how}"
 
 
 def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
-    """Give torch the operators that the graphs call.
-
-    A bundle for a GPU that brings no plans needs the package: `pip install elsa-attention`.
-    """
+    """Give torch the operators of the graphs. Without GPU plans a GPU's need elsa-attention."""
     import torch
 
     if facts["model"]["device"] != "cpu":
@@ -149,12 +150,10 @@ def load_operators(facts: dict[str, Any], bundle: Path = HERE) -> None:
             if error := serve(plans, ctypes.c_uint64(len(plans)), b"CUDA"):
                 raise ImportError(error.decode())
         return
-    missing = [name for name in facts["operators"] if not _served(torch, name)]
-    if not missing:
+    if not (missing := [name for name in facts["operators"] if not _served(torch, name)]):
         return
-    namespace, _, plain = missing[0].partition("::")
     # Where the package is imported it has defined the operators; twice would end the process.
-    if hasattr(getattr(torch.ops, namespace), plain):
+    if hasattr(torch.ops.elsa, missing[0].partition("::")[2]):
         os.environ["ELSA_SCHEMA_DEFINED_BY_PYTHON"] = "1"
     try:
         for library in facts["artefacts_libraries"]["torch"]:
@@ -170,19 +169,25 @@ def _served(torch: Any, name: str, key: str = "CPU") -> bool:
     return False
 
 
-def _onnx(path: Path, libraries: Sequence[Path]) -> Model:
+def _onnx(path: Path, libraries: Sequence[Path], device: str) -> Model:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     for library in libraries:
         options.register_custom_ops_library(str(library))
-    session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-    inputs = session.get_inputs()
+    if (on_gpu := device == "cuda") and CUDA not in onnxruntime.get_available_providers():
+        raise ImportError(f"no {CUDA}: pip install onnxruntime-gpu, or use device cpu", name=CUDA)
+    if on_gpu and hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls()  # of NVIDIA's packages
+    providers = [(CUDA, {"use_tf32": "0"})] * on_gpu + ["CPUExecutionProvider"]  # exact products
+    session = onnxruntime.InferenceSession(str(path), options, providers)
+    if on_gpu and CUDA not in session.get_providers():  # it has gone on with the CPU
+        raise RuntimeError(f"{CUDA} does not start: see what onnxruntime wrote")
     types = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        fed = zip(inputs, arrays, strict=True)
+        fed = zip(session.get_inputs(), arrays, strict=True)
         return list(session.run(None, {
             item.name: np.ascontiguousarray(array, types.get(item.type)) for item, array in fed
         }))  # fmt: skip
@@ -217,15 +222,15 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
     picture = image if isinstance(image, Image.Image) else _opened(image)
     channels, height, width = given["input_size"]
     # The shorter side is resized to floor(size / crop_pct), the longer one follows.
-    rows, columns = int(height / given["crop_pct"]), int(width / given["crop_pct"])
+    rows, columns = (int(side / given["crop_pct"]) for side in (height, width))
     if rows * picture.width >= columns * picture.height:
         size = (max(width, rows * picture.width // picture.height), rows)
     else:
         size = (columns, max(height, columns * picture.height // picture.width))
     if max(picture.width * picture.height, size[0] * size[1]) > MAX_PIXELS:
+        now = f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing"
         raise ValueError(
-            f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing, are"
-            f" more than the {MAX_PIXELS} that are read: crop the image first"
+            f"{now}, are more than the {MAX_PIXELS} that are read: crop the image first"
         )
     method = getattr(Image.Resampling, given["interpolation"].upper(), Image.Resampling.BICUBIC)
     picture = picture.convert("RGB" if channels == 3 else "L").resize(size, method)
@@ -249,16 +254,15 @@ def _opened(image: Any) -> Any:
 def _assumed(facts: dict[str, Any]) -> str:
     """One line about the preprocessing that the weights' source did not say; "" for none."""
     given = facts["preprocess"] or {}
-    keys = given.get("assumed", ())
-    values = ", ".join(f"{key} {given[key]}" for key in keys)
-    return f"the weights did not say their preprocessing: {values} assumed" if keys else ""
+    values = ", ".join(f"{key} {given[key]}" for key in given.get("assumed", ()))
+    return f"the weights did not say their preprocessing: {values} assumed" if values else ""
 
 
 def _flat(value: Any) -> list[Any]:
     """The tensors of a nested result, in order."""
     if isinstance(value, (dict, list, tuple)):
-        inner = value.values() if isinstance(value, dict) else value
-        return [tensor for item in inner for tensor in _flat(item)]
+        items = value.values() if isinstance(value, dict) else value
+        return [tensor for item in items for tensor in _flat(item)]
     return [value]
 
 
@@ -283,8 +287,8 @@ def images_in(paths: Sequence[str]) -> list[Path]:
     """The files, and those in folders and their sub-folders whose names are those of images."""
     from PIL import Image
 
-    known = Image.registered_extensions()
-    suffixes = {suffix for suffix in known if known[suffix] in IMAGE_FORMATS}
+    known = Image.registered_extensions().items()
+    suffixes = {suffix for suffix, kind in known if kind in IMAGE_FORMATS}
     found = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*.*"))
@@ -297,8 +301,7 @@ def images_in(paths: Sequence[str]) -> list[Path]:
 
 def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dict[str, Any]]:
     """One entry for each image: its classes, most likely first, or its outputs; or its error."""
-    facts = manifest()
-    names = class_names(facts, file=given.labels)
+    names = class_names(facts := manifest(), file=given.labels)
     for start in range(0, len(files), given.batch_size):
         good, arrays = [], []
         for file in files[start : start + given.batch_size]:
@@ -335,13 +338,11 @@ def shown(entry: dict[str, Any]) -> str:
 
 def as_csv(entries: Sequence[dict[str, Any]]) -> str:
     """Entries as CSV: one line for each class of an image, or for each image's outputs."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text := io.StringIO(), lineterminator="\n")
     if any("classes" in entry for entry in entries):
         writer.writerow(["file", "rank", "class", "name", "probability"])
     for entry in entries:
-        flat = [number for each in entry.get("outputs", ()) for number in np.ravel(each).tolist()]
-        if flat:
+        if flat := [n for each in entry.get("outputs", ()) for n in np.ravel(each).tolist()]:
             writer.writerow([entry["file"], *flat])
         for rank, one in enumerate(entry.get("classes", ()), 1):
             writer.writerow([entry["file"], rank, one["class"], one["name"], one["probability"]])
@@ -352,6 +353,7 @@ def _arguments(arguments: Sequence[str]) -> Any:
     parser = argparse.ArgumentParser(description="Run the model of this bundle on images.")
     parser.add_argument("images", nargs="+", help="image files, and folders of them")
     parser.add_argument("--format", choices=ORDER, help="default: the first whose runtime is here")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="for ONNX")
     parser.add_argument("--labels", default="", help="names of the classes, one a line")
     parser.add_argument("--top", type=int, default=5, help="classes of an image (default: 5)")
     parser.add_argument("--batch-size", type=int, default=8, help="images a batch (default: 8)")
@@ -370,13 +372,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not all(map(importlib.util.find_spec, ("numpy", "PIL"))):
             raise ImportError("load.py needs numpy and pillow: pip install numpy pillow")
-        facts = manifest()
-        drawn = facts["model"]["weights"].startswith("random")
+        drawn = (facts := manifest())["model"]["weights"].startswith("random")
         random = "the weights are random, and so are the results" * drawn
         for line in filter(None, (_assumed(facts), random)):
             print(f"warning: {line}", file=sys.stderr)
         files = images_in(given.images)
-        for entry in predictions(load(given.format), files, given):
+        for entry in predictions(load(given.format, device=given.device), files, given):
             if "error" in entry:
                 failed = 1
                 print(f"error: {entry['file']}: {entry['error']}", file=sys.stderr)

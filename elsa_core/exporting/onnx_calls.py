@@ -1,0 +1,154 @@
+"""The calls of PyTorch's operators that a model.onnx makes where ONNX Runtime runs it on a GPU.
+
+There `csrc/onnxruntime/gpu.h` serves a node by the plan of such a call. `of_nodes` gives calls of
+the same layouts, so that their plans can be recorded, and `without_precision` what it finds them
+by: a node does not say the precision, of which a model has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from elsa_core.backends.cuda.planfile import Recorded
+from elsa_core.errors import ExportError
+from elsa_core.exporting.onnx import BATCH
+from elsa_core.exporting.onnx_functions import DOMAIN
+
+if TYPE_CHECKING:
+    from onnx import GraphProto
+
+# ONNX's numbers of the types that the operators take.
+_DTYPES = {1: torch.float32, 9: torch.bool, 10: torch.float16, 16: torch.bfloat16}
+_AXES = 4  # of a mask
+
+
+def of_nodes(
+    path: Path, rows: int, precision: str, device: torch.device
+) -> list[Callable[[], object]]:
+    """The calls of a batch, on tensors of zeros.
+
+    Args:
+        path: model.onnx.
+        rows: of the batch.
+        precision: of the model's sites.
+        device: where the tensors are.
+
+    Raises:
+        ExportError: the library has no kernel of a node on GPUs, or a shape is not known.
+    """
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    known, calls = _known(graph), []
+    for node in graph.node:
+        make = _CALLS.get(node.op_type.partition("_")[0])
+        if node.domain != DOMAIN or make is None:  # elsa::Linear runs its body
+            continue
+        lost = next((name for name in node.input if name and name not in known), None)
+        if lost is not None:
+            raise ExportError(f"ONNX: the exporter lost the shape of {lost}")
+        given: list[Tensor | None] = []
+        for name in node.input:
+            dtype, sizes = known.get(name, (None, ()))
+            shape = [_size(size, rows) for size in sizes]
+            given.append(torch.zeros(shape, dtype=dtype, device=device) if dtype else None)
+        terms = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+        calls.append(make(given, terms, precision))
+    return calls
+
+
+def without_precision(found: Recorded, precision: str) -> Recorded:
+    """Every layout that ends with the precision once more without it."""
+    end = struct.pack("<QQ", len(precision), int.from_bytes(precision.encode(), "little"))
+    more = tuple(
+        (name, words.removesuffix(end), plan)
+        for name, words, plan in found.layouts
+        if words.endswith(end)
+    )
+    return dataclasses.replace(found, layouts=(*found.layouts, *more))
+
+
+def _known(graph: GraphProto) -> dict[str, tuple[torch.dtype, Sequence[int | str]]]:
+    """The dtype and sizes of each value that an operator may take."""
+    found: dict[str, tuple[torch.dtype, Sequence[int | str]]] = {}
+    for value in (*graph.input, *graph.value_info):
+        kind = value.type.tensor_type
+        if kind.elem_type in _DTYPES:
+            sizes = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
+            found[value.name] = (_DTYPES[kind.elem_type], sizes)
+    for tensor in graph.initializer:
+        if tensor.data_type in _DTYPES:
+            found[tensor.name] = (_DTYPES[tensor.data_type], list(tensor.dims))
+    return found
+
+
+def _size(size: int | str, rows: int) -> int:
+    """A dimension, which may be a formula of the batch: "(4*batch)//2"."""
+    import sympy
+
+    return int(sympy.sympify(size).subs(BATCH, rows))
+
+
+def _attention(given: list[Any], terms: dict[str, Any], precision: str) -> Callable[[], object]:
+    """Every head is a batch entry of its own, so that the result is dense as ONNX has it."""
+    q, k, v, mask = [*given, None][:4]
+    batch, heads = q.shape[:2]
+    if k.shape[1] != heads:
+        raise ExportError(
+            "ONNX on a GPU: grouped heads have no kernel; leave onnx out of --formats"
+        )
+    q, k, v = (t.reshape(batch * heads, 1, *t.shape[2:]) for t in (q, k, v))
+    if mask is not None:
+        mask = _four(mask)
+        if mask.shape[:2] not in ((1, 1), (batch, heads)):
+            raise ExportError(
+                "ONNX on a GPU: a mask must be one for all heads and images, or one for each; "
+                "leave onnx out of --formats"
+            )
+        mask = mask.reshape(-1, 1, *mask.shape[2:])
+    return _call(q, k, v, mask, terms, precision)
+
+
+def _packed(given: list[Any], terms: dict[str, Any], precision: str) -> Callable[[], object]:
+    qkv, mask = [*given, None][:2]
+    batch, tokens, width = qkv.shape
+    heads = terms["num_heads"]
+    channels = width // 3
+    dim = channels // heads
+    # As `Call::tensor` of gpu.h has the strides of one head.
+    strides = (tokens * width, dim if heads > 1 else tokens * width, width, 1)
+    size = (batch, heads, tokens, dim)
+    q, k, v = (qkv.as_strided(size, strides, part * channels) for part in range(3))
+    return _call(q, k, v, None if mask is None else _four(mask), terms, precision)
+
+
+def _four(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (_AXES - mask.dim()) + tuple(mask.shape))
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, terms: dict[str, Any], precision: str
+) -> Callable[[], object]:
+    causal = bool(terms["is_causal"])
+    overload = torch.ops.elsa.attention.default
+    return partial(overload, q, k, v, mask, causal, terms["scale"], precision)
+
+
+def _window(given: list[Any], terms: dict[str, Any], precision: str) -> Callable[[], object]:
+    qkv, bias, pad_qkv, logit_scale = [*given, None, None, None][:4]
+    return partial(
+        torch.ops.elsa.window_attention.default, qkv, bias, None, pad_qkv, logit_scale,
+        terms["num_heads"], list(terms["window_size"]), list(terms["shift_size"]), terms["scale"],
+        terms["mask_value"], terms["layout"].decode(), bool(terms["grid"]), precision,
+    )  # fmt: skip
+
+
+_CALLS = {"Attention": _attention, "PackedAttention": _packed, "WindowAttention": _window}

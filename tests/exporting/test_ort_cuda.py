@@ -1,0 +1,429 @@
+"""The library for ONNX Runtime's CUDA provider without a GPU: over a driver that writes down its
+calls, and a runtime that this package's tests play; and in a real CPU session."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_ort import STREAM
+from layouts import layout
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import elsa_core  # noqa: F401  (defines the operators)
+from elsa_core.backends.cuda import planfile
+from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
+from elsa_core.backends.cuda.plan import write as plan_bytes
+from elsa_core.backends.cuda.record import DTYPES
+from elsa_core.errors import ExportError, UnavailableError
+from elsa_core.exporting import artefacts, gpu_library, onnx_calls, ort_library, verify
+from elsa_core.exporting.bundle import Bundle
+from elsa_core.exporting.export_target import export_target
+from elsa_core.exporting.manifest import read_manifest
+from elsa_core.exporting.templates import load as template
+from elsa_core.loading.loader import Loaded
+from elsa_core.patching import patched_sites
+
+onnx = pytest.importorskip("onnx")
+from onnx import helper  # noqa: E402
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+STUB = ROOT / "tests" / "backends" / "cuda_stub.cpp"
+FLOAT, BOOL, HALF = 1, 9, 10
+WORKSPACE = 100
+SERVED = "this bundle serves batches of 2 on sm_90"
+HEADS: dict[str, Any] = {"is_causal": 0, "scale": 0.25}
+PACKED: dict[str, Any] = {"num_heads": 3, "is_causal": 1, "scale": 0.3}
+WINDOW: dict[str, Any] = {
+    "num_heads": 2, "window_size": [1, 2, 3], "shift_size": [0, 1, 0], "scale": 0.5,
+    "mask_value": -100.0, "layout": "head", "grid": 0,
+}  # fmt: skip
+IMAGE = ("batch", 1, 4, 6, 3 * 2 * 8)
+# op_type, attributes, (type, sizes) of each input (None: left out), sizes of the output
+NODES: dict[str, tuple[str, dict[str, Any], list[Any], tuple[int, ...]]] = {
+    "heads": (
+        "Attention", HEADS, [(FLOAT, ("batch", 3, n, d)) for n, d in ((5, 16), (7, 16), (7, 8))],
+        (2, 3, 5, 8),
+    ),
+    "one head": ("Attention_2", HEADS, [(HALF, ("batch", 1, 5, 16))] * 3, (2, 1, 5, 16)),
+    "one mask for all": (
+        "Attention", HEADS, [(FLOAT, ("batch", 3, 5, 16))] * 3 + [(BOOL, (5, 5))], (2, 3, 5, 16),
+    ),
+    "a mask for each": (
+        "Attention", HEADS, [(FLOAT, ("batch", 3, 5, 16))] * 3 + [(FLOAT, ("batch", 3, 1, 5))],
+        (2, 3, 5, 16),
+    ),
+    "a mask of one element": (
+        "Attention", HEADS, [(FLOAT, ("batch", 1, 1, 16))] * 3 + [(BOOL, (1,))], (2, 1, 1, 16),
+    ),
+    "packed": ("PackedAttention", PACKED, [(FLOAT, ("batch", 5, 144))], (2, 5, 48)),
+    "packed, one head": (
+        "PackedAttention_3", {**PACKED, "num_heads": 1}, [(HALF, ("batch", 5, 48))], (2, 5, 16),
+    ),
+    "packed, masked": (
+        "PackedAttention", PACKED, [(FLOAT, ("batch", 5, 144)), (BOOL, ("batch", 1, 5, 5))],
+        (2, 5, 48),
+    ),
+    "windows": (
+        "WindowAttention", WINDOW,
+        [(FLOAT, IMAGE), (FLOAT, (2, 6, 6)), (FLOAT, (48,)), (FLOAT, (2,))], (2, 1, 4, 6, 16),
+    ),
+    "windows alone": ("WindowAttention", WINDOW, [(HALF, IMAGE)], (2, 1, 4, 6, 16)),
+}  # fmt: skip
+
+
+def model(folder: Path, op_type: str, terms: dict[str, Any], inputs: list[Any]) -> Path:
+    """A file of one node."""
+    names = [f"input_{i}" if each is not None else "" for i, each in enumerate(inputs)]
+    values = [
+        helper.make_tensor_value_info(name, *each)
+        for name, each in zip(names, inputs, strict=True)
+        if each is not None
+    ]
+    node = helper.make_node(op_type, names, ["out"], domain="elsa", **terms)
+    out = helper.make_tensor_value_info("out", inputs[0][0], None)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsa", 1)]
+    graph = helper.make_graph([node], "one", values, [out])
+    made = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    (folder / "model.onnx").write_bytes(made.SerializeToString())
+    return folder / "model.onnx"
+
+
+def plans(calls: list[Any]) -> bytes:
+    """A file of plans in which each call is one launch that is given every address."""
+    layouts = []
+    for call in calls:
+        results = call()
+        results = results if isinstance(results, tuple) else (results,)
+        outputs = tuple(Output(DTYPES[t.dtype], tuple(t.shape), tuple(t.stride())) for t in results)
+        tensors = sum(str(a.type) in _TENSORS for a in call.func._schema.arguments)
+        slots = tensors + len(outputs) + 1
+        launch = Launch(7, (1, 1, 1), tuple(Pointer(slot) for slot in range(slots)))
+        words = layout(*call.args)
+        plan = plan_bytes(Plan(tensors, outputs, WORKSPACE, (launch,)))
+        layouts.append((call.func._schema.name, words, plan))
+    sizes = ",".join("8" * slots)
+    kernel = Kernel("scale", f"scale;{sizes}\0".encode(), 128)
+    found = onnx_calls.without_precision(planfile.Recorded(tuple(layouts), {7: kernel}), "strict")
+    return planfile.write({90: found}, SERVED)
+
+
+_TENSORS = ("Tensor", "Optional[Tensor]")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the stub driver."""
+    folder = tmp_path_factory.mktemp("driver")
+    command = ["g++", "-std=c++20", "-fPIC", "-shared", f"-I{ROOT / 'csrc' / 'cuda'}", str(STUB)]
+    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+    return str(folder)
+
+
+@dataclasses.dataclass
+class NodeBundle:
+    """lib/ of a bundle whose model is one node."""
+
+    folder: Path
+    driver: str
+
+    @property
+    def library(self) -> Path:
+        return self.folder / "lib" / "libelsa_onnxruntime.so"
+
+    @property
+    def plans(self) -> Path:
+        return self.folder / gpu_library.PLANS
+
+    def ask(
+        self, *calls: Any, version: int = 18, device: int = 0, stream: int = STREAM,
+        **variables: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What the played runtime answers, see `fake_ort.main`."""
+        log = self.folder / "log"
+        log.unlink(missing_ok=True)
+        asked = {
+            "library": str(self.library), "version": version, "device": device, "stream": stream,
+            "calls": calls,
+        }  # fmt: skip
+        environment = {"STUB_LOG": str(log), "LD_LIBRARY_PATH": self.driver, **variables}
+        done = subprocess.run(
+            [sys.executable, str(HERE / "fake_ort.py")], input=json.dumps(asked), text=True,
+            capture_output=True, check=False, env={**os.environ, **environment},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+
+Make = Callable[..., NodeBundle]
+
+
+@pytest.fixture
+def make(tmp_path: Path, driver: str) -> Make:
+    def made(name: str = "packed") -> NodeBundle:
+        op_type, terms, inputs, _ = NODES[name]
+        path = model(tmp_path, op_type, terms, inputs)
+        bundle = NodeBundle(tmp_path, driver)
+        bundle.plans.parent.mkdir()
+        calls = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
+        bundle.plans.write_bytes(plans(calls))
+        shutil.copyfile(ort_library.build(on_gpu=True), bundle.library)
+        return bundle
+
+    return made
+
+
+def call(name: str, rows: int = 2) -> list[Any]:
+    """A call of a node, with the addresses 0x10000, 0x20000, ..."""
+    op_type, terms, inputs, _ = NODES[name]
+    given = [
+        None if each is None else [
+            each[0], [rows if n == "batch" else n for n in each[1]], (i + 1) << 16,
+        ]
+        for i, each in enumerate(inputs)
+    ]  # fmt: skip
+    return [op_type, given, terms]
+
+
+def launches(answer: dict[str, Any]) -> list[tuple[int, list[int]]]:
+    """The stream and the addresses of each launch."""
+    found = []
+    for line in answer["log"]:
+        if line.startswith("launch scale 1 1 1 128 1 1 0 "):
+            stream, _, *pointers = line.split()[9:]
+            addresses = [int.from_bytes(bytes.fromhex(p), "little") for p in pointers]
+            found.append((int(stream), addresses))
+    return found
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_node_is_launched_on_the_sessions_stream(name: str, make: Make) -> None:
+    """Twice: its module is loaded once. Inputs, result and scratch are the runtime's memory; lse
+    and workspace are parts of one block, which goes back to the provider's allocator."""
+    op_type, _, inputs, sizes = NODES[name]
+    answer = make(name).ask(call(name), call(name))
+    assert answer["answers"] == [{"sizes": list(sizes), "error": ""}] * 2
+    assert sum(line.startswith("load scale") for line in answer["log"]) == 1
+    for number, (stream, pointers) in enumerate(launches(answer)):
+        block = answer["scratch"][number][0]
+        first = 0x10000
+        if "Packed" in op_type:
+            width = inputs[0][1][2] // 3 * (2 if inputs[0][0] == HALF else 4)
+            given = [first, first + width, first + 2 * width, 0x20000 if inputs[1:] else 0]
+        elif "Window" in op_type:
+            rest = [(i + 2) << 16 if inputs[1:] else 0 for i in range(3)]
+            given = [first, rest[0], 0, *rest[1:]]
+        else:
+            given = [first, 0x20000, 0x30000, 0x40000 if inputs[3:] else 0]
+        parts = [block] if "Window" in op_type else [block, block + 512]
+        assert (stream, pointers) == (STREAM, [*given, 0x70000000, *parts])
+    assert len(launches(answer)) == 2
+    needed = WORKSPACE + (0 if "Window" in op_type else 512)
+    assert [size >= needed for _, size in answer["scratch"]] == [True] * 2
+    assert answer["freed"] == [at for at, _ in answer["scratch"]] and answer["alive"] == 0
+
+
+def test_the_primary_context_is_current_at_the_launch(make: Make) -> None:
+    log = make().ask(call("packed"))["log"]
+    kinds = [line.split()[0] for line in log]
+    assert kinds == ["push", "load", "launch", "pop"] and log[0] == "push 1"
+
+
+def test_a_shape_without_a_plan_is_one_error(make: Make) -> None:
+    """It names the shape, the architecture and what is served; nothing is launched."""
+    answer = make().ask(call("packed", 3), call("packed"))
+    error = answer["answers"][0]["error"]
+    assert error.startswith(
+        "elsa::PackedAttention of [3, 3, 5, 16], [3, 3, 5, 16], [3, 3, 5, 16] on sm_90: "
+        "elsa::attention: no kernel is here"
+    )
+    assert error.endswith(SERVED) and "\n" not in error
+    assert answer["answers"][1]["error"] == "" and len(launches(answer)) == 1
+
+
+@pytest.mark.parametrize(
+    "changed", [{"scale": 0.5}, {"is_causal": 0}, {"num_heads": 6}], ids=lambda each: str(*each)
+)
+def test_a_call_that_differs_in_an_attribute_has_no_plan(
+    changed: dict[str, Any], make: Make
+) -> None:
+    op_type, given, terms = call("packed")
+    answer = make().ask([op_type, given, {**terms, **changed}])
+    assert "no kernel is here" in answer["answers"][0]["error"] and not launches(answer)
+
+
+def test_another_gpu_is_an_error(make: Make) -> None:
+    """The stub's device 1 is sm_91."""
+    (answer,) = make().ask(call("packed"), device=1)["answers"]
+    assert "the kernels are for sm_90, and the GPU here is sm_91" in answer["error"]
+
+
+def test_without_a_stream_nothing_is_launched(make: Make) -> None:
+    answer = make().ask(call("packed"), stream=0)
+    assert answer["answers"][0]["error"] == "elsa::PackedAttention: the session has no CUDA stream"
+    assert not launches(answer) and not answer["scratch"]
+
+
+@pytest.mark.parametrize("failing", ["cuLaunchKernelEx", "cuModuleLoadData"])
+def test_what_the_driver_refuses_is_an_error(failing: str, make: Make) -> None:
+    answer = make().ask(call("packed"), STUB_FAIL=failing)
+    assert "out of memory" in answer["answers"][0]["error"]
+    assert answer["freed"] == [at for at, _ in answer["scratch"]] and answer["alive"] == 0
+
+
+def test_changed_plans_are_refused_when_a_kernel_is_made(make: Make) -> None:
+    made = make()
+    content = bytearray(made.plans.read_bytes())
+    content[40] ^= 1
+    made.plans.write_bytes(content)
+    answer = made.ask(call("packed"))
+    assert answer["answers"][0]["error"].endswith("its SHA-256 is another: it was changed")
+    assert not answer["log"]
+
+
+def test_where_the_operators_are_registered(make: Make) -> None:
+    """For the CUDA provider: where there are plans, and the runtime orders memory by streams."""
+    made = make()
+    answer = made.ask()
+    assert answer["cuda"] == answer["cpu"] and len(answer["cpu"]) == 12
+    assert made.ask(version=17)["cuda"] == []
+    made.plans.unlink()
+    assert made.ask()["cuda"] == []
+
+
+GROUPED = ("Attention", HEADS, [(FLOAT, (2, 6, 5, 16)), *[(FLOAT, (2, 3, 5, 16))] * 2])
+PER_IMAGE = ("Attention", HEADS, [(FLOAT, (2, 3, 5, 16))] * 3 + [(BOOL, (2, 1, 5, 5))])
+
+
+@pytest.mark.parametrize("node", [GROUPED, PER_IMAGE], ids=["grouped heads", "a mask per image"])
+def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path) -> None:
+    """By the export, and by the library."""
+    op_type, terms, inputs = node
+    path = model(tmp_path, op_type, terms, inputs)
+    with pytest.raises(ExportError, match="leave onnx out"):
+        onnx_calls.of_nodes(path, 2, "strict", torch.device("cpu"))
+    given = [[kind, sizes, (i + 1) << 16] for i, (kind, sizes) in enumerate(inputs)]
+    answer = make().ask([op_type, given, terms])
+    assert "on a GPU there must be as many key heads" in answer["answers"][0]["error"]
+    assert not launches(answer)
+
+
+@pytest.mark.parametrize("size", ["batch", "(4*batch)//2", 6])
+def test_sizes_may_be_formulas_of_the_batch(size: int | str) -> None:
+    assert onnx_calls._size(size, 3) == (3 if size == "batch" else 6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a CUDA driver is meant")
+def test_without_a_driver_a_cpu_session_runs(make: Make) -> None:
+    """The same bits as by the library for CPUs; the operators of CUDA say what is missing."""
+    ort = pytest.importorskip("onnxruntime")
+    made = make()
+    answer = made.ask(call("packed"), LD_LIBRARY_PATH="")
+    assert "no CUDA driver" in answer["answers"][0]["error"]
+    qkv = np.random.default_rng(0).standard_normal((2, 5, 144), np.float32)
+    outputs = []
+    for library in (made.library, ort_library.build()):
+        options = ort.SessionOptions()
+        options.register_custom_ops_library(str(library))
+        path = str(made.folder / "model.onnx")
+        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        outputs.append(session.run(None, {"input_0": qkv})[0])
+    assert np.isfinite(outputs[0]).all() and np.array_equal(*outputs)
+
+
+class Calls(TorchDispatchMode):
+    """The layouts of the calls of `elsa::attention`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layouts: list[bytes] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.elsa.attention.default:
+            self.layouts.append(layout(*args[:5], float(np.float32(args[5])), *args[6:]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_models_nodes_make_the_models_calls(bundle: Bundle, vit: Loaded) -> None:
+    """Of the same layouts, so that the kernels of one are those of the other."""
+    path = bundle.path / "model.onnx"
+    nodes = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
+    with torch.no_grad(), Calls() as calls:
+        vit.model(*vit.example_inputs(2))
+    assert len(nodes) == 2 and [layout(*each.args) for each in nodes] == calls.layouts
+
+
+def test_a_model_on_a_gpu_is_traced_on_the_cpu(vit: Loaded) -> None:
+    target = dataclasses.replace(export_target(vit.model, vit, None, 0), device="cuda")
+    assert artefacts._on_cpu(dataclasses.replace(target, device="cpu"))[0] is vit.model
+    site = next(iter(patched_sites(vit.model).values()))
+    with pytest.MonkeyPatch.context() as named:
+        named.setitem(vars(site), "elsa_backend", "triton")
+        copy, inputs = artefacts._on_cpu(target)
+    assert copy is not vit.model and len(inputs) == 1 and len(inputs[0]) == 2
+    assert {vars(each)["elsa_backend"] for each in patched_sites(copy).values()} == {"auto"}
+
+
+def test_without_the_provider_nothing_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not run is not written."""
+    ort = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    artefacts.require_onnx("cpu")
+    with pytest.raises(UnavailableError, match="its CUDAExecutionProvider: pip install"):
+        artefacts.require_onnx("cuda")
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_load_asks_for_the_provider(monkeypatch: pytest.MonkeyPatch, starts: bool) -> None:
+    """With exact products, and with an error where ONNX Runtime goes on with the CPU."""
+    ort = pytest.importorskip("onnxruntime")
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    asked: list[Any] = []
+
+    def session(path: str, options: Any, providers: list[Any]) -> Any:
+        asked.extend(providers)
+        return SimpleNamespace(get_providers=lambda: both if starts else both[1:])
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    if starts:
+        template._onnx(Path("model.onnx"), [], "cuda")
+    else:
+        with pytest.raises(RuntimeError, match="CUDAExecutionProvider does not start"):
+            template._onnx(Path("model.onnx"), [], "cuda")
+    assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+def test_a_verification_without_the_provider_is_skipped(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never passed; on the CPU the same bundle runs where that is asked for."""
+    ort = pytest.importorskip("onnxruntime")
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this onnxruntime has the CUDAExecutionProvider")
+    folder = shutil.copytree(bundle.path, tmp_path / "bundle")
+    content = json.loads((folder / "manifest.json").read_text())
+    content["model"]["device"] = "cuda"
+    content["artefacts"] = {"onnx": content["artefacts"]["onnx"]}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    monkeypatch.setattr(verify, "_made_for_elsewhere", lambda *_: "")
+    (report,) = verify.run_artefacts(folder, read_manifest(folder), lambda line: None)
+    line = "onnxruntime with its CUDAExecutionProvider is not installed"
+    assert (report.status, report.reason) == ("skipped", line)
+    with pytest.raises(ImportError, match="no CUDAExecutionProvider: pip install onnxruntime-gpu"):
+        template.load("onnx", folder)
+    images = np.zeros((1, 3, 64, 64), np.float32)
+    assert template.load("onnx", folder, device="cpu")(images)[0].shape[0] == 1
