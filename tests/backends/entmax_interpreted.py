@@ -60,6 +60,7 @@ CASES = {
     "half, scores far below 0": ((1, 2, 1, 70, 150, 16, 16), F16, 1.5, {"below": True}),
     "no channels of queries": ((1, 2, 1, 70, 90, 0, 16), F32, 1.5, {}),
     "half, wide": ((1, 1, 1, 100, 150, 96, 128), F16, 1.5, {}),
+    "half, values of many sizes": ((1, 2, 1, 150, 200, 16, 16), F16, 1.5, {"sizes": True}),
     "half, small gradients": ((1, 1, 1, 40, 90, 16, 16), F16, 1.25, {"size": 1e-6}),
     "key alone": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"needs": (0, 1, 0, 0, 0)}),
     "alpha alone": ((1, 2, 2, 40, 70, 16, 16), F32, (1, 2, 1, 1), {"needs": (0, 0, 0, 0, 1)}),
@@ -90,6 +91,8 @@ def tensors(shape, dtype, options, generator):
         k, v = torch.randn(b, m, 2, hk, d, generator=generator).permute(2, 0, 3, 1, 4)
     if options.get("sharp"):
         q, k = q * 6, k * 2
+    if options.get("sizes"):  # a tile of large values ahead of one of small ones
+        v = v * torch.tensor([9e3, 1e-3, 1.0, 50.0])[torch.arange(m) // 64][:, None].half()
     if options.get("below"):
         q[..., 0], k[..., 0] = 12.0, -12.0
     if options.get("whole"):

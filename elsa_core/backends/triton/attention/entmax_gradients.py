@@ -262,8 +262,8 @@ def query_gradient(
 ):  # fmt: skip
     """Grid (blocks of BM queries x batch x heads): dQ, delta of each row and its part of the
     derivative by alpha. DAlpha: [batch * heads, n_q]; Delta: four of it: delta, two for the keys'
-    kernel, and ahead in each head's part the largest norm of a row of G of each tile. Lists: of the
-    blocks' tiles. Norms: of the values, see `list_tiles`.
+    kernel, and ahead in each head's part of each tile what |dP| and |delta| are at most. Lists: of
+    the blocks' tiles. Norms: of the values, see `list_tiles`.
 
     PACKED: as `entmax_forward.forward`; DAlpha [heads, n_q].
     """
@@ -340,10 +340,10 @@ def query_gradient(
     wider = ones  # what dP is multiplied by
     e = tl.zeros([BM], tl.int32)
     if RANGE:
-        norm = norms(g)
-        e = exponent((2.0 * one) * norm * largest(p_norms, p_list, count, CHUNK))
+        bound = norms(g) * largest(p_norms, p_list, count, CHUNK)
+        e = exponent((2.0 * one) * bound)
         wider = power(e)
-        of_tiles = tl.max(tl.reshape(norm, (BM // TILE, TILE)), 1)
+        of_tiles = tl.max(tl.reshape(bound, (BM // TILE, TILE)), 1)
         o_t = i_m * (BM // TILE) + tl.arange(0, BM // TILE)
         tl.store(Delta + 3 * stride + first_row + o_t, of_tiles, mask=o_t * TILE < n_q)
     # a power of two is exact: c needs no more than to be the same in each tile
@@ -485,9 +485,9 @@ def key_gradient(
         for i_g in range(0, group):
             i_bh = i_b * heads + i_k * group + i_g
             p_list = Lists + (i_bh * k_blocks + i_list) * (q_tiles + 1)
-            p_norms = Delta + 3 * stride + i_bh * tokens + first_row
-            bound = tl.maximum(bound, largest(p_norms, p_list, tl.load(p_list), CHUNK))
-        e = exponent((2.0 * ROOT_UNIT) * bound * tl.max(norms(v), 0))
+            p_bounds = Delta + 3 * stride + i_bh * tokens + first_row
+            bound = tl.maximum(bound, largest(p_bounds, p_list, tl.load(p_list), CHUNK))
+        e = exponent((2.0 * ROOT_UNIT) * bound)
         wider = power(e)
     for i_g in range(0, group):
         i_h = i_k * group + i_g
