@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elsa_core.bench import host
+from elsa_core.bench import eager, host
 
 pytest.importorskip("timm")
 
@@ -23,3 +23,22 @@ def test_document(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert row["ratio"] == pytest.approx(row["elsa_us"] / row["peer_us"], abs=2e-3)
         assert row["bar"] == host.BARS[row["operator"]]
+
+
+def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+    eager.main(
+        [
+            "--device",
+            "cpu",
+            "--rounds",
+            "1",
+            "--calls",
+            "1",
+            "--match",
+            "vit_tiny_patch16_224-1-fp32",
+        ]
+    )
+    (row,) = json.loads(capsys.readouterr().out)["results"]
+    assert (row["model"], row["batch"], row["dtype"]) == ("vit_tiny_patch16_224", 1, "fp32")
+    speed = row["us"]["original"] / row["us"]["patched"]
+    assert row["speed"] == pytest.approx(speed, abs=2e-3)
