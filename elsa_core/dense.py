@@ -80,8 +80,9 @@ def ordinary(
     if backend == "auto" and not return_lse:
         alone = attn_mask, scale
         if short_calls.ATTENTION.serve is not None:
-            tensors, terms = (query, key, value, attn_mask), (is_causal, scale, precision)
-            out: Tensor | None = short_calls.served(short_calls.ATTENTION, tensors, terms)
+            tensors = query, key, value, attn_mask
+            given = (*tensors, is_causal, scale, precision)
+            out: Tensor | None = short_calls.served(short_calls.ATTENTION, tensors, given)
             if out is not None:
                 return out
     try:

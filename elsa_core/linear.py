@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elsa_core import calls, routing
+from elsa_core import calls, routing, short_calls
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import explain_types, require_number
+from elsa_core.operands import explain_types, require_linear_tuples
 from elsa_core.operators.linear import ACTIVATIONS, epilogue
 from elsa_core.precision import validate
 from elsa_core.routing import Route
@@ -81,7 +81,12 @@ def linear(
     Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
     Shazeer, arXiv 2002.05202.
     """
+    given = (input, weight, bias, activation, residual, scale, precision, None, None)
+    plain = norm is None and value is None
     try:
+        short = short_calls.product(given) if plain and backend == "auto" else None
+        if short is not None:  # what was admitted was checked
+            return short
         _check(input, weight, bias, residual, scale, norm, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
@@ -89,9 +94,11 @@ def linear(
         names = {"activation": activation, "precision": precision, "backend": backend}
         _explain_types(error, input, weight, terms, norm, value, names)
         raise
+    if plain:
+        return _served(given, backend)
     if value is not None:
-        given = (activation, norm, precision, backend)
-        out = served_gated(input, (weight, bias), value, *given)
+        asked = (activation, norm, precision, backend)
+        out = served_gated(input, (weight, bias), value, *asked)
         if out is None:
             if norm is not None:
                 input = functional.layer_norm(input, input.shape[-1:], *norm)
@@ -125,18 +132,29 @@ def served(
         if found is not None:
             return found
         input = functional.layer_norm(input, input.shape[-1:], *norm)
+    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+    short = short_calls.product(given) if backend == "auto" else None
+    return _served(given, backend) if short is None else short
+
+
+def _served(given: tuple[Any, ...], backend: str) -> Tensor:
+    """A call with the operator's arguments that the short way did not serve."""
+    input, weight, bias, activation, residual, scale, precision, *_ = given
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
         product = served(input, weight, bias, precision=precision, backend=backend)
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
-    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
     if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):
         kept: Tensor = torch.ops.elsa.linear.default(*given)
         return kept
-    for serve in routing.SERVING.get(("linear", device_type, backend), ()):
+    serving = routing.SERVING.get(("linear", device_type, backend), ())
+    for serve in serving:
         out: Tensor | None = serve(*given)
         if out is not None:
+            # a backend ahead of it may have declined this call alone
+            if device_type == "cuda" and backend == "auto" and serve is serving[0]:
+                short_calls.admit_product(given)
             return out
     product = functional.linear(input, weight, bias)
     return epilogue(product, activation, residual, scale) if fused else product
@@ -346,35 +364,11 @@ def _check(
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
             raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
     if norm is not None or value is not None:
-        _check_tuples(norm, value, columns, depth)
+        require_linear_tuples(norm, value, columns, depth)
     if residual is not None and residual.shape != (*input.shape[:-1], columns):
         raise ArgumentError(
             f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
         )
-
-
-def _check_tuples(norm: Norm | None, value: Value | None, columns: int, depth: int) -> None:
-    """Refuse a norm or value that does not fit a weight [columns, depth]."""
-    if norm is not None:
-        if not isinstance(norm, (tuple, list)):
-            raise TypeError(f"norm must be (weight, bias, eps), not {type(norm).__name__}")
-        if len(norm) != 3:
-            raise ArgumentError(f"norm must be (weight, bias, eps), not {len(norm)} values")
-        require_number("norm's eps", norm[2])
-        for vector in norm[:2]:
-            if vector is not None and vector.shape != (depth,):
-                raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
-    if value is not None:
-        if not isinstance(value, (tuple, list)) or len(value) != 2:
-            raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
-        if value[0] is None:
-            raise TypeError("value's weight must be a torch.Tensor, not None")
-        if value[0].shape != (columns, depth):
-            raise ArgumentError(
-                f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
-            )
-        if value[1] is not None and value[1].shape != (columns,):
-            raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")
 
 
 def _check_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:

@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+
+from elsa_core import calls
+from elsa_core.routing.measured import eager_least
 
 # By names of this module: every small call asks them.
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 _records, _required = torch.is_grad_enabled, torch._C._any_requires_grad
+_precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autocast_enabled
 _LOCK = threading.Lock()
 
 
@@ -65,18 +70,41 @@ class Short:
 
 ATTENTION = Short("attention")
 WINDOW_ATTENTION = Short("window_attention")
+LINEAR = Short("linear")
 
 
-def served(short: Short, tensors: tuple[Tensor | None, ...], terms: tuple[Any, ...]) -> Any:
+def served(short: Short, tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...]) -> Any:
     """The output of a call that was admitted; None of any other, and of one that something of
     PyTorch would see. For calls of which `calls.traced` does not hold, nor an autocast that would
     change them.
 
-    tensors, terms: what the caller was given, as the operator orders it.
+    arguments: what the caller was given, as the operator orders it. tensors: those of them.
     """
-    for each in tensors:  # a negated view is made what it says by the dispatcher
-        if each is not None and (type(each) is not Tensor or each.is_neg()):
-            return None
     if _functions() or _profiled() or (_records() and _required(*tensors)):
         return None
-    return short.serve(*tensors, *terms)  # type: ignore[misc]
+    return short.serve(*arguments)  # type: ignore[misc]
+
+
+def product(arguments: tuple[Any, ...]) -> Tensor | None:
+    """`served` of a linear layer, given as the operator's arguments. The kernels that are admitted
+    are those of float32, which PyTorch's own take the place of where TF32 is allowed.
+    """
+    # the first question is a constant for the compiler, which guards on the others
+    if is_compiling() or LINEAR.serve is None or arguments[0].dtype != torch.float32:
+        return None
+    if _cast() or calls.traced() or _precision("cuda", "matmul") == "tf32":
+        return None
+    tensors = (*arguments[:3], *arguments[4:6], *arguments[7:])
+    out: Tensor | None = served(LINEAR, tensors, arguments)
+    return out
+
+
+def admit_product(arguments: tuple[Any, ...]) -> None:
+    """`Short.admit` of a linear layer on a GPU that a kernel served. Not of a small one, which
+    kernels serve in CUDA graphs alone.
+    """
+    input, weight = arguments[:2]
+    if is_compiling() or input.dtype != torch.float32 or calls.traced():
+        return
+    if input.numel() * weight.shape[0] >= eager_least("linear", input.dtype):
+        LINEAR.admit(arguments, arguments)

@@ -98,7 +98,8 @@ class Library:
         if exchange is None or wrap is None:
             return None
         made: Any = (ctypes.py_object * 2)()
-        given = map(ctypes.py_object, (exchange, torch.Tensor, wrap))
+        types = torch.Tensor, torch.nn.Parameter
+        given = map(ctypes.py_object, (exchange, *types, torch.Tensor.is_neg, wrap))
         failed = self._locked.elsa_cuda_short(operator.encode(), *given, made)
         return None if failed else (made[0], made[1])
 

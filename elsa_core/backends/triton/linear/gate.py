@@ -452,6 +452,7 @@ def forget() -> None:
     """Read the user's tables again."""
     _least_served.cache_clear()
     calls.forget_kinds()
+    cuda.forget()
 
 
 def _gains(input: Tensor, weight: Tensor) -> bool:
