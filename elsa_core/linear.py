@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from elsa_core import calls, routing, short_calls
@@ -81,12 +82,14 @@ def linear(
     Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
     Shazeer, arXiv 2002.05202.
     """
-    given = (input, weight, bias, activation, residual, scale, precision, None, None)
-    plain = norm is None and value is None
+    tried = norm is None and value is None
     try:
-        short = short_calls.product(given) if plain and backend == "auto" else None
-        if short is not None:  # what was admitted was checked
-            return short
+        # the first question is a constant for the compiler, which would guard on the others
+        if tried and not is_compiling() and short_calls.LINEAR.serve is not None:
+            asked = (input, weight, bias, activation, residual, scale, precision, None, None)
+            short = short_calls.product(asked, backend)
+            if short is not None:  # what was admitted was checked
+                return short
         _check(input, weight, bias, residual, scale, norm, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
@@ -94,18 +97,18 @@ def linear(
         names = {"activation": activation, "precision": precision, "backend": backend}
         _explain_types(error, input, weight, terms, norm, value, names)
         raise
-    if plain:
-        return _served(given, backend)
     if value is not None:
-        asked = (activation, norm, precision, backend)
-        out = served_gated(input, (weight, bias), value, *asked)
+        given = (activation, norm, precision, backend)
+        out = served_gated(input, (weight, bias), value, *given)
         if out is None:
             if norm is not None:
                 input = functional.layer_norm(input, input.shape[-1:], *norm)
             out = served(input, weight, bias, activation, precision=precision, backend=backend)
             out = out * served(input, *value, precision=precision, backend=backend)
         return epilogue(out, "none", residual, scale)
-    return served(input, weight, bias, activation, residual, scale, precision, backend, norm=norm)
+    return served(
+        input, weight, bias, activation, residual, scale, precision, backend, norm=norm, tried=tried
+    )
 
 
 def served(
@@ -120,8 +123,11 @@ def served(
     halves: Tensor | None = None,
     powers: Tensor | None = None,
     norm: Norm | None = None,
+    *,
+    tried: bool = False,
 ) -> Tensor:
-    """`linear` without its checks, for patched layers.
+    """`linear` without its checks, for patched layers. tried: not by the short way, which has
+    declined.
 
     `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
     for the weight not having changed since.
@@ -133,13 +139,10 @@ def served(
             return found
         input = functional.layer_norm(input, input.shape[-1:], *norm)
     given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
-    short = short_calls.product(given) if backend == "auto" else None
-    return _served(given, backend) if short is None else short
-
-
-def _served(given: tuple[Any, ...], backend: str) -> Tensor:
-    """A call with the operator's arguments that the short way did not serve."""
-    input, weight, bias, activation, residual, scale, precision, *_ = given
+    if not tried and not is_compiling() and short_calls.LINEAR.serve is not None:
+        short = short_calls.product(given, backend)
+        if short is not None:
+            return short
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
         product = served(input, weight, bias, precision=precision, backend=backend)
@@ -153,7 +156,8 @@ def _served(given: tuple[Any, ...], backend: str) -> Tensor:
         out: Tensor | None = serve(*given)
         if out is not None:
             # a backend ahead of it may have declined this call alone
-            if device_type == "cuda" and backend == "auto" and serve is serving[0]:
+            first = backend == "auto" and serve is serving[0] and not is_compiling()
+            if first and short_calls.LINEAR.admits:
                 short_calls.admit_product(given)
             return out
     product = functional.linear(input, weight, bias)

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from elsa_core import calls
-from elsa_core.routing.measured import eager_least
+from elsa_core import calls, routing
 
 # By names of this module: every small call asks them.
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
@@ -32,12 +30,13 @@ class Short:
 
     Attributes:
         serve: the first result of a call that was admitted, else None. None until a call was.
+        admits: whether this process has such a way, as far as is known.
     """
 
-    __slots__ = ("_admit", "_asked", "_operator", "serve")
+    __slots__ = ("_admit", "_asked", "_operator", "admits", "serve")
 
     def __init__(self, operator: str):
-        self._operator, self._asked = operator, False
+        self._operator, self._asked, self.admits = operator, False, True
         self.serve: Callable[..., Tensor | None] | None = None
         self._admit: Callable[..., Any] | None = None
 
@@ -57,7 +56,7 @@ class Short:
         from elsa_core.backends import cuda
 
         if not cuda.serves(self._operator):
-            self._asked = True
+            self._asked, self.admits = True, False
             return
         from elsa_core.backends.cuda import library
 
@@ -65,7 +64,7 @@ class Short:
             found = None if self._asked else library.load().short(self._operator)
             if found is not None:
                 self._admit, self.serve = found[1], found[0]
-            self._asked = True
+            self._asked, self.admits = True, self._admit is not None
 
 
 ATTENTION = Short("attention")
@@ -85,14 +84,14 @@ def served(short: Short, tensors: tuple[Tensor | None, ...], arguments: tuple[An
     return short.serve(*arguments)  # type: ignore[misc]
 
 
-def product(arguments: tuple[Any, ...]) -> Tensor | None:
-    """`served` of a linear layer, given as the operator's arguments. The kernels that are admitted
-    are those of float32, which PyTorch's own take the place of where TF32 is allowed.
+def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
+    """`served` of an eager linear layer, given as the operator's arguments, by `LINEAR.serve`. The
+    kernels that are admitted are those of float32, which PyTorch's own take the place of where TF32
+    is allowed.
     """
-    # the first question is a constant for the compiler, which guards on the others
-    if is_compiling() or LINEAR.serve is None or arguments[0].dtype != torch.float32:
+    if backend != "auto" or arguments[0].dtype != torch.float32 or _cast() or calls.traced():
         return None
-    if _cast() or calls.traced() or _precision("cuda", "matmul") == "tf32":
+    if _precision("cuda", "matmul") == "tf32":
         return None
     tensors = (*arguments[:3], *arguments[4:6], *arguments[7:])
     out: Tensor | None = served(LINEAR, tensors, arguments)
@@ -100,11 +99,11 @@ def product(arguments: tuple[Any, ...]) -> Tensor | None:
 
 
 def admit_product(arguments: tuple[Any, ...]) -> None:
-    """`Short.admit` of a linear layer on a GPU that a kernel served. Not of a small one, which
+    """`Short.admit` of an eager linear layer that a kernel served. Not of a small one, which
     kernels serve in CUDA graphs alone.
     """
     input, weight = arguments[:2]
-    if is_compiling() or input.dtype != torch.float32 or calls.traced():
+    if input.dtype != torch.float32 or not input.is_cuda or calls.traced():
         return
-    if input.numel() * weight.shape[0] >= eager_least("linear", input.dtype):
+    if input.numel() * weight.shape[0] >= routing.eager_least("linear", input.dtype):
         LINEAR.admit(arguments, arguments)

@@ -167,7 +167,8 @@ def test_which_products_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the first backend serves, whether a CUDA graph is recorded or not."""
     admitted: list[Any] = []
     monkeypatch.setattr(short_calls.Short, "admit", lambda *given: admitted.append(given))
-    monkeypatch.setattr(short_calls, "eager_least", lambda *_: 2 * 9 * 8 * 8)
+    monkeypatch.setattr(short_calls.LINEAR, "admits", True)
+    monkeypatch.setattr(routing, "eager_least", lambda *_: 2 * 9 * 8 * 8)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     x, w = torch.randn(2, 9, 8), torch.randn(8, 8)
 
