@@ -66,9 +66,9 @@ def traced() -> bool:
 
     Then what is called must be what is written, and Python must not branch on lengths.
     """
-    return bool(
+    return (
         is_compiling()  # first: a constant for the compiler, which reads no further
-        or _modes()
+        or _modes() != 0
         or (_tracing() is not None and _announced())
         or _transforms() is not None
         or forward_ad._current_level >= 0

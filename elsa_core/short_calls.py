@@ -89,21 +89,27 @@ def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
     kernels that are admitted are those of float32, which PyTorch's own take the place of where TF32
     is allowed.
     """
-    if backend != "auto" or arguments[0].dtype != torch.float32 or _cast() or calls.traced():
+    if backend != "auto" or _is_small(arguments) or _cast() or calls.traced():
         return None
-    if _precision("cuda", "matmul") == "tf32":
+    if _functions() or _profiled() or _precision("cuda", "matmul") == "tf32":
         return None
-    tensors = (*arguments[:3], *arguments[4:6], *arguments[7:])
-    out: Tensor | None = served(LINEAR, tensors, arguments)
-    return out
+    if _records() and _required(*arguments[:3], *arguments[4:6], *arguments[7:]):
+        return None
+    return LINEAR.serve(*arguments)  # type: ignore[misc]
 
 
 def admit_product(arguments: tuple[Any, ...]) -> None:
     """`Short.admit` of an eager linear layer that a kernel served. Not of a small one, which
     kernels serve in CUDA graphs alone.
     """
-    input, weight = arguments[:2]
-    if input.dtype != torch.float32 or not input.is_cuda or calls.traced():
-        return
-    if input.numel() * weight.shape[0] >= routing.eager_least("linear", input.dtype):
+    if arguments[0].is_cuda and not (_is_small(arguments) or calls.traced()):
         LINEAR.admit(arguments, arguments)
+
+
+def _is_small(arguments: tuple[Any, ...]) -> bool:
+    """Whether a product is PyTorch's for its size or its dtype, but in CUDA graphs."""
+    input, weight = arguments[:2]
+    if input.dtype != torch.float32 or weight.dim() != 2:
+        return True
+    work: int = input.numel() * weight.shape[0]
+    return work < routing.eager_least("linear", torch.float32)

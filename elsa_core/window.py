@@ -84,7 +84,7 @@ def window_attention(
     Reference:
         W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
     """
-    if isinstance(scale, Tensor):
+    if scale is not None and isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     traced = calls.traced()
     try:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
 from elsa_core import dense_inference, routing, short_calls
+from elsa_core.errors import ArgumentError
 from elsa_core.linear import served
 from elsa_core.patching.adapters.common import attend_small
 from elsa_core.routing.choose import Chosen
@@ -128,6 +129,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return torch.ones(1)
 
     monkeypatch.setattr(short_calls.LINEAR, "serve", serve)
+    monkeypatch.setattr(routing, "eager_least", lambda *_: 2 * 9 * 8 * 8)
     return found
 
 
@@ -155,6 +157,9 @@ def test_other_products_do_not(name: str, products: list[Any]) -> None:
 
 def test_other_dtypes_and_transforms_of_products_do_not(products: list[Any]) -> None:
     x, w = torch.randn(2, 9, 8), torch.randn(8, 8)
+    elsa.linear(x[:1], w)  # small: PyTorch's, but in CUDA graphs
+    with pytest.raises(ArgumentError, match="must be"):
+        elsa.linear(x, w[0, 0])
     elsa.linear(x.double(), w.double())
     elsa.linear(x.half(), w.half())
     torch.func.vmap(lambda a: elsa.linear(a, w))(x)

@@ -32,6 +32,8 @@ LEAST_TRAINED = 1 << 31
 # within these bounds.
 HALF_DEPTH = 96
 HALF_ROWS = (2048, 65536)
+# `torch.backends.cuda.matmul.fp32_precision`, which takes nine times as long
+_precision = torch._C._get_fp32_precision_getter
 
 
 def support(request: Request) -> Support:
@@ -332,7 +334,7 @@ def _kind_of(
         return None
     if input.is_nested:  # which has no shape
         return None
-    settings = torch.is_autocast_enabled("cuda"), torch.backends.cuda.matmul.fp32_precision
+    settings = torch.is_autocast_enabled("cuda"), _precision("cuda", "matmul")
     terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
     return "product", input.shape, weight.shape, input.device, *terms, *settings
 
@@ -414,7 +416,7 @@ def _serves(device: torch.device, dtype: torch.dtype, precision: str) -> bool:
     least = _least_served(device)
     if dtype != torch.float32 or least is None:
         return least == 0
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = _precision("cuda", "matmul") == "tf32"
     return precision != "ieee" and not tf32
 
 
