@@ -94,7 +94,7 @@ def surroundings() -> Surroundings:
 def recorded() -> bool:
     """As `traced`, but for the modes that only observe."""
     # a constant for the compiler, which need not know of observers
-    return bool(
+    return (
         is_compiling()
         or _modes() > _OBSERVERS.count
         or _tracing() is not None

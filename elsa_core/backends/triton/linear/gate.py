@@ -228,7 +228,7 @@ def serve(
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
     if not small:
-        if kind is not None and not _waits(input, weight):  # small calls under capture are none
+        if kind is not None:
             calls.first_of_kind(kind)
         return _eager(input, weight, bias, *terms)
     if plain and not torch.cuda.is_current_stream_capturing():
@@ -326,13 +326,16 @@ def _kind_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, precision: str
 ) -> Any:
     """All that the questions of `serve` read of an eager float32 product without gradients, in one
-    term: those that the kernel computed are asked about once. None of any other call.
+    term: those that the kernel computed are asked about once. None of any other call, and of small
+    ones.
     """
     if input.dtype != torch.float32 or calls.traced() or torch.is_grad_enabled():
         return None
     if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # `_plain`
         return None
     if input.is_nested:  # which has no shape
+        return None
+    if input.numel() * weight.shape[0] < eager_least("linear", input.dtype):
         return None
     settings = torch.is_autocast_enabled("cuda"), _precision("cuda", "matmul")
     terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
