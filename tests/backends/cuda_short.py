@@ -221,41 +221,55 @@ def refused(stub: str) -> None:
     assert serve(*good) is not None
 
 
+def by_list(loaded: Any, name: str) -> list[Any]:
+    """`Library.short` of a PyTorch that has the slower way to a tensor's object alone."""
+    made = (ctypes.py_object * 2)()
+    wrap = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+    exchange = Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    given = map(ctypes.py_object, (exchange, Tensor, Parameter, Tensor.is_neg, wrap))
+    assert loaded._locked.elsa_cuda_short(name.encode(), *given, made) == 0
+    return list(made)
+
+
 def objects(stub: str) -> None:
     """Calls hold no reference when they are over, from several threads at once."""
     import gc
     import sys
 
     loaded, call = started(stub), operators.ATTENTION.overload
-    serve, admit = loaded.short("attention")  # type: ignore[misc]
     good = attention_inputs((1, 2, 50, 64), dtype=HALF, mask="bool")
     call(*good)
-    assert admit(*good, *good) is True
     text = "".join(["str", "ict"])
     good[6] = text
     before = [sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)
 
-    def many() -> None:
+    def many(serve: Any) -> None:
         for _ in range(200):
             assert serve(*good) is not None
             assert serve(*good[:5], "x", text) is None
 
-    many()
-    gc.collect()
-    alive = len(gc.get_objects())
-    threads = [threading.Thread(target=many) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    lines()
-    del threads, each
-    assert ([sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)) == before
-    gc.collect()
-    grown = len(gc.get_objects()) - alive
-    assert grown < 100, grown
-    out = serve(*good)
-    assert sys.getrefcount(out) == 2
+    for ways in (loaded.short("attention"), by_list(loaded, "attention")):
+        serve, admit = ways  # type: ignore[misc]
+        assert admit(*good, *good) is True
+        many(serve)
+        gc.collect()
+        alive = len(gc.get_objects())
+        threads = [threading.Thread(target=many, args=(serve,)) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        lines()
+        del threads, each
+        assert ([sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)) == before
+        gc.collect()
+        grown = len(gc.get_objects()) - alive
+        assert grown < 100, grown
+        out = serve(*good)
+        assert sys.getrefcount(out) == 2 and out._use_count() == 1 and type(out) is Tensor
+        with torch.inference_mode():
+            call(*good)
+            assert admit(*good, *good) is True and serve(*good).is_inference()
 
 
 if __name__ == "__main__":
