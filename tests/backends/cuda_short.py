@@ -13,9 +13,12 @@ from cuda_calls import attention_inputs, lines, started
 from cuda_checks import main
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
 from elsa_core import operators, routing, short_calls
+from elsa_core.backends import cuda
+from elsa_core.backends.triton.linear import gate
 from elsa_core.linear import served
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -149,10 +152,22 @@ def products(stub: str) -> None:
         elsa.linear(x, layer.weight, layer.bias)
         assert served(x, layer.weight, layer.bias).shape == (1, 64, 128)
         assert loaded.counts()[1] == before + 2
+        with Seeing() as seeing:
+            short_calls.LINEAR._asked, short_calls.LINEAR._admit = True, admit
+            short_calls.LINEAR.admit(tuple(plain), tuple(plain))
+            elsa.linear(x, layer.weight, layer.bias)
+        assert not any("is_neg" in each for each in seeing.names), seeing.names
+        assert loaded.counts()[1] == before + 2
         for kept in ((torch.nested.nested_tensor([x[0], x[0, :9]]), "nested"), ([x], "list")):
             with contextlib.suppress(Exception):  # whatever PyTorch says of them
                 elsa.linear(kept[0], layer.weight, layer.bias)
         assert loaded.counts()[1] == before + 2
+    cuda._SERVED.add("linear")
+    for forget in (gate.forget, cuda.forget):
+        call(*plain)
+        assert admit(*plain, *plain) is True and serve(*plain) is not None
+        forget()  # what decided who serves was read again
+        assert serve(*plain) is None
 
 
 def told_as_ever(stub: str) -> None:
@@ -219,6 +234,20 @@ def refused(stub: str) -> None:
         given = map(ctypes.py_object, (capsule, Tensor, Parameter, Tensor.is_neg, print))
         assert library.elsa_cuda_short(name, *given, made) == -1
     assert serve(*good) is not None
+
+
+class Seeing(TorchFunctionMode):
+    """Notes the functions that a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def by_list(loaded: Any, name: str) -> list[Any]:

@@ -194,11 +194,12 @@ def test_products_follow_weights_and_settings() -> None:
         layer.bias = torch.nn.Parameter(layer.bias / 4)
         out, count = took(served)
         assert count == 1 and torch.equal(out, before)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        matmul = torch.backends.cuda.matmul
+        precision, matmul.fp32_precision = matmul.fp32_precision, "tf32"
         try:
             assert took(served)[1] == 0
         finally:
-            torch.backends.cuda.matmul.fp32_precision = "ieee"
+            matmul.fp32_precision = precision
         with torch.autocast("cuda", torch.float16):
             out, count = took(served)
             assert count == 0 and out.dtype == torch.float16
