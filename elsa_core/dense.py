@@ -78,8 +78,9 @@ def ordinary(
         return None
     short = short_calls.ATTENTION
     if backend == "auto" and not return_lse and short.serve is not None:
-        given = query, key, value, attn_mask, is_causal, scale, precision
-        out: Tensor | None = short_calls.served(short, (query, key, value, attn_mask), given)
+        out: Tensor | None = short_calls.served(
+            short, query, key, value, attn_mask, is_causal, scale, precision
+        )
         if out is not None:
             return out
     alone = (attn_mask, scale) if backend == "auto" and not return_lse else None

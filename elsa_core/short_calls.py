@@ -72,30 +72,28 @@ WINDOW_ATTENTION = Short("window_attention")
 LINEAR = Short("linear")
 
 
-def served(short: Short, tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...]) -> Any:
+def served(short: Short, *arguments: Any) -> Any:
     """The output of a call that was admitted; None of any other, and of one that something of
     PyTorch would see. For calls of which `calls.traced` does not hold, nor an autocast that would
     change them.
 
-    arguments: what the caller was given, as the operator orders it. tensors: those of them.
+    arguments: what the caller was given, as the operator orders it.
     """
-    if _functions() or _profiled() or (_records() and _required(*tensors)):
+    if _functions() or _profiled() or (_records() and _required(*arguments)):
         return None
     return short.serve(*arguments)  # type: ignore[misc]
 
 
 def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
-    """`served` of an eager linear layer, given as the operator's arguments, by `LINEAR.serve`. The
-    kernels that are admitted are those of float32, which PyTorch's own take the place of where TF32
-    is allowed.
+    """`served` of an eager linear layer, given as the operator's arguments. The kernels that are
+    admitted are those of float32, which PyTorch's own take the place of where TF32 is allowed.
     """
     if backend != "auto" or _is_small(arguments) or _cast() or calls.traced():
         return None
-    if _functions() or _profiled() or _precision("cuda", "matmul") == "tf32":
+    if _precision("cuda", "matmul") == "tf32":
         return None
-    if _records() and _required(*arguments[:3], *arguments[4:6], *arguments[7:]):
-        return None
-    return LINEAR.serve(*arguments)  # type: ignore[misc]
+    out: Tensor | None = served(LINEAR, *arguments)
+    return out
 
 
 def admit_product(arguments: tuple[Any, ...]) -> None:

@@ -90,12 +90,10 @@ def window_attention(
     try:
         # traced first: a compiler would guard on the others
         if not traced and backend == "auto" and short_calls.WINDOW_ATTENTION.serve is not None:
-            tensors = qkv, bias, bias_index, pad_qkv, logit_scale
-            given = (
-                *tensors, num_heads, window_size, shift_size, scale, mask_value, layout, grid,
-                precision,
+            found: Tensor | None = short_calls.served(
+                short_calls.WINDOW_ATTENTION, qkv, bias, bias_index, pad_qkv, logit_scale,
+                num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision,
             )  # fmt: skip
-            found: Tensor | None = short_calls.served(short_calls.WINDOW_ATTENTION, tensors, given)
             if found is not None:
                 return found
         window, shift = _geometry(qkv, window_size, shift_size, grid)

@@ -301,7 +301,7 @@ def attend_small(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     if torch._C._is_any_autocast_enabled() or calls.traced():
         return None
     given = query, key, value, None, False, None, "strict"
-    out: Tensor | None = short_calls.served(short_calls.ATTENTION, given[:3], given)
+    out: Tensor | None = short_calls.served(short_calls.ATTENTION, *given)
     return out
 
 
