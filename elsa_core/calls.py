@@ -66,9 +66,9 @@ def traced() -> bool:
 
     Then what is called must be what is written, and Python must not branch on lengths.
     """
-    return bool(
+    return (
         is_compiling()  # first: a constant for the compiler, which reads no further
-        or _modes()
+        or _modes() != 0
         or (_tracing() is not None and _announced())
         or _transforms() is not None
         or forward_ad._current_level >= 0
@@ -94,7 +94,7 @@ def surroundings() -> Surroundings:
 def recorded() -> bool:
     """As `traced`, but for the modes that only observe."""
     # a constant for the compiler, which need not know of observers
-    return bool(
+    return (
         is_compiling()
         or _modes() > _OBSERVERS.count
         or _tracing() is not None

@@ -23,7 +23,7 @@ from elsa_core.operands import (
 from elsa_core.routing import Chosen, Route
 
 Answer = Tensor | tuple[Tensor, Tensor]
-_profiled = torch._C._autograd._profiler_enabled
+_profiled, _cast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
 
 
 def attention(
@@ -74,16 +74,16 @@ def ordinary(
         TypeError: query, key, value or attn_mask is no tensor.
         ArgumentError, UnavailableError: as `elsa_core.attention`.
     """
-    if calls.traced() or torch._C._is_any_autocast_enabled() or dropout_p != 0.0:
+    if calls.traced() or _cast() or dropout_p != 0.0:
         return None
-    alone = None
-    if backend == "auto" and not return_lse:
-        alone = attn_mask, scale
-        if short_calls.ATTENTION.serve is not None:
-            tensors, terms = (query, key, value, attn_mask), (is_causal, scale, precision)
-            out: Tensor | None = short_calls.served(short_calls.ATTENTION, tensors, terms)
-            if out is not None:
-                return out
+    short = short_calls.ATTENTION
+    if backend == "auto" and not return_lse and short.serve is not None:
+        out: Tensor | None = short_calls.served(
+            short, query, key, value, attn_mask, is_causal, scale, precision
+        )
+        if out is not None:
+            return out
+    alone = (attn_mask, scale) if backend == "auto" and not return_lse else None
     try:
         shape, others, dtype, device = query.shape, key.shape, query.dtype, query.device
         if not (

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional
 
-from elsa_core import calls, routing
+from elsa_core import calls, routing, short_calls
 from elsa_core.backends.support import Request
 from elsa_core.errors import ArgumentError
-from elsa_core.operands import explain_types, require_number
+from elsa_core.operands import explain_types, require_linear_tuples
 from elsa_core.operators.linear import ACTIVATIONS, epilogue
 from elsa_core.precision import validate
 from elsa_core.routing import Route
@@ -81,7 +82,14 @@ def linear(
     Sources: split products as in Ootomo and Yokota, arXiv 2203.03341; gated linear units as in
     Shazeer, arXiv 2002.05202.
     """
+    tried = norm is None and value is None
     try:
+        # the first question is a constant for the compiler, which would guard on the others
+        if tried and not is_compiling() and short_calls.LINEAR.serve is not None:
+            asked = (input, weight, bias, activation, residual, scale, precision, None, None)
+            short = short_calls.product(asked, backend)
+            if short is not None:  # what was admitted was checked
+                return short
         _check(input, weight, bias, residual, scale, norm, value)
         _check_names(activation, precision, backend, input.dtype)
     except (AttributeError, TypeError) as error:
@@ -98,7 +106,9 @@ def linear(
             out = served(input, weight, bias, activation, precision=precision, backend=backend)
             out = out * served(input, *value, precision=precision, backend=backend)
         return epilogue(out, "none", residual, scale)
-    return served(input, weight, bias, activation, residual, scale, precision, backend, norm=norm)
+    return served(
+        input, weight, bias, activation, residual, scale, precision, backend, norm=norm, tried=tried
+    )
 
 
 def served(
@@ -113,8 +123,11 @@ def served(
     halves: Tensor | None = None,
     powers: Tensor | None = None,
     norm: Norm | None = None,
+    *,
+    tried: bool = False,
 ) -> Tensor:
-    """`linear` without its checks, for patched layers.
+    """`linear` without its checks, for patched layers. tried: not by the short way, which has
+    declined.
 
     `halves` and `powers` are `elsa::split_weight` of this weight, kept by the caller, who answers
     for the weight not having changed since.
@@ -125,18 +138,27 @@ def served(
         if found is not None:
             return found
         input = functional.layer_norm(input, input.shape[-1:], *norm)
+    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
+    if not tried and not is_compiling() and short_calls.LINEAR.serve is not None:
+        short = short_calls.product(given, backend)
+        if short is not None:
+            return short
     fused = activation != "none" or residual is not None or scale is not None
     if fused and _composes(input, weight, bias, residual, scale):
         product = served(input, weight, bias, precision=precision, backend=backend)
         return epilogue(product, activation, residual, scale)
     device_type = "cuda" if input.is_cuda else input.device.type
-    given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
     if device_type == "cpu" and calls.keeps_products() and _is_uniform(input, weight, bias):
         kept: Tensor = torch.ops.elsa.linear.default(*given)
         return kept
-    for serve in routing.SERVING.get(("linear", device_type, backend), ()):
+    serving = routing.SERVING.get(("linear", device_type, backend), ())
+    for serve in serving:
         out: Tensor | None = serve(*given)
         if out is not None:
+            # a backend ahead of it may have declined this call alone
+            first = backend == "auto" and serve is serving[0] and not is_compiling()
+            if first and short_calls.LINEAR.admits:
+                short_calls.admit_product(given)
             return out
     product = functional.linear(input, weight, bias)
     return epilogue(product, activation, residual, scale) if fused else product
@@ -346,35 +368,11 @@ def _check(
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != columns):
             raise ArgumentError(f"{name} must be [{columns}], not {list(vector.shape)}")
     if norm is not None or value is not None:
-        _check_tuples(norm, value, columns, depth)
+        require_linear_tuples(norm, value, columns, depth)
     if residual is not None and residual.shape != (*input.shape[:-1], columns):
         raise ArgumentError(
             f"residual must be {[*input.shape[:-1], columns]}, not {list(residual.shape)}"
         )
-
-
-def _check_tuples(norm: Norm | None, value: Value | None, columns: int, depth: int) -> None:
-    """Refuse a norm or value that does not fit a weight [columns, depth]."""
-    if norm is not None:
-        if not isinstance(norm, (tuple, list)):
-            raise TypeError(f"norm must be (weight, bias, eps), not {type(norm).__name__}")
-        if len(norm) != 3:
-            raise ArgumentError(f"norm must be (weight, bias, eps), not {len(norm)} values")
-        require_number("norm's eps", norm[2])
-        for vector in norm[:2]:
-            if vector is not None and vector.shape != (depth,):
-                raise ArgumentError(f"norm's vectors must be [{depth}], not {list(vector.shape)}")
-    if value is not None:
-        if not isinstance(value, (tuple, list)) or len(value) != 2:
-            raise ArgumentError("value must be a pair: the weight [N, K], and the bias [N] or None")
-        if value[0] is None:
-            raise TypeError("value's weight must be a torch.Tensor, not None")
-        if value[0].shape != (columns, depth):
-            raise ArgumentError(
-                f"value's weight must be {[columns, depth]}, not {list(value[0].shape)}"
-            )
-        if value[1] is not None and value[1].shape != (columns,):
-            raise ArgumentError(f"value's bias must be [{columns}], not {list(value[1].shape)}")
 
 
 def _check_names(activation: str, precision: str, backend: str, dtype: torch.dtype) -> None:

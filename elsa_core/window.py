@@ -84,15 +84,16 @@ def window_attention(
     Reference:
         W-ELSA (arXiv 2604.23798); Swin Transformer (arXiv 2103.14030), Sec. 3.2.
     """
-    if isinstance(scale, Tensor):
+    if scale is not None and isinstance(scale, Tensor):
         raise ArgumentError(calls.NO_TENSOR_SCALE)
     traced = calls.traced()
     try:
         # traced first: a compiler would guard on the others
         if not traced and backend == "auto" and short_calls.WINDOW_ATTENTION.serve is not None:
-            tensors = qkv, bias, bias_index, pad_qkv, logit_scale
-            given = num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision
-            found: Tensor | None = short_calls.served(short_calls.WINDOW_ATTENTION, tensors, given)
+            found: Tensor | None = short_calls.served(
+                short_calls.WINDOW_ATTENTION, qkv, bias, bias_index, pad_qkv, logit_scale,
+                num_heads, window_size, shift_size, scale, mask_value, layout, grid, precision,
+            )  # fmt: skip
             if found is not None:
                 return found
         window, shift = _geometry(qkv, window_size, shift_size, grid)

@@ -60,12 +60,14 @@ PyObject* given(PyObject* object) {
   return object;
 }
 
-// Whether an object's own type is this one.
-bool is_a(PyObject* object, PyObject* type) {
+// An object's own type, which the object holds.
+PyObject* type_of(PyObject* object) {
   PyObject* found = python().type_of(object);
-  python().decrease(found);  // the object holds it
-  return found == type;
+  python().decrease(found);
+  return found;
 }
+
+bool is_a(PyObject* object, PyObject* type) { return type_of(object) == type; }
 
 // Whether somebody is told of the dispatcher's calls, such as another thread's profiler. By
 // PyTorch's own question, where this PyTorch has it: it is no part of the stable ABI.
@@ -79,8 +81,9 @@ bool is_observed() {
 struct Short {
   const Operator* op;
   const dlpack::Exchange* exchange;
-  PyObject* tensor;  // the type that tensors must be of: a subclass may be anything
-  PyObject* wrap;    // makes a list of tensors of a list of capsules with their handles
+  PyObject *tensor, *parameter;  // types that tensors may be of: another subclass may be anything
+  PyObject* negated;             // whether a tensor's memory holds the negative of what it says
+  PyObject* wrap;  // makes a list of tensors of a list of capsules with their handles, or null
 };
 
 constexpr const char* kShort = "elsa_short";
@@ -203,7 +206,12 @@ class Read {
   }
 
   bool read_tensor(PyObject* object) {
-    if (!is_a(object, about_.tensor)) return false;
+    PyObject* type = type_of(object);
+    if (type != about_.tensor && type != about_.parameter) return false;
+    PyObject* negated = python().call(about_.negated, object, nullptr);
+    if (negated == nullptr) return false;
+    python().decrease(negated);  // True and False outlive it
+    if (negated != python().no) return false;
     dlpack::Tensor found;
     if (about_.exchange->describe(object, &found) != 0) return false;
     const int32_t dtype = dtype_of(found);
@@ -228,9 +236,21 @@ class Read {
   uint32_t tensors_ = 0;
 };
 
-// The Python tensor of a handle, or null. PyTorch's own function for one handle leaks the tensor
+// PyTorch's own way from a tensor, which a handle points to, to its object, in a third of the time
+// of the one below; null where it has another name: as the question above, it is not of the stable
+// ABI.
+using Wrap = PyObject* (*)(AtenTensorHandle);
+Wrap own_wrap() {
+  static void* const torch = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
+  static const auto found = reinterpret_cast<Wrap>(
+      torch == nullptr ? nullptr : dlsym(torch, "_Z16THPVariable_WrapRKN2at10TensorBaseE"));
+  return found;
+}
+
+// The Python tensor of a handle, or null. PyTorch's function for one handle leaks the tensor
 // (torch 2.11 to 2.15); the one for a list of them does not.
 PyObject* wrapped(const Short& about, Handle& tensor) {
+  if (about.wrap == nullptr) return own_wrap()(tensor.get());
   const Python& py = python();
   PyObject* handles = py.new_list(1);
   PyObject* capsule = py.new_capsule(tensor.get(), nullptr, nullptr);
@@ -260,7 +280,11 @@ PyObject* result_of(const Short& about, const Admitted& call, const Read& given)
   }
   py.acquire(thread);
   if (!ran) return nullptr;
-  return wrapped(about, outputs[0]);
+  try {
+    return wrapped(about, outputs[0]);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 const Short* about_of(PyObject* self) {
@@ -346,17 +370,22 @@ const dlpack::Exchange* exchange_of(PyObject* capsule) {
 // it, and gives the first result of a call that was admitted, or None; `admit` takes the operator's
 // own arguments and these, and says that such calls are for this library (True, or None where it
 // has no plan).
-// exchange: `torch.Tensor.__dlpack_c_exchange_api__`; tensor: the type `torch.Tensor`; wrap: makes
-// a list of tensors of a list of capsules with their handles. Returns -1 and leaves `made` as it is
-// where this process has no such way.
+// exchange: `torch.Tensor.__dlpack_c_exchange_api__`; tensor, parameter: the types `torch.Tensor`
+// and `torch.nn.Parameter`; negated: `torch.Tensor.is_neg`; wrap: makes a list of tensors of a list
+// of capsules with their handles, or None for a faster way that not every PyTorch has. Returns -1
+// and leaves `made` as it is where this process has no such way.
 extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
-    const char* name, PyObject* exchange, PyObject* tensor, PyObject* wrap, PyObject** made) {
+    const char* name, PyObject* exchange, PyObject* tensor, PyObject* parameter, PyObject* negated,
+    PyObject* wrap, PyObject** made) {
   try {
     const Operator* op = find_operator(name);
     const dlpack::Exchange* found = exchange_of(exchange);
     if (op == nullptr || found == nullptr) return -1;
     const Python& py = python();
-    auto* about = new Short{op, found, given(tensor), given(wrap)};  // for the life of the process
+    const bool listed = wrap != py.none;
+    if (!listed && own_wrap() == nullptr) return -1;
+    auto* about = new Short{
+        op, found, given(tensor), given(parameter), given(negated), listed ? given(wrap) : nullptr};
     PyObject* self = py.new_capsule(about, kShort, nullptr);
     if (self == nullptr) return -1;
     PyObject* functions[] = {py.new_function(&serve_method, self, nullptr),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from elsa_core import operators
 from elsa_core import precision as precisions
@@ -112,8 +113,7 @@ def _triton_gradient(request: Request) -> Support:
     dims = (request.head_dim, request.value_dim)
     if not named or not measured_faster(request.dtype, dims, request.device_type):
         return Support(False, "was not measured to be faster than PyTorch for such gradients")
-    answer: Support = _late("triton", "support")(request)
-    return answer
+    return _late("triton", "support")(request)  # type: ignore[no-any-return]
 
 
 def _is_faster(
@@ -123,10 +123,9 @@ def _is_faster(
     from elsa_core.backends.triton.attention.backward_tiling import mask_kind, serves
     from elsa_core.backends.triton.attention.tiling import Shape
 
-    is_causal = rest[2]
     batch, heads, queries, head_dim = query.shape
     shape = Shape(batch, heads, key.shape[1], queries, key.shape[2], head_dim, value.shape[3])
-    return serves(shape, query.dtype, mask_kind(attn_mask, is_causal), query.device)
+    return serves(shape, query.dtype, mask_kind(attn_mask, rest[2]), query.device)
 
 
 def _by_triton_backward(grad_out: Tensor, grad_lse: Tensor, *rest: Any) -> Any:
@@ -155,31 +154,32 @@ def _whole(*arguments: Any) -> tuple[Tensor, None]:
 
 def _whole_dropout(*arguments: Any) -> tuple[Tensor, None]:
     """By PyTorch's own operator, which draws for itself."""
-    *terms, _ = arguments
-    return sdpa.attention(*terms), None
+    return sdpa.attention(*arguments[:-1]), None
+
+
+_LINEAR: list[Callable[..., Tensor | None]] = []
 
 
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
-    # Compilers read this, and an import that they know: no `_late`. From a module, which calls no
-    # function of Python as it would from a package.
+    if _LINEAR and not is_compiling():  # compilers read an import that they know: no `_late`
+        return _LINEAR[0](*arguments)
     from elsa_core.backends.triton.linear.gate import serve
 
-    found: Tensor | None = serve(*arguments)
-    return found
+    if not is_compiling():
+        _LINEAR.append(serve)
+    return serve(*arguments)
 
 
 def _normed_linear_by_triton(*arguments: Any) -> Tensor | None:
     from elsa_core.backends.triton.linear import gate
 
-    found: Tensor | None = gate.serve_normed(*arguments)
-    return found
+    return gate.serve_normed(*arguments)
 
 
 def _gated_linear_by_triton(*arguments: Any) -> Tensor | None:
     from elsa_core.backends.triton.linear import gate
 
-    found: Tensor | None = gate.serve_gated(*arguments)
-    return found
+    return gate.serve_gated(*arguments)
 
 
 def _native_gradient(request: Request) -> Support:

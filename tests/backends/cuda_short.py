@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import threading
@@ -11,8 +12,14 @@ import torch
 from cuda_calls import attention_inputs, lines, started
 from cuda_checks import main
 from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
-from elsa_core import operators
+import elsa_core as elsa
+from elsa_core import operators, routing, short_calls
+from elsa_core.backends import cuda
+from elsa_core.backends.triton.linear import gate
+from elsa_core.linear import served
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -111,6 +118,82 @@ def windows(stub: str) -> None:
     assert admit(deep, *given[1:], deep[:, 0], *own[1:]) is None, "its result is another one"
 
 
+def products(stub: str) -> None:
+    """Linear layers, from `elsa.linear` and from a patched layer, with weights that follow."""
+    loaded, call = started(stub), operators.LINEAR.overload
+    serve, admit = loaded.short("linear")  # type: ignore[misc]
+    short_calls.LINEAR.serve = serve
+    routing.eager_least = lambda *_: 0  # no product is small
+    x, layer = torch.empty(1, 64, 64), torch.nn.Linear(64, 128)
+    residual, factors = torch.empty(1, 64, 128), torch.empty(128)
+    for terms in (("none", None, None), ("gelu", residual, None), ("none", residual, factors)):
+        given = [x, layer.weight, layer.bias, *terms, "strict", None, None]
+        call(*given)
+        assert serve(*given) is None and admit(*given, *given) is True
+        expected, first = launches(call, given)
+        found, second = launches(serve, given)
+        assert len(first) == len(second) == 2 and found.stride() == expected.stride()
+        pointers = {word(t) for t in (x, layer.weight, layer.bias, found)}
+        assert pointers <= {w for line in second for w in line}, "it reads the tensors given"
+    plain = [x, layer.weight, layer.bias, "none", None, None, "strict", None, None]
+    tall, wide = torch.empty(128, 2, 64), torch.empty(1, 64, 72)[..., :64]
+    beside = torch.empty(64 * 64 + 1)[1:].view(1, 64, 64)
+    half, powers = torch.empty(2, 128, 64, dtype=HALF), torch.empty(128)
+    for position, value in ((0, x[0]), (0, x.view(2, 32, 64)), (0, wide), (0, beside),
+                            (0, x.half()), (1, tall[:, 0]), (1, layer.weight.double()), (2, None),
+                            (3, "silu"), (4, factors), (5, residual), (6, "turbo"), (6, "ieee"),
+                            (7, half), (8, powers)):  # fmt: skip
+        assert serve(*plain[:position], value, *plain[position + 1 :]) is None, (position, value)
+    for changed in (torch.nn.Parameter(torch.empty(128, 64)), layer.weight.detach().clone()):
+        _, made = launches(serve, [x, changed, *plain[2:]])
+        assert word(changed) in made[0] and word(layer.weight) not in made[0] + made[1]
+    with torch.no_grad():
+        before = loaded.counts()[1]
+        elsa.linear(x, layer.weight, layer.bias)
+        assert served(x, layer.weight, layer.bias).shape == (1, 64, 128)
+        assert loaded.counts()[1] == before + 2
+        with Seeing() as seeing:
+            short_calls.LINEAR._asked, short_calls.LINEAR._admit = True, admit
+            short_calls.LINEAR.admit(tuple(plain), tuple(plain))
+            elsa.linear(x, layer.weight, layer.bias)
+        assert not any("is_neg" in each for each in seeing.names), seeing.names
+        assert loaded.counts()[1] == before + 2
+        for kept in ((torch.nested.nested_tensor([x[0], x[0, :9]]), "nested"), ([x], "list")):
+            with contextlib.suppress(Exception):  # whatever PyTorch says of them
+                elsa.linear(kept[0], layer.weight, layer.bias)
+        assert loaded.counts()[1] == before + 2
+    cuda._SERVED.add("linear")
+    for forget in (gate.forget, cuda.forget):
+        call(*plain)
+        assert admit(*plain, *plain) is True and serve(*plain) is not None
+        forget()  # what decided who serves was read again
+        assert serve(*plain) is None
+
+
+def told_as_ever(stub: str) -> None:
+    """What is no plain tensor is told by the checks, which the short way leaves it to."""
+    loaded = started(stub)
+    for short in (short_calls.ATTENTION, short_calls.WINDOW_ATTENTION, short_calls.LINEAR):
+        short.serve = loaded.short(short._operator)[0]  # type: ignore[index]
+    q, k, v = (torch.zeros(1, 2, 9, 8) for _ in range(3))
+    for call, said in (
+        (lambda: elsa.attention(q, k, v, [1]), "attn_mask must be a torch"),  # type: ignore[arg-type]
+        (lambda: elsa.window_attention(q[..., :6], "b", num_heads=1, window_size=(1, 3)),  # type: ignore[arg-type]
+         "bias must be a torch"),
+        (lambda: elsa.linear(q, [1]), "weight must be a torch"),  # type: ignore[arg-type]
+        (lambda: elsa.linear([1], q), "input must be a torch"),  # type: ignore[arg-type]
+        (lambda: torch.fx.symbolic_trace(lambda a: elsa.attention(a, k, v)), "not Proxy"),
+    ):  # fmt: skip
+        try:
+            call()
+        except TypeError as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(said)
+    negated = torch._neg_view(q + 1)  # type: ignore[attr-defined]
+    assert torch.equal(elsa.linear(negated, torch.eye(8)), -(q + 1))
+
+
 def refused(stub: str) -> None:
     """Whatever is not as expected is None, and raises nothing."""
     loaded, call = started(stub), operators.ATTENTION.overload
@@ -122,9 +205,15 @@ def refused(stub: str) -> None:
     class Own(Tensor):
         pass
 
+    class OwnParameter(Parameter):
+        pass
+
     q = good[0]
+    assert serve(Parameter(q), *good[1:]) is not None, "a parameter is no other tensor"
+    assert not serve(Parameter(q), *good[1:]).requires_grad
     wrong: list[tuple[int, Any]] = [
-        (0, None), (0, 3), (0, "q"), (0, q.as_subclass(Own)), (0, torch.nn.Parameter(q)),
+        (0, None), (0, 3), (0, "q"), (0, q.as_subclass(Own)), (0, q.as_subclass(OwnParameter)),
+        (0, torch._neg_view(q)), (2, torch._neg_view(q)), (3, torch._neg_view(q)),  # type: ignore[attr-defined]
         (0, q.to_sparse()), (0, q.to(torch.complex64)), (0, torch.tensor(1.0)), (0, q[:0]),
         (0, torch.empty(q.shape, device="meta")), (0, q.double()), (0, torch.zeros(1, 3, 197, 32)),
         (0, torch._efficientzerotensor(q.shape)), (1, object()), (3, True), (3, 0.5), (4, None),
@@ -142,9 +231,33 @@ def refused(stub: str) -> None:
     library = loaded._locked
     exchange = torch.Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
     for name, capsule in ((b"nothing", exchange), (b"attention", object()), (b"attention", None)):
-        given = map(ctypes.py_object, (capsule, Tensor, print))
+        given = map(ctypes.py_object, (capsule, Tensor, Parameter, Tensor.is_neg, print))
         assert library.elsa_cuda_short(name, *given, made) == -1
     assert serve(*good) is not None
+
+
+class Seeing(TorchFunctionMode):
+    """Notes the functions that a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def by_list(loaded: Any, name: str) -> list[Any]:
+    """`Library.short` of a PyTorch that has the slower way to a tensor's object alone."""
+    made = (ctypes.py_object * 2)()
+    wrap = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+    exchange = Tensor.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    given = map(ctypes.py_object, (exchange, Tensor, Parameter, Tensor.is_neg, wrap))
+    assert loaded._locked.elsa_cuda_short(name.encode(), *given, made) == 0
+    return list(made)
 
 
 def objects(stub: str) -> None:
@@ -153,36 +266,40 @@ def objects(stub: str) -> None:
     import sys
 
     loaded, call = started(stub), operators.ATTENTION.overload
-    serve, admit = loaded.short("attention")  # type: ignore[misc]
     good = attention_inputs((1, 2, 50, 64), dtype=HALF, mask="bool")
     call(*good)
-    assert admit(*good, *good) is True
     text = "".join(["str", "ict"])
     good[6] = text
     before = [sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)
 
-    def many() -> None:
+    def many(serve: Any) -> None:
         for _ in range(200):
             assert serve(*good) is not None
             assert serve(*good[:5], "x", text) is None
 
-    many()
-    gc.collect()
-    alive = len(gc.get_objects())
-    threads = [threading.Thread(target=many) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    lines()
-    del threads, each
-    assert ([sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)) == before
-    gc.collect()
-    grown = len(gc.get_objects()) - alive
-    assert grown < 100, grown
-    out = serve(*good)
-    assert sys.getrefcount(out) == 2
+    for ways in (loaded.short("attention"), by_list(loaded, "attention")):
+        serve, admit = ways  # type: ignore[misc]
+        assert admit(*good, *good) is True
+        many(serve)
+        gc.collect()
+        alive = len(gc.get_objects())
+        threads = [threading.Thread(target=many, args=(serve,)) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        lines()
+        del threads, each
+        assert ([sys.getrefcount(each) for each in good[:4]], sys.getrefcount(text)) == before
+        gc.collect()
+        grown = len(gc.get_objects()) - alive
+        assert grown < 100, grown
+        out = serve(*good)
+        assert sys.getrefcount(out) == 2 and out._use_count() == 1 and type(out) is Tensor
+        with torch.inference_mode():
+            call(*good)
+            assert admit(*good, *good) is True and serve(*good).is_inference()
 
 
 if __name__ == "__main__":
-    main(same_launches, windows, refused, objects)
+    main(same_launches, windows, products, told_as_ever, refused, objects)

@@ -118,6 +118,150 @@ def test_windows(dtype: torch.dtype, shift: int) -> None:
     assert found is not None and torch.equal(found, first)
 
 
+def test_parameters_take_it() -> None:
+    qkv = torch.randn(1, 14, 14, 3 * 96, device="cuda")
+    pad = torch.nn.Parameter(torch.randn(3 * 96, device="cuda"))
+    named: dict[str, Any] = {"num_heads": 3, "window_size": (7, 7), "pad_qkv": pad}
+    with torch.no_grad():
+        first = elsa.window_attention(qkv, **named)
+        serve = short_calls.WINDOW_ATTENTION.serve
+        assert serve is not None
+        terms = (3, (7, 7), (0, 0), None, -100.0, "qkv", False, "strict")
+        found = serve(qkv, None, None, pad, None, *terms)
+    assert found is not None and type(found) is torch.Tensor and torch.equal(found, first)
+
+
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "turbo": {"precision": "turbo"},
+    "gelu": {"activation": "gelu"},
+    "residual": {"residual": True, "scale": True},
+}
+
+
+def layer_and_rows(**terms: Any) -> tuple[torch.nn.Linear, torch.Tensor, dict[str, Any]]:
+    """A float32 layer that kernels serve outside CUDA graphs too."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(768, 3072, device="cuda")
+    x = torch.randn(16, 197, 768, device="cuda")
+    shapes = {"residual": (16, 197, 3072), "scale": (3072,)}
+    named = {k: torch.randn(shapes[k], device="cuda") if v is True else v for k, v in terms.items()}
+    return layer, x, named
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_linear_layers_have_the_bits_of_the_first_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x, named = layer_and_rows(**PRODUCTS[name])
+    given = (x, layer.weight, layer.bias)
+    with torch.no_grad():
+        first = elsa.linear(*given, **named)
+        serve = short_calls.LINEAR.serve
+        assert serve is not None
+        found: list[Any] = []
+        monkeypatch.setattr(
+            short_calls.LINEAR, "serve", lambda *a: (found.append(serve(*a)), found[-1])[1]
+        )
+        second = elsa.linear(*given, **named)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            third = elsa.linear(*given, **named)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = elsa.linear(*given, **named)
+        graph.replay()
+    assert [each is not None for each in found] == [True] * 3
+    for other in (second, third, recorded):
+        assert torch.equal(first, other) and first.stride() == other.stride()
+
+
+def test_products_follow_weights_and_settings() -> None:
+    layer, x, _ = layer_and_rows()
+    serve, served = short_calls.LINEAR, lambda: elsa.linear(x, layer.weight, layer.bias)
+    with torch.no_grad():
+        before = served()
+        assert took(served)[1] == 1
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)
+        assert torch.equal(took(served)[0], 2 * before)
+        layer.weight.data = layer.weight.data.clone().mul_(2)
+        layer.bias.data.mul_(2)
+        assert torch.equal(served(), 4 * before)
+        layer.weight = torch.nn.Parameter(layer.weight / 4)
+        layer.bias = torch.nn.Parameter(layer.bias / 4)
+        out, count = took(served)
+        assert count == 1 and torch.equal(out, before)
+        matmul = torch.backends.cuda.matmul
+        precision, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+        try:
+            assert took(served)[1] == 0
+        finally:
+            matmul.fp32_precision = precision
+        with torch.autocast("cuda", torch.float16):
+            out, count = took(served)
+            assert count == 0 and out.dtype == torch.float16
+        assert serve.serve is not None and took(served)[1] == 1
+    out = served()
+    assert out.requires_grad
+    out.sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_patched_layers_take_it(frozen: bool) -> None:
+    layer, x, _ = layer_and_rows()
+    model = torch.nn.Sequential(layer).eval()
+    with torch.inference_mode():
+        exact = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+        own = model(x)
+        elsa.patch(model, scope="model")
+        if frozen:
+            elsa.freeze(model)
+        first = model(x)
+        given = [x, layer.weight, layer.bias, "none", None, None, "strict"]
+        given += list(model[0].elsa_halves())  # type: ignore[operator]
+        assert short_calls.LINEAR.serve is not None
+        found = short_calls.LINEAR.serve(*given)
+        again, served = took(lambda: model(x))
+    assert served == 1 and found is not None
+    assert torch.equal(first, found) and torch.equal(first, again)
+    assert (again - exact).norm() <= 2 * (own - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_windows_of_a_patched_swin(dtype: torch.dtype) -> None:
+    """Their modules are read once, and what they hold is read in each call."""
+    swin = pytest.importorskip("timm.models.swin_transformer")
+    torch.manual_seed(0)
+    block = swin.SwinTransformerBlock(96, (56, 56), 3, window_size=7, shift_size=3)
+    block = block.to("cuda", dtype).eval()
+    x = torch.randn(1, 56, 56, 96, device="cuda", dtype=dtype)
+    holder = torch.nn.Sequential(block)
+    with torch.inference_mode():
+        own, exact = block._attn(x), block.double()._attn(x.double())
+        block.to(dtype)
+        elsa.patch(holder)
+        first = block._attn(x)
+        for _ in range(3):
+            block._attn(x)
+        out, served = took(lambda: block._attn(x))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = block._attn(x)
+        graph.replay()
+    assert served == 1 and torch.equal(out, first)
+    for each in (out, recorded):  # a graph's products are elsa's
+        assert (each - exact).norm() <= 2 * (own - exact).norm() + 1e-6 * exact.norm()
+    with torch.no_grad():
+        block.attn.proj.weight.zero_()
+        block.attn.proj.bias.fill_(0.5)
+        out, served = took(lambda: block._attn(x))
+    assert served == 1 and (out == 0.5).all()
+
+
 def test_results_are_freed_and_the_gradient_is_seen() -> None:
     given, _ = operands(torch.float32)
     with torch.inference_mode():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elsa_core as elsa
-from elsa_core import dense_inference, short_calls
+from elsa_core import dense_inference, routing, short_calls
+from elsa_core.errors import ArgumentError
+from elsa_core.linear import served
 from elsa_core.patching.adapters.common import attend_small
 from elsa_core.routing.choose import Chosen
 from elsa_core.routing.measured import Row
@@ -95,41 +97,100 @@ def test_other_calls_do_not(name: str, asked: list[Any]) -> None:
     assert not asked
 
 
-@pytest.mark.parametrize("position", range(4))
-def test_negated_views_do_not(position: int, asked: list[Any]) -> None:
-    """Their memory holds the negative of what they say."""
-    given = [*operands(requires_grad=False), torch.zeros(1, 1, 9, 9)]
-    expected = [t.clone() for t in given]
-    expected[position] = -expected[position]
-    given[position] = torch._neg_view(given[position])  # type: ignore[attr-defined]
-    out = elsa.attention(*given)
-    assert not asked
-    short_calls.ATTENTION.serve = None
-    assert torch.equal(out, elsa.attention(*expected))  # type: ignore[arg-type]
+PRODUCTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "backend": ({"backend": "eager"}, nullcontext),
+    "function mode": ({}, Functions),
+    "dispatch mode": ({}, Dispatches),
+    "autocast": ({}, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "profiler": ({}, torch.profiler.profile),
+    "gradient": ({}, torch.enable_grad),
+    "tf32": ({}, lambda: allowed("tf32")),
+}
 
 
-class Own(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.Tensor.is_neg
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_what_is_no_plain_tensor_is_told_as_ever(asked: list[Any]) -> None:
-    monkeyed = short_calls.WINDOW_ATTENTION
-    monkeyed.serve, before = short_calls.ATTENTION.serve, monkeyed.serve
+@contextmanager
+def allowed(precision: str) -> Iterator[None]:
+    """PyTorch's setting of float32 products."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
     try:
-        q, k, v = operands(requires_grad=False)
-        with pytest.raises(TypeError, match="attn_mask must be a torch"):
-            elsa.attention(q, k, v, [1])  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="bias must be a torch"):
-            elsa.window_attention(q[..., :6], "b", num_heads=1, window_size=(1, 3))  # type: ignore[arg-type]
-        elsa.attention(q.as_subclass(Own), k, v)
-        with pytest.raises(TypeError, match="not Proxy"):
-            torch.fx.symbolic_trace(lambda a: elsa.attention(a, k, v))
+        yield
     finally:
-        monkeyed.serve = before
-    assert not asked
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """As `asked`, of linear layers."""
+    found: list[Any] = []
+
+    def serve(*arguments: Any) -> torch.Tensor:
+        found.append(arguments)
+        return torch.ones(1)
+
+    monkeypatch.setattr(short_calls.LINEAR, "serve", serve)
+    monkeypatch.setattr(routing, "eager_least", lambda *_: 2 * 9 * 8 * 8)
+    return found
+
+
+def test_linear_layers_take_it_with_all_their_terms(products: list[Any]) -> None:
+    x, layer, residual = torch.randn(2, 9, 8), torch.nn.Linear(8, 8), torch.randn(2, 9, 8)
+    with torch.no_grad():
+        elsa.linear(x, layer.weight, layer.bias)
+        elsa.linear(x, layer.weight, activation="gelu", residual=residual, precision="turbo")
+        halves = torch.ones(2), torch.ones(1)
+        served(x, layer.weight, None, "none", None, None, "strict", "auto", *halves)
+    elsa.linear(x, layer.weight.detach())
+    assert products[0] == (x, layer.weight, layer.bias, "none", None, None, "strict", None, None)
+    assert products[1] == (x, layer.weight, None, "gelu", residual, None, "turbo", None, None)
+    assert products[2][7:] == halves and len(products) == 4
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_other_products_do_not(name: str, products: list[Any]) -> None:
+    named, context = PRODUCTS[name]
+    x, layer = torch.randn(2, 9, 8), torch.nn.Linear(8, 8)
+    with torch.no_grad(), context():
+        elsa.linear(x, layer.weight, layer.bias, **named)
+    assert not products
+
+
+def test_other_dtypes_and_transforms_of_products_do_not(products: list[Any]) -> None:
+    x, w = torch.randn(2, 9, 8), torch.randn(8, 8)
+    elsa.linear(x[:1], w)  # small: PyTorch's, but in CUDA graphs
+    with pytest.raises(ArgumentError, match="must be"):
+        elsa.linear(x, w[0, 0])
+    elsa.linear(x.double(), w.double())
+    elsa.linear(x.half(), w.half())
+    torch.func.vmap(lambda a: elsa.linear(a, w))(x)
+    torch.jit.trace(lambda a: elsa.linear(a, w), (x,), check_trace=False)
+    torch.compile(lambda a: elsa.linear(a, w), fullgraph=True, backend="eager")(x)
+    assert not products
+
+
+def test_which_products_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the first backend serves, whether a CUDA graph is recorded or not."""
+    admitted: list[Any] = []
+    monkeypatch.setattr(short_calls.Short, "admit", lambda *given: admitted.append(given))
+    monkeypatch.setattr(short_calls.LINEAR, "admits", True)
+    monkeypatch.setattr(routing, "eager_least", lambda *_: 2 * 9 * 8 * 8)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    x, w = torch.randn(2, 9, 8), torch.randn(8, 8)
+
+    def serve(*given: Any) -> torch.Tensor:
+        return torch.ones(1)
+
+    for name, backends, given, count in (
+        ("auto", (serve,), x, 1), ("auto", (lambda *_: None, serve), x, 0),
+        ("auto", (serve,), x[:1], 0), ("auto", (serve,), x.half(), 0), ("triton", (serve,), x, 0),
+    ):  # fmt: skip
+        monkeypatch.setitem(routing.SERVING, ("linear", "cuda", name), backends)
+        elsa.linear(given, w.to(given.dtype), backend=name)
+        assert len(admitted) == count, (name, backends, given.shape)
+        admitted.clear()
+    terms = x, w, None, "none", None, None, "strict", None, None
+    torch.func.vmap(lambda a: short_calls.admit_product((a, *terms[1:])) or a)(x)  # type: ignore[func-returns-value]
+    assert not admitted
 
 
 def test_a_compiled_call_does_not_ask_whether_there_is_one(
@@ -148,12 +209,14 @@ def test_a_compiled_call_does_not_ask_whether_there_is_one(
         lambda x: elsa.window_attention(x, num_heads=2, window_size=(2, 2)), backend=backend
     )
     attention = torch.compile(lambda x: elsa.attention(x, k, v), backend=backend)
+    linear = torch.compile(lambda x: elsa.linear(x, v[0, 0]), backend=backend)
     for _ in range(2):
         windows(image)
         attention(q)
-        for each in (short_calls.ATTENTION, short_calls.WINDOW_ATTENTION):
+        linear(q)
+        for each in (short_calls.ATTENTION, short_calls.WINDOW_ATTENTION, short_calls.LINEAR):
             monkeypatch.setattr(each, "serve", lambda *given: None)
-    assert len(made) == 2
+    assert len(made) == 3
 
 
 def test_a_row_that_declined_once_keeps_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +258,6 @@ def test_windows_take_it_as_they_are_called(dims: int, monkeypatch: pytest.Monke
     bias = torch.zeros(2, 2 ** (dims - 2), 2 ** (dims - 2), requires_grad=True)
     assert elsa.window_attention(image, bias, **named).requires_grad
     elsa.window_attention(image, backend="eager", **named)
-    elsa.window_attention(torch._neg_view(image), **named)  # type: ignore[attr-defined]
     torch.func.vmap(lambda one: elsa.window_attention(one, **named))(image[None])
     assert len(found) == 1
 

@@ -94,13 +94,16 @@ class Library:
         this PyTorch has no such way.
         """
         exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-        wrap = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
-        if exchange is None or wrap is None:
+        listed = getattr(torch._C._aoti, "alloc_tensors_by_stealing_from_void_ptrs", None)
+        if exchange is None or listed is None:
             return None
         made: Any = (ctypes.py_object * 2)()
-        given = map(ctypes.py_object, (exchange, torch.Tensor, wrap))
-        failed = self._locked.elsa_cuda_short(operator.encode(), *given, made)
-        return None if failed else (made[0], made[1])
+        types = torch.Tensor, torch.nn.Parameter
+        for wrap in (None, listed):
+            given = map(ctypes.py_object, (exchange, *types, torch.Tensor.is_neg, wrap))
+            if not self._locked.elsa_cuda_short(operator.encode(), *given, made):
+                return made[0], made[1]
+        return None
 
     def clear(self) -> None:
         """Forget every plan."""

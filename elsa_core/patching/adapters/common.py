@@ -300,8 +300,8 @@ def attend_small(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         return None
     if torch._C._is_any_autocast_enabled() or calls.traced():
         return None
-    tensors, terms = (query, key, value, None), (False, None, "strict")
-    out: Tensor | None = short_calls.served(short_calls.ATTENTION, tensors, terms)
+    given = query, key, value, None, False, None, "strict"
+    out: Tensor | None = short_calls.served(short_calls.ATTENTION, *given)
     return out
 
 

@@ -106,11 +106,25 @@ class Reading:
 Drops = list[tuple[Space, Space, str]]
 Run = Callable[[Tensor], Tensor]
 Reader = Callable[[Any, Drops], Run | None]
-_READINGS: dict[tuple[int, Reader], Reading] = {}
+_READINGS: dict[tuple[int, Callable[[Any, Drops], Any]], Reading] = {}
 
 
 def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
     """A module's forward as `read` reads it; None where the module must run itself."""
+    run: Run | None = run_of(module, read)
+    if run is None:
+        return None
+    in_row(module)
+    try:
+        return run(x)
+    except KeyError:  # a weight is a parameter no longer
+        return None
+
+
+def run_of(module: nn.Module, read: Callable[[Any, Drops], Any]) -> Any:
+    """What `read` makes of a module; None where the module must run itself. It raises KeyError
+    where a weight is a parameter no longer.
+    """
     key = (id(module), read)
     reading = _READINGS.get(key)
     if reading is None or reading.owner() is not module or not reading.holds():
@@ -125,14 +139,10 @@ def served(module: nn.Module, read: Reader, x: Tensor) -> Tensor | None:
         if any(chain.from_iterable(map(_HOOKS, reading.spaces))):
             _READINGS.pop(key, None)
         return None
-    in_row(module)
-    try:
-        return reading.run(x)
-    except KeyError:  # a weight is a parameter no longer
-        return None
+    return reading.run
 
 
-def _read(module: nn.Module, read: Reader) -> Reading:
+def _read(module: nn.Module, read: Callable[[Any, Drops], Any]) -> Reading:
     drops: Drops = []
     key = (id(module), read)
     try:

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from timm.models.swin_transformer import SwinTransformerBlock, WindowAttention
-from torch import Tensor
+from torch import Tensor, nn
 
-from elsa_core import calls
+from elsa_core import calls, routing
 from elsa_core.patching.adapters import flat, rows
 from elsa_core.patching.adapters.common import norm_of, project, scale_of
 from elsa_core.patching.adapters.derived import DERIVED, Derivation, Derives, derived
-from elsa_core.patching.adapters.host import is_host_bound, is_within_original
+from elsa_core.patching.adapters.handing import waiting
+from elsa_core.patching.adapters.host import (
+    is_captured,
+    is_host_bound,
+    is_shown,
+    is_unasked,
+    is_within_original,
+)
 from elsa_core.patching.adapters.residual import added, added_by
 from elsa_core.patching.adapters.windows import (
     Bias,
@@ -91,15 +99,42 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
 
     def _attn(self, x: Tensor) -> Tensor:
         """[B, H, W, C] -> [B, H, W, C]."""
-        return self._elsa_attn(x, None)
+        kind = self._elsa_kind(x)
+        if kind is not None and calls.was_seen(kind):
+            run = flat.run_of(self.attn, _windows)
+            try:
+                if run is not None:
+                    return run(x, self)  # type: ignore[no-any-return]
+            except KeyError:  # a weight is a parameter no longer
+                pass
+        return self._elsa_attn(x, None, kind)
 
-    def _elsa_attn(self, x: Tensor, norm: Any) -> Tensor:
-        """_attn(norm(x))."""
+    def _elsa_kind(self, x: Tensor) -> Any:
+        """What tells calls apart of which the modules are read once: eager ones on a GPU that keep
+        PyTorch's linear layers, since they wait for the host. None of any other call.
+        """
+        if calls.traced() or not x.is_cuda or self.training or torch.is_grad_enabled():
+            return None
+        attn: Any = self._modules["attn"]
+        if type(attn) is not WindowAttention or is_shown(attn) or not is_unasked(self.__dict__):
+            return None
+        if torch._C._is_any_autocast_enabled() or waiting() or is_captured():
+            return None
+        shape, dtype = x.shape, x.dtype
+        if 3 * x.numel() * shape[-1] >= routing.eager_least("linear", dtype):
+            return None
+        return "windows", shape, dtype, x.device, attn.num_heads, routing.switched()
+
+    def _elsa_attn(self, x: Tensor, norm: Any, kind: Any = None) -> Tensor:
+        """_attn(norm(x)). kind: of such a call, which elsa's kernel serves unless this one is the
+        original's."""
         attn = self.attn
         called = must_call(attn, WindowAttention)
         if called or keeps_original(self, x, attn.qkv, attn.num_heads, self.window_size):
             out: Tensor = super()._attn(x if norm is None else norm(x))
             return out
+        if kind is not None:
+            calls.first_of_kind(kind)
         bias: Bias = derived(self.elsa_derivation())
         return attend_block(
             self,
@@ -123,32 +158,48 @@ def _table(attn: Any) -> Bias:
 
 def _row(module: Any, drops: flat.Drops) -> flat.Run | None:
     """The block as functions in a row, its layers PyTorch's."""
-    attn, settings = module.attn, vars(module)
     first, second = flat.norm(module.norm1), flat.norm(module.norm2)
-    qkv, proj, change = (
-        flat.linear(attn.qkv),
-        flat.linear(attn.proj),
-        flat.of_mlp(module.mlp, drops),
-    )
-    parts = (module.drop_path1, module.drop_path2, attn.proj_drop, attn.attn_drop)
-    if not all(flat.idles(part, drops) for part in parts) or why_not(attn, WindowAttention):
+    attend, change = _windows(module.attn, drops), flat.of_mlp(module.mlp, drops)
+    if not all(flat.idles(part, drops) for part in (module.drop_path1, module.drop_path2)):
         return None
-    if first is None or second is None or qkv is None or proj is None or change is None:
+    if first is None or second is None or attend is None or change is None:
         return None
-    terms = {"precision": module.elsa_precision, "backend": module.elsa_backend}
     owner = weakref.ref(module)  # what holds the module itself would keep it for ever
 
     def run(x: Tensor) -> Tensor:
-        block: Any = owner()
-        bias: Bias = derived(block.elsa_derivation()) if DERIVED.keeps(block) else _table(attn)
-        windows = window_attention(
-            qkv(first(x)), bias.bias, num_heads=attn.num_heads, window_size=settings["window_size"],
-            shift_size=settings["shift_size"], scale=scale_of(attn), bias_index=bias.bias_index,
-            pad_qkv=attn.qkv.bias, **terms,
-        )  # fmt: skip
-        x = x + proj(windows)
+        x = x + attend(first(x), owner())
         tokens = x.flatten(1, 2)
         return (tokens + change(second(tokens))).reshape(x.shape)
+
+    return run
+
+
+def _windows(attn: Any, drops: flat.Drops) -> Callable[[Tensor, Any], Tensor] | None:
+    """What computes a block's attention of normalised tokens, its layers PyTorch's."""
+    qkv, proj = flat.linear(attn.qkv), flat.linear(attn.proj)
+    idle = flat.idles(attn.attn_drop, drops) and flat.idles(attn.proj_drop, drops)
+    if qkv is None or proj is None or not idle or why_not(attn, WindowAttention):
+        return None
+    if isinstance(attn.attn_drop, nn.Dropout):  # fused, it drops in the attention's own mode
+        drops.append((vars(attn), vars(attn.attn_drop), "p"))
+    inner, layer = vars(attn), vars(attn.qkv)
+
+    def run(x: Tensor, block: Any) -> Tensor:
+        space = vars(block)
+        if DERIVED.keeps(block):
+            bias: Bias = derived(block.elsa_derivation())
+        else:
+            table = inner["_parameters"]["relative_position_bias_table"]
+            index = inner["_buffers"]["relative_position_index"]
+            bias = as_table(table, index, math.prod(inner["window_size"]))
+        windows = window_attention(
+            qkv(x), bias.bias, num_heads=inner["num_heads"], window_size=space["window_size"],
+            shift_size=space["shift_size"], bias_index=bias.bias_index,
+            scale=None if inner["fused_attn"] else inner["scale"],
+            pad_qkv=layer["_parameters"]["bias"],
+            precision=space["elsa_precision"], backend=space["elsa_backend"],
+        )  # fmt: skip
+        return proj(windows)
 
     return run
 

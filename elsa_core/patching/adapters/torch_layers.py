@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from elsa_core import calls
+from elsa_core import calls, routing, short_calls
 from elsa_core.linear import served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
@@ -35,8 +35,10 @@ from elsa_core.patching.adapters.host import (
     all_original,
     has_hooks,
     is_host_bound,
+    is_settled,
     is_shown,
     is_within_original,
+    told,
 )
 
 
@@ -70,6 +72,13 @@ class ElsaLinear(Derives, nn.Linear):
         terms, norm = NONE, None
         if waiting():
             terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
+        work = input.numel() * self.weight.shape[0]
+        # no compiler reads what calls before it have found
+        if not is_compiling() and short_calls.LINEAR.serve is not None and terms is NONE:
+            large = norm is None and work >= routing.eager_least("linear", input.dtype)
+            short = self._elsa_short(input) if large else None
+            if short is not None:
+                return short
 
         def by_elsa() -> Tensor:
             return served(
@@ -77,13 +86,23 @@ class ElsaLinear(Derives, nn.Linear):
                 self.elsa_backend, *self.elsa_halves(), norm,
             )  # fmt: skip
 
-        work = input.numel() * self.weight.shape[0]
         form = terms[0] is None, terms[1] is None, norm is None
         if is_host_bound(self, "linear", input, work, by_elsa, form):
             if norm is not None:
                 input = functional.layer_norm(input, input.shape[-1:], *norm)
             return epilogue(super().forward(input), "none", *terms)
         return by_elsa()
+
+    def _elsa_short(self, input: Tensor) -> Tensor | None:
+        """A call by the short way, of a product that does not wait for the host; None of others."""
+        own = self._parameters  # here the host finds them sooner than as attributes
+        if "weight" not in own or "bias" not in own:  # something derived stands for a parameter
+            return None
+        given = (input, own["weight"], own["bias"], "none", None, None, self.elsa_precision)
+        out = short_calls.product((*given, *self.elsa_halves()), self.elsa_backend)
+        if out is not None and not is_settled(self):
+            told(self, False)
+        return out
 
 
 class ElsaPatchConv2d(Derives, nn.Conv2d):

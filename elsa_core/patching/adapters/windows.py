@@ -144,7 +144,7 @@ def read_bias(table: Tensor, index: Tensor, num_heads: int, tokens: int) -> Bias
 
 def as_table(table: Tensor, index: Tensor, tokens: int) -> Bias:
     """The same bias, which the operator itself reads through the index: nothing is derived."""
-    return Bias(table, index.view(tokens, tokens))
+    return Bias(table, index if index.dim() == 2 else index.view(tokens, tokens))
 
 
 def is_small(table: Tensor, num_heads: int, tokens: int) -> bool:

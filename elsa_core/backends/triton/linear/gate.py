@@ -32,6 +32,8 @@ LEAST_TRAINED = 1 << 31
 # within these bounds.
 HALF_DEPTH = 96
 HALF_ROWS = (2048, 65536)
+# `torch.backends.cuda.matmul.fp32_precision`, which takes nine times as long
+_precision = torch._C._get_fp32_precision_getter
 
 
 def support(request: Request) -> Support:
@@ -226,7 +228,7 @@ def serve(
         out: Tensor = torch.ops.elsa.linear.default(input, weight, bias, *terms)
         return out
     if not small:
-        if kind is not None and not _waits(input, weight):  # small calls under capture are none
+        if kind is not None:
             calls.first_of_kind(kind)
         return _eager(input, weight, bias, *terms)
     if plain and not torch.cuda.is_current_stream_capturing():
@@ -324,7 +326,8 @@ def _kind_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, precision: str
 ) -> Any:
     """All that the questions of `serve` read of an eager float32 product without gradients, in one
-    term: those that the kernel computed are asked about once. None of any other call.
+    term: those that the kernel computed are asked about once. None of any other call, and of small
+    ones.
     """
     if input.dtype != torch.float32 or calls.traced() or torch.is_grad_enabled():
         return None
@@ -332,7 +335,9 @@ def _kind_of(
         return None
     if input.is_nested:  # which has no shape
         return None
-    settings = torch.is_autocast_enabled("cuda"), torch.backends.cuda.matmul.fp32_precision
+    if input.numel() * weight.shape[0] < eager_least("linear", input.dtype):
+        return None
+    settings = torch.is_autocast_enabled("cuda"), _precision("cuda", "matmul")
     terms = weight.dtype, None if bias is None else bias.dtype, fused, precision
     return "product", input.shape, weight.shape, input.device, *terms, *settings
 
@@ -414,7 +419,7 @@ def _serves(device: torch.device, dtype: torch.dtype, precision: str) -> bool:
     least = _least_served(device)
     if dtype != torch.float32 or least is None:
         return least == 0
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = _precision("cuda", "matmul") == "tf32"
     return precision != "ieee" and not tf32
 
 
@@ -452,6 +457,7 @@ def forget() -> None:
     """Read the user's tables again."""
     _least_served.cache_clear()
     calls.forget_kinds()
+    cuda.forget()
 
 
 def _gains(input: Tensor, weight: Tensor) -> bool:
