@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_ort import STREAM
+from fake_ort import OUT, STREAM
 from layouts import layout
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,7 +43,10 @@ ROOT = HERE.parents[1]
 STUB = ROOT / "tests" / "backends" / "cuda_stub.cpp"
 FLOAT, BOOL, HALF = 1, 9, 10
 WORKSPACE = 100
-SERVED = "this bundle serves batches of 2 on sm_90"
+# As long as the longest that an export writes.
+SERVED = f"this bundle serves batches of {', '.join(map(str, range(1, 65)))} on " + ", ".join(
+    f"sm_{arch}" for arch in range(70, 122)
+)
 HEADS: dict[str, Any] = {"is_causal": 0, "scale": 0.25}
 PACKED: dict[str, Any] = {"num_heads": 3, "is_causal": 1, "scale": 0.3}
 WINDOW: dict[str, Any] = {
@@ -149,14 +152,14 @@ class NodeBundle:
 
     def ask(
         self, *calls: Any, version: int = 18, device: int = 0, stream: int = STREAM,
-        **variables: str,
+        out: int = OUT, memory: bool = True, **variables: str,
     ) -> dict[str, Any]:  # fmt: skip
         """What the played runtime answers, see `fake_ort.main`."""
         log = self.folder / "log"
         log.unlink(missing_ok=True)
         asked = {
-            "library": str(self.library), "version": version, "device": device, "stream": stream,
-            "calls": calls,
+            "path": str(self.library), "version": version, "device": device, "stream": stream,
+            "out": out, "memory": memory, "calls": calls,
         }  # fmt: skip
         environment = {"STUB_LOG": str(log), "LD_LIBRARY_PATH": self.driver, **variables}
         done = subprocess.run(
@@ -229,7 +232,7 @@ def test_a_node_is_launched_on_the_sessions_stream(name: str, make: Make) -> Non
         else:
             given = [first, 0x20000, 0x30000, 0x40000 if inputs[3:] else 0]
         parts = [block] if "Window" in op_type else [block, block + 512]
-        assert (stream, pointers) == (STREAM, [*given, 0x70000000, *parts])
+        assert (stream, pointers) == (STREAM, [*given, OUT, *parts])
     assert len(launches(answer)) == 2
     needed = WORKSPACE + (0 if "Window" in op_type else 512)
     assert [size >= needed for _, size in answer["scratch"]] == [True] * 2
@@ -275,6 +278,19 @@ def test_without_a_stream_nothing_is_launched(make: Make) -> None:
     answer = make().ask(call("packed"), stream=0)
     assert answer["answers"][0]["error"] == "elsa::PackedAttention: the session has no CUDA stream"
     assert not launches(answer) and not answer["scratch"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"out": OUT + 4}, "the address of the result is no multiple of 16"),
+     ({"memory": False}, "no memory for 1024 bytes of scratch")],
+    ids=["a result that is not aligned", "no memory"],
+)  # fmt: skip
+def test_memory_that_no_plan_is_for(given: dict[str, Any], said: str, make: Make) -> None:
+    """A caller binds a result wherever it likes; kernels store 16 bytes at once."""
+    answer = make().ask(call("packed"), **given)
+    assert answer["answers"][0]["error"] == f"elsa::PackedAttention: {said}"
+    assert not launches(answer) and not answer["freed"]
 
 
 @pytest.mark.parametrize("failing", ["cuLaunchKernelEx", "cuModuleLoadData"])
