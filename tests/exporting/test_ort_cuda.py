@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
 from elsa_core.backends.cuda.record import DTYPES
 from elsa_core.errors import ExportError, UnavailableError
-from elsa_core.exporting import artefacts, gpu_library, onnx_calls, ort_library, verify
+from elsa_core.exporting import artefacts, fresh, gpu_library, onnx_calls, ort_library, verify
 from elsa_core.exporting.bundle import Bundle
 from elsa_core.exporting.export_target import export_target
 from elsa_core.exporting.manifest import read_manifest
@@ -182,7 +183,7 @@ def make(tmp_path: Path, driver: str) -> Make:
         bundle = NodeBundle(tmp_path, driver)
         bundle.plans.parent.mkdir()
         calls = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
-        bundle.plans.write_bytes(plans(calls))
+        bundle.plans.write_bytes(plans(list(calls)))
         shutil.copyfile(ort_library.build(on_gpu=True), bundle.library)
         return bundle
 
@@ -330,7 +331,7 @@ def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path
     op_type, terms, inputs = node
     path = model(tmp_path, op_type, terms, inputs)
     with pytest.raises(ExportError, match="leave onnx out"):
-        onnx_calls.of_nodes(path, 2, "strict", torch.device("cpu"))
+        list(onnx_calls.of_nodes(path, 2, "strict", torch.device("cpu")))
     given = [[kind, sizes, (i + 1) << 16] for i, (kind, sizes) in enumerate(inputs)]
     answer = make().ask([op_type, given, terms])
     assert "on a GPU there must be as many key heads" in answer["answers"][0]["error"]
@@ -340,6 +341,26 @@ def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path
 @pytest.mark.parametrize("size", ["batch", "(4*batch)//2", 6])
 def test_sizes_may_be_formulas_of_the_batch(size: int | str) -> None:
     assert onnx_calls._size(size, 3) == (3 if size == "batch" else 6)
+
+
+def test_a_size_of_something_else_is_refused() -> None:
+    with pytest.raises(ExportError, match="the size height is known for no batch"):
+        onnx_calls._size("height", 3)
+
+
+def test_a_node_may_take_what_the_graph_gives(tmp_path: Path) -> None:
+    """A result of the model that the next site reads is named among the graph's outputs alone."""
+    qkv = helper.make_tensor_value_info("qkv", FLOAT, ("batch", 5, 144))
+    shifted = helper.make_tensor_value_info("shifted", FLOAT, ("batch", 5, 144))
+    out = helper.make_tensor_value_info("out", FLOAT, ("batch", 5, 48))
+    nodes = [
+        helper.make_node("Neg", ["qkv"], ["shifted"]),
+        helper.make_node("PackedAttention", ["shifted"], ["out"], domain="elsa", **PACKED),
+    ]
+    graph = helper.make_graph(nodes, "two", [qkv], [shifted, out])
+    onnx.save(helper.make_model(graph), str(tmp_path / "model.onnx"))
+    (call,) = onnx_calls.of_nodes(tmp_path / "model.onnx", 2, "strict", torch.device("meta"))
+    assert call.args[0].shape == (2, 3, 5, 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a CUDA driver is meant")
@@ -376,7 +397,7 @@ class Calls(TorchDispatchMode):
 def test_a_models_nodes_make_the_models_calls(bundle: Bundle, vit: Loaded) -> None:
     """Of the same layouts, so that the kernels of one are those of the other."""
     path = bundle.path / "model.onnx"
-    nodes = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
+    nodes = list(onnx_calls.of_nodes(path, 2, "strict", torch.device("meta")))
     with torch.no_grad(), Calls() as calls:
         vit.model(*vit.example_inputs(2))
     assert len(nodes) == 2 and [layout(*each.args) for each in nodes] == calls.layouts
@@ -421,6 +442,25 @@ def test_load_asks_for_the_provider(monkeypatch: pytest.MonkeyPatch, starts: boo
         with pytest.raises(RuntimeError, match="CUDAExecutionProvider does not start"):
             template._onnx(Path("model.onnx"), [], "cuda")
     assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize(("format", "device", "let_in"), [
+    ("onnx", "cuda", False), ("onnx", "cpu", False), ("pt2", "cuda", True),
+])  # fmt: skip
+def test_no_run_of_onnx_can_import_the_package(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, format: str, device: str, let_in: bool
+) -> None:
+    """A bundle for a GPU without plans needs it in torch, and in ONNX Runtime never."""
+    commands: list[list[str]] = []
+
+    def begun(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return nullcontext(SimpleNamespace())
+
+    monkeypatch.setattr(fresh, "running", begun)
+    with fresh.fresh_run(bundle.path, format, runtime="", device=device):
+        blocked = commands[0][3].split(",")
+    assert ("elsa_core" not in blocked) == let_in and "timm" in blocked
 
 
 def test_a_verification_without_the_provider_is_skipped(
