@@ -232,3 +232,56 @@ def test_a_bundle_of_plans_beside_the_package(tmp_path: Path) -> None:
         alone.delitem(sys.modules, "elsa_core")
         with pytest.raises(OSError, match=r"none\.so"):
             template.load_operators(facts, tmp_path)
+
+
+def test_another_device_is_for_onnx(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
+    """`--device cpu` took model.pt2 of a GPU's bundle, and said that it is for cuda alone."""
+    facts["model"]["device"] = "cuda"
+    facts["artefacts"]["pt2"] = {"file": "model.pt2"}
+    facts["artefacts_libraries"] = {"onnxruntime": []}
+    monkeypatch.setattr(template, "manifest", lambda *_: facts)
+    monkeypatch.setattr(template.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(template, "_onnx", lambda path, libraries, device: (path.name, device))
+    assert template._first(facts, "") == template._first(facts, "cuda") == "pt2"
+    assert template.load(device="cpu") == ("model.onnx", "cpu")
+    with pytest.raises(ValueError, match=r"model\.pt2 is for cuda alone"):
+        template.load("pt2", device="cpu")
+
+
+def test_openvino_is_no_runtime_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
+) -> None:
+    """Where it alone is installed, a model that was exported for a GPU ran on the CPU."""
+    facts["artefacts"]["onnx"]["mode"] = "standard"
+    monkeypatch.setattr(template, "manifest", lambda *_: facts)
+    alone = {"openvino": "here"}
+    monkeypatch.setattr(template.importlib.util, "find_spec", alone.get)
+    assert template.runtime_of(facts, "onnx") == "openvino"
+    with pytest.raises(ValueError, match="runs on cuda by onnxruntime-gpu"):
+        template.load("onnx", device="cuda")
+    facts["model"]["device"] = "cuda"
+    with pytest.raises(ImportError, match="pip install 'onnxruntime-gpu>="):
+        template.load("onnx")
+
+
+class RuntimeRefusedError(Exception):
+    """As those of ONNX Runtime, which have no other base."""
+
+
+@pytest.mark.parametrize("text", ["no kernel is here\nmore", ""])
+def test_what_a_runtime_says_is_one_line(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """A GPU's bundle at a batch that has no plan ended in a traceback."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        def model(images: Any) -> Any:
+            raise RuntimeRefusedError(text)
+
+        return model
+
+    monkeypatch.setattr(template, "load", refuse)
+    pictures(bundle / "images", 255)
+    assert template.main([str(bundle / "images")]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == ("error: no kernel is here" if text else "error: RuntimeRefusedError('')")

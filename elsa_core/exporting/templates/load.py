@@ -60,12 +60,14 @@ def load(
         device: "cpu" or "cuda" (ONNX Runtime's CUDA provider); default: the model's own.
     """
     facts = manifest(bundle)
-    chosen = format or _first(facts)
+    chosen = format or _first(facts, device)
     path = bundle / _file(facts, chosen)
     if line := _missing(facts, chosen):
         raise ImportError(line)
     runtime, own = runtime or runtime_of(facts, chosen), facts["model"]["device"]
     if runtime == "openvino":
+        if device == "cuda":
+            raise ValueError(f"{path.name} runs on cuda by onnxruntime-gpu: OpenVINO is for cpu")
         return _openvino(path)
     if runtime == "onnxruntime":
         names = facts["artefacts_libraries"][runtime] if library else ()
@@ -108,20 +110,24 @@ def _file(facts: dict[str, Any], format: str) -> str:
     raise ValueError(f"this bundle holds no {format!r}: choose one of {names}")
 
 
-def _first(facts: dict[str, Any]) -> str:
-    """The first format whose runtime is installed."""
-    here = [name for name in ORDER if name in facts["artefacts"]]
+def _first(facts: dict[str, Any], device: str) -> str:
+    """The first format whose runtime is installed; ONNX alone runs on another device too."""
+    order = ORDER if device in ("", facts["model"]["device"]) else ("onnx", *ORDER)
+    here = [name for name in order if name in facts["artefacts"]]
     if found := next((name for name in here if not _missing(facts, name)), ""):
         return found
     raise ImportError(_missing(facts, here[-1]))
 
 
 def runtime_of(facts: dict[str, Any], format: str) -> str:
-    """The package that runs a format. OpenVINO reads no functions: it needs mode "standard"."""
+    """The package that runs a format. OpenVINO reads no functions, and is for CPUs alone here."""
     if not format.startswith("onnx"):
         return "torch"
     names = ("onnxruntime", "openvino")
-    plain = facts["artefacts"][format].get("mode") == "standard"
+    plain = (facts["artefacts"][format].get("mode"), facts["model"]["device"]) == (
+        "standard",
+        "cpu",
+    )
     return next((n for n in names if plain and importlib.util.find_spec(n)), names[0])
 
 
@@ -390,8 +396,8 @@ def main(arguments: Sequence[str]) -> int:
             Path(given.output).write_text(f"{text.rstrip()}\n", encoding="utf-8")
     except BrokenPipeError:  # the reader has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+    except Exception as error:  # ONNX Runtime's have no other base
+        print(f"error: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
         return 1
     return failed
 
