@@ -264,6 +264,33 @@ def test_openvino_is_no_runtime_of_a_gpu(
         template.load("onnx")
 
 
+@pytest.mark.parametrize(
+    ("device", "seen"), [([], [4, 2]), (["--device", "cuda"], [4, 2]), (["--device", "cpu"], [5])]
+)
+def test_images_fill_up_the_batches_that_a_gpu_has_plans_for(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], device: list[str],
+    seen: list[int],
+) -> None:  # fmt: skip
+    """Five images, with the default of eight at once, had no plan."""
+    facts["artefacts_libraries"] = {"cuda": ["lib/a.so", "lib/a.elsa"]}
+    facts["reference"] = {"batch_sizes": [2, 4]}
+    given = ["-o", str(bundle / "out.csv"), "--top", "1", *device]
+    rows: list[int] = []
+    model = template.load()
+
+    def counted(images: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        rows.append(len(images))
+        return model(images)
+
+    monkeypatch.setattr(template, "load", lambda *_, **__: counted)
+    pictures(bundle / "images", 0, 100, 200, 210, 220)
+    assert template.main([str(bundle / "images"), *given]) == 0
+    assert rows == seen
+    with (bundle / "out.csv").open() as file:
+        classes = [row["class"] for row in csv.DictReader(file)]
+    assert classes == ["0", "0", "2", "2", "2"]
+
+
 class RuntimeRefusedError(Exception):
     """As those of ONNX Runtime, which have no other base."""
 

@@ -32,6 +32,7 @@ from elsa_core.exporting import artefacts, fresh, gpu_library, onnx_calls, ort_l
 from elsa_core.exporting.bundle import Bundle
 from elsa_core.exporting.export_target import export_target
 from elsa_core.exporting.manifest import read_manifest
+from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading.loader import Loaded
 from elsa_core.patching import patched_sites
@@ -442,6 +443,23 @@ def test_load_asks_for_the_provider(monkeypatch: pytest.MonkeyPatch, starts: boo
         with pytest.raises(RuntimeError, match="CUDAExecutionProvider does not start"):
             template._onnx(Path("model.onnx"), [], "cuda")
     assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+def test_the_readme_of_a_bundle_with_plans(bundle: Bundle) -> None:
+    """It gave C++ a library alone, which serves nothing, and batches of any size."""
+    lib = {"cuda": [gpu_library.LIBRARY, gpu_library.PLANS], "torch": [],
+           "onnxruntime": ["lib/libelsa_onnxruntime.so"]}  # fmt: skip
+    kernels = {"isa": [], "platform": "here", "gpu_archs": ["sm_90"], "gpus": {"sm_90": "a GPU"},
+               "gpu_archs_verified": ["sm_90"]}  # fmt: skip
+    text = readme(bundle.manifest | {
+        "model": bundle.manifest["model"] | {"device": "cuda"}, "artefacts_libraries": lib,
+        "libraries": {gpu_library.LIBRARY: kernels},
+    })  # fmt: skip
+    assert f'dlopen("{gpu_library.LIBRARY}"' in text and "elsa_cuda_serve_file(bytes" in text
+    assert "lib/ serve batches of 1, 2, 3 alone" in text and "may have any size" not in text
+    assert "onnxruntime-gpu>=" in text and "load.py --device cpu" in text
+    plain = readme(bundle.manifest)
+    assert "may have any size" in plain and "elsa_cuda_serve_file" not in plain
 
 
 @pytest.mark.parametrize(("format", "device", "let_in"), [

@@ -308,15 +308,20 @@ def images_in(paths: Sequence[str]) -> list[Path]:
 def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dict[str, Any]]:
     """One entry for each image: its classes, most likely first, or its outputs; or its error."""
     names = class_names(facts := manifest(), file=given.labels)
-    for start in range(0, len(files), given.batch_size):
+    # A GPU's plans are for these batches alone; what fills one up is computed and left out.
+    planned = facts.get("artefacts_libraries", {}).get("cuda") and given.device != "cpu"
+    sizes = facts["reference"]["batch_sizes"] if planned else []
+    most = min(given.batch_size, max(sizes, default=given.batch_size))
+    for start in range(0, len(files), most):
         good, arrays = [], []
-        for file in files[start : start + given.batch_size]:
+        for file in files[start : start + most]:
             try:
                 arrays.append(preprocess(file))
                 good.append(file)
             except (OSError, ValueError) as error:
                 yield {"file": str(file), "error": str(error).splitlines()[0]}
-        outputs = model(np.concatenate(arrays)) if arrays else []
+        rows = min((size for size in sizes if size >= len(arrays)), default=len(arrays))
+        outputs = model(np.concatenate((arrays * rows)[:rows])) if arrays else []
         for row, file in enumerate(good):
             entry: dict[str, Any] = {"file": str(file)}
             if facts["outputs"][0]["name"] == "logits":
