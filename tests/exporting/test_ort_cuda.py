@@ -445,6 +445,39 @@ def test_load_asks_for_the_provider(monkeypatch: pytest.MonkeyPatch, starts: boo
     assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
 
 
+@pytest.mark.parametrize("fails", [True, False], ids=["by the library", "by the bodies"])
+def test_load_refuses_nodes_that_went_to_the_cpu(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The library serves both providers: without its plans a verification on a GPU was of the CPU.
+
+    What a real session says of itself, which has the CPU alone.
+    """
+    ort = pytest.importorskip("onnxruntime")
+    real = ort.InferenceSession
+    if not hasattr(real, "get_provider_graph_assignment_info"):
+        pytest.skip("this onnxruntime does not say where nodes went")
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+    class Session(real):  # type: ignore[misc, valid-type]
+        def __init__(self, path: str, options: Any, providers: Any) -> None:
+            super().__init__(path, options, providers[1:])
+
+        def get_providers(self) -> list[str]:
+            return both
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
+    monkeypatch.setattr(ort, "InferenceSession", Session)
+    libraries = [bundle.path / "lib" / "libelsa_onnxruntime.so"] if fails else []
+    path = bundle.path / "model.onnx"
+    if fails:
+        with pytest.raises(RuntimeError, match="CUDAExecutionProvider has not taken elsa's nodes"):
+            template._onnx(path, libraries, "cuda")
+    else:
+        template._onnx(path, libraries, "cuda")
+    template._onnx(path, libraries, "cpu")
+
+
 def test_the_readme_of_a_bundle_with_plans(bundle: Bundle) -> None:
     """It gave C++ a library alone, which serves nothing, and batches of any size."""
     lib = {"cuda": [gpu_library.LIBRARY, gpu_library.PLANS], "torch": [],

@@ -186,10 +186,16 @@ def _onnx(path: Path, libraries: Sequence[Path], device: str) -> Model:
         raise ImportError(f"no {CUDA}: pip install onnxruntime-gpu, or use device cpu", name=CUDA)
     if on_gpu and hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()  # of NVIDIA's packages
+    opened = onnxruntime.InferenceSession
+    if told := on_gpu and hasattr(opened, "get_provider_graph_assignment_info"):  # 1.24
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     providers = [(CUDA, {"use_tf32": "0"})] * on_gpu + ["CPUExecutionProvider"]  # exact products
-    session = onnxruntime.InferenceSession(str(path), options, providers)
+    session = opened(str(path), options, providers)
     if on_gpu and CUDA not in session.get_providers():  # it has gone on with the CPU
         raise RuntimeError(f"{CUDA} does not start: see what onnxruntime wrote")
+    for part in session.get_provider_graph_assignment_info() if told else ():
+        if part.ep_name != CUDA and any(node.domain == "elsa" for node in part.get_nodes()):
+            raise RuntimeError(f"{CUDA} has not taken elsa's nodes: are the plans in lib/?")
     types = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
