@@ -237,6 +237,7 @@ class Gpu {
     Scratch(const Gpu& gpu, const Context& c, size_t bytes) : gpu_(gpu) {
       if (bytes == 0) return;
       check(KernelContext_GetScratchBuffer(c.api, c.get(), gpu.memory_, bytes, &data_));
+      if (data_ == nullptr) fail(c.api, "%s: no memory for %zu bytes of scratch", c.name, bytes);
     }
     ~Scratch() {
       if (data_ != nullptr)
@@ -268,6 +269,11 @@ class Gpu {
         plan.outputs.size() >= kMostScratch ||
         !gives(plan.outputs[0], dtype, rank, sizes, strides)) {
       fail(c.api, "%s: the plan for %s is for another result", c.name, call.shapes().c_str());
+    }
+    // The layout of a call holds its tensors' alignments; results are planned as aligned ones.
+    if (reinterpret_cast<Address>(out) % elsa_cuda::kAlignment != 0) {
+      fail(c.api, "%s: the address of the result is no multiple of %u", c.name,
+           elsa_cuda::kAlignment);
     }
     uint64_t offsets[kMostScratch], total = 0;
     for (size_t i = 1; i <= plan.outputs.size(); ++i) {  // the last is the workspace
@@ -302,8 +308,9 @@ class Gpu {
       cache.put(key.words(), found.generation, bound);
       return bound;
     } catch (const std::runtime_error& error) {
-      fail(c.api, "%s of %s on sm_%u: %s", c.name, call.shapes().c_str(),
-           elsa_cuda::arch_of(device_), error.what());
+      // Whole: the end says what is served, and `fail` has a line of a limited length.
+      throw std::runtime_error(std::string(c.name) + " of " + call.shapes() + " on sm_" +
+                               std::to_string(elsa_cuda::arch_of(device_)) + ": " + error.what());
     }
   }
 

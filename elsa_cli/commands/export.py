@@ -170,7 +170,7 @@ def command(
         exact = _exact(session, model, replace(options, dtype="fp32"), tower)
         steps.next("loading")
     loaded = _tower(pipeline.open_model(session, model, options), tower, options)
-    _check_archs(archs, loaded)
+    _check_gpu(archs, formats, onnx_mode, loaded)
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
     _check_early(output, zipped, force, formats, dynamic_size)
@@ -284,12 +284,20 @@ def _archs(given: tuple[int, ...] | None, options: Options) -> tuple[str, ...]:
     return tuple(f"sm_{arch}" for arch in given or ())
 
 
-def _check_archs(archs: tuple[str, ...], loaded: Loaded) -> None:
-    """Refuse architectures that cannot be served before minutes go into checking."""
-    if archs:
+def _check_gpu(
+    archs: tuple[str, ...], formats: tuple[str, ...], onnx_mode: str, loaded: Loaded
+) -> None:
+    """Refuse what cannot be served on a GPU before minutes go into checking."""
+    device = next(loaded.model.parameters()).device.type
+    onnx = device == "cuda" and "onnx" in formats
+    if onnx:
+        from elsa_core.exporting.artefacts import require_onnx
+
+        require_onnx(device)
+    if onnx or archs:
         from elsa_core.exporting import gpu_library
 
-        gpu_library.check(archs, next(loaded.model.parameters()).device.type)
+        gpu_library.check(archs, device, onnx and onnx_mode != "standard")
 
 
 def _names(path: Path) -> tuple[str, ...]:

@@ -96,8 +96,8 @@ def require_onnx(device: str) -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UnavailableError(
-            f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime, "
-            "or name other --formats"
+            f"format onnx needs a package: {error}; pip install onnx onnxscript onnxruntime"
+            f"{'-gpu' * (device == 'cuda')}, or name other --formats"
         ) from None
     if device == "cuda" and CUDA_PROVIDER not in onnxruntime.get_available_providers():
         raise UnavailableError(

@@ -60,7 +60,8 @@ def fresh_run(
         further: a file of more inputs, "input.INDEX" each, that are run too.
         python: the interpreter.
     """
-    alone = device == "cpu" or bool(template.manifest(bundle)["artefacts_libraries"].get("cuda"))
+    libraries = template.manifest(bundle)["artefacts_libraries"]
+    alone = device == "cpu" or format.startswith("onnx") or bool(libraries.get("cuda"))
     blocked = [name for name in _BLOCKED if alone or not name.startswith("elsa")]
     with scratch("elsa-verify-") as folder:
         output = folder / "outputs.npz"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,8 @@ _AXES = 4  # of a mask
 
 def of_nodes(
     path: Path, rows: int, precision: str, device: torch.device
-) -> list[Callable[[], object]]:
-    """The calls of a batch, on tensors of zeros.
+) -> Iterator[Callable[[], object]]:
+    """The calls of a batch, on tensors of zeros that each call alone holds.
 
     Args:
         path: model.onnx.
@@ -47,7 +47,7 @@ def of_nodes(
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
-    known, calls = _known(graph), []
+    known = _known(graph)
     for node in graph.node:
         make = _CALLS.get(node.op_type.partition("_")[0])
         if node.domain != DOMAIN or make is None:  # elsa::Linear runs its body
@@ -61,8 +61,7 @@ def of_nodes(
             shape = [_size(size, rows) for size in sizes]
             given.append(torch.zeros(shape, dtype=dtype, device=device) if dtype else None)
         terms = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
-        calls.append(make(given, terms, precision))
-    return calls
+        yield make(given, terms, precision)
 
 
 def without_precision(found: Recorded, precision: str) -> Recorded:
@@ -79,7 +78,7 @@ def without_precision(found: Recorded, precision: str) -> Recorded:
 def _known(graph: GraphProto) -> dict[str, tuple[torch.dtype, Sequence[int | str]]]:
     """The dtype and sizes of each value that an operator may take."""
     found: dict[str, tuple[torch.dtype, Sequence[int | str]]] = {}
-    for value in (*graph.input, *graph.value_info):
+    for value in (*graph.input, *graph.value_info, *graph.output):
         kind = value.type.tensor_type
         if kind.elem_type in _DTYPES:
             sizes = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
@@ -91,10 +90,17 @@ def _known(graph: GraphProto) -> dict[str, tuple[torch.dtype, Sequence[int | str
 
 
 def _size(size: int | str, rows: int) -> int:
-    """A dimension, which may be a formula of the batch: "(4*batch)//2"."""
+    """A dimension, which may be a formula of the batch: "(4*batch)//2".
+
+    Raises:
+        ExportError: it is of something else.
+    """
     import sympy
 
-    return int(sympy.sympify(size).subs(BATCH, rows))
+    found = sympy.sympify(size).subs(BATCH, rows)
+    if not found.is_Integer:
+        raise ExportError(f"ONNX on a GPU: the size {size} is known for no batch")
+    return int(found)
 
 
 def _attention(given: list[Any], terms: dict[str, Any], precision: str) -> Callable[[], object]:

@@ -29,7 +29,8 @@ From any language: {register}, then open `model.onnx`.
 {openvino}{provider}
 """
 _PROVIDER = """
-It runs on ONNX Runtime's CUDAExecutionProvider (`use_tf32` 0 makes products as exact as PyTorch's);
+It runs on ONNX Runtime's CUDAExecutionProvider (with `use_tf32` 0 its float32 products do not round
+their factors to TF32, and load.py says so);
 `load.load("onnx", device="cpu")` and `load.py --device cpu` run it on the CPU."""
 _CPP = """## C++ with libtorch
 
@@ -42,9 +43,13 @@ dlopen("{library}", RTLD_NOW | RTLD_GLOBAL);
 torch::jit::Module model = torch::jit::load("model.ts");
 torch::Tensor out = model.forward({{{example}}}).toTensor();
 ```
-
+{plans}
 `extra/elsa.txt` inside model.ts holds input_size, mean and std. TorchScript is deprecated in
 PyTorch: use it for programs that already load it.
+"""
+_PLANS = """
+Between the two hand the bytes of `{}` to `elsa_cuda_serve_file(bytes, size, "CUDA")` of the
+library (`dlsym`), which answers null or what is wrong. The model and its inputs are on the GPU.
 """
 
 
@@ -60,7 +65,8 @@ def readme(manifest: dict[str, Any]) -> str:
     parts.append(_tensors(manifest))
     parts.append(_in_words(manifest))
     libraries = manifest["artefacts_libraries"]
-    library = next(iter(libraries["torch"] or libraries.get("cuda") or [""]))
+    on_gpu = libraries.get("cuda")
+    library = next(iter(libraries["torch"] or on_gpu or [""]))
     for name in ("pt2", "torchscript"):
         if name in artefacts:
             oldest = artefacts[name]["runtime"]["torch"]
@@ -89,7 +95,9 @@ def readme(manifest: dict[str, Any]) -> str:
         kind = "zeros" if first["dtype"] == "int64" else "rand"
         size = ", ".join(map(str, [1, *first["shape"][1:]]))
         dtype = ", torch::kLong" if first["dtype"] == "int64" else ""
-        parts.append(_CPP.format(library=library, example=f"torch::{kind}({{{size}}}{dtype})"))
+        example = f"torch::{kind}({{{size}}}{dtype})"
+        plans = _PLANS.format(on_gpu[1]) if on_gpu else ""
+        parts.append(_CPP.format(library=library, example=example, plans=plans))
     if manifest.get("accuracy"):
         parts.append(_accuracy(manifest))
     parts.append(_limits(manifest))
@@ -131,8 +139,7 @@ def _in_words(manifest: dict[str, Any]) -> str:
             f"In: {colours} images of {height} x {width} pixels. `load.preprocess` resizes one\n"
             f"({given['interpolation']}) so that the centre crop keeps {share:g} of it,\n"
             f"scales it to 0..1, subtracts the mean {mean}\n"
-            f"and divides by the standard deviation {std}, channel by channel.\n"
-            "The batch comes first and may have any size."
+            f"and divides by the standard deviation {std}, channel by channel.\n" + _batch(manifest)
         )
     if manifest["outputs"][0]["name"] == "logits":
         count = manifest["outputs"][0]["shape"][-1]
@@ -148,6 +155,16 @@ def _in_words(manifest: dict[str, Any]) -> str:
     if manifest["model"]["weights"].startswith("random"):
         lines.append("**The weights are random: what comes out means nothing.**")
     return "\n\n".join(lines) + "\n"
+
+
+def _batch(manifest: dict[str, Any]) -> str:
+    if not manifest["artefacts_libraries"].get("cuda"):
+        return "The batch comes first and may have any size."
+    sizes = ", ".join(map(str, manifest["reference"]["batch_sizes"]))
+    return (
+        f"The batch comes first. On a GPU the kernels in lib/ serve batches of {sizes} alone,\n"
+        "to which `python load.py` fills up those of images."
+    )
 
 
 def _sizes(manifest: dict[str, Any]) -> str:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import timm
@@ -18,6 +20,11 @@ from PIL import Image
 from processes import alive, seen_from_proc
 from safetensors.torch import save_file
 from sampling import some
+
+from elsa_cli.commands.export import _check_gpu
+from elsa_core.backends import cuda
+from elsa_core.backends.support import Support
+from elsa_core.errors import UnavailableError
 
 from .conftest import Elsa, environment
 from .test_commands import document
@@ -104,6 +111,22 @@ def test_what_cannot_be_exported(
 ) -> None:
     elsa("export", *TINY, "--quiet", *arguments).fails(code, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_provider_is_said_before_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of no one who has not asked for ONNX."""
+    ort = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    monkeypatch.setattr(cuda, "status", lambda: Support(False, "no GPU"))
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    loaded: Any = SimpleNamespace(model=SimpleNamespace(parameters=lambda: iter([weight])))
+    _check_gpu((), ("torchscript", "pt2"), "custom", loaded)
+    with pytest.raises(UnavailableError, match="its CUDAExecutionProvider: pip install"):
+        _check_gpu((), ("onnx",), "custom", loaded)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    with pytest.raises(UnavailableError, match="onnx on a GPU needs the CUDA library: no GPU"):
+        _check_gpu((), ("onnx",), "custom", loaded)
+    _check_gpu((), ("onnx",), "standard", loaded)
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 8, b"\x08" + b"\0" * 7 + b"{}      "])

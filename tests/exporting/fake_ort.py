@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 STREAM = 0x5EED00  # of a session
+OUT = 0x7000_0000  # the output's address
 PROVIDER = b"CUDAExecutionProvider"
 # Offsets in OrtCustomOp.
 _NAME, _PROVIDER, _TYPE, _DESTROY, _CREATE, _COMPUTE = 16, 24, 32, 72, 136, 144
@@ -40,8 +41,9 @@ class StatusError(Exception):
 class Runtime:
     """The runtime of an API version, and of the device that its CUDA provider has."""
 
-    def __init__(self, path: str, version: int, device: int, stream: int):
+    def __init__(self, path: str, version: int, device: int, stream: int, out: int, memory: bool):
         self.version, self.device, self.stream = version, device, stream
+        self.out, self.memory = out, memory  # the output's address; whether there is scratch
         self.operators: list[int] = []
         self.freed: list[int] = []
         self.scratch: list[tuple[int, int]] = []  # address, bytes
@@ -149,7 +151,7 @@ class Runtime:
             first = self.inputs[0]
             assert first is not None
             found = tuple((_N * rank).from_address(sizes))
-            self.output = Tensor(first.kind, found, 0x7000_0000)
+            self.output = Tensor(first.kind, found, self.out)
             _put(out, _P, self._new(self.output))
 
         def sizes(info: int, out: int, rank: int) -> None:
@@ -199,8 +201,9 @@ class Runtime:
 
         def scratch(context: int, memory: int, size: int, out: int) -> None:
             assert (context, memory) == (2, 5)
-            self.scratch.append((0x6000_0000 + (len(self.scratch) << 24), size))
-            _put(out, _P, self.scratch[-1][0])
+            if self.memory:
+                self.scratch.append((0x6000_0000 + (len(self.scratch) << 24), size))
+            _put(out, _P, self.scratch[-1][0] if self.memory else None)
 
         def release(allocator: int) -> None:
             self.alive -= 1
@@ -221,11 +224,11 @@ def _put(out: int, kind: Any, value: Any) -> None:
 
 def main() -> None:
     """Answer a question on standard input in a process whose driver is the stub: a library, an API
-    version, a device and a stream, and calls one after another."""
+    version, a device and more of `Runtime`, and calls one after another."""
     asked = json.load(sys.stdin)
-    runtime = Runtime(*(asked[name] for name in ("library", "version", "device", "stream")))
-    answers = []
-    for name, inputs, attributes in asked["calls"]:
+    calls, answers = asked.pop("calls"), []
+    runtime = Runtime(**asked)
+    for name, inputs, attributes in calls:
         given = [each and Tensor(each[0], tuple(each[1]), each[2]) for each in inputs]
         try:
             answers.append({"sizes": runtime.run(name, given, **attributes).sizes, "error": ""})

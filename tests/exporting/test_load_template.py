@@ -232,3 +232,83 @@ def test_a_bundle_of_plans_beside_the_package(tmp_path: Path) -> None:
         alone.delitem(sys.modules, "elsa_core")
         with pytest.raises(OSError, match=r"none\.so"):
             template.load_operators(facts, tmp_path)
+
+
+def test_another_device_is_for_onnx(monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]) -> None:
+    """`--device cpu` took model.pt2 of a GPU's bundle, and said that it is for cuda alone."""
+    facts["model"]["device"] = "cuda"
+    facts["artefacts"]["pt2"] = {"file": "model.pt2"}
+    facts["artefacts_libraries"] = {"onnxruntime": []}
+    monkeypatch.setattr(template, "manifest", lambda *_: facts)
+    monkeypatch.setattr(template.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(template, "_onnx", lambda path, libraries, device: (path.name, device))
+    assert template._first(facts, "") == template._first(facts, "cuda") == "pt2"
+    assert template.load(device="cpu") == ("model.onnx", "cpu")
+    with pytest.raises(ValueError, match=r"model\.pt2 is for cuda alone"):
+        template.load("pt2", device="cpu")
+
+
+def test_openvino_is_no_runtime_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
+) -> None:
+    """Where it alone is installed, a model that was exported for a GPU ran on the CPU."""
+    facts["artefacts"]["onnx"]["mode"] = "standard"
+    monkeypatch.setattr(template, "manifest", lambda *_: facts)
+    alone = {"openvino": "here"}
+    monkeypatch.setattr(template.importlib.util, "find_spec", alone.get)
+    assert template.runtime_of(facts, "onnx") == "openvino"
+    with pytest.raises(ValueError, match="runs on cuda by onnxruntime-gpu"):
+        template.load("onnx", device="cuda")
+    facts["model"]["device"] = "cuda"
+    with pytest.raises(ImportError, match="pip install 'onnxruntime-gpu>="):
+        template.load("onnx")
+
+
+@pytest.mark.parametrize(
+    ("device", "seen"), [([], [4, 2]), (["--device", "cuda"], [4, 2]), (["--device", "cpu"], [5])]
+)
+def test_images_fill_up_the_batches_that_a_gpu_has_plans_for(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], device: list[str],
+    seen: list[int],
+) -> None:  # fmt: skip
+    """Five images, with the default of eight at once, had no plan."""
+    facts["artefacts_libraries"] = {"cuda": ["lib/a.so", "lib/a.elsa"]}
+    facts["reference"] = {"batch_sizes": [2, 4]}
+    given = ["-o", str(bundle / "out.csv"), "--top", "1", *device]
+    rows: list[int] = []
+    model = template.load()
+
+    def counted(images: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        rows.append(len(images))
+        return model(images)
+
+    monkeypatch.setattr(template, "load", lambda *_, **__: counted)
+    pictures(bundle / "images", 0, 100, 200, 210, 220)
+    assert template.main([str(bundle / "images"), *given]) == 0
+    assert rows == seen
+    with (bundle / "out.csv").open() as file:
+        classes = [row["class"] for row in csv.DictReader(file)]
+    assert classes == ["0", "0", "2", "2", "2"]
+
+
+class RuntimeRefusedError(Exception):
+    """As those of ONNX Runtime, which have no other base."""
+
+
+@pytest.mark.parametrize("text", ["no kernel is here\nmore", ""])
+def test_what_a_runtime_says_is_one_line(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """A GPU's bundle at a batch that has no plan ended in a traceback."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        def model(images: Any) -> Any:
+            raise RuntimeRefusedError(text)
+
+        return model
+
+    monkeypatch.setattr(template, "load", refuse)
+    pictures(bundle / "images", 255)
+    assert template.main([str(bundle / "images")]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == ("error: no kernel is here" if text else "error: RuntimeRefusedError('')")

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_ort import STREAM
+from fake_ort import OUT, STREAM
 from layouts import layout
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,10 +28,11 @@ from elsa_core.backends.cuda.plan import Kernel, Launch, Output, Plan, Pointer
 from elsa_core.backends.cuda.plan import write as plan_bytes
 from elsa_core.backends.cuda.record import DTYPES
 from elsa_core.errors import ExportError, UnavailableError
-from elsa_core.exporting import artefacts, gpu_library, onnx_calls, ort_library, verify
+from elsa_core.exporting import artefacts, fresh, gpu_library, onnx_calls, ort_library, verify
 from elsa_core.exporting.bundle import Bundle
 from elsa_core.exporting.export_target import export_target
 from elsa_core.exporting.manifest import read_manifest
+from elsa_core.exporting.readme import readme
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading.loader import Loaded
 from elsa_core.patching import patched_sites
@@ -43,7 +45,10 @@ ROOT = HERE.parents[1]
 STUB = ROOT / "tests" / "backends" / "cuda_stub.cpp"
 FLOAT, BOOL, HALF = 1, 9, 10
 WORKSPACE = 100
-SERVED = "this bundle serves batches of 2 on sm_90"
+# As long as the longest that an export writes.
+SERVED = f"this bundle serves batches of {', '.join(map(str, range(1, 65)))} on " + ", ".join(
+    f"sm_{arch}" for arch in range(70, 122)
+)
 HEADS: dict[str, Any] = {"is_causal": 0, "scale": 0.25}
 PACKED: dict[str, Any] = {"num_heads": 3, "is_causal": 1, "scale": 0.3}
 WINDOW: dict[str, Any] = {
@@ -149,14 +154,14 @@ class NodeBundle:
 
     def ask(
         self, *calls: Any, version: int = 18, device: int = 0, stream: int = STREAM,
-        **variables: str,
+        out: int = OUT, memory: bool = True, **variables: str,
     ) -> dict[str, Any]:  # fmt: skip
         """What the played runtime answers, see `fake_ort.main`."""
         log = self.folder / "log"
         log.unlink(missing_ok=True)
         asked = {
-            "library": str(self.library), "version": version, "device": device, "stream": stream,
-            "calls": calls,
+            "path": str(self.library), "version": version, "device": device, "stream": stream,
+            "out": out, "memory": memory, "calls": calls,
         }  # fmt: skip
         environment = {"STUB_LOG": str(log), "LD_LIBRARY_PATH": self.driver, **variables}
         done = subprocess.run(
@@ -179,7 +184,7 @@ def make(tmp_path: Path, driver: str) -> Make:
         bundle = NodeBundle(tmp_path, driver)
         bundle.plans.parent.mkdir()
         calls = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
-        bundle.plans.write_bytes(plans(calls))
+        bundle.plans.write_bytes(plans(list(calls)))
         shutil.copyfile(ort_library.build(on_gpu=True), bundle.library)
         return bundle
 
@@ -229,7 +234,7 @@ def test_a_node_is_launched_on_the_sessions_stream(name: str, make: Make) -> Non
         else:
             given = [first, 0x20000, 0x30000, 0x40000 if inputs[3:] else 0]
         parts = [block] if "Window" in op_type else [block, block + 512]
-        assert (stream, pointers) == (STREAM, [*given, 0x70000000, *parts])
+        assert (stream, pointers) == (STREAM, [*given, OUT, *parts])
     assert len(launches(answer)) == 2
     needed = WORKSPACE + (0 if "Window" in op_type else 512)
     assert [size >= needed for _, size in answer["scratch"]] == [True] * 2
@@ -277,6 +282,19 @@ def test_without_a_stream_nothing_is_launched(make: Make) -> None:
     assert not launches(answer) and not answer["scratch"]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"out": OUT + 4}, "the address of the result is no multiple of 16"),
+     ({"memory": False}, "no memory for 1024 bytes of scratch")],
+    ids=["a result that is not aligned", "no memory"],
+)  # fmt: skip
+def test_memory_that_no_plan_is_for(given: dict[str, Any], said: str, make: Make) -> None:
+    """A caller binds a result wherever it likes; kernels store 16 bytes at once."""
+    answer = make().ask(call("packed"), **given)
+    assert answer["answers"][0]["error"] == f"elsa::PackedAttention: {said}"
+    assert not launches(answer) and not answer["freed"]
+
+
 @pytest.mark.parametrize("failing", ["cuLaunchKernelEx", "cuModuleLoadData"])
 def test_what_the_driver_refuses_is_an_error(failing: str, make: Make) -> None:
     answer = make().ask(call("packed"), STUB_FAIL=failing)
@@ -314,7 +332,7 @@ def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path
     op_type, terms, inputs = node
     path = model(tmp_path, op_type, terms, inputs)
     with pytest.raises(ExportError, match="leave onnx out"):
-        onnx_calls.of_nodes(path, 2, "strict", torch.device("cpu"))
+        list(onnx_calls.of_nodes(path, 2, "strict", torch.device("cpu")))
     given = [[kind, sizes, (i + 1) << 16] for i, (kind, sizes) in enumerate(inputs)]
     answer = make().ask([op_type, given, terms])
     assert "on a GPU there must be as many key heads" in answer["answers"][0]["error"]
@@ -324,6 +342,26 @@ def test_nodes_without_kernels_are_refused(node: Any, make: Make, tmp_path: Path
 @pytest.mark.parametrize("size", ["batch", "(4*batch)//2", 6])
 def test_sizes_may_be_formulas_of_the_batch(size: int | str) -> None:
     assert onnx_calls._size(size, 3) == (3 if size == "batch" else 6)
+
+
+def test_a_size_of_something_else_is_refused() -> None:
+    with pytest.raises(ExportError, match="the size height is known for no batch"):
+        onnx_calls._size("height", 3)
+
+
+def test_a_node_may_take_what_the_graph_gives(tmp_path: Path) -> None:
+    """A result of the model that the next site reads is named among the graph's outputs alone."""
+    qkv = helper.make_tensor_value_info("qkv", FLOAT, ("batch", 5, 144))
+    shifted = helper.make_tensor_value_info("shifted", FLOAT, ("batch", 5, 144))
+    out = helper.make_tensor_value_info("out", FLOAT, ("batch", 5, 48))
+    nodes = [
+        helper.make_node("Neg", ["qkv"], ["shifted"]),
+        helper.make_node("PackedAttention", ["shifted"], ["out"], domain="elsa", **PACKED),
+    ]
+    graph = helper.make_graph(nodes, "two", [qkv], [shifted, out])
+    onnx.save(helper.make_model(graph), str(tmp_path / "model.onnx"))
+    (call,) = onnx_calls.of_nodes(tmp_path / "model.onnx", 2, "strict", torch.device("meta"))
+    assert call.args[0].shape == (2, 3, 5, 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a CUDA driver is meant")
@@ -360,7 +398,7 @@ class Calls(TorchDispatchMode):
 def test_a_models_nodes_make_the_models_calls(bundle: Bundle, vit: Loaded) -> None:
     """Of the same layouts, so that the kernels of one are those of the other."""
     path = bundle.path / "model.onnx"
-    nodes = onnx_calls.of_nodes(path, 2, "strict", torch.device("meta"))
+    nodes = list(onnx_calls.of_nodes(path, 2, "strict", torch.device("meta")))
     with torch.no_grad(), Calls() as calls:
         vit.model(*vit.example_inputs(2))
     assert len(nodes) == 2 and [layout(*each.args) for each in nodes] == calls.layouts
@@ -405,6 +443,75 @@ def test_load_asks_for_the_provider(monkeypatch: pytest.MonkeyPatch, starts: boo
         with pytest.raises(RuntimeError, match="CUDAExecutionProvider does not start"):
             template._onnx(Path("model.onnx"), [], "cuda")
     assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["by the library", "by the bodies"])
+def test_load_refuses_nodes_that_went_to_the_cpu(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The library serves both providers: without its plans a verification on a GPU was of the CPU.
+
+    What a real session says of itself, which has the CPU alone.
+    """
+    ort = pytest.importorskip("onnxruntime")
+    real = ort.InferenceSession
+    if not hasattr(real, "get_provider_graph_assignment_info"):
+        pytest.skip("this onnxruntime does not say where nodes went")
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+    class Session(real):  # type: ignore[misc, valid-type]
+        def __init__(self, path: str, options: Any, providers: Any) -> None:
+            super().__init__(path, options, providers[1:])
+
+        def get_providers(self) -> list[str]:
+            return both
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
+    monkeypatch.setattr(ort, "InferenceSession", Session)
+    libraries = [bundle.path / "lib" / "libelsa_onnxruntime.so"] if fails else []
+    path = bundle.path / "model.onnx"
+    if fails:
+        with pytest.raises(RuntimeError, match="CUDAExecutionProvider has not taken elsa's nodes"):
+            template._onnx(path, libraries, "cuda")
+    else:
+        template._onnx(path, libraries, "cuda")
+    template._onnx(path, libraries, "cpu")
+
+
+def test_the_readme_of_a_bundle_with_plans(bundle: Bundle) -> None:
+    """It gave C++ a library alone, which serves nothing, and batches of any size."""
+    lib = {"cuda": [gpu_library.LIBRARY, gpu_library.PLANS], "torch": [],
+           "onnxruntime": ["lib/libelsa_onnxruntime.so"]}  # fmt: skip
+    kernels = {"isa": [], "platform": "here", "gpu_archs": ["sm_90"], "gpus": {"sm_90": "a GPU"},
+               "gpu_archs_verified": ["sm_90"]}  # fmt: skip
+    text = readme(bundle.manifest | {
+        "model": bundle.manifest["model"] | {"device": "cuda"}, "artefacts_libraries": lib,
+        "libraries": {gpu_library.LIBRARY: kernels},
+    })  # fmt: skip
+    assert f'dlopen("{gpu_library.LIBRARY}"' in text and "elsa_cuda_serve_file(bytes" in text
+    assert "lib/ serve batches of 1, 2, 3 alone" in text and "may have any size" not in text
+    assert "onnxruntime-gpu>=" in text and "load.py --device cpu" in text
+    plain = readme(bundle.manifest)
+    assert "may have any size" in plain and "elsa_cuda_serve_file" not in plain
+
+
+@pytest.mark.parametrize(("format", "device", "let_in"), [
+    ("onnx", "cuda", False), ("onnx", "cpu", False), ("pt2", "cuda", True),
+])  # fmt: skip
+def test_no_run_of_onnx_can_import_the_package(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, format: str, device: str, let_in: bool
+) -> None:
+    """A bundle for a GPU without plans needs it in torch, and in ONNX Runtime never."""
+    commands: list[list[str]] = []
+
+    def begun(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return nullcontext(SimpleNamespace())
+
+    monkeypatch.setattr(fresh, "running", begun)
+    with fresh.fresh_run(bundle.path, format, runtime="", device=device):
+        blocked = commands[0][3].split(",")
+    assert ("elsa_core" not in blocked) == let_in and "timm" in blocked
 
 
 def test_a_verification_without_the_provider_is_skipped(

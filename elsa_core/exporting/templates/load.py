@@ -60,12 +60,14 @@ def load(
         device: "cpu" or "cuda" (ONNX Runtime's CUDA provider); default: the model's own.
     """
     facts = manifest(bundle)
-    chosen = format or _first(facts)
+    chosen = format or _first(facts, device)
     path = bundle / _file(facts, chosen)
     if line := _missing(facts, chosen):
         raise ImportError(line)
     runtime, own = runtime or runtime_of(facts, chosen), facts["model"]["device"]
     if runtime == "openvino":
+        if device == "cuda":
+            raise ValueError(f"{path.name} runs on cuda by onnxruntime-gpu: OpenVINO is for cpu")
         return _openvino(path)
     if runtime == "onnxruntime":
         names = facts["artefacts_libraries"][runtime] if library else ()
@@ -108,20 +110,24 @@ def _file(facts: dict[str, Any], format: str) -> str:
     raise ValueError(f"this bundle holds no {format!r}: choose one of {names}")
 
 
-def _first(facts: dict[str, Any]) -> str:
-    """The first format whose runtime is installed."""
-    here = [name for name in ORDER if name in facts["artefacts"]]
+def _first(facts: dict[str, Any], device: str) -> str:
+    """The first format whose runtime is installed; ONNX alone runs on another device too."""
+    order = ORDER if device in ("", facts["model"]["device"]) else ("onnx", *ORDER)
+    here = [name for name in order if name in facts["artefacts"]]
     if found := next((name for name in here if not _missing(facts, name)), ""):
         return found
     raise ImportError(_missing(facts, here[-1]))
 
 
 def runtime_of(facts: dict[str, Any], format: str) -> str:
-    """The package that runs a format. OpenVINO reads no functions: it needs mode "standard"."""
+    """The package that runs a format. OpenVINO reads no functions, and is for CPUs alone here."""
     if not format.startswith("onnx"):
         return "torch"
     names = ("onnxruntime", "openvino")
-    plain = facts["artefacts"][format].get("mode") == "standard"
+    plain = (facts["artefacts"][format].get("mode"), facts["model"]["device"]) == (
+        "standard",
+        "cpu",
+    )
     return next((n for n in names if plain and importlib.util.find_spec(n)), names[0])
 
 
@@ -180,10 +186,16 @@ def _onnx(path: Path, libraries: Sequence[Path], device: str) -> Model:
         raise ImportError(f"no {CUDA}: pip install onnxruntime-gpu, or use device cpu", name=CUDA)
     if on_gpu and hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()  # of NVIDIA's packages
+    opened = onnxruntime.InferenceSession
+    if told := on_gpu and hasattr(opened, "get_provider_graph_assignment_info"):  # 1.24
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     providers = [(CUDA, {"use_tf32": "0"})] * on_gpu + ["CPUExecutionProvider"]  # exact products
-    session = onnxruntime.InferenceSession(str(path), options, providers)
+    session = opened(str(path), options, providers)
     if on_gpu and CUDA not in session.get_providers():  # it has gone on with the CPU
         raise RuntimeError(f"{CUDA} does not start: see what onnxruntime wrote")
+    for part in session.get_provider_graph_assignment_info() if told else ():
+        if part.ep_name != CUDA and any(node.domain == "elsa" for node in part.get_nodes()):
+            raise RuntimeError(f"{CUDA} has not taken elsa's nodes: are the plans in lib/?")
     types = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(int64)": np.int64}
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
@@ -302,15 +314,20 @@ def images_in(paths: Sequence[str]) -> list[Path]:
 def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dict[str, Any]]:
     """One entry for each image: its classes, most likely first, or its outputs; or its error."""
     names = class_names(facts := manifest(), file=given.labels)
-    for start in range(0, len(files), given.batch_size):
+    # A GPU's plans are for these batches alone; what fills one up is computed and left out.
+    planned = facts.get("artefacts_libraries", {}).get("cuda") and given.device != "cpu"
+    sizes = facts["reference"]["batch_sizes"] if planned else []
+    most = min(given.batch_size, max(sizes, default=given.batch_size))
+    for start in range(0, len(files), most):
         good, arrays = [], []
-        for file in files[start : start + given.batch_size]:
+        for file in files[start : start + most]:
             try:
                 arrays.append(preprocess(file))
                 good.append(file)
             except (OSError, ValueError) as error:
                 yield {"file": str(file), "error": str(error).splitlines()[0]}
-        outputs = model(np.concatenate(arrays)) if arrays else []
+        rows = min((size for size in sizes if size >= len(arrays)), default=len(arrays))
+        outputs = model(np.concatenate((arrays * rows)[:rows])) if arrays else []
         for row, file in enumerate(good):
             entry: dict[str, Any] = {"file": str(file)}
             if facts["outputs"][0]["name"] == "logits":
@@ -390,8 +407,8 @@ def main(arguments: Sequence[str]) -> int:
             Path(given.output).write_text(f"{text.rstrip()}\n", encoding="utf-8")
     except BrokenPipeError:  # the reader has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+    except Exception as error:  # ONNX Runtime's have no other base
+        print(f"error: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
         return 1
     return failed
 
