@@ -131,8 +131,7 @@ def run(shape, dtype, alpha, options):
         g.double(), *wide, *eager_entmax.attention(*wide, *terms), *terms, "strict", needs
     )
     theirs = [  # rounded to the dtype of the results
-        t.to(dtype)
-        for t in eager_entmax.backward(g.float(), *near, *peer, *terms, "strict", needs)
+        t.to(dtype) for t in eager_entmax.backward(g.float(), *near, *peer, *terms, "strict", needs)
     ]
     pairs = [("o", out, exact, peer[0]), *zip("qkvma", got, expected, theirs, strict=True)]
     found = [x for x in pairs if x[1].numel()]

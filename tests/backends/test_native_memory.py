@@ -53,7 +53,8 @@ calls = {
     "entmax": lambda: elsa.entmax_attention(q, q, q, backend="native"),
     "gradient of entmax": lambda: ops.entmax_attention_backward(
         q, q, q, q, None, None, q, torch.zeros(3, 1, 2, 50),
-        torch.ones(1, 2, 1, 1, dtype=torch.uint8), 1.5, False, 0.25, "strict", [True] * 3 + [False] * 2),
+        torch.ones(1, 2, 1, 1, dtype=torch.uint8), 1.5, False, 0.25, "strict",
+        [True] * 3 + [False] * 2),
 }
 torch.set_num_threads(1)
 refuse = ctypes.CDLL(os.environ["LD_PRELOAD"]).refuse

@@ -260,9 +260,7 @@ def test_memory_is_bounded() -> None:
     call = (q, q, q, None, None, 1.5, False, 0.5, "strict")
     with Watch():
         out, rows, tiles = eager_entmax.attention(*call)
-        eager_entmax.backward(
-            out, *call[:5], out, rows, tiles, *call[5:], [True] * 3 + [False] * 2
-        )
+        eager_entmax.backward(out, *call[:5], out, rows, tiles, *call[5:], [True] * 3 + [False] * 2)
     assert 2 * 64 * 2500 <= largest < 2500 * 2500
 
 

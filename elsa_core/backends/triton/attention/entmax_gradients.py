@@ -9,8 +9,8 @@ B = sum(U K). For alpha = 1.5, where U^2 is P, what rounding U to half precision
 than what rounding dS itself does: (delta - c)^2 sum(U^2) = (sum(P (dP - delta)))^2
 <= sum(U^2 (dP - delta)^2), since c = sum(P dP).
 
-float16: a power of two brings dS into its range. For alpha = 1.5 it is known ahead, since U <= 1 and
-|dP|, |delta|, |c| are at most the norm of dO's row times the largest of a value's; else each
+float16: a power of two brings dS into its range. For alpha = 1.5 it is known ahead, since U <= 1
+and |dP|, |delta|, |c| are at most the norm of dO's row times the largest of a value's; else each
 product looks for its own (`accumulate`).
 
 LINE: half precision and alpha = 1.5. RANGE: float16 and alpha = 1.5.
