@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from elsa_core import calls, routing, short_calls
+from elsa_core import calls, short_calls
 from elsa_core.linear import served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
@@ -74,8 +74,8 @@ class ElsaLinear(Derives, nn.Linear):
             terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
         work = input.numel() * self.weight.shape[0]
         # no compiler reads what calls before it have found
-        if not is_compiling() and short_calls.LINEAR.serve is not None and terms is NONE:
-            large = norm is None and work >= routing.eager_least("linear", input.dtype)
+        if not is_compiling() and short_calls.LINEAR.serve is not None and terms[0] is None:
+            large = norm is None and short_calls.is_large(work, input.dtype)
             short = self._elsa_short(input) if large else None
             if short is not None:
                 return short
