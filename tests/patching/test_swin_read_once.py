@@ -251,6 +251,14 @@ def test_the_originals_calls_stay_so(asked, monkeypatch):
     assert len(asked) == 3
 
 
+def test_heads_of_another_length_are_asked_about(asked):
+    """One call may be a kernel's where that of a block with as many, longer heads is not."""
+    one, other = block(), block(head_dim=4)
+    warm(*one)
+    warm(*other)
+    assert len(asked) == 2
+
+
 def test_copies_follow_their_own_weights(asked):
     site, x = block(shift_size=2)
     expected = warm(site, x)

@@ -121,9 +121,10 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         if torch._C._is_any_autocast_enabled() or waiting() or is_captured():
             return None
         shape, dtype = x.shape, x.dtype
-        if 3 * x.numel() * shape[-1] >= routing.eager_least("linear", dtype):
+        columns = getattr(attn._modules.get("qkv"), "out_features", 3 * shape[-1])
+        if x.numel() * columns >= routing.eager_least("linear", dtype):
             return None
-        return "windows", shape, dtype, x.device, attn.num_heads, routing.switched()
+        return "windows", shape, dtype, x.device, columns, attn.num_heads, routing.switched()
 
     def _elsa_attn(self, x: Tensor, norm: Any, kind: Any = None) -> Tensor:
         """_attn(norm(x)). kind: of such a call, which elsa's kernel serves unless this one is the
