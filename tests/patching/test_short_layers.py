@@ -70,6 +70,15 @@ def test_open_lengths_are_not_compared(served):
     assert not served
 
 
+def test_an_attribute_in_front_of_a_parameter_is_what_is_read(served, monkeypatch):
+    site, x = layer()
+    monkeypatch.setattr(short_calls, "product", lambda *given: None)
+    vars(site)["weight"] = 2 * site.weight.detach()
+    with torch.no_grad():
+        assert site._elsa_short(x) is None
+        torch.testing.assert_close(site(x), nn.functional.linear(x, site.weight, site.bias))
+
+
 def test_what_else_asks_further(served, monkeypatch):
     site, x = layer()
     weight, bias = site.weight.detach(), site.bias.detach()

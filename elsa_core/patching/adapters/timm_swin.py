@@ -42,6 +42,8 @@ from elsa_core.patching.adapters.windows import (
 )
 from elsa_core.window import window_attention
 
+_TABLE, _INDEX = "relative_position_bias_table", "relative_position_index"
+
 
 class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
     """Swin's block, whose attention reads the projection of the whole image as it lies."""
@@ -190,8 +192,9 @@ def _windows(attn: Any, drops: flat.Drops) -> Callable[[Tensor, Any], Tensor] | 
         if DERIVED.keeps(block):
             bias: Bias = derived(block.elsa_derivation())
         else:
-            table = inner["_parameters"]["relative_position_bias_table"]
-            index = inner["_buffers"]["relative_position_index"]
+            if _TABLE in inner or _INDEX in inner:  # attributes that Python finds before these
+                raise KeyError(_TABLE)
+            table, index = inner["_parameters"][_TABLE], inner["_buffers"][_INDEX]
             bias = as_table(table, index, math.prod(inner["window_size"]))
         windows = window_attention(
             qkv(x), bias.bias, num_heads=inner["num_heads"], window_size=space["window_size"],

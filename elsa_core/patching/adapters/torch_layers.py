@@ -95,9 +95,9 @@ class ElsaLinear(Derives, nn.Linear):
 
     def _elsa_short(self, input: Tensor) -> Tensor | None:
         """A call by the short way, of a product that does not wait for the host; None of others."""
-        own = self._parameters  # here the host finds them sooner than as attributes
-        if "weight" not in own or "bias" not in own:  # something derived stands for a parameter
-            return None
+        own, space = self._parameters, self.__dict__  # the host finds them sooner than attributes
+        if "weight" not in own or "bias" not in own or "weight" in space or "bias" in space:
+            return None  # something derived stands for a parameter
         given = (input, own["weight"], own["bias"], "none", None, None, self.elsa_precision)
         out = short_calls.product((*given, *self.elsa_halves()), self.elsa_backend)
         if out is not None and not is_settled(self):
