@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from elsa_core.errors import ArgumentError, NothingPatchedError
+from elsa_core.patching import adapters
 from elsa_core.patching.adapters.derived import DERIVED, Derivation
 from elsa_core.patching.rewrite import patched_sites
 from elsa_core.patching.sites import plain_model
@@ -128,7 +129,8 @@ class FrozenState:
 
 def _derivations(model: nn.Module) -> Iterator[Derivation]:
     model = plain_model(model)
-    sites = patched_sites(model)
+    layers = {path: m for path, m in model.named_modules() if adapters.is_patched(m)}
+    sites = patched_sites(model) or layers  # a model may have linear layers alone
     if not sites:
         raise NothingPatchedError(
             f"freeze: no site of {type(model).__name__} is patched; call patch first"

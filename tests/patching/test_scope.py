@@ -613,3 +613,14 @@ def test_products_of_ieee_read_no_halves(monkeypatch):
     for precision in ("strict", "ieee"):
         site = SimpleNamespace(elsa_precision=precision, elsa_backend="auto")
         assert halves.are_read(site, _OnGpu()) == (precision == "strict")
+
+
+def test_a_model_of_linear_layers_alone_is_frozen(reads_halves) -> None:
+    model = nn.Sequential(nn.Linear(32, 64)).eval()
+    with pytest.raises(NothingPatchedError):
+        elsa.freeze(model)
+    elsa.patch(model, scope="model")
+    assert elsa.freeze(model).sites == 1
+    model.train()
+    with pytest.raises(ArgumentError, match="in training mode"):
+        elsa.freeze(model)
