@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 from elsa_core.errors import ExportError
 from elsa_core.exporting import operators
 from elsa_core.exporting.tracing import attempt
+from elsa_core.files import scratch
 from elsa_core.messages import first_line, quiet
 
 
@@ -62,12 +67,49 @@ def compile_program(program: torch.export.ExportedProgram, path: Path) -> None:
         ExportError: no working compiler, or a model that Inductor cannot compile.
     """
     try:
-        with quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), _one_standard_library():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     except OSError:
         raise
     except Exception as error:
         raise ExportError(f"AOTInductor cannot compile this model: {first_line(error)}") from error
+
+
+@contextmanager
+def _one_standard_library() -> Iterator[None]:
+    """Lets the linker find this process's libstdc++ where the compiler has a static one alone.
+
+    A package with a copy of its own may end the process that loads it: `std::regex`, by which each
+    reads its device's name, then takes the facets of one copy by the numbers of the other.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = [get_cpp_compiler(), "-print-file-name=libstdc++.so"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    loaded = _mapped("libstdc++.so.")
+    if Path(found).is_absolute() or not loaded:
+        yield
+        return
+    before = os.environ.get("LIBRARY_PATH")
+    with scratch("elsa-link-") as folder:
+        (folder / "libstdc++.so").symlink_to(loaded)
+        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(folder), before)))
+        try:
+            yield
+        finally:
+            del os.environ["LIBRARY_PATH"]
+            if before is not None:
+                os.environ["LIBRARY_PATH"] = before
+
+
+def _mapped(name: str) -> str:
+    """The path of a library that this process has loaded, by how its file's name begins."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    paths = (line.split(maxsplit=5)[-1] for line in lines)
+    return next((path for path in paths if Path(path).name.startswith(name)), "")
 
 
 def _dynamic(inputs: tuple[Tensor, ...], dynamic_size: bool, step: int) -> tuple[Any, ...]:
