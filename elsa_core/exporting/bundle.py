@@ -179,8 +179,7 @@ def export(
         _check_support(exported, chosen)
         if "onnx" in chosen.formats:
             require_onnx(exported.device)
-        gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes)
-        _check_compiled(exported.device, chosen)
+        gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
         _check_disk_space(exported, chosen, target, given)
         check = _checked(exported, check, say)
         say("computing the reference in float64")
@@ -258,23 +257,6 @@ def _check_target(target: Path, given: Path, zip: bool, force: bool) -> None:
             pass
     except ModelError:
         raise ArgumentError(f"{given} (-o) is not a bundle that elsa wrote: not replaced") from None
-
-
-def _check_compiled(device: str, chosen: Choices) -> None:
-    """A package of AOTInductor has no Python: on a GPU the library serves it, by model.pt2's plans.
-
-    Raises:
-        ArgumentError: one of both is not asked for.
-    """
-    if device != "cuda" or "aoti" not in chosen.formats:
-        return
-    if "pt2" not in chosen.formats or not gpu_library.is_asked_for(
-        device, chosen.gpu_archs, chosen.nodes
-    ):
-        raise ArgumentError(
-            "aoti on a GPU needs model.pt2 and the CUDA library in the bundle: name pt2 among the "
-            "formats, and give --gpu-archs or set ELSA_CUDA_LIBRARY=1"
-        )
 
 
 def _check_support(exported: ExportTarget, chosen: Choices) -> None:
