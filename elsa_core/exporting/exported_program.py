@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import shlex
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,29 +77,28 @@ def compile_program(program: torch.export.ExportedProgram, path: Path) -> None:
 
 @contextmanager
 def _one_standard_library() -> Iterator[None]:
-    """Lets the linker find this process's libstdc++ where the compiler has a static one alone.
+    """Gives the linker this process's libstdc++ where the compiler has a static one alone.
 
     A package with a copy of its own may end the process that loads it: `std::regex`, by which each
     reads its device's name, then takes the facets of one copy by the numbers of the other.
     """
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor import config, cpp_builder
 
-    command = [get_cpp_compiler(), "-print-file-name=libstdc++.so"]
+    compiler = cpp_builder.get_cpp_compiler()
+    command = [compiler, "-print-file-name=libstdc++.so"]
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     loaded = _mapped("libstdc++.so.")
     if Path(found).is_absolute() or not loaded:
         yield
         return
-    before = os.environ.get("LIBRARY_PATH")
     with scratch("elsa-link-") as folder:
         (folder / "libstdc++.so").symlink_to(loaded)
-        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(folder), before)))
-        try:
+        wrapper = folder / "g++"
+        place = shlex.quote(str(folder))
+        wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} -L{place} "$@"\n')
+        wrapper.chmod(0o755)
+        with config.patch({"cpp.cxx": (None, str(wrapper))}):
             yield
-        finally:
-            del os.environ["LIBRARY_PATH"]
-            if before is not None:
-                os.environ["LIBRARY_PATH"] = before
 
 
 def _mapped(name: str) -> str:

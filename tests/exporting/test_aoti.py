@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from torch._inductor import config
+from torch._inductor import config, cpp_builder
 
 from elsa_core.exporting import exported_program
 from elsa_core.exporting.bundle import export
@@ -28,19 +28,28 @@ def test_a_compiled_package_reproduces_the_model(
     assert (tmp_path / "out" / "model.aoti.pt2").stat().st_size > 0
 
 
-def test_one_standard_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A compiler that finds a static libstdc++ alone is given this process's; its environment is
-    as before afterwards."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\necho libstdc++.so\n")
-    compiler.chmod(0o755)
-    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: str(compiler))
-    monkeypatch.setenv("LIBRARY_PATH", "/before")
-    with exported_program._one_standard_library():
-        first, *rest = os.environ["LIBRARY_PATH"].split(os.pathsep)
-        assert (Path(first) / "libstdc++.so").resolve().name.startswith("libstdc++.so.6")
-        assert rest == ["/before"]
-    assert os.environ["LIBRARY_PATH"] == "/before" and not Path(first).exists()
-    compiler.write_text("#!/bin/sh\necho /usr/lib/libstdc++.so\n")
-    with exported_program._one_standard_library():
-        assert os.environ["LIBRARY_PATH"] == "/before"
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_one_standard_library(tmp_path: Path) -> None:
+    """A compiler that has a static libstdc++ alone links this process's."""
+    own, source, built = tmp_path / "g++", tmp_path / "one.cpp", tmp_path / "one.so"
+    static = tmp_path / "own"
+    static.mkdir()
+    shutil.copyfile(_answer(["g++", "-print-file-name=libstdc++.a"]), static / "libstdc++.a")
+    own.write_text(
+        '#!/bin/sh\n[ "$1" = -print-file-name=libstdc++.so ] && echo libstdc++.so && exit\n'
+        f'exec g++ "$@" -L{static}\n'
+    )
+    own.chmod(0o755)
+    source.write_text("#include <iostream>\nvoid f() { std::cout << 1; }\n")
+    linked = [str(source), "-shared", "-fPIC", "-o", str(built)]
+    _answer([str(own), *linked])
+    assert "libstdc++.so.6" not in _answer(["ldd", str(built)])
+    with config.patch({"cpp.cxx": (None, str(own))}):
+        with exported_program._one_standard_library():
+            _answer([cpp_builder.get_cpp_compiler(), *linked])
+        assert cpp_builder.get_cpp_compiler() == str(own)
+    assert "libstdc++.so.6" in _answer(["ldd", str(built)])
+
+
+def _answer(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
