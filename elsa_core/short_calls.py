@@ -100,14 +100,24 @@ def admit_product(arguments: tuple[Any, ...]) -> None:
     """`Short.admit` of an eager linear layer that a kernel served. Not of a small one, which
     kernels serve in CUDA graphs alone.
     """
-    if arguments[0].is_cuda and not (_is_small(arguments) or calls.traced()):
+    if not arguments[0].is_cuda or _is_small(arguments) or calls.traced():
+        return
+    if not calls.differentiates(*arguments):  # recorded calls come here each time
         LINEAR.admit(arguments, arguments)
 
 
 def _is_small(arguments: tuple[Any, ...]) -> bool:
-    """Whether a product is PyTorch's for its size or its dtype, but in CUDA graphs."""
+    """Whether a product is PyTorch's for its size or its dtype, but in CUDA graphs; or its size is
+    a tracer's, see `is_large`.
+    """
     input, weight = arguments[:2]
     if input.dtype != torch.float32 or weight.dim() != 2:
         return True
-    work: int = input.numel() * weight.shape[0]
-    return work < routing.eager_least("linear", torch.float32)
+    return not is_large(input.numel() * weight.shape[0], torch.float32)
+
+
+def is_large(work: Any, dtype: torch.dtype) -> bool:
+    """Whether an eager linear layer of so many multiply-adds takes longer on a GPU than on the
+    host. No of what a tracer gives for lengths: a comparison would be a guard in its program.
+    """
+    return type(work) is int and work >= routing.eager_least("linear", dtype)

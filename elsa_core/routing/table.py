@@ -161,9 +161,9 @@ _LINEAR: list[Callable[..., Tensor | None]] = []
 
 
 def _linear_by_triton(*arguments: Any) -> Tensor | None:
-    if _LINEAR and not is_compiling():  # compilers read an import that they know: no `_late`
+    if not is_compiling() and _LINEAR:  # in this order: a compiler guards on what it reads
         return _LINEAR[0](*arguments)
-    from elsa_core.backends.triton.linear.gate import serve
+    from elsa_core.backends.triton.linear.gate import serve  # compilers know no `_late`
 
     if not is_compiling():
         _LINEAR.append(serve)

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +19,7 @@ from elsa_core import dense_inference, routing, short_calls
 from elsa_core.errors import ArgumentError
 from elsa_core.linear import served
 from elsa_core.patching.adapters.common import attend_small
+from elsa_core.routing import table
 from elsa_core.routing.choose import Chosen
 from elsa_core.routing.measured import Row
 
@@ -168,6 +172,24 @@ def test_other_dtypes_and_transforms_of_products_do_not(products: list[Any]) -> 
     assert not products
 
 
+@contextmanager
+def of_open_lengths(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor whose first length no program may ask for."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env, allow_non_fake_inputs=True):
+        rows = env.create_unbacked_symint()
+        torch._check(rows >= 1)
+        yield torch.empty(rows, *x.shape[1:])
+
+
+def test_products_of_open_lengths_are_not_compared(products: list[Any]) -> None:
+    """A tracer of symbolic lengths raised, or guarded on them, once a call had been admitted."""
+    x, w = torch.randn(2, 9, 8), torch.randn(8, 8)
+    with of_open_lengths(x) as symbolic:
+        assert elsa.linear(symbolic, w).dim() == 3
+    assert not products
+
+
 def test_which_products_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the first backend serves, whether a CUDA graph is recorded or not."""
     admitted: list[Any] = []
@@ -188,6 +210,11 @@ def test_which_products_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
         elsa.linear(given, w.to(given.dtype), backend=name)
         assert len(admitted) == count, (name, backends, given.shape)
         admitted.clear()
+    monkeypatch.setitem(routing.SERVING, ("linear", "cuda", "auto"), (serve,))
+    elsa.linear(x.clone().requires_grad_(), w)  # its like comes here each time
+    elsa.linear(x, w.clone().requires_grad_())
+    with of_open_lengths(x) as symbolic:
+        elsa.linear(symbolic, w)
     terms = x, w, None, "none", None, None, "strict", None, None
     torch.func.vmap(lambda a: short_calls.admit_product((a, *terms[1:])) or a)(x)  # type: ignore[func-returns-value]
     assert not admitted
@@ -217,6 +244,21 @@ def test_a_compiled_call_does_not_ask_whether_there_is_one(
         for each in (short_calls.ATTENTION, short_calls.WINDOW_ATTENTION, short_calls.LINEAR):
             monkeypatch.setattr(each, "serve", lambda *given: None)
     assert len(made) == 3
+
+
+def test_a_compiled_call_does_not_ask_for_the_function_that_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As above, of the function that the first eager call of a linear layer on a GPU finds."""
+    found: list[Any] = []
+    monkeypatch.setattr(table, "_LINEAR", found)
+    x, w = torch.randn(2, 9, 8), torch.randn(8, 8)
+    made = CompileCounter()
+    call = torch.compile(lambda a: (table._linear_by_triton(a, w, None), a + 1)[1], backend=made)
+    for _ in range(2):
+        call(x)
+        table._linear_by_triton(x, w, None)
+    assert made.frame_count == 1 and len(found) == 1
 
 
 def test_a_row_that_declined_once_keeps_its_layouts(monkeypatch: pytest.MonkeyPatch) -> None:

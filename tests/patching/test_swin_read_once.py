@@ -13,6 +13,7 @@ from torch import nn
 import elsa_core as elsa
 from elsa_core import calls, routing
 from elsa_core.patching.adapters import handing, host, timm_swin
+from elsa_core.patching.adapters.derived import DERIVED
 
 pytest.importorskip("timm")
 
@@ -94,6 +95,11 @@ def with_tensor(site):
     site.attn.proj.weight = weight
 
 
+def hide(module, name):
+    """Put an attribute in front of a parameter, which stays."""
+    vars(module)[name] = getattr(module, name).detach() * 2
+
+
 def with_attention(site):
     """Another attention, whose weights are others."""
     site.attn = copy.deepcopy(site.attn)
@@ -114,6 +120,10 @@ CHANGES = {
     "state": (lambda s: s.load_state_dict(
         {k: v * 2 if v.is_floating_point() else v for k, v in s.state_dict().items()}), False),
     "no parameter": (with_tensor, True),
+    "hidden weight": (lambda s: hide(s.attn.proj, "weight"), True),
+    "hidden bias": (lambda s: hide(s.attn.qkv, "bias"), True),
+    "hidden table": (lambda s: (hide(s.attn, "relative_position_bias_table"), DERIVED.drop(s)),
+                     True),
     "layer": (lambda s: setattr(s.attn, "proj", doubled(s.attn.proj)), True),
     "class": (lambda s: setattr(s.attn.proj, "__class__", Doubled), True),
     "attention": (with_attention, False),
@@ -249,6 +259,14 @@ def test_the_originals_calls_stay_so(asked, monkeypatch):
     with torch.no_grad():
         site._attn(x)
     assert len(asked) == 3
+
+
+def test_heads_of_another_length_are_asked_about(asked):
+    """One call may be a kernel's where that of a block with as many, longer heads is not."""
+    one, other = block(), block(head_dim=4)
+    warm(*one)
+    warm(*other)
+    assert len(asked) == 2
 
 
 def test_copies_follow_their_own_weights(asked):

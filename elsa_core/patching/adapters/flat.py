@@ -264,6 +264,8 @@ def linear(module: Any) -> Run | None:
 
     def run(x: Tensor) -> Tensor:
         terms = space["_parameters"]
+        if "weight" in space or "bias" in space:  # an attribute that Python finds before them
+            raise KeyError("weight")
         return functional.linear(x, terms["weight"], terms["bias"])
 
     return run

@@ -42,6 +42,8 @@ from elsa_core.patching.adapters.windows import (
 )
 from elsa_core.window import window_attention
 
+_TABLE, _INDEX = "relative_position_bias_table", "relative_position_index"
+
 
 class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[misc]  # timm is untyped
     """Swin's block, whose attention reads the projection of the whole image as it lies."""
@@ -121,9 +123,10 @@ class ElsaSwinTransformerBlock(Derives, SwinTransformerBlock):  # type: ignore[m
         if torch._C._is_any_autocast_enabled() or waiting() or is_captured():
             return None
         shape, dtype = x.shape, x.dtype
-        if 3 * x.numel() * shape[-1] >= routing.eager_least("linear", dtype):
+        columns = getattr(attn._modules.get("qkv"), "out_features", 3 * shape[-1])
+        if x.numel() * columns >= routing.eager_least("linear", dtype):
             return None
-        return "windows", shape, dtype, x.device, attn.num_heads, routing.switched()
+        return "windows", shape, dtype, x.device, columns, attn.num_heads, routing.switched()
 
     def _elsa_attn(self, x: Tensor, norm: Any, kind: Any = None) -> Tensor:
         """_attn(norm(x)). kind: of such a call, which elsa's kernel serves unless this one is the
@@ -189,8 +192,9 @@ def _windows(attn: Any, drops: flat.Drops) -> Callable[[Tensor, Any], Tensor] | 
         if DERIVED.keeps(block):
             bias: Bias = derived(block.elsa_derivation())
         else:
-            table = inner["_parameters"]["relative_position_bias_table"]
-            index = inner["_buffers"]["relative_position_index"]
+            if _TABLE in inner or _INDEX in inner:  # attributes that Python finds before these
+                raise KeyError(_TABLE)
+            table, index = inner["_parameters"][_TABLE], inner["_buffers"][_INDEX]
             bias = as_table(table, index, math.prod(inner["window_size"]))
         windows = window_attention(
             qkv(x), bias.bias, num_heads=inner["num_heads"], window_size=space["window_size"],

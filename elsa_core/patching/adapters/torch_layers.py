@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from elsa_core import calls, routing, short_calls
+from elsa_core import calls, short_calls
 from elsa_core.linear import served
 from elsa_core.operators.linear import epilogue
 from elsa_core.patching.adapters.common import (
@@ -74,8 +74,8 @@ class ElsaLinear(Derives, nn.Linear):
             terms, norm = taken(self, input, self.weight.shape[0]), taken_norm(self, input)
         work = input.numel() * self.weight.shape[0]
         # no compiler reads what calls before it have found
-        if not is_compiling() and short_calls.LINEAR.serve is not None and terms is NONE:
-            large = norm is None and work >= routing.eager_least("linear", input.dtype)
+        if not is_compiling() and short_calls.LINEAR.serve is not None and terms[0] is None:
+            large = norm is None and short_calls.is_large(work, input.dtype)
             short = self._elsa_short(input) if large else None
             if short is not None:
                 return short
@@ -95,9 +95,9 @@ class ElsaLinear(Derives, nn.Linear):
 
     def _elsa_short(self, input: Tensor) -> Tensor | None:
         """A call by the short way, of a product that does not wait for the host; None of others."""
-        own = self._parameters  # here the host finds them sooner than as attributes
-        if "weight" not in own or "bias" not in own:  # something derived stands for a parameter
-            return None
+        own, space = self._parameters, self.__dict__  # the host finds them sooner than attributes
+        if "weight" not in own or "bias" not in own or "weight" in space or "bias" in space:
+            return None  # something derived stands for a parameter
         given = (input, own["weight"], own["bias"], "none", None, None, self.elsa_precision)
         out = short_calls.product((*given, *self.elsa_halves()), self.elsa_backend)
         if out is not None and not is_settled(self):
