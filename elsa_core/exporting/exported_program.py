@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import shlex
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ from torch import Tensor, nn
 from elsa_core.errors import ExportError
 from elsa_core.exporting import operators
 from elsa_core.exporting.tracing import attempt
-from elsa_core.files import scratch
 from elsa_core.messages import first_line, quiet
 
 
@@ -67,48 +62,12 @@ def compile_program(program: torch.export.ExportedProgram, path: Path) -> None:
         ExportError: no working compiler, or a model that Inductor cannot compile.
     """
     try:
-        with quiet(), torch.no_grad(), _one_standard_library():
+        with quiet(), torch.no_grad():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     except OSError:
         raise
     except Exception as error:
         raise ExportError(f"AOTInductor cannot compile this model: {first_line(error)}") from error
-
-
-@contextmanager
-def _one_standard_library() -> Iterator[None]:
-    """Gives the linker this process's libstdc++ where the compiler has a static one alone.
-
-    A package with a copy of its own may end the process that loads it: `std::regex`, by which each
-    reads its device's name, then takes the facets of one copy by the numbers of the other.
-    """
-    from torch._inductor import config, cpp_builder
-
-    compiler = cpp_builder.get_cpp_compiler()
-    command = [compiler, "-print-file-name=libstdc++.so"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    loaded = _mapped("libstdc++.so.")
-    if Path(found).is_absolute() or not loaded:
-        yield
-        return
-    with scratch("elsa-link-") as folder:
-        (folder / "libstdc++.so").symlink_to(loaded)
-        wrapper = folder / "g++"
-        place = shlex.quote(str(folder))
-        wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} -L{place} "$@"\n')
-        wrapper.chmod(0o755)
-        with config.patch({"cpp.cxx": (None, str(wrapper))}):
-            yield
-
-
-def _mapped(name: str) -> str:
-    """The path of a library that this process has loaded, by how its file's name begins."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    paths = (line.split(maxsplit=5)[-1] for line in lines)
-    return next((path for path in paths if Path(path).name.startswith(name)), "")
 
 
 def _dynamic(inputs: tuple[Tensor, ...], dynamic_size: bool, step: int) -> tuple[Any, ...]:
