@@ -170,7 +170,7 @@ def command(
         exact = _exact(session, model, replace(options, dtype="fp32"), tower)
         steps.next("loading")
     loaded = _tower(pipeline.open_model(session, model, options), tower, options)
-    _check_gpu(archs, formats, onnx_mode, loaded)
+    _check_gpu(archs, (*formats, *["aoti"] * aoti), onnx_mode, loaded)
     pipeline.import_ahead(session, "torch._dynamo", *(m for f in formats for m in _MODULES[f]))
     output = output or Path(f"{loaded.name}{f'-{tower}' if tower else ''}-elsa")
     _check_early(output, zipped, force, formats, dynamic_size)
@@ -294,10 +294,10 @@ def _check_gpu(
         from elsa_core.exporting.artefacts import require_onnx
 
         require_onnx(device)
-    if onnx or archs:
+    if onnx or archs or "aoti" in formats:
         from elsa_core.exporting import gpu_library
 
-        gpu_library.check(archs, device, onnx and onnx_mode != "standard")
+        gpu_library.check(archs, device, onnx and onnx_mode != "standard", formats)
 
 
 def _names(path: Path) -> tuple[str, ...]:

@@ -266,7 +266,8 @@ def write_libraries(
     asked_for = gpu_library.is_asked_for(exported.device, chosen.gpu_archs, chosen.nodes)
     if formats and asked_for:
         say("recording the plans of the GPU's calls")
-        files = [(name, staging / FILES[name]) for name in formats]
+        # model.aoti.pt2 is model.pt2 compiled, and has its calls
+        files = [(name, staging / FILES[name]) for name in formats if name != "aoti"]
         kernels = gpu_library.write(
             files, exported.inputs, chosen.batches, staging, chosen.gpu_archs, say,
             exported.plan.precision,

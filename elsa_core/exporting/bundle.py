@@ -179,7 +179,7 @@ def export(
         _check_support(exported, chosen)
         if "onnx" in chosen.formats:
             require_onnx(exported.device)
-        gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes)
+        gpu_library.check(chosen.gpu_archs, exported.device, chosen.nodes, chosen.formats)
         _check_disk_space(exported, chosen, target, given)
         check = _checked(exported, check, say)
         say("computing the reference in float64")

@@ -38,18 +38,27 @@ def is_asked_for(device: str, archs: Sequence[str] = (), nodes: bool = False) ->
     return device == "cuda" and wanted and cuda.status().ok
 
 
-def check(archs: Sequence[str], device: str, nodes: bool = False) -> None:
+def check(
+    archs: Sequence[str], device: str, nodes: bool = False, formats: Sequence[str] = ()
+) -> None:
     """Refuse architectures that no plans can be made for, before anything heavy is done. `nodes` as
     in `is_asked_for`.
 
     Raises:
-        ArgumentError: one is unknown, or the model is on no GPU.
+        ArgumentError: one is unknown, the model is on no GPU, or "aoti" on a GPU is without the
+            library, which serves it by the plans of "pt2".
         UnavailableError: the CUDA library does not serve, or this Triton compiles for no other GPU.
     """
     if nodes and device == "cuda" and not cuda.status().ok:
         raise UnavailableError(
             f"format onnx on a GPU needs the CUDA library: {cuda.status().reason}; leave it out of "
             "--formats"
+        )
+    compiled = device == "cuda" and "aoti" in formats
+    if compiled and ("pt2" not in formats or not is_asked_for(device, archs, nodes)):
+        raise ArgumentError(
+            "aoti on a GPU needs model.pt2 and the CUDA library in the bundle: name pt2 among the "
+            "formats, and give gpu_archs or set ELSA_CUDA_LIBRARY=1"
         )
     if not archs:
         return

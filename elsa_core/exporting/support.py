@@ -24,6 +24,10 @@ _GPU = (
     "or --gpu-archs, {} with torch alone"
 )
 _ALONE_ON_GPU = {"torchscript": "Python or C++"}
+_AOTI_ON_GPU = (
+    "Python with the torch that compiled it, and the bundle's library and plans: exported with "
+    "ELSA_CUDA_LIBRARY=1 or --gpu-archs, model.pt2 beside it"
+)
 _ONNX_ON_GPU = (
     f"ONNX Runtime from {OLDEST_ON_GPU} with its CUDA provider, any language; the bundle's library "
     "and plans"
@@ -45,6 +49,8 @@ def support(format: str, device: str, dtype: str) -> Support:
         return Support(True, _RUNTIMES[format])
     if format == "onnx":
         return Support(True, _ONNX_ON_GPU)
+    if format == "aoti":
+        return Support(True, _AOTI_ON_GPU)
     return Support(True, _GPU.format(_ALONE_ON_GPU.get(format, "Python")))
 
 
@@ -57,8 +63,6 @@ def _refusal(format: str, device: str, dtype: str) -> str:
         if device == "cuda":
             return "numpy has no bfloat16 to verify it with: use float32 or float16"
         return "ONNX Runtime's CPU kernels take no bfloat16: use float32 or float16"
-    if format == "aoti" and device == "cuda":
-        return "a package for a GPU ended its process where it was tried (torch 2.11)"
     return ""
 
 

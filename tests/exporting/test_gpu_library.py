@@ -273,3 +273,17 @@ def test_a_gpu_that_a_bundle_has_no_kernels_for(
         content = {"libraries": {gpu_library.PLANS: {"gpu_archs": archs}}}
         assert _made_for_elsewhere(SimpleNamespace(content=content), "pt2", "cuda") == said
     assert _made_for_elsewhere(SimpleNamespace(content={"libraries": 3}), "pt2", "cuda") == ""
+
+
+def test_a_compiled_package_on_a_gpu_needs_the_library_and_pt2(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_library, "is_asked_for", lambda *given: False)
+    with pytest.raises(ArgumentError, match="aoti on a GPU needs model"):
+        gpu_library.check((), "cuda", formats=("pt2", "aoti"))
+    gpu_library.check((), "cpu", formats=("aoti",))
+    gpu_library.check((), "cuda", formats=("pt2",))
+    monkeypatch.setattr(gpu_library, "is_asked_for", lambda *given: True)
+    gpu_library.check((), "cuda", formats=("pt2", "aoti"))
+    with pytest.raises(ArgumentError, match="name pt2 among the formats"):
+        gpu_library.check((), "cuda", formats=("aoti",))

@@ -27,9 +27,10 @@ import elsa_core as elsa
 model = timm.create_model("vit_tiny_patch16_224", img_size=160, depth=2, num_classes=10)
 model = model.to("cuda", getattr(torch, sys.argv[2])).eval()
 elsa.patch(model, scope="attention")
-formats = ("torchscript", "pt2")
-bundle = elsa.export(model, sys.argv[1], formats=formats, gpu_archs=sys.argv[3:])
-assert [each.status for each in bundle.artefacts] == ["ok", "ok"], bundle.artefacts
+formats, aoti = ("torchscript", "pt2"), "aoti" in sys.argv
+archs = [name for name in sys.argv[3:] if name != "aoti"]
+bundle = elsa.export(model, sys.argv[1], formats=formats, gpu_archs=archs, aoti=aoti)
+assert [each.status for each in bundle.artefacts] == ["ok"] * (2 + aoti), bundle.artefacts
 print(bundle.manifest["artefacts_libraries"]["cuda"])
 """
 RUN = """
@@ -92,6 +93,42 @@ def test_a_bundle_runs_on_a_gpu_without_the_package(tmp_path: Path, dtype: str) 
         result, line = ran(tmp_path / "bundle", format)
         assert result.startswith("(2, 10) ")
         assert "this bundle serves batches of 1, 2, 3 on sm_" in line
+
+
+PLAIN = """
+import sys
+import torch
+torch.zeros(1, device="cuda")
+if sys.argv[1] == "make":
+    with torch.no_grad():
+        linear = torch.nn.Linear(8, 8, device="cuda")
+        program = torch.export.export(linear, (torch.zeros(2, 8, device="cuda"),))
+        torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[2])
+else:
+    torch._inductor.aoti_load_package(sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled_ones_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whether AOTInductor's package of a plain layer, without elsa, can be loaded here."""
+    path = str(tmp_path_factory.mktemp("plain") / "plain.pt2")
+    for step in ("make", "load"):
+        done = subprocess.run(
+            [sys.executable, "-c", PLAIN, step, path], capture_output=True, check=False, timeout=300
+        )
+        if done.returncode:
+            pytest.skip(f"to {step} a plain package of PyTorch's ends with {done.returncode} here")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_compiled_package_runs_on_a_gpu_without_the_package(
+    compiled_ones_run: None, tmp_path: Path, dtype: str
+) -> None:
+    exported(tmp_path / "bundle", dtype, "aoti", ELSA_CUDA_LIBRARY="1")
+    result, line = ran(tmp_path / "bundle", "aoti")
+    assert result.startswith("(2, 10) ")
+    assert "this bundle serves batches of 1, 2, 3 on sm_" in line
 
 
 ELSEWHERE = """

@@ -1,7 +1,5 @@
 """Runs the model of this bundle with torch, onnxruntime or openvino, and numpy: without elsa.
 
-From Python:
-
     from load import load, preprocess
     model = load()     # or load("torchscript"), load("onnx"), load("onnx", device="cpu"), ...
     outputs = model(preprocess("cat.jpg"))
@@ -123,12 +121,9 @@ def runtime_of(facts: dict[str, Any], format: str) -> str:
     """The package that runs a format. OpenVINO reads no functions, and is for CPUs alone here."""
     if not format.startswith("onnx"):
         return "torch"
-    names = ("onnxruntime", "openvino")
-    plain = (facts["artefacts"][format].get("mode"), facts["model"]["device"]) == (
-        "standard",
-        "cpu",
-    )
-    return next((n for n in names if plain and importlib.util.find_spec(n)), names[0])
+    standard = facts["artefacts"][format].get("mode") == "standard"
+    names = ("onnxruntime", "openvino") if standard and facts["model"]["device"] == "cpu" else ()
+    return next((name for name in names if importlib.util.find_spec(name)), "onnxruntime")
 
 
 def _missing(facts: dict[str, Any], format: str) -> str:
@@ -186,11 +181,10 @@ def _onnx(path: Path, libraries: Sequence[Path], device: str) -> Model:
         raise ImportError(f"no {CUDA}: pip install onnxruntime-gpu, or use device cpu", name=CUDA)
     if on_gpu and hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()  # of NVIDIA's packages
-    opened = onnxruntime.InferenceSession
-    if told := on_gpu and hasattr(opened, "get_provider_graph_assignment_info"):  # 1.24
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    told = on_gpu and hasattr(onnxruntime.InferenceSession, "get_provider_graph_assignment_info")
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(told)))
     providers = [(CUDA, {"use_tf32": "0"})] * on_gpu + ["CPUExecutionProvider"]  # exact products
-    session = opened(str(path), options, providers)
+    session = onnxruntime.InferenceSession(str(path), options, providers)
     if on_gpu and CUDA not in session.get_providers():  # it has gone on with the CPU
         raise RuntimeError(f"{CUDA} does not start: see what onnxruntime wrote")
     for part in session.get_provider_graph_assignment_info() if told else ():
@@ -200,9 +194,8 @@ def _onnx(path: Path, libraries: Sequence[Path], device: str) -> Model:
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         fed = zip(session.get_inputs(), arrays, strict=True)
-        return list(session.run(None, {
-            item.name: np.ascontiguousarray(array, types.get(item.type)) for item, array in fed
-        }))  # fmt: skip
+        named = {i.name: np.ascontiguousarray(array, types.get(i.type)) for i, array in fed}
+        return list(session.run(None, named))
 
     return run
 
@@ -212,20 +205,18 @@ def _openvino(path: Path) -> Model:
 
     # Left alone it computes in bfloat16 where the CPU has that.
     compiled = ov.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    types = [port.get_element_type().to_dtype() for port in compiled.inputs]
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        fed = [array.astype(dtype) for array, dtype in zip(arrays, types, strict=True)]
+        ports = zip(arrays, compiled.inputs, strict=True)
+        fed = [array.astype(port.get_element_type().to_dtype()) for array, port in ports]
         return [np.array(each) for each in compiled(fed).values()]
 
     return run
 
 
 def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
-    """An image file (or PIL image) as the model's input, float32 [1, 3, height, width].
-
-    Resized so that the centre crop keeps the share `crop_pct`, scaled to 0..1, normalised.
-    """
+    """An image file (or PIL image) as the model's input, float32 [1, 3, height, width]: resized so
+    that the centre crop keeps the share `crop_pct`, scaled to 0..1, normalised."""
     from PIL import Image
 
     given = manifest(bundle)["preprocess"]
@@ -233,24 +224,20 @@ def preprocess(image: Any, bundle: Path = HERE) -> np.ndarray[Any, Any]:
         raise ValueError("this model takes no images: see the inputs in manifest.json")
     picture = image if isinstance(image, Image.Image) else _opened(image)
     channels, height, width = given["input_size"]
-    # The shorter side is resized to floor(size / crop_pct), the longer one follows.
     rows, columns = (int(side / given["crop_pct"]) for side in (height, width))
-    if rows * picture.width >= columns * picture.height:
-        size = (max(width, rows * picture.width // picture.height), rows)
-    else:
+    size = (max(width, rows * picture.width // picture.height), rows)
+    if rows * picture.width < columns * picture.height:
         size = (columns, max(height, columns * picture.height // picture.width))
     if max(picture.width * picture.height, size[0] * size[1]) > MAX_PIXELS:
         now = f"{picture.width} x {picture.height} pixels, {size[0]} x {size[1]} after resizing"
-        raise ValueError(
-            f"{now}, are more than the {MAX_PIXELS} that are read: crop the image first"
-        )
+        raise ValueError(f"{now}, are more than the {MAX_PIXELS} that are read: crop it first")
     method = getattr(Image.Resampling, given["interpolation"].upper(), Image.Resampling.BICUBIC)
     picture = picture.convert("RGB" if channels == 3 else "L").resize(size, method)
     left, top = round((size[0] - width) / 2), round((size[1] - height) / 2)
     picture = picture.crop((left, top, left + width, top + height))
     pixels = np.asarray(picture, dtype=np.float32).reshape(height, width, -1) / 255.0
-    normalised = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
-    return np.asarray(normalised.transpose(2, 0, 1)[None], dtype=np.float32)
+    pixels = (pixels - np.float32(given["mean"])) / np.float32(given["std"])
+    return np.asarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
 def _opened(image: Any) -> Any:
@@ -272,10 +259,10 @@ def _assumed(facts: dict[str, Any]) -> str:
 
 def _flat(value: Any) -> list[Any]:
     """The tensors of a nested result, in order."""
-    if isinstance(value, (dict, list, tuple)):
-        items = value.values() if isinstance(value, dict) else value
-        return [tensor for item in items for tensor in _flat(item)]
-    return [value]
+    if not isinstance(value, (dict, list, tuple)):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [tensor for item in items for tensor in _flat(item)]
 
 
 def _to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
@@ -291,21 +278,19 @@ def class_names(facts: dict[str, Any], bundle: Path = HERE, file: str = "") -> l
 
 def softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Probabilities of the classes, float64 of the logits' shape."""
-    shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    return np.asarray(shifted / shifted.sum(-1, keepdims=True))
+    shares = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return np.asarray(shares / shares.sum(-1, keepdims=True))
 
 
 def images_in(paths: Sequence[str]) -> list[Path]:
     """The files, and those in folders and their sub-folders whose names are those of images."""
     from PIL import Image
 
-    known = Image.registered_extensions().items()
-    suffixes = {suffix for suffix, kind in known if kind in IMAGE_FORMATS}
+    suffixes = {s for s, kind in Image.registered_extensions().items() if kind in IMAGE_FORMATS}
     found = []
     for path in map(Path, paths):
-        inside = sorted(path.rglob("*.*"))
-        found += [each for each in inside if each.suffix.lower() in suffixes and each.is_file()]
-        found += [] if path.is_dir() else [path]
+        inside = sorted(each for each in path.rglob("*.*") if each.suffix.lower() in suffixes)
+        found += [each for each in inside if each.is_file()] if path.is_dir() else [path]
     if not found:
         raise ValueError(f"no image in {', '.join(paths)}")
     return found
@@ -345,10 +330,8 @@ def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dic
 
 def shown(entry: dict[str, Any]) -> str:
     """An entry for people."""
-    lines = [
-        f"{one['probability']:8.2%}  {one['class']:5}  {one['name']}".rstrip()
-        for one in entry.get("classes", ())
-    ]
+    classes, line = entry.get("classes", ()), "{probability:8.2%}  {class:5}  {name}"
+    lines = [line.format(**one).rstrip() for one in classes]
     lines += [f"  output {list(np.shape(each))}: -o writes it" for each in entry.get("outputs", ())]
     return "\n".join([entry["file"], *lines])
 
@@ -398,10 +381,10 @@ def main(arguments: Sequence[str]) -> int:
             if "error" in entry:
                 failed = 1
                 print(f"error: {entry['file']}: {entry['error']}", file=sys.stderr)
-            elif given.output:
-                kept.append(entry)
-            else:
+            elif not given.output:
                 print(shown(entry))
+            else:
+                kept.append(entry)
         if given.output:
             text = as_csv(kept) if given.output.endswith(".csv") else json.dumps(kept, indent=1)
             Path(given.output).write_text(f"{text.rstrip()}\n", encoding="utf-8")
