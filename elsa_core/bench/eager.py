@@ -2,7 +2,8 @@
 
 Most people run a model in eager mode, and at batch 1 the host's time is the time. Each model stands
 beside its original in the same run, who begins drawn anew in each round, in inference mode; wall
-time of a forward, from the first launch to the end of the last kernel.
+time of a forward, from the first launch to the end of the last kernel. `--least 0.1` measures as if
+eager calls went to elsa's kernels from a tenth of the sizes in `routing/measured.json` on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from elsa_core.backends import cuda
 from elsa_core.measuring import environment
 from elsa_core.measuring.timing import Contender, interleaved, synchronize
 from elsa_core.precision import DTYPES
+from elsa_core.routing import measured
 
 
 class Case(NamedTuple):
@@ -81,6 +83,13 @@ def measure(case: Case, device: torch.device, rounds: int, calls: int) -> dict[s
     return {**case._asdict(), "us": medians, "speed": speed}
 
 
+def _scale_least(share: float) -> None:
+    """Of this process, the sizes from which eager calls on a GPU go to elsa's kernels."""
+    for sizes in measured._table()["eager"].values():
+        sizes |= {dtype: int(share * least) for dtype, least in sizes.items()}
+    measured.eager_least.cache_clear()
+
+
 def main(arguments: list[str]) -> None:
     """Print the document."""
     parser = argparse.ArgumentParser(prog="python -m elsa_core.bench.eager")
@@ -88,17 +97,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--match", default="", help="only cases whose name, model-batch-dtype, holds this"
     )
+    parser.add_argument("--least", type=float, default=1.0, metavar="SHARE")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
+    _scale_least(given.least)
     results = []
     for case in CASES:
         if given.match in "-".join(map(str, case)):
             results.append(measure(case, device, given.rounds, given.calls))
             sys.stderr.write(f"{case}: {results[-1]['us']} {results[-1]['speed']}\n")
     document = {
-        "schema_version": 1, "environment": environment.describe(device),
+        "schema_version": 1, "least": given.least, "environment": environment.describe(device),
         "cuda_library": cuda.status()._asdict(), "results": results,
     }  # fmt: skip
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
