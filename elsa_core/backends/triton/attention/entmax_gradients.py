@@ -198,21 +198,27 @@ def parts(s, top, slope, one, scale, a, FOLD: tl.constexpr, POWER: tl.constexpr)
 
 
 @triton.jit
-def line(top, slope, one, scale, FOLD: tl.constexpr):
+def line(top, slope, one, scale, FOLD: tl.constexpr, MASK: tl.constexpr):
     """Of rows the numbers of v = [steep s + shift]_+, which is that of `parts` for alpha = 1.5.
 
-    For half precision: the difference of large scores is as exact as the scores are.
+    For half precision: the difference of large scores is as exact as the scores are. An additive
+    mask may hold -1e9 in all of a row, whose product with `steep` is not exact or overflows: of
+    scores with one, `on_line` takes the row's maximum first.
     """
     steep = slope * one
-    shift = one - top * steep
+    shift = one + 0.0 * steep
+    if MASK != 2:
+        shift = one - top * steep
     if FOLD:
         steep = steep * scale
     return steep, tl.where(top == float("inf"), -float("inf"), shift)
 
 
 @triton.jit
-def on_line(s, steep, shift):
-    """r and u as `parts` has them. steep, shift: [R, 1] or [1, C]."""
+def on_line(s, top, steep, shift, MASK: tl.constexpr):
+    """r and u as `parts` has them. top, steep, shift: [R, 1]."""
+    if MASK == 2:
+        s = s - top
     steep = tl.broadcast_to(steep, s.shape)
     u = tl.maximum(tl.fma(s, steep, tl.broadcast_to(shift, s.shape)), 0.0, propagate_nan=NAN)
     return u * u, u
@@ -333,10 +339,10 @@ def query_gradient(
     factor = derivative_factor(z, a, POWER)
     if LINE:
         unit = ROOT_UNIT if RANGE else 1.0  # of U and the root of P, which the keys' kernel takes
-        steep, shift = line(top, slope, unit * factor[:, None], scale, FOLD)
+        steep, shift = line(top, slope, unit * factor[:, None], scale, FOLD, MASK)
         tl.store(Delta + stride + at, tl.reshape(steep, [BM]), mask=inside)
         tl.store(Delta + 2 * stride + at, tl.reshape(shift, [BM]), mask=inside)
-        steep, shift = line(top, slope, one, scale, FOLD)
+        steep, shift = line(top, slope, one, scale, FOLD, MASK)
     wider = ones  # what dP is multiplied by
     e = tl.zeros([BM], tl.int32)
     if RANGE:
@@ -368,7 +374,7 @@ def query_gradient(
             row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
         )  # fmt: skip
         if LINE:
-            r, u = on_line(s, steep, shift)
+            r, u = on_line(s, top, steep, shift, MASK)
         else:
             r, u = parts(s, top, slope, ones[:, None], scale, a, FOLD, POWER)
         d_p = product(g, v.T, MODE)
@@ -516,6 +522,9 @@ def key_gradient(
             if LINE:
                 steep = tl.load(Delta + stride + at, mask=inside, other=1.0)
                 shift = tl.load(Delta + 2 * stride + at, mask=inside, other=-float("inf"))
+                top = steep
+                if MASK == 2:
+                    top, _, _ = row_numbers(Rows, at, stride, inside)
             else:
                 top, slope, z = row_numbers(Rows, at, stride, inside)
                 factor = derivative_factor(z, a, POWER)
@@ -526,7 +535,7 @@ def key_gradient(
                     rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
                 )  # fmt: skip
                 if LINE:
-                    r, u = on_line(s, steep[:, None], shift[:, None])
+                    r, u = on_line(s, top[:, None], steep[:, None], shift[:, None], MASK)
                 else:
                     one = tl.full([BM, 1], 1.0, tl.float32)
                     r, u = parts(s, top[:, None], slope[:, None], one, scale, a, FOLD, POWER)
