@@ -53,6 +53,7 @@ CASES = {
     "half, causal, several blocks": ((1, 2, 1, 300, 300, 16, 16), F16, 1.5, {"causal": True}),
     "half, sparse tiles": ((1, 1, 1, 330, 400, 16, 16), F16, 1.5, {"sharp": True}),
     "half, 2": ((1, 1, 1, 150, 200, 16, 16), F16, 2.0, {}),
+    "half, 3": ((1, 2, 1, 70, 150, 16, 16), F16, 3.0, {}),
     "half, boolean mask": ((1, 2, 2, 140, 150, 16, 16), F16, 1.5, {"mask": "bool"}),
     "half, alpha of heads, causal": (
         (1, 3, 3, 140, 70, 16, 16), F16, (1, 3, 1, 1), {"causal": True}

@@ -7,7 +7,8 @@ by atomics.
 dQ takes one pass: with c = dO . O it is A - (delta - c) B of A = sum(U (dP - c) K) and
 B = sum(U K). For alpha = 1.5, where U^2 is P, what rounding U to half precision adds is no more
 than what rounding dS itself does: (delta - c)^2 sum(U^2) = (sum(P (dP - delta)))^2
-<= sum(U^2 (dP - delta)^2), since c = sum(P dP).
+<= sum(U^2 (dP - delta)^2), since c = sum(P dP). For alpha > 1.5 it can be many times that, and a
+pass over the tiles finds delta first, which c is then.
 
 float16: a power of two brings dS into its range. For alpha = 1.5 it is known ahead, since U <= 1
 and |dP|, |delta|, |c| are at most the norm of dO's row times the largest of a value's; else each
@@ -355,6 +356,26 @@ def query_gradient(
     # a power of two is exact: c needs no more than to be the same in each tile
     o = load_part(p_o + wide(row0) * o_n, o_m, rows, o_n, o_d, 0, V0, DV, False, True)
     c = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    if POWER != 2:
+        # alpha > 1.5: delta is as the smaller weights have it, and may be far from c
+        first = tl.where(a > 0.5, count, 0)
+        total = tl.zeros([BM], tl.float32)
+        mean = tl.zeros([BM], tl.float32)
+        j = tl.load(p_list + 1, mask=first > 0, other=0)
+        for i in tl.range(0, first, num_stages=STAGES):
+            ahead = tl.load(p_list + tl.minimum(i + 2, count))
+            n0 = wide(j) * BN
+            k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
+            v = load_part(p_v + n0 * v_n, o_c, n_k - j * BN, v_n, v_d, 0, V0, DV, UNIT_D, True)
+            s = scores(
+                q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
+                n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+            )  # fmt: skip
+            r, u = parts(s, top, slope, ones[:, None], scale, a, FOLD, POWER)
+            total += tl.sum(u, 1)
+            mean += tl.sum(u * (product(g, v.T, MODE) - c[:, None]), 1)
+            j = ahead
+        c += mean / tl.where(total == 0.0, 1.0, total)
     wide_c = -(c * wider)[:, None]
 
     total = tl.zeros([BM], tl.float32)
