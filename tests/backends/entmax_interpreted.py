@@ -53,12 +53,16 @@ CASES = {
     "half, causal, several blocks": ((1, 2, 1, 300, 300, 16, 16), F16, 1.5, {"causal": True}),
     "half, sparse tiles": ((1, 1, 1, 330, 400, 16, 16), F16, 1.5, {"sharp": True}),
     "half, 2": ((1, 1, 1, 150, 200, 16, 16), F16, 2.0, {}),
+    "half, 3": ((1, 2, 1, 70, 150, 16, 16), F16, 3.0, {}),
     "half, boolean mask": ((1, 2, 2, 140, 150, 16, 16), F16, 1.5, {"mask": "bool"}),
     "half, alpha of heads, causal": (
         (1, 3, 3, 140, 70, 16, 16), F16, (1, 3, 1, 1), {"causal": True}
     ),
     "half, scores far below 0": ((1, 2, 1, 70, 150, 16, 16), F16, 1.5, {"below": True}),
     "no channels of queries": ((1, 2, 1, 70, 90, 0, 16), F32, 1.5, {}),
+    "half, rows of the lowest number": (
+        (1, 2, 2, 70, 90, 16, 16), F16, 1.5, {"mask": "lowest"}
+    ),
     "half, wide": ((1, 1, 1, 100, 150, 96, 128), F16, 1.5, {}),
     "half, values of many sizes": ((1, 2, 1, 150, 200, 16, 16), F16, 1.5, {"sizes": True}),
     "half, small gradients": ((1, 1, 1, 40, 90, 16, 16), F16, 1.25, {"size": 1e-6}),
@@ -74,7 +78,10 @@ def mask_of(kind, b, h, n, m, generator):
         return torch.randn(b, 1, 1, m, generator=generator)
     mask = torch.rand(1, h, n, m, generator=generator) > 0.3
     mask[:, :, 0] = False
-    return mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    if kind == "bool":
+        return mask
+    hidden = torch.finfo(F32).min if kind == "lowest" else -math.inf
+    return torch.zeros(mask.shape).masked_fill(~mask, hidden)
 
 
 def distance(x, reference):

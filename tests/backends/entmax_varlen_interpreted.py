@@ -207,8 +207,9 @@ def nobodys():
     """
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for before, causal in itertools.product((3, 64, 200), (False, True)):
-        q, k, v, g = (torch.randn(before + 150, 2, 16, generator=generator) for _ in range(4))
+    for dtype, before, causal in itertools.product((F32, F16), (3, 64, 200), (False, True)):
+        shape = (before + 150, 2, 16)
+        q, k, v, g = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
         for t in (q, k, v, g):
             t[:before] = t[before + 135 :] = torch.nan
         inner = bounds([70, 0, 65])
@@ -221,7 +222,7 @@ def nobodys():
             results.append((out, *got[:3]))
         rows = slice(before, before + 135)
         same = [torch.equal(x[rows], y) for x, y in zip(*results, strict=True)]
-        found[f"{before} {causal}"] = all(same) and bool(results[1][0].isfinite().all())
+        found[f"{dtype} {before} {causal}"] = all(same) and bool(results[1][0].isfinite().all())
     return {"same": found}
 
 

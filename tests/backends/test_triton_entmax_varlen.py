@@ -69,7 +69,7 @@ def test_tokens_of_no_sequence_change_nothing(interpreted):
     of tiles: the gradients of its queries were zeros or not, as it came.
     """
     same = interpreted["tokens of nobody"]["same"]
-    assert len(same) == 6 and all(same.values()), same
+    assert len(same) == 12 and all(same.values()), same
 
 
 def test_without_sequences_nothing_is_read(interpreted):

@@ -7,7 +7,8 @@ by atomics.
 dQ takes one pass: with c = dO . O it is A - (delta - c) B of A = sum(U (dP - c) K) and
 B = sum(U K). For alpha = 1.5, where U^2 is P, what rounding U to half precision adds is no more
 than what rounding dS itself does: (delta - c)^2 sum(U^2) = (sum(P (dP - delta)))^2
-<= sum(U^2 (dP - delta)^2), since c = sum(P dP).
+<= sum(U^2 (dP - delta)^2), since c = sum(P dP). For alpha > 1.5 it can be many times that, and a
+pass over the tiles finds delta first, which c is then.
 
 float16: a power of two brings dS into its range. For alpha = 1.5 it is known ahead, since U <= 1
 and |dP|, |delta|, |c| are at most the norm of dO's row times the largest of a value's; else each
@@ -198,21 +199,27 @@ def parts(s, top, slope, one, scale, a, FOLD: tl.constexpr, POWER: tl.constexpr)
 
 
 @triton.jit
-def line(top, slope, one, scale, FOLD: tl.constexpr):
+def line(top, slope, one, scale, FOLD: tl.constexpr, MASK: tl.constexpr):
     """Of rows the numbers of v = [steep s + shift]_+, which is that of `parts` for alpha = 1.5.
 
-    For half precision: the difference of large scores is as exact as the scores are.
+    For half precision: the difference of large scores is as exact as the scores are. An additive
+    mask may hold -1e9 in all of a row, whose product with `steep` is not exact or overflows: of
+    scores with one, `on_line` takes the row's maximum first.
     """
     steep = slope * one
-    shift = one - top * steep
+    shift = one + 0.0 * steep
+    if MASK != 2:
+        shift = one - top * steep
     if FOLD:
         steep = steep * scale
     return steep, tl.where(top == float("inf"), -float("inf"), shift)
 
 
 @triton.jit
-def on_line(s, steep, shift):
-    """r and u as `parts` has them. steep, shift: [R, 1] or [1, C]."""
+def on_line(s, top, steep, shift, MASK: tl.constexpr):
+    """r and u as `parts` has them. top, steep, shift: [R, 1]."""
+    if MASK == 2:
+        s = s - top
     steep = tl.broadcast_to(steep, s.shape)
     u = tl.maximum(tl.fma(s, steep, tl.broadcast_to(shift, s.shape)), 0.0, propagate_nan=NAN)
     return u * u, u
@@ -333,10 +340,10 @@ def query_gradient(
     factor = derivative_factor(z, a, POWER)
     if LINE:
         unit = ROOT_UNIT if RANGE else 1.0  # of U and the root of P, which the keys' kernel takes
-        steep, shift = line(top, slope, unit * factor[:, None], scale, FOLD)
+        steep, shift = line(top, slope, unit * factor[:, None], scale, FOLD, MASK)
         tl.store(Delta + stride + at, tl.reshape(steep, [BM]), mask=inside)
         tl.store(Delta + 2 * stride + at, tl.reshape(shift, [BM]), mask=inside)
-        steep, shift = line(top, slope, one, scale, FOLD)
+        steep, shift = line(top, slope, one, scale, FOLD, MASK)
     wider = ones  # what dP is multiplied by
     e = tl.zeros([BM], tl.int32)
     if RANGE:
@@ -349,6 +356,26 @@ def query_gradient(
     # a power of two is exact: c needs no more than to be the same in each tile
     o = load_part(p_o + wide(row0) * o_n, o_m, rows, o_n, o_d, 0, V0, DV, False, True)
     c = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    if POWER != 2:
+        # alpha > 1.5: delta is as the smaller weights have it, and may be far from c
+        first = tl.where(a > 0.5, count, 0)
+        total = tl.zeros([BM], tl.float32)
+        mean = tl.zeros([BM], tl.float32)
+        j = tl.load(p_list + 1, mask=first > 0, other=0)
+        for i in tl.range(0, first, num_stages=STAGES):
+            ahead = tl.load(p_list + tl.minimum(i + 2, count))
+            n0 = wide(j) * BN
+            k = load_part(p_k + n0 * k_n, o_c, n_k - j * BN, k_n, k_d, 0, D0, D, UNIT_D, True)
+            v = load_part(p_v + n0 * v_n, o_c, n_k - j * BN, v_n, v_d, 0, V0, DV, UNIT_D, True)
+            s = scores(
+                q, k, p_mask + n0 * mask_k + of_mask, o_m[:, None], o_c[None, :], rows,
+                n_k - j * BN, row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
+            )  # fmt: skip
+            r, u = parts(s, top, slope, ones[:, None], scale, a, FOLD, POWER)
+            total += tl.sum(u, 1)
+            mean += tl.sum(u * (product(g, v.T, MODE) - c[:, None]), 1)
+            j = ahead
+        c += mean / tl.where(total == 0.0, 1.0, total)
     wide_c = -(c * wider)[:, None]
 
     total = tl.zeros([BM], tl.float32)
@@ -368,7 +395,7 @@ def query_gradient(
             row0 - j * BN, scale, j >= whole, MODE, MASK, CAUSAL, FOLD,
         )  # fmt: skip
         if LINE:
-            r, u = on_line(s, steep, shift)
+            r, u = on_line(s, top, steep, shift, MASK)
         else:
             r, u = parts(s, top, slope, ones[:, None], scale, a, FOLD, POWER)
         d_p = product(g, v.T, MODE)
@@ -516,6 +543,9 @@ def key_gradient(
             if LINE:
                 steep = tl.load(Delta + stride + at, mask=inside, other=1.0)
                 shift = tl.load(Delta + 2 * stride + at, mask=inside, other=-float("inf"))
+                top = steep
+                if MASK == 2:
+                    top, _, _ = row_numbers(Rows, at, stride, inside)
             else:
                 top, slope, z = row_numbers(Rows, at, stride, inside)
                 factor = derivative_factor(z, a, POWER)
@@ -526,7 +556,7 @@ def key_gradient(
                     rows, columns, row0 - i_n * BN, scale, edge, MODE, MASK, CAUSAL, FOLD,
                 )  # fmt: skip
                 if LINE:
-                    r, u = on_line(s, steep[:, None], shift[:, None])
+                    r, u = on_line(s, top[:, None], steep[:, None], shift[:, None], MASK)
                 else:
                     one = tl.full([BM, 1], 1.0, tl.float32)
                     r, u = parts(s, top[:, None], slope[:, None], one, scale, a, FOLD, POWER)
