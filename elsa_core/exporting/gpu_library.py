@@ -4,10 +4,9 @@ file.
 
 Not chosen by default until it was measured on a GPU: it is written where the CUDA library serves
 the exporting process (ELSA_CUDA_LIBRARY=1), where architectures are asked for, and where model.onnx
-has elsa's nodes. The plans are of
-the batch sizes that the export verifies (`--batches`), for the GPU that is here, on which they are
-recorded, and for the other architectures: the same calls, planned for a GPU that
-`pack/devices.json` describes, compiled and not run.
+has elsa's nodes. The plans are of the batch sizes that the export verifies (`--batches`), for the
+GPU that is here, on which they are recorded, and for the other architectures: the same calls,
+planned for a GPU that `pack/devices.json` describes, compiled and not run.
 """
 
 from __future__ import annotations

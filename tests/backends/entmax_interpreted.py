@@ -67,6 +67,8 @@ CASES = {
     "half, values of many sizes": ((1, 2, 1, 150, 200, 16, 16), F16, 1.5, {"sizes": True}),
     "half, small gradients": ((1, 1, 1, 40, 90, 16, 16), F16, 1.25, {"size": 1e-6}),
     "key alone": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"needs": (0, 1, 0, 0, 0)}),
+    "query alone": ((1, 2, 2, 40, 70, 16, 16), F32, 1.5, {"needs": (1, 0, 0, 0, 0)}),
+    "half, query alone": ((1, 2, 1, 70, 130, 16, 16), F16, 1.5, {"needs": (1, 0, 0, 0, 0)}),
     "alpha alone": ((1, 2, 2, 40, 70, 16, 16), F32, (1, 2, 1, 1), {"needs": (0, 0, 0, 0, 1)}),
 }  # fmt: skip
 

@@ -55,6 +55,8 @@ CASES = {
     "half, alpha of heads": (MIXED, (2, 2, 16, 16), F16, (1, 2, 1, 1), {}),
     "half, small gradients": (CROSSED, (2, 2, 16, 16), F16, 1.25, {"size": 1e-6}),
     "key alone": (MIXED, (2, 1, 16, 16), F32, 1.5, {"needs": (0, 1, 0, 0)}),
+    "query alone": (MIXED, (2, 1, 16, 16), F32, 1.5, {"needs": (1, 0, 0, 0)}),
+    "half, query alone": (MIXED, (2, 1, 16, 16), F16, 1.5, {"needs": (1, 0, 0, 0)}),
     "alpha alone": (LONG, (2, 1, 16, 16), F32, (1, 2, 1, 1), {"needs": (0, 0, 0, 1)}),
 }  # fmt: skip
 

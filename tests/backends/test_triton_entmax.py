@@ -180,3 +180,15 @@ def test_support_says_why_not():
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(elsa.errors.UnavailableError, match="triton"):
         elsa.entmax_attention(q, q, q, backend="triton")
+
+
+def test_columns_are_listed_only_where_something_reads_them():
+    """The query's gradient alone: in float16 for the norms of values, in float32 not at all."""
+    names = [
+        launch.kernel.__name__ for launch in planned(torch.float32, needs=(True,) + (False,) * 4)
+    ]
+    assert names == ["list_tiles", "query_gradient"]
+    names = [
+        launch.kernel.__name__ for launch in planned(torch.float16, needs=(True,) + (False,) * 4)
+    ]
+    assert names == ["list_tiles", "list_tiles", "query_gradient"]

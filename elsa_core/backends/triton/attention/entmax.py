@@ -225,12 +225,14 @@ def _execute(
     batch, heads, q_tiles, k_tiles = tiles.shape
     mask, of_heads = _mask(attn_mask, q), q if head_alpha is None else head_alpha
     delta = rows.new_empty((4, *rows.shape[1:]))
-    norms = rows.new_empty((batch * heads, k_tiles))
     # as many lists as blocks of one tile would have
     by_rows = q.new_empty((batch * heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
-    by_columns = q.new_empty((batch * heads * k_tiles, 1 + q_tiles), dtype=torch.int32)
-    assert call.by_rows is not None and call.by_columns is not None and call.query is not None
-    call.by_columns(tiles, by_columns, v, norms)
+    by_columns, norms = by_rows, rows  # where nothing reads them
+    if call.by_columns is not None:
+        by_columns = q.new_empty((batch * heads * k_tiles, 1 + q_tiles), dtype=torch.int32)
+        norms = rows.new_empty((batch * heads, k_tiles))
+        call.by_columns(tiles, by_columns, v, norms)
+    assert call.by_rows is not None and call.query is not None
     call.by_rows(tiles, by_rows, v, norms)
     call.query(
         q, k, v, g, operands["o"], mask, of_heads, rows, by_rows, norms, delta, operands["dq"],
@@ -296,15 +298,17 @@ def plan_call(
     own = tail | {"SPAN": of_query.block // TILE, "NORMS": False}
     own |= {"length": k_tiles, "others": q_tiles, "own_step": k_tiles, "step": 1}
     by_rows = _launch(entmax_gradients.list_tiles, (rows,), own, 4)
-    own = tail | {"SPAN": of_key.block // TILE, "NORMS": tail["RANGE"]}
-    own |= {"length": q_tiles, "others": k_tiles, "own_step": 1, "step": k_tiles}
-    by_columns = _launch(entmax_gradients.list_tiles, (columns,), own, 4)
     chosen = tail | {"BM": of_query.block, "STAGES": of_query.stages}
     query = _launch(
         entmax_gradients.query_gradient, (rows,), chosen, of_query.warps, of_query.registers
     )
-    call = Call(by_rows=by_rows, by_columns=by_columns, query=query)
-    if options.needs[1] or options.needs[2]:
+    call = Call(by_rows=by_rows, query=query)
+    of_keys = options.needs[1] or options.needs[2]
+    if of_keys or tail["RANGE"]:
+        own = tail | {"SPAN": of_key.block // TILE, "NORMS": tail["RANGE"]}
+        own |= {"length": q_tiles, "others": k_tiles, "own_step": 1, "step": k_tiles}
+        call.by_columns = _launch(entmax_gradients.list_tiles, (columns,), own, 4)
+    if of_keys:
         grid = (columns // heads * operands["k"].shape[1],)
         chosen = tail | {"BN": of_key.block, "STAGES": of_key.stages}
         call.key = _launch(

@@ -155,12 +155,13 @@ def _execute(
     of_heads = q if head_alpha is None else head_alpha
     delta = rows.new_empty((4, *rows.shape[1:]))
     by_rows = q.new_empty((heads * q_tiles, 1 + k_tiles), dtype=torch.int32)
-    columns = heads * (k.shape[2] // TILE + packing.sequences)
-    norms = rows.new_empty(columns)
-    sizes = (columns, 1 + entmax._tiles(packing.longest_q))
-    by_columns = q.new_empty(sizes, dtype=torch.int32)
-    assert call.by_rows is not None and call.by_columns is not None and call.query is not None
-    call.by_columns(tiles, by_columns, v, norms, *bounds)
+    by_columns, norms = by_rows, rows  # where nothing reads them
+    if call.by_columns is not None:
+        columns = heads * (k.shape[2] // TILE + packing.sequences)
+        sizes = (columns, 1 + entmax._tiles(packing.longest_q))
+        by_columns, norms = q.new_empty(sizes, dtype=torch.int32), rows.new_empty(columns)
+        call.by_columns(tiles, by_columns, v, norms, *bounds)
+    assert call.by_rows is not None and call.query is not None
     call.by_rows(tiles, by_rows, v, norms)
     call.query(
         q, k, v, g, operands["o"], q, of_heads, rows, by_rows, norms, delta, operands["dq"],
@@ -221,9 +222,11 @@ def plan_call(
         of_query.registers,
     )  # fmt: skip
     tail["longest"] = packing.longest_q
-    chosen = tail | {"NORMS": tail["RANGE"]}
-    call.by_columns = launch(entmax_gradients.list_columns, (heads * columns,), chosen, 4)
-    if options.needs[1] or options.needs[2]:
+    of_keys = options.needs[1] or options.needs[2]
+    if of_keys or tail["RANGE"]:
+        chosen = tail | {"NORMS": tail["RANGE"]}
+        call.by_columns = launch(entmax_gradients.list_columns, (heads * columns,), chosen, 4)
+    if of_keys:
         chosen = tail | {"BN": TILE, "STAGES": of_key.stages}
         grid = (operands["k"].shape[1] * columns,)
         call.key = launch(
