@@ -191,7 +191,10 @@ def _sweep(session: Session, rows: list[Document]) -> None:
 
 def _ms(seconds: float) -> str:
     milli = seconds * 1e3
-    return f"{milli:.3g}" if milli < 1000 else f"{milli:.0f}"
+    if milli >= 1000:
+        return f"{milli:.0f}"
+    # five characters, so that a table of sites keeps to 80 columns whatever the others hold
+    return f"{milli:.3g}" if milli >= 0.1 else f"{milli:.2g}"
 
 
 def _mb(run: Document) -> str:
