@@ -9,20 +9,23 @@ check: shapes, strides, dtypes and all terms are a part of the layout. Who forge
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elsa_core import calls, routing
+from elsa_core.messages import first_line
 
 # By names of this module: every small call asks them.
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 _records, _required = torch.is_grad_enabled, torch._C._any_requires_grad
 _precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autocast_enabled
 _LOCK = threading.Lock()
+_LOG = logging.getLogger("elsa")
 
 
 class Short:
@@ -85,35 +88,32 @@ def served(short: Short, *arguments: Any) -> Any:
 
 
 def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
-    """`served` of an eager linear layer, given as the operator's arguments. The kernels that are
-    admitted are those of float32, which PyTorch's own take the place of where TF32 is allowed.
+    """`served` of an eager linear layer, given as the operator's arguments: of a large one that was
+    admitted, and of a small one as `small_product`. None of any other.
     """
-    if backend != "auto" or _is_small(arguments) or _cast() or calls.traced():
+    if backend != "auto" or not LINEAR.admits or _cast() or calls.traced():
         return None
-    if _precision("cuda", "matmul") == "tf32":
+    input, weight = arguments[:2]
+    if weight.dim() != 2:
+        return None
+    if input.dtype != torch.float32 or not is_large(input.numel() * weight.shape[0], torch.float32):
+        way = small_way(input) if arguments[6] == "strict" else None
+        return None if way is None else way(*arguments)
+    if LINEAR.serve is None or _takes_tf32():
         return None
     out: Tensor | None = served(LINEAR, *arguments)
     return out
 
 
 def admit_product(arguments: tuple[Any, ...]) -> None:
-    """`Short.admit` of an eager linear layer that a kernel served. Not of a small one, which
-    kernels serve in CUDA graphs alone.
-    """
-    if not arguments[0].is_cuda or _is_small(arguments) or calls.traced():
-        return
-    if not calls.differentiates(*arguments):  # recorded calls come here each time
-        LINEAR.admit(arguments, arguments)
-
-
-def _is_small(arguments: tuple[Any, ...]) -> bool:
-    """Whether a product is PyTorch's for its size or its dtype, but in CUDA graphs; or its size is
-    a tracer's, see `is_large`.
-    """
+    """`Short.admit` of a large eager linear layer that a kernel served."""
     input, weight = arguments[:2]
-    if input.dtype != torch.float32 or weight.dim() != 2:
-        return True
-    return not is_large(input.numel() * weight.shape[0], torch.float32)
+    if not input.is_cuda or input.dtype != torch.float32 or weight.dim() != 2 or calls.traced():
+        return
+    # recorded calls come here each time
+    large = is_large(input.numel() * weight.shape[0], torch.float32)
+    if large and not calls.differentiates(*arguments):
+        LINEAR.admit(arguments, arguments)
 
 
 def is_large(work: Any, dtype: torch.dtype) -> bool:
@@ -121,3 +121,85 @@ def is_large(work: Any, dtype: torch.dtype) -> bool:
     host. No of what a tracer gives for lengths: a comparison would be a guard in its program.
     """
     return type(work) is int and work >= routing.eager_least("linear", dtype)
+
+
+def small_way(x: Tensor) -> Callable[..., Tensor | None] | None:
+    """`small_product`, where the shipped table gives eager linear layers of x that wait for the
+    host to elsa's kernels; None where something of PyTorch would see them (autograd, a tracer, a
+    mode, autocast, a profiler), in CUDA graphs, which do not wait, and where float32 products may
+    take TF32. Asked once for several layers.
+    """
+    if not x.is_cuda or _records() or not LINEAR.admits or calls.traced():
+        return None
+    if _functions() or _profiled() or _cast() or torch.cuda.is_current_stream_capturing():
+        return None
+    if not routing.eager_products(x.device, x.dtype):
+        return None
+    return None if x.dtype == torch.float32 and _takes_tf32() else small_product
+
+
+def small_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    precision: str = "strict",
+    halves: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> Tensor | None:
+    """`elsa::linear` past the dispatcher, of calls that `small_way` holds for; the first call of a
+    kind loads the kernel. None where the call is PyTorch's: it is too large, or nothing serves it.
+
+    Through PyTorch the product, the activation and the sum would be three calls, which take the
+    host longer than the device.
+    """
+    given = (x, weight, bias, activation, residual, scale, precision, halves, powers)
+    out = None if LINEAR.serve is None else LINEAR.serve(*given)
+    return _first_product(given) if out is None else out
+
+
+def _first_product(given: tuple[Any, ...]) -> Tensor | None:
+    """By the operator, whose kernel is loaded and admitted; None where that was tried before."""
+    x, weight, *terms = given
+    if x.is_nested:  # which has no shape
+        return None
+    kind = ("product", x.shape, weight.shape, x.dtype, x.device, *map(_term, terms))
+    if not calls.first_of_kind(kind) or not _fits(x, weight, terms[0], *terms[2:4]):
+        return None
+    try:
+        out: Tensor = torch.ops.elsa.linear.default(*given)
+    except Exception as error:  # of compilers, memory, Triton: PyTorch needs none of it
+        _LOG.info("linear layers of such calls stay PyTorch's: %s", first_line(error))
+        return None
+    LINEAR.admit(given, given)
+    return out
+
+
+def _term(value: Any) -> Any:
+    return value.stride() if isinstance(value, Tensor) else value
+
+
+def _fits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None
+) -> bool:
+    """Whether the operator computes what PyTorch would, and the table takes it for so small."""
+    terms = [t for t in (weight, bias, residual, scale) if t is not None]
+    if any(t.dtype != x.dtype or t.device != x.device for t in terms) or weight.dim() != 2:
+        return False
+    if any(type(t) not in (Tensor, nn.Parameter) for t in (x, *terms)):
+        return False
+    columns, depth = weight.shape
+    if x.dim() < 1 or x.shape[-1] != depth:
+        return False
+    if residual is not None and residual.shape != (*x.shape[:-1], columns):
+        return False
+    if any(t is not None and t.shape != (columns,) for t in (bias, scale)):
+        return False
+    return 0 < x.numel() * columns <= routing.eager_products(x.device, x.dtype)
+
+
+def _takes_tf32() -> bool:
+    """Whether float32 products of PyTorch on a GPU may be rounded to TF32."""
+    return bool(_precision("cuda", "matmul") == "tf32")

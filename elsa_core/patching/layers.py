@@ -46,6 +46,12 @@ def patched_scope(model: nn.Module) -> str:
     return MODEL if any(is_layer(m) or _of_layers(m) for m in patched) else ATTENTION
 
 
+def scope_within(block: nn.Module, free: bool) -> str:
+    """`patched_scope` of a block; "auto" where no layer is patched and nobody asked for that."""
+    scope = patched_scope(block)
+    return AUTO if free and scope == ATTENTION else scope
+
+
 def _of_layers(module: nn.Module) -> bool:
     """Whether a patched module is the companion of layers, which no other scope has."""
     return adapters.is_companion(module) and not getattr(module, "elsa_any_scope", False)

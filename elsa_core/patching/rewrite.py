@@ -119,7 +119,8 @@ def patch(
         scope: "attention": the attention sites alone. "model": linear layers, MLPs and patch
             embeddings too, with what follows a product (activation, LayerScale, residual) in its
             call. "auto": "model" where the shipped measurements say that it is faster, which is
-            float32 on sm_90, else "attention". On a CPU layers keep PyTorch's own products.
+            float32 on sm_90, else "attention"; without globs elsa computes ViT blocks' layers too
+            in eager calls that wait for the host. On a CPU layers keep PyTorch's own products.
         mesh: where given, the model's tokens are sharded over its ranks too, see
             `elsa_core.distributed.shard`.
         sparsity: as `elsa_core.attention` takes it, for global attention of the adapters (windows,
@@ -151,6 +152,7 @@ def patch(
     asked.check_names(precision, backend)
     sparsity, offload = checked(sparsity), _offload(offload, mesh)
     wanted, unwanted = globs.texts("include", include), globs.texts("exclude", exclude)
+    free = scope == layers.AUTO and include is None and exclude is None
     scope = layers.scope_of(model, scope)
     withdraw(model)
     sites = find_sites(model, scope)
@@ -170,7 +172,7 @@ def patch(
             f"strict: {len(refused)} of {len(refused) + len(selected)} sites cannot be patched: "
             + _named(refused)
         )
-    _swap(model, selected, precision, backend, sparsity, offload)
+    _swap(model, selected, precision, backend, sparsity, offload, free)
     if mesh is not None:
         sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
@@ -244,6 +246,7 @@ def _swap(
     backend: str,
     sparsity: str | float | None,
     offload: str | None,
+    free: bool,
 ) -> None:
     modules = [model.get_submodule(site.path) for site in selected]
     for module, site in zip(modules, selected, strict=True):
@@ -278,7 +281,7 @@ def _swap(
         _set(model, elsa_offload=offload)
     for module in modules:
         if hasattr(module, "elsa_scope"):  # a block, which asks in each call
-            module.__dict__["elsa_scope"] = layers.patched_scope(module)
+            module.__dict__["elsa_scope"] = layers.scope_within(module, free)
 
 
 def _set(module: nn.Module, **options: Any) -> None:

@@ -202,6 +202,18 @@ def eager_short(dtype: torch.dtype) -> bool:
     return dtype_name(dtype) in _table()["eager_short"]
 
 
+@functools.lru_cache(maxsize=64)
+def eager_products(device: torch.device, dtype: torch.dtype) -> int:
+    """The most multiply-adds of a small eager linear layer of patched blocks that is elsa's where
+    such a call passes by PyTorch's dispatcher; 0 where none is, see `elsa_core.short_calls`.
+    """
+    for row in _table()["eager_products"]:
+        if row["device"] == device.type and _capability(device) == tuple(row["capability"]):
+            most: int = row["most"].get(dtype_name(dtype), 0)
+            return most
+    return 0
+
+
 @functools.lru_cache(maxsize=256)
 def graphs_least(site: str, dtype: torch.dtype) -> int:
     """The multiply-adds of query key^T from which a site of this class, by its full name, runs

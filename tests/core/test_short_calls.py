@@ -304,7 +304,7 @@ def test_windows_take_it_as_they_are_called(dims: int, monkeypatch: pytest.Monke
     assert len(found) == 1
 
 
-def test_small_half_precision_calls_of_patched_sites_take_it(asked: list[Any]) -> None:
+def test_small_calls_of_patched_sites_take_it(asked: list[Any]) -> None:
     q, k, v = (t.bfloat16() for t in operands(requires_grad=False))
     out = attend_small(q, k, v)
     assert out is not None and torch.equal(out, torch.ones_like(q))
@@ -313,7 +313,7 @@ def test_small_half_precision_calls_of_patched_sites_take_it(asked: list[Any]) -
         assert attend_small(q, k, v) is None
     found: list[Any] = []
     torch.func.vmap(lambda a: found.append(attend_small(a, k, v)) or a)(q[None])  # type: ignore[func-returns-value]
-    assert found == [None] and attend_small(q.float(), k.float(), v.float()) is None
+    assert found == [None] and attend_small(q.double(), k.double(), v.double()) is None
     short_calls.ATTENTION.serve = None
     assert attend_small(q, k, v) is None and len(asked) == 1
 

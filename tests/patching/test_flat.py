@@ -66,7 +66,7 @@ def test_equals_the_original_bit_by_bit(options, dtype):
     assert torch.equal(flat.served(module.mlp, flat.mlp, x), module.mlp(x))
 
 
-def test_attention_in_half_precision_goes_the_short_way(monkeypatch):
+def test_attention_goes_the_short_way(monkeypatch):
     """Of a block as functions, of a site, and of a class whose call is redirected."""
     found = []
 
@@ -82,8 +82,8 @@ def test_attention_in_half_precision_goes_the_short_way(monkeypatch):
     with torch.inference_mode():
         assert torch.equal(flat.served(module, flat.block, x), module(x))
         assert len(found) == 1
-        flat.served(block(), flat.block, tokens())
-        assert len(found) == 1, "float32 is PyTorch's"
+        flat.served(block().double(), flat.block, tokens().double())
+        assert len(found) == 1, "float64 is PyTorch's"
         redirect._attention(*heads, precision="strict", backend="auto")
         assert found == [(None, False, None, "strict")] * 2
         redirect._attention(*heads, scale=0.5, precision="strict", backend="auto")

@@ -3,9 +3,9 @@
 A small call takes the host longer than the device, and half of that time goes into calls of
 modules. Where a patched block keeps PyTorch's kernels for that reason (`common.is_host_bound`), its
 functions are called here one after another: the same functions of the same tensors in the same
-order as in the original forward, so that results are equal bit by bit, but for attention in half
-precision, which is elsa's where that takes the host less (`common.attend_small`). Identities and
-dropout that drops nothing are not called.
+order as in the original forward, so that results are equal bit by bit, but for attention and linear
+layers, which are elsa's where that takes the host less (`common.attend_small`,
+`short_calls.small_way`). Identities and dropout that drops nothing are not called.
 
 What a block consists of is read once and compared at each call: a module that was replaced or has
 another class is read anew; where a module within has hooks or drops something, or a class got
@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elsa_core.patching.adapters.common import attend_small
+from elsa_core.patching.adapters.common import activation_of, attend_small
 from elsa_core.patching.adapters.host import in_row, is_unasked
+from elsa_core.short_calls import small_way
 
 Space = dict[str, Any]  # what a module holds: its __dict__
 # Asked of each module in each call: without a loop in Python.
@@ -104,7 +105,9 @@ class Reading:
 
 
 Drops = list[tuple[Space, Space, str]]
-Run = Callable[[Tensor], Tensor]
+Run = Callable[..., Tensor]
+Way = Callable[..., Tensor | None]  # `short_calls.small_product`
+UNASKED: Any = object()
 Reader = Callable[[Any, Drops], Run | None]
 _READINGS: dict[tuple[int, Callable[[Any, Drops], Any]], Reading] = {}
 
@@ -183,30 +186,36 @@ def _has_own_forward(cls: Any) -> bool:
 # must not drop.
 
 
-def block(module: Any, drops: Drops) -> Run | None:
+def block(module: Any, drops: Drops, every: bool = False) -> Run | None:
     """What computes a timm `Block` without a mask."""
-    attend = attention(module.attn, drops) if name_of(module.attn) == ATTENTION else None
-    change = of_mlp(module.mlp, drops)
+    attend = attention(module.attn, drops, every) if name_of(module.attn) == ATTENTION else None
+    change = of_mlp(module.mlp, drops, every)
     norms = norm(module.norm1), norm(module.norm2)
-    scales = scale_of(module.ls1), scale_of(module.ls2)
+    gammas = gamma_of(module.ls1), gamma_of(module.ls2)
     known = all(idles(drop, drops) for drop in (module.drop_path1, module.drop_path2))
-    if attend is None or change is None or not known or None in norms or None in scales:
+    if attend is None or change is None or not known or None in norms or None in gammas:
         return None
-    (first, second), (scale1, scale2) = norms, scales
+    (first, second), (gamma1, gamma2) = norms, gammas
 
     def run(x: Tensor) -> Tensor:
-        x = x + scale1(attend(first(x)))  # type: ignore[misc]
-        return x + scale2(change(second(x)))  # type: ignore[misc]
+        way = small_way(x)
+        x = attend(first(x), way, x, gamma1())  # type: ignore[misc]
+        return change(second(x), way, x, gamma2())  # type: ignore[misc]
 
     return run
 
 
-def attention(module: Any, drops: Drops) -> Run | None:
-    """What computes a timm `Attention` without a mask."""
+def any_block(module: Any, drops: Drops) -> Run | None:
+    """As `block`, whose linear layers need not be patched to be elsa's."""
+    return block(module, drops, every=True)
+
+
+def attention(module: Any, drops: Drops, every: bool = False) -> Run | None:
+    """What computes a timm `Attention` without a mask: of x, and of what `linear` takes further."""
     space, parts = vars(module), module._modules
     if getattr(module, "gate", None) is not None or not idles(module.proj_drop, drops):
         return None
-    qkv, proj = linear(module.qkv), linear(module.proj)
+    qkv, proj = linear(module.qkv, every), linear(module.proj, every)
     query, key = norm(module.q_norm), norm(module.k_norm)
     last = norm(parts["norm"]) if "norm" in parts else unchanged
     if None in (qkv, proj, query, key, last) or not drops_weights(module, drops):
@@ -214,16 +223,21 @@ def attention(module: Any, drops: Drops) -> Run | None:
     own = type(module).__dict__.get("elsa_base", type(module)).forward
     owner = weakref.ref(module)  # what holds the module itself would keep it for ever
 
-    def run(x: Tensor) -> Tensor:
+    def run(
+        x: Tensor, way: Way | None = UNASKED, residual: Tensor | None = None,
+        gamma: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if not space["fused_attn"]:
-            return own(owner(), x)  # type: ignore[no-any-return]
+            return followed(own(owner(), x), residual, gamma)
+        way = small_way(x) if way is UNASKED else way
         batch, tokens, _ = x.shape
-        packed = qkv(x).reshape(batch, tokens, 3, space["num_heads"], space["head_dim"])  # type: ignore[misc]
+        packed = qkv(x, way).reshape(batch, tokens, 3, space["num_heads"], space["head_dim"])  # type: ignore[misc]
         q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = query(q), key(k)  # type: ignore[misc]
         small = attend_small(q, k, v)
         out = functional.scaled_dot_product_attention(q, k, v) if small is None else small
-        return proj(last(out.transpose(1, 2).reshape(batch, tokens, -1)))  # type: ignore[misc]
+        joined = last(out.transpose(1, 2).reshape(batch, tokens, -1))  # type: ignore[misc]
+        return proj(joined, way, residual, gamma)  # type: ignore[misc]
 
     return run
 
@@ -239,36 +253,66 @@ def drops_weights(module: Any, drops: Drops) -> bool:
     return True
 
 
-def of_mlp(module: Any, drops: Drops) -> Run | None:
+def of_mlp(module: Any, drops: Drops, every: bool = False) -> Run | None:
     """What computes a part that may be a timm `Mlp`."""
-    return mlp(module, drops) if name_of(module) == MLP else None
+    return mlp(module, drops, every) if name_of(module) == MLP else None
 
 
-def mlp(module: Any, drops: Drops) -> Run | None:
-    """What computes a timm `Mlp`."""
-    first, second, between = linear(module.fc1), linear(module.fc2), norm(module.norm)
+def mlp(module: Any, drops: Drops, every: bool = False) -> Run | None:
+    """What computes a timm `Mlp`: of x, and of what `linear` takes further."""
+    first, second = linear(module.fc1, every, module.act), linear(module.fc2, every)
+    between = norm(module.norm)
     known = idles(module.drop1, drops) and idles(module.drop2, drops)
     if first is None or second is None or between is None or not known:
         return None
     if name_of(module.act) not in _ACTIVATIONS:
         return None
-    act = module.act.forward
-    return lambda x: second(between(act(first(x))))
+
+    def run(
+        x: Tensor, way: Way | None = UNASKED, residual: Tensor | None = None,
+        gamma: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        way = small_way(x) if way is UNASKED else way
+        return second(between(first(x, way)), way, residual, gamma)
+
+    return run
 
 
-def linear(module: Any) -> Run | None:
-    """What computes an `nn.Linear`."""
+def linear(module: Any, every: bool = False, act: nn.Module | None = None) -> Run | None:
+    """What computes residual + gamma * act(layer(x)) of an `nn.Linear`, residual and gamma perhaps
+    None: by `way` where it has one, and the layer is patched or `every` one may be elsa's.
+    """
     if not is_linear(module):
         return None
-    space = vars(module)
+    space, own, owner = vars(module), "elsa_base" in type(module).__dict__, weakref.ref(module)
+    activate, acts = (None, None) if act is None else (act.forward, weakref.ref(act))
 
-    def run(x: Tensor) -> Tensor:
+    def run(
+        x: Tensor, way: Way | None = None, residual: Tensor | None = None,
+        gamma: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         terms = space["_parameters"]
         if "weight" in space or "bias" in space:  # an attribute that Python finds before them
             raise KeyError("weight")
-        return functional.linear(x, terms["weight"], terms["bias"])
+        weight, bias = terms["weight"], terms["bias"]
+        if way is not None and (own or every):
+            name = "none" if acts is None else activation_of(acts())  # type: ignore[arg-type]
+            halves = owner().elsa_halves() if own else ()  # type: ignore[union-attr, operator]
+            terms = (name, residual, gamma, "strict", *halves)
+            found = way(x, weight, bias, *terms) if name else None
+            if found is not None:
+                return found
+        out = functional.linear(x, weight, bias)
+        return followed(out if activate is None else activate(out), residual, gamma)
 
     return run
+
+
+def followed(out: Tensor, residual: Tensor | None, gamma: Tensor | None) -> Tensor:
+    """residual + gamma * out, as blocks compute it."""
+    if gamma is not None:
+        out = out * gamma
+    return out if residual is None else residual + out
 
 
 def is_linear(module: Any) -> bool:
@@ -293,19 +337,14 @@ def norm(module: Any) -> Run | None:
     return run
 
 
-def scale_of(module: Any) -> Run | None:
-    """What computes a LayerScale, or an identity in its place."""
+def gamma_of(module: Any) -> Callable[[], Tensor | None] | None:
+    """What finds the factors of a LayerScale, or None of an identity in its place."""
     if type(module) is nn.Identity:
-        return unchanged
+        return lambda: None
     if name_of(module) != _SCALE:
         return None
     space = vars(module)
-
-    def run(x: Tensor) -> Tensor:
-        gamma = space["_parameters"]["gamma"]
-        return x.mul_(gamma) if space["inplace"] else x * gamma
-
-    return run
+    return lambda: space["_parameters"]["gamma"]
 
 
 def idles(module: Any, drops: Drops) -> bool:

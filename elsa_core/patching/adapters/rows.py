@@ -59,7 +59,7 @@ def block(module: Any, drops: flat.Drops) -> flat.Run | None:
     """What computes a timm `Block` of which every layer is patched."""
     attention, change = _attention(module.attn, drops), mlp(module.mlp, drops)
     norms = flat.norm(module.norm1), flat.norm(module.norm2)
-    gammas = _gamma(module.ls1), _gamma(module.ls2)
+    gammas = flat.gamma_of(module.ls1), flat.gamma_of(module.ls2)
     paths = path(module.drop_path1), path(module.drop_path2)
     if attention is None or change is None or None in (*norms, *gammas, *paths):
         return None
@@ -142,16 +142,6 @@ def linear(module: Any) -> Product | None:
         )  # fmt: skip
 
     return run
-
-
-def _gamma(module: Any) -> Callable[[], Tensor | None] | None:
-    """What finds the factors of a LayerScale, or None of an identity."""
-    if flat.scale_of(module) is None:
-        return None
-    if type(module) is torch.nn.Identity:
-        return lambda: None
-    space = vars(module)
-    return lambda: space["_parameters"]["gamma"]
 
 
 def path(module: Any) -> Callable[[], Any] | None:

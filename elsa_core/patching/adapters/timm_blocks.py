@@ -35,7 +35,8 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
     elsa_base = Block
     elsa_companion = True
     elsa_any_scope = True
-    elsa_scope: str = "model"  # "attention" where no layer within is patched
+    # where no layer within is patched "attention", or "auto" where that was not asked for
+    elsa_scope: str = "model"
     elsa_precision: str
     elsa_backend: str
 
@@ -81,7 +82,8 @@ class ElsaBlock(Block):  # type: ignore[misc]  # timm is untyped
         """The original forward, in calls that are not compiled."""
         out = None
         if terms["attn_mask"] is None and not terms.get("is_causal"):
-            out = flat.served(self, flat.block, x)
+            read = flat.any_block if self.elsa_scope == "auto" else flat.block
+            out = flat.served(self, read, x)
         return super().forward(x, **terms) if out is None else out  # type: ignore[no-any-return]
 
     def _keeps_original(

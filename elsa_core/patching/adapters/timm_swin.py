@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from elsa_core.patching.adapters.windows import (
     read_bias,
     why_not,
 )
+from elsa_core.short_calls import small_way
 from elsa_core.window import window_attention
 
 _TABLE, _INDEX = "relative_position_bias_table", "relative_position_index"
@@ -170,14 +170,15 @@ def _row(module: Any, drops: flat.Drops) -> flat.Run | None:
     owner = weakref.ref(module)  # what holds the module itself would keep it for ever
 
     def run(x: Tensor) -> Tensor:
-        x = x + attend(first(x), owner())
+        way = small_way(x)
+        x = attend(first(x), owner(), way, x)
         tokens = x.flatten(1, 2)
-        return (tokens + change(second(tokens))).reshape(x.shape)
+        return change(second(tokens), way, tokens).reshape(x.shape)
 
     return run
 
 
-def _windows(attn: Any, drops: flat.Drops) -> Callable[[Tensor, Any], Tensor] | None:
+def _windows(attn: Any, drops: flat.Drops) -> flat.Run | None:
     """What computes a block's attention of normalised tokens, its layers PyTorch's."""
     qkv, proj = flat.linear(attn.qkv), flat.linear(attn.proj)
     idle = flat.idles(attn.attn_drop, drops) and flat.idles(attn.proj_drop, drops)
@@ -187,7 +188,10 @@ def _windows(attn: Any, drops: flat.Drops) -> Callable[[Tensor, Any], Tensor] | 
         drops.append((vars(attn), vars(attn.attn_drop), "p"))
     inner, layer = vars(attn), vars(attn.qkv)
 
-    def run(x: Tensor, block: Any) -> Tensor:
+    def run(
+        x: Tensor, block: Any, way: flat.Way | None = flat.UNASKED, residual: Tensor | None = None
+    ) -> Tensor:
+        way = small_way(x) if way is flat.UNASKED else way
         space = vars(block)
         if DERIVED.keeps(block):
             bias: Bias = derived(block.elsa_derivation())
@@ -197,13 +201,13 @@ def _windows(attn: Any, drops: flat.Drops) -> Callable[[Tensor, Any], Tensor] | 
             table, index = inner["_parameters"][_TABLE], inner["_buffers"][_INDEX]
             bias = as_table(table, index, math.prod(inner["window_size"]))
         windows = window_attention(
-            qkv(x), bias.bias, num_heads=inner["num_heads"], window_size=space["window_size"],
+            qkv(x, way), bias.bias, num_heads=inner["num_heads"], window_size=space["window_size"],
             shift_size=space["shift_size"], bias_index=bias.bias_index,
             scale=None if inner["fused_attn"] else inner["scale"],
             pad_qkv=layer["_parameters"]["bias"],
             precision=space["elsa_precision"], backend=space["elsa_backend"],
         )  # fmt: skip
-        return proj(windows)
+        return proj(windows, way, residual)
 
     return run
 

@@ -15,7 +15,7 @@ from elsa_core.backends import cuda
 from elsa_core.backends.support import Request, Support
 from elsa_core.backends.triton.linear import LEAST_WEIGHT
 from elsa_core.operators.gated_linear import plain as plain_gated
-from elsa_core.operators.linear import Eager, epilogue, plain, plain_backward, plain_split
+from elsa_core.operators.linear import Eager, plain, plain_backward, plain_split
 from elsa_core.operators.normed_linear import plain as plain_normed
 from elsa_core.routing.measured import (
     GATED,
@@ -99,10 +99,7 @@ def _computed(
         )
     from elsa_core.backends.triton.linear import gemm
 
-    if linear_form(HALF, input.device):
-        return gemm.linear(input, weight, bias, activation, residual, scale)
-    product = gemm.linear(input, weight, bias)
-    return None if product is None else epilogue(product, activation, residual, scale)
+    return gemm.linear(input, weight, bias, activation, residual, scale)
 
 
 def normed_kernel(

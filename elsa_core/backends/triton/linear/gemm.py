@@ -1,5 +1,6 @@
-"""`elsa::linear` in half precision: of few channels, where PyTorch's library has no kernel for it,
-and with what follows the product in the same launch, which is not chosen by auto until measured.
+"""`elsa::linear` in half precision, with what follows the product in the same launch: of few
+channels, where PyTorch's library has no kernel for it, and small, in eager calls that wait for the
+host. Others are not chosen by auto until measured.
 
 One product on tensor cores, accumulated in float32; the terms in float32 too, rounded once.
 """
@@ -11,18 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from elsa_core.backends.triton.linear.launches import DEEP, LARGE, Tile
+from elsa_core.backends.triton.linear.launches import DEEP, H200, LARGE, Tile
 from elsa_core.backends.triton.linear.planner import layout, on_device_of
 from elsa_core.backends.triton.linear.product import ACTIVATIONS, activated
 from elsa_core.backends.triton.shared.device import capability_of, described
 from elsa_core.backends.triton.shared.launch import Launch
 from elsa_core.backends.triton.shared.plans import PLANS
-from elsa_core.routing.measured import HALF, linear_form
 
 # Row tiles whose columns follow one another, so that they find their rows in cache.
 GROUP = tl.constexpr(8)
-# Measured on one H200 for few channels; deeper products take the tile of float32's, not measured.
+# Measured on one H200: FLAT for few channels, the others for more, by programs: of SLIM at most one
+# to a multiprocessor, of SMALL two; then the tile of float32's.
 FLAT = Tile(128, 64, 32, 4, 3)
+SLIM = Tile(64, 32, 128, 4, 4)
+SMALL = Tile(64, 64, 128, 4, 3)
 # With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
 LEAST_ROWS = 64
 # Elements of 16 bytes.
@@ -118,7 +121,7 @@ def planned(
 ) -> Launch | None:  # fmt: skip
     """The launch of a call, cached by layout; None where the kernel does not serve it."""
     given = (input, weight, bias, residual, scale)
-    key = ("linear", *map(layout, given), activation, linear_form(HALF, input.device))
+    key = ("linear", *map(layout, given), activation)
     return PLANS.get(key, _plan_if_served, *given, activation)
 
 
@@ -172,7 +175,7 @@ def plan(
     """The kernel's launch; it depends on layouts, not on data."""
     columns, depth = weight.shape
     rows = input.numel() // depth
-    tile = LARGE if depth >= DEEP and linear_form(HALF, input.device) else FLAT
+    tile = tile_for(rows, columns, depth)
     tail = {
         "rows": rows, "depth": depth, "x_row": depth // UNIT, "w_row": weight.stride(0) // UNIT,
         "y_row": columns // UNIT, "BIAS": bias is not None,
@@ -180,6 +183,20 @@ def plan(
         "RESIDUAL": residual is not None, "EVEN": depth % tile.depth == 0, "UNIT": UNIT,
         "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "STAGES": tile.stages,
     }  # fmt: skip
-    programs = -(-rows // tile.rows) * -(-columns // tile.columns)
+    programs = _programs(tile, rows, columns)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return Launch(linear_tile, (programs,), tail, options)
+
+
+def tile_for(rows: int, columns: int, depth: int) -> Tile:
+    """The tile of a product of such sizes."""
+    if depth < DEEP:
+        return FLAT
+    for tile, most in ((SLIM, 1), (SMALL, 2)):
+        if _programs(tile, rows, columns) <= most * H200.multiprocessors:
+            return tile
+    return LARGE
+
+
+def _programs(tile: Tile, rows: int, columns: int) -> int:
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
