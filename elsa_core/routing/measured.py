@@ -207,11 +207,16 @@ def eager_products(device: torch.device, dtype: torch.dtype) -> int:
     """The most multiply-adds of a small eager linear layer of patched blocks that is elsa's where
     such a call passes by PyTorch's dispatcher; 0 where none is, see `elsa_core.short_calls`.
     """
-    for row in _table()["eager_products"]:
-        if row["device"] == device.type and _capability(device) == tuple(row["capability"]):
-            most: int = row["most"].get(dtype_name(dtype), 0)
-            return most
-    return 0
+    return small_products(_capability(device), dtype) if device.type == "cuda" else 0
+
+
+def small_products(capability: tuple[int, int] | None, dtype: torch.dtype) -> int:
+    """`eager_products` of GPUs of a compute capability."""
+    most = (
+        row["most"].get(dtype_name(dtype), 0) for row in _table()["eager_products"]
+        if tuple(row["capability"]) == capability
+    )  # fmt: skip
+    return next(most, 0)
 
 
 @functools.lru_cache(maxsize=256)

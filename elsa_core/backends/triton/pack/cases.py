@@ -193,16 +193,20 @@ def _linear(case: Case) -> None:
     rows, depth, columns = row["rows"] * case.batch, row["depth"], row["columns"]
     x, weight = case.empty(rows, depth), case.empty(columns, depth)
     bias = case.empty(columns) if row["bias"] else None
-    if case.dtype != "fp32":
-        if not case.training and gate._suits(x, weight):
-            gemm.linear(x, weight, bias)
-        return
     if case.training:
-        planner.backward(case.empty(rows, columns), x, weight, (True, True, bias is not None))
+        if case.dtype == "fp32":
+            planner.backward(case.empty(rows, columns), x, weight, (True, True, bias is not None))
         return
     residual = case.empty(rows, columns) if row["residual"] else None
     scale = case.empty(columns) if row["scale"] else None
-    terms = (x, weight, bias, row["activation"], residual, scale, "strict")
+    terms = (x, weight, bias, row["activation"], residual, scale)
+    if case.dtype != "fp32":
+        if gate._suits(x, weight):
+            gemm.linear(x, weight, bias)
+        if rows * depth * columns <= measured.small_products(gpu.capability, x.dtype):
+            gemm.linear(*terms)
+        return
+    terms = (*terms, "strict")
     planner.linear(*terms)
     split = planner.split_weight(weight)
     if split is not None:  # of a model whose weights do not change
