@@ -65,8 +65,10 @@ class Answer(NamedTuple):
 
     @property
     def clean(self) -> bool:
-        """Whether every test passed and no tool found anything."""
-        return self.errors == 0 and self.code == 0
+        """Whether tests passed, none failed, and no tool found anything."""
+        return (
+            self.errors == 0 and self.code == 0 and re.search(r"\d+ passed", self.text) is not None
+        )
 
 
 def program() -> str | None:
@@ -98,9 +100,10 @@ def command(tool: str, tests: Sequence[str]) -> list[str]:
 
 def run(tool: str, tests: Sequence[str]) -> Answer:
     """Run tests in one tool."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         command(tool, tests), cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path},
     )  # fmt: skip
     text = done.stdout + done.stderr
     counts = [int(count) for count in _SUMMARY.findall(text)]
