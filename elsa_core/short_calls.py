@@ -9,6 +9,7 @@ check: shapes, strides, dtypes and all terms are a part of the layout. Who forge
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elsa_core import calls, routing
 from elsa_core.messages import first_line
@@ -26,6 +28,10 @@ _records, _required = torch.is_grad_enabled, torch._C._any_requires_grad
 _precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autocast_enabled
 _LOCK = threading.Lock()
 _LOG = logging.getLogger("elsa")
+# Layouts of small products that were tried and not admitted since: what was wrong may pass (memory,
+# a launch hook), or not.
+_TRIED: dict[Any, int] = {}
+_MOST_TRIES, _MOST_KINDS = 3, 4096
 
 
 class Short:
@@ -50,10 +56,15 @@ class Short:
         Args:
             arguments: of the operator. given: what its caller was given, in the same order.
         """
-        if not self._asked:
-            self._look()
+        self.ready()
         if self._admit is not None and not _functions():  # a mode would see what tensors are asked
             self._admit(*arguments, *given)
+
+    def ready(self) -> bool:
+        """Look for the short way, if nobody has yet; whether there is one."""
+        if not self._asked:
+            self._look()
+        return self.admits
 
     def _look(self) -> None:
         from elsa_core.backends import cuda
@@ -88,18 +99,17 @@ def served(short: Short, *arguments: Any) -> Any:
 
 
 def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
-    """`served` of an eager linear layer, given as the operator's arguments: of a large one that was
-    admitted, and of a small one as `small_product`. None of any other.
+    """`served` of an eager linear layer in float32, given as the operator's arguments: of a large
+    one that was admitted, and of a small one as `small_product`. None of any other: half precision
+    may not wait for the host.
     """
-    if backend != "auto" or not LINEAR.admits or _cast() or calls.traced():
-        return None
     input, weight = arguments[:2]
-    if weight.dim() != 2:
+    if backend != "auto" or input.dtype != torch.float32 or weight.dim() != 2 or calls.traced():
         return None
-    if input.dtype != torch.float32 or not is_large(input.numel() * weight.shape[0], torch.float32):
+    if not is_large(input.numel() * weight.shape[0], torch.float32):
         way = small_way(input) if arguments[6] == "strict" else None
         return None if way is None else way(*arguments)
-    if LINEAR.serve is None or _takes_tf32():
+    if LINEAR.serve is None or _cast() or _takes_tf32():
         return None
     out: Tensor | None = served(LINEAR, *arguments)
     return out
@@ -131,11 +141,22 @@ def small_way(x: Tensor) -> Callable[..., Tensor | None] | None:
     """
     if not x.is_cuda or _records() or not LINEAR.admits or calls.traced():
         return None
-    if _functions() or _profiled() or _cast() or torch.cuda.is_current_stream_capturing():
-        return None
     if not routing.eager_products(x.device, x.dtype):
         return None
+    if _functions() or _profiled() or _cast() or torch.cuda.is_current_stream_capturing():
+        return None
+    if not _by_triton(routing.switched()):
+        return None
     return None if x.dtype == torch.float32 and _takes_tf32() else small_product
+
+
+@functools.lru_cache(maxsize=8)
+def _by_triton(switched: object) -> bool:
+    """Whether no backend was registered ahead of the operator's own kernels."""
+    found = (
+        each for each in routing.BACKENDS if each.device == "cuda" and "linear" in each.operators
+    )
+    return next((each.name for each in found), "") == "triton"
 
 
 def small_product(
@@ -165,11 +186,19 @@ def _first_product(given: tuple[Any, ...]) -> Tensor | None:
     x, weight, *terms = given
     if x.is_nested:  # which has no shape
         return None
-    kind = ("product", x.shape, weight.shape, x.dtype, x.device, *map(_term, terms))
-    if not calls.first_of_kind(kind) or not _fits(x, weight, terms[0], *terms[2:4]):
+    kind = (calls.forgotten(), *map(_layout, given))
+    tries = _TRIED.get(kind, 0)
+    if tries >= _MOST_TRIES or not _fits(x, weight, terms[0], *terms[2:4]):
+        return None
+    if len(_TRIED) >= _MOST_KINDS:
+        _TRIED.clear()
+    _TRIED[kind] = tries + 1
+    if not LINEAR.ready():  # else the operator's first call is Python's, and no layout is planned
         return None
     try:
         out: Tensor = torch.ops.elsa.linear.default(*given)
+        if not tries:  # PyTorch's is loaded for a CUDA graph, which may record that
+            functional.linear(x, weight, terms[0])
     except Exception as error:  # of compilers, memory, Triton: PyTorch needs none of it
         _LOG.info("linear layers of such calls stay PyTorch's: %s", first_line(error))
         return None
@@ -177,8 +206,11 @@ def _first_product(given: tuple[Any, ...]) -> Tensor | None:
     return out
 
 
-def _term(value: Any) -> Any:
-    return value.stride() if isinstance(value, Tensor) else value
+def _layout(value: Any) -> Any:
+    """What tells calls of the operator apart."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16
 
 
 def _fits(

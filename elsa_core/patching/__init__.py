@@ -20,10 +20,10 @@ if TYPE_CHECKING:
         register_adapter,
     )
     from elsa_core.patching.frozen import FreezeReport, FrozenState, freeze, refresh, unfreeze
-    from elsa_core.patching.layers import is_layer, patched_scope
+    from elsa_core.patching.layers import free_layers, is_layer, patched_scope
     from elsa_core.patching.page import write_page
+    from elsa_core.patching.report import PatchReport
     from elsa_core.patching.rewrite import (
-        PatchReport,
         layers_within,
         original,
         patch,
@@ -48,11 +48,11 @@ _HOMES = {
     "adapters.hf_transformers": ("register",),
     "adapters.table": ("LAYERS", "SWITCHES", "register_adapter"),
     "frozen": ("FreezeReport", "FrozenState", "freeze", "refresh", "unfreeze"),
-    "layers": ("is_layer", "patched_scope"),
+    "layers": ("free_layers", "is_layer", "patched_scope"),
     "page": ("write_page",),
+    "report": ("PatchReport",),
     "rewrite": (
-        *("PatchReport", "layers_within", "original", "patch", "patched_sites"),
-        *("shared_copy", "unpatch"),
+        *("layers_within", "original", "patch", "patched_sites", "shared_copy", "unpatch"),
     ),
     "sharding": ("reduce_gradients", "require_shardable", "shard"),
     "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model"),
@@ -74,6 +74,7 @@ __all__ = [
     "computes_otherwise",
     "entry",
     "find_sites",
+    "free_layers",
     "freeze",
     "inspect",
     "is_layer",

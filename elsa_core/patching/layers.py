@@ -52,6 +52,13 @@ def scope_within(block: nn.Module, free: bool) -> str:
     return AUTO if free and scope == ATTENTION else scope
 
 
+def free_layers(model: nn.Module) -> None:
+    """Tell the blocks of a patched model that nobody said what was to be patched."""
+    for module in model.modules():
+        if "elsa_scope" in module.__dict__:
+            module.__dict__["elsa_scope"] = scope_within(module, True)
+
+
 def _of_layers(module: nn.Module) -> bool:
     """Whether a patched module is the companion of layers, which no other scope has."""
     return adapters.is_companion(module) and not getattr(module, "elsa_any_scope", False)

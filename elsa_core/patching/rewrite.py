@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -26,69 +26,17 @@ from elsa_core.patching.adapters.direct import withdraw
 from elsa_core.patching.adapters.kept import leave
 from elsa_core.patching.adapters.model import asking, is_asking, may_ask
 from elsa_core.patching.adapters.table import LAYERS
+from elsa_core.patching.report import PatchReport
 from elsa_core.patching.sites import AttentionSite, find_sites, plain_model
-from elsa_core.patching.text import reasons, sites_of, sites_table
+from elsa_core.patching.text import sites_of
 from elsa_core.precision import validate
 from elsa_core.sparsity import checked
-from elsa_core.summary import Summarised, Summary
 
 _ATTRIBUTES = (
     "elsa_precision", "elsa_backend", "elsa_sparsity", "elsa_scope", "elsa_group", "elsa_lengths",
     "elsa_offload",
 )  # fmt: skip
 _MAX_NAMED = 3  # classes that an error line spells out
-
-
-@dataclass(frozen=True, repr=False)
-class PatchReport(Summarised):
-    """What `patch` did.
-
-    Attributes:
-        patched: the sites that run on elsa now.
-        kept: the sites left as they were; `reason` says why.
-        precision: the precision that the patched sites ask for.
-        backend: the backend that they ask for.
-        include: the globs given, empty for all.
-        exclude: the globs given.
-        scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
-        sparsity: what the sites may leave out, None for nothing.
-        offload: "host" where what a backward needs is kept in host memory.
-    """
-
-    patched: tuple[AttentionSite, ...]
-    kept: tuple[AttentionSite, ...]
-    precision: str
-    backend: str
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    scope: str = layers.ATTENTION
-    sparsity: str | float | None = None
-    offload: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "patched": [site.to_dict() for site in self.patched],
-            "kept": [site.to_dict() for site in self.kept],
-            "precision": self.precision,
-            "backend": self.backend,
-            "include": list(self.include),
-            "exclude": list(self.exclude),
-            "scope": self.scope,
-            "sparsity": self.sparsity,
-            "offload": self.offload,
-        }
-
-    def summary(self) -> Summary:
-        """The patched sites as a table, and why the others were kept."""
-        done, found = len(self.patched), len(self.patched) + len(self.kept)
-        title = f"{done} of {found} {sites_of(self.scope)} patched"
-        stored = "" if self.offload is None else f" · offload {self.offload}"
-        return Summary(
-            f"{title} · precision {self.precision} · backend {self.backend}{stored}",
-            *sites_table(self.patched),
-            reasons(self.kept, "kept"),
-        )
 
 
 def patch(
@@ -177,7 +125,7 @@ def patch(
         sharding.shard(model, mesh)
     done = tuple(replace(site, patched=True) for site in selected)
     return PatchReport(
-        done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity, offload
+        done, tuple(kept), precision, backend, wanted, unwanted, scope, sparsity, offload, free
     )
 
 

@@ -195,11 +195,21 @@ def eager_least(operator: str, dtype: torch.dtype) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def eager_short(dtype: torch.dtype) -> bool:
+def eager_short(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether small eager attention of patched sites is elsa's where such a call passes by
     PyTorch's dispatcher, see `elsa_core.short_calls`.
     """
-    return dtype_name(dtype) in _table()["eager_short"]
+    rows = (row for row in _table()["eager_short"] if dtype_name(dtype) in row["dtypes"])
+    return any(_is_of(device, row.get("capability")) for row in rows)
+
+
+def _is_of(device: torch.device, capability: list[int] | None) -> bool:
+    """Whether a device is a whole GPU of this compute capability; None: any device."""
+    if capability is None:
+        return True
+    if device.type != "cuda" or _capability(device) != tuple(capability):
+        return False
+    return _SLICE not in torch.cuda.get_device_name(device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,7 +217,8 @@ def eager_products(device: torch.device, dtype: torch.dtype) -> int:
     """The most multiply-adds of a small eager linear layer of patched blocks that is elsa's where
     such a call passes by PyTorch's dispatcher; 0 where none is, see `elsa_core.short_calls`.
     """
-    return small_products(_capability(device), dtype) if device.type == "cuda" else 0
+    rows = (row for row in _table()["eager_products"] if _is_of(device, row["capability"]))
+    return max((row["most"].get(dtype_name(dtype), 0) for row in rows), default=0)
 
 
 def small_products(capability: tuple[int, int] | None, dtype: torch.dtype) -> int:

@@ -22,7 +22,8 @@ from elsa_core.errors import ArgumentError, ModelError, UnavailableError
 from elsa_core.loading import saving as save_module
 from elsa_core.loading.loader import Loaded, load_model
 from elsa_core.loading.saving import save, separate
-from elsa_core.patching.rewrite import PatchReport, patch, patched_sites
+from elsa_core.patching.report import PatchReport
+from elsa_core.patching.rewrite import patch, patched_sites
 
 
 @pytest.fixture(scope="module")

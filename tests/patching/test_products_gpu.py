@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from elsa_core import short_calls
 from elsa_core.backends import cuda
 from elsa_core.patching.adapters import flat
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 HALF = (torch.float16, torch.bfloat16)
 TERMS = {
     "bare": ("none", False, False),
@@ -108,6 +113,33 @@ def test_a_model_by_it(dtype, monkeypatch):
         before = len(served)
         patched(images)
         assert len(served) == before
+
+
+FRESH = """
+import torch, elsa_core as elsa
+from elsa_core import short_calls
+model = elsa.load("vit_tiny_patch16_224", device="cuda", dtype=torch.float16).eval()
+elsa.patch(model)
+own, served = short_calls.small_product, []
+def counted(*given):
+    served.append(own(*given))
+    return served[-1]
+short_calls.small_product = counted
+with torch.inference_mode():
+    for _ in range(3):
+        served.clear()
+        model(torch.zeros(1, 3, 224, 224, device="cuda", dtype=torch.float16))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(torch.zeros(1, 3, 224, 224, device="cuda", dtype=torch.float16))
+print(sum(out is not None for out in served))
+"""
+
+
+def test_a_fresh_process_loads_all_kinds():
+    """The first operator of a process loads the library that plans it; a graph follows."""
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
+    assert done.stdout == "48\n"
 
 
 def test_who_would_see_it_sees_pytorchs(monkeypatch):

@@ -124,20 +124,20 @@ def planned(
         one is to be asked about again (a CUDA graph is recorded, a launch hook is set, or the
         driver refused).
     """
-    from elsa_core.backends.cuda.record import Recorder
+    from elsa_core.backends.cuda.record import recorder_of
 
     _listen(library)
     if _capturing():
         return _tuple(kernel(*arguments)), b""
     # objects of their own: two arguments may be one tensor in this call, and not in the next
     own = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
-    recorder = Recorder([a for a in own if a is None or isinstance(a, Tensor)])
-    with recorder:
+    noted = recorder_of([a for a in own if a is None or isinstance(a, Tensor)])
+    with noted:
         results = _tuple(kernel(*own))
-    if recorder.hooked:
+    if noted.hooked:
         return results, b""
     try:
-        found = plans.write(recorder.plan(results, library.number))
+        found = plans.write(noted.plan(results, library.number))
         library.check(found, max(0, results[0].get_device()))
     except PlanError as reason:
         _LOG.debug("a call that the CUDA library leaves to Python: %s", reason)

@@ -8,6 +8,7 @@ never by its address, since two arguments may be the same memory in one call and
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,10 @@ class Recorder(TorchDispatchMode):
         for number, tensor in enumerate(self.inputs):
             if tensor is not None:
                 self._know(tensor, _Place(number, tensor.data_ptr()))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would load its compiler for that, which takes a second or more
 
     def __enter__(self) -> Recorder:
         _ACTIVE.recorders.append(self)
@@ -143,6 +148,21 @@ class Recorder(TorchDispatchMode):
         if place is None:
             raise PlanError("it reads a tensor that is neither given nor allocated by it")
         return place
+
+
+class _Apart(Recorder):
+    """Where PyTorch's compiler is loaded already: it leaves alone what is noted."""
+
+    __torch_dispatch__ = Recorder.__torch_dispatch__
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+
+def recorder_of(inputs: Sequence[Tensor | None]) -> Recorder:
+    """A `Recorder` of a call with these tensors."""
+    return (_Apart if "torch._dynamo" in sys.modules else Recorder)(inputs)
 
 
 def _share(part: Tensor, whole: Tensor) -> bool:

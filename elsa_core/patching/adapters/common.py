@@ -296,7 +296,7 @@ def attend_small(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     to the short way and the shipped table takes it for their dtype; None where PyTorch is to serve.
     [B, H, N, D] -> [B, H, N, Dv].
     """
-    if short_calls.ATTENTION.serve is None or not routing.eager_short(query.dtype):
+    if short_calls.ATTENTION.serve is None or not routing.eager_short(query.device, query.dtype):
         return None
     if torch._C._is_any_autocast_enabled() or calls.traced():
         return None

@@ -341,10 +341,17 @@ def gamma_of(module: Any) -> Callable[[], Tensor | None] | None:
     """What finds the factors of a LayerScale, or None of an identity in its place."""
     if type(module) is nn.Identity:
         return lambda: None
-    if name_of(module) != _SCALE:
+    if name_of(module) != _SCALE or module.inplace:  # which keeps the dtype of what it scales
         return None
     space = vars(module)
-    return lambda: space["_parameters"]["gamma"]
+
+    def gamma() -> Tensor:
+        if space["inplace"]:
+            raise KeyError("gamma")
+        found: Tensor = space["_parameters"]["gamma"]
+        return found
+
+    return gamma
 
 
 def idles(module: Any, drops: Drops) -> bool:

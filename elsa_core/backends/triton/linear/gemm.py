@@ -26,8 +26,6 @@ GROUP = tl.constexpr(8)
 FLAT = Tile(128, 64, 32, 4, 3)
 SLIM = Tile(64, 32, 128, 4, 4)
 SMALL = Tile(64, 64, 128, 4, 3)
-# With fewer rows PyTorch's library, which then cuts the sums over channels, is faster.
-LEAST_ROWS = 64
 # Elements of 16 bytes.
 UNIT = 8
 
@@ -99,7 +97,7 @@ def linear(
 
     Returns:
         [..., N], dense; or None where this is PyTorch's to compute, or to refuse: another GPU than
-        sm_90, few rows, rows that do not begin at multiples of 16 bytes, shapes, dtypes or devices
+        sm_90, rows that do not begin at multiples of 16 bytes, shapes, dtypes or devices
         that do not fit together. None too where the kernel would have to be loaded while a CUDA
         graph is recorded.
     """
@@ -157,7 +155,7 @@ def _fits(
     return (
         columns > 0
         and depth > 0
-        and input.numel() >= LEAST_ROWS * depth
+        and input.numel() > 0
         and columns % UNIT == 0
         and depth % UNIT == 0
         and input.is_contiguous()

@@ -1,0 +1,67 @@
+"""What `patch` says that it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elsa_core.patching import layers
+from elsa_core.patching.sites import AttentionSite
+from elsa_core.patching.text import reasons, sites_of, sites_table
+from elsa_core.summary import Summarised, Summary
+
+
+@dataclass(frozen=True, repr=False)
+class PatchReport(Summarised):
+    """What `patch` did.
+
+    Attributes:
+        patched: the sites that run on elsa now.
+        kept: the sites left as they were; `reason` says why.
+        precision: the precision that the patched sites ask for.
+        backend: the backend that they ask for.
+        include: the globs given, empty for all.
+        exclude: the globs given.
+        scope: "attention", or "model" with linear layers, MLPs and patch embeddings.
+        sparsity: what the sites may leave out, None for nothing.
+        offload: "host" where what a backward needs is kept in host memory.
+        free: whether elsa may compute the linear layers of blocks of which attention alone is
+            patched, in calls that wait for the host: nobody said what was to be patched.
+    """
+
+    patched: tuple[AttentionSite, ...]
+    kept: tuple[AttentionSite, ...]
+    precision: str
+    backend: str
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    scope: str = layers.ATTENTION
+    sparsity: str | float | None = None
+    offload: str | None = None
+    free: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "patched": [site.to_dict() for site in self.patched],
+            "kept": [site.to_dict() for site in self.kept],
+            "precision": self.precision,
+            "backend": self.backend,
+            "include": list(self.include),
+            "exclude": list(self.exclude),
+            "scope": self.scope,
+            "sparsity": self.sparsity,
+            "offload": self.offload,
+            "free": self.free,
+        }
+
+    def summary(self) -> Summary:
+        """The patched sites as a table, and why the others were kept."""
+        done, found = len(self.patched), len(self.patched) + len(self.kept)
+        title = f"{done} of {found} {sites_of(self.scope)} patched"
+        stored = "" if self.offload is None else f" · offload {self.offload}"
+        return Summary(
+            f"{title} · precision {self.precision} · backend {self.backend}{stored}",
+            *sites_table(self.patched),
+            reasons(self.kept, "kept"),
+        )
