@@ -88,8 +88,7 @@ def attention(module: Any, drops: flat.Drops) -> Run | None:
         q, k, v = (norm(t) for norm, t in zip(norms, tokens, strict=True))  # type: ignore[misc]
         scores = torch.bmm(q * space["scale"], k.transpose(1, 2))
         if space["rel_pos_type"] == "spatial":
-            terms = space["_parameters"]
-            tables = terms["rel_pos_h"], terms["rel_pos_w"]
+            tables = _tables(space)
             scores = _positioned(scores, q, size, k_size, tables, prefix)
         out = torch.bmm(scores.softmax(dim=-1), v)
         if space["residual_pooling"]:
@@ -145,6 +144,13 @@ def _pool(module: Any) -> flat.Run | None:
 
 def _norm(module: Any) -> flat.Run | None:
     return flat.unchanged if module is None else flat.norm(module)
+
+
+def _tables(space: flat.Space) -> tuple[Tensor, Tensor]:
+    terms = space["_parameters"]
+    if "rel_pos_h" in space or "rel_pos_w" in space:  # as above
+        raise KeyError("rel_pos_h")
+    return terms["rel_pos_h"], terms["rel_pos_w"]
 
 
 def _positioned(

@@ -33,10 +33,10 @@ class AddsInRow(Adds):
     elsa_read: Any
 
     def forward(self, x: Tensor, *given: Any, **named: Any) -> Any:
-        if self.elsa_scope == "model":
-            return super().forward(x, *given, **named)
         if is_within_original(self):
             return self.elsa_original(x, *given, **named)
+        if self.elsa_scope == "model":
+            return super().forward(x, *given, **named)
 
         def own() -> Any:
             return self.elsa_base.forward(self, x, *given, **named)

@@ -12,10 +12,16 @@ from typing import Any
 from elsa_core.patching.adapters.kept import follow
 
 
+def place_of(cls: Any, name: str) -> tuple[Any, str]:
+    """Where that method of a patched class is found: a class, and the method's name there."""
+    own = f"elsa_small_{name}"
+    return (cls, own) if hasattr(cls, own) else (cls.elsa_base, name)
+
+
 def small_method(cls: Any, name: str) -> Callable[..., Any]:
     """That method of a patched class."""
-    method: Callable[..., Any] | None = getattr(cls, f"elsa_small_{name}", None)
-    return getattr(cls.elsa_base, name) if method is None else method
+    method: Callable[..., Any] = getattr(*place_of(cls, name))
+    return method
 
 
 def own_method(site: Any, name: str) -> Callable[..., Any]:

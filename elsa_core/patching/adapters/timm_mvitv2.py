@@ -24,7 +24,7 @@ _Size = list[int]
 def pooled_work(site: Any, x: Tensor) -> int:
     """Multiply-adds of query key^T, both pooled."""
     queries, keys = (x.shape[1] // _fewer(pool) for pool in (site.pool_q, site.pool_k))
-    work: int = x.shape[0] * queries * keys * site.qkv.out_features // 3
+    work: int = x.shape[0] * queries * keys * site.dim_out
     return work
 
 
