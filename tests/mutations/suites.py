@@ -27,6 +27,8 @@ SCOPE = "tests/patching/test_scope.py"
 FOLDS = "tests/patching/test_folds.py"
 WAITS = "tests/patching/test_host_bound.py"
 FLAT = "tests/patching/test_flat.py"
+HIERA = "tests/patching/test_flat_hiera.py"
+MVIT = "tests/patching/test_flat_mvitv2.py"
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ SUITES = (
     _adapter("windows", "windows", "swin", "maxvit"),
     _adapter("torchvision_mlp", SCOPE),
     _adapter("torchvision_blocks", FOLDS),
-    _adapter("timm_folded", FOLDS),
+    _adapter("timm_folded", FOLDS, HIERA, MVIT),
     _adapter("residual", FOLDS, SCOPE, "tests/patching/test_norms_kept.py"),
     _adapter("handing", FOLDS, SCOPE),
     _adapter("torchvision_maxvit", "maxvit", "tests/patching/test_stale.py"),
@@ -146,10 +148,14 @@ SUITES = (
     _adapter("derived", "tests/patching/test_stale.py", "swin"),
     _adapter("torch_multihead", "multihead", SCOPE),
     _adapter("hf_transformers", "transformers", "siglip2"),
-    _adapter("redirect", "redirect", "timm", "watched"),
-    _adapter("timm_mvitv2", "eager", "timm"),
+    _adapter("redirect", "redirect", "timm", "watched", HIERA),
+    _adapter("timm_mvitv2", "eager", "timm", MVIT),
     _adapter("timm_naflex", "naflex"),
     _adapter("flat", FLAT, WAITS),
+    _adapter("flat_hiera", HIERA),
+    _adapter("flat_mvitv2", MVIT),
+    _adapter("in_row", HIERA, MVIT),
+    _adapter("small", MVIT, "tests/patching/test_kept.py"),
     _adapter("timm_mlp", SCOPE, WAITS, FLAT),
     _adapter("timm_blocks", SCOPE, WAITS, FLAT),
     _adapter("timm_attention", "timm", "watched", SCOPE, WAITS, FLAT),

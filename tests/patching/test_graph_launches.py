@@ -88,7 +88,7 @@ def test_originals_of_the_table_are_captured(on_gpu, capture, monkeypatch, name,
             model(x)
         capture()
         on_gpu.clear()
-        monkeypatch.setattr(host, "_warm_up", None)  # nothing can be loaded now
+        monkeypatch.setattr(host, "warm_up", None)  # nothing can be loaded now
         found = model(x)
     assert set(on_gpu) == {name != "levit" and dtype != SINGLE}
     if on_gpu[0]:

@@ -287,7 +287,7 @@ def test_a_graph_of_a_second_model_finds_its_kernels_loaded(on_gpu, kernels, mon
 def test_autocast_is_warmed_up_apart(on_gpu, monkeypatch):
     """Its products are of another dtype, whose kernels a graph must find loaded."""
     loaded = []
-    monkeypatch.setattr(host, "_warm_up", loaded.append)
+    monkeypatch.setattr(host, "warm_up", loaded.append)
     model = torch.nn.Sequential(timm_plain.VisformerAttention(24, 4)).eval()
     elsa.patch(model, scope="attention")
     (site,) = model

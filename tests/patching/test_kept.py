@@ -113,8 +113,8 @@ def test_one_gather_for_all_of_the_weights_as_they_are(on_gpu, gathers, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_keeper_is_asked(on_gpu, monkeypatch, name):
     model, x = settled(name)
-    asked, own = [], host._own
-    monkeypatch.setattr(host, "_own", lambda *given: asked.append(given) or own(*given))
+    asked, own = [], host.own_method
+    monkeypatch.setattr(host, "own_method", lambda *given: asked.append(given) or own(*given))
     with torch.no_grad():
         model(x)
     assert not asked

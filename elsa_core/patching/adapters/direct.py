@@ -1,4 +1,5 @@
-"""The original methods of a model's sites, put on the modules themselves for the time of one call.
+"""The original methods of a model's sites, put on the modules themselves for the time of one call;
+of a site whose adapter has a method for small calls that method (`small.py`).
 
 In a call of which every site keeps its original (`model.py`), each site would still be asked
 whether it is called within that, which takes the host longer than a small layer. The modules that
@@ -27,6 +28,7 @@ from torch import nn
 
 from elsa_core.patching.adapters.host import is_unasked, told, with_settled
 from elsa_core.patching.adapters.kept import Keepers
+from elsa_core.patching.adapters.small import place_of, small_method
 
 # How a module is trained, saved and moved is the same for both.
 _OTHERS: Final = frozenset({"_apply", "_load_from_state_dict", "train"})
@@ -72,14 +74,14 @@ class Direct:
     """Modules of one model that need not be asked; calls the model with their original methods.
 
     Attributes:
-        sites: for each class the one that it stands for, the name of a method that it takes from
-            there, and its modules.
+        sites: for each class the name of a method that is replaced, where the other one is found
+            (`small.place_of`), and its modules.
         keepers: those of them that keep something of their weights; None for none.
         whole: whether no module of the model need be asked.
         settled: the ids of those that run elsa's operators in such calls, see `host.is_settled`.
     """
 
-    sites: tuple[tuple[Any, Any, str, tuple[weakref.ref[Any], ...]], ...]
+    sites: tuple[tuple[Any, str, tuple[Any, str], tuple[weakref.ref[Any], ...]], ...]
     keepers: Keepers | None = None
     whole: bool = True
     settled: frozenset[int] = frozenset()
@@ -103,8 +105,8 @@ class Direct:
     def _put(self, put: list[tuple[Space, str, MethodType]]) -> None:
         # No function is called for each module that Python would have to enter: a small layer
         # takes the host no longer than ten of these lines.
-        for cls, base, name, refs in self.sites:
-            method = getattr(base, name)
+        for cls, name, place, refs in self.sites:
+            method = getattr(*place)
             for ref in refs:
                 site: Any = ref()
                 if type(site) is not cls:  # gone, or another one since
@@ -150,7 +152,7 @@ def direct(
             known.setdefault((cls, name), []).append(weakref.ref(site))
         if replaced(cls) and hasattr(cls, "elsa_kept"):
             keepers.append(site)
-    sites = ((cls, cls.elsa_base, name, tuple(refs)) for (cls, name), refs in known.items())
+    sites = ((cls, name, place_of(cls, name), tuple(refs)) for (cls, name), refs in known.items())
     return Direct(tuple(sites), Keepers(model, keepers) if keepers else None, whole, settled)
 
 
@@ -162,7 +164,7 @@ def withdraw(model: nn.Module) -> None:
         cls: Any = type(module)
         for name in replaced(cls):
             own = module.__dict__.get(name)
-            if isinstance(own, MethodType) and own.__func__ is getattr(cls.elsa_base, name):
+            if isinstance(own, MethodType) and own.__func__ is small_method(cls, name):
                 module.__dict__.pop(name, None)
 
 

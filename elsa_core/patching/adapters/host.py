@@ -25,8 +25,8 @@ from elsa_core import calls, routing
 from elsa_core.attention import attention
 from elsa_core.messages import first_line
 from elsa_core.patching.adapters.handing import for_nothing
-from elsa_core.patching.adapters.kept import follow
 from elsa_core.patching.adapters.makes import make_of
+from elsa_core.patching.adapters.small import own_method
 
 _LOG = logging.getLogger("elsa")
 
@@ -177,7 +177,7 @@ def _told_reader(original: bool) -> bool:
     return _answered(original) if site is None else told(site, original)
 
 
-def _warm_up(by_elsa: Callable[[], object]) -> None:
+def warm_up(by_elsa: Callable[[], object]) -> None:
     """A call for nothing but the kernels that it loads: neither results nor answers count."""
     before = _CHOICES.originals, _CHOICES.others
     try:
@@ -250,7 +250,7 @@ def is_host_bound(
         if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
             return told(site, False)
         calls.first_of_kind(kind)
-        _warm_up(by_elsa)
+        warm_up(by_elsa)
     return told(site, True)
 
 
@@ -307,7 +307,7 @@ def by_sdpa(
     shapes = query.shape, key.shape, value.shape, masked
     kind = ("by_sdpa", shapes, query.stride(), query.dtype, query.device, _cast())
     if calls.first_of_kind(kind):
-        _warm_up(lambda: attention(query, key, value, mask, enable_gqa=True))
+        warm_up(lambda: attention(query, key, value, mask, enable_gqa=True))
     return _told_reader(True)
 
 
@@ -371,7 +371,7 @@ def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> 
     @functools.wraps(forward)
     def chosen(self: Any, x: Tensor, *given: Any, **named: Any) -> Any:
         if is_within_original(self):
-            return _own(self, name)(self, x, *given, **named)
+            return own_method(self, name)(self, x, *given, **named)
         if is_settled(self):
             return forward(self, x, *given, **named)
 
@@ -380,18 +380,10 @@ def _or_original(forward: Callable[..., Any], is_bound: Callable[..., bool]) -> 
 
         # a compiler may read no length, not even for an estimate
         if not is_compiling() and is_bound(self, x, by_elsa):
-            return all_original(_own(self, name), self, x, *given, **named)
+            return all_original(own_method(self, name), self, x, *given, **named)
         return by_elsa()
 
     return chosen
-
-
-def _own(site: Any, name: str) -> Callable[..., Any]:
-    """A site's original method; what one keeps of the weights follows them from here on."""
-    if hasattr(type(site), "elsa_kept"):
-        follow(site.elsa_kept())
-    method: Callable[..., Any] = getattr(site.elsa_base, name)
-    return method
 
 
 or_original = original_by(lambda site, x: x.numel() * x.shape[-2])

@@ -134,7 +134,10 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
     for method in methods(cls):
         if not sdpa_calls(method.function):
             continue
-        namespace[method.name] = _rebuilt(method, replaced)
+        rebuilt = namespace[method.name] = _rebuilt(method, replaced)
+        # the class was written with it, as `flat.py` asks
+        rebuilt.__module__ = __name__
+        rebuilt.__qualname__ = f"{namespace['__qualname__']}.{method.name}"
         for switch in set(table.SWITCHES) & set(method.function.__code__.co_names):
             namespace[switch] = _always_on(switch, cls, method.name)
     return type(f"Elsa{cls.__name__}", (cls,), namespace)
@@ -186,8 +189,6 @@ def _rebuilt(method: Method, replaced: Any) -> FunctionType:
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = function.__annotations__
     copy.__doc__ = function.__doc__
-    copy.__module__ = function.__module__
-    copy.__qualname__ = function.__qualname__
     return copy
 
 

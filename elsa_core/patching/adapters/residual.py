@@ -97,7 +97,9 @@ class Adds(_Module):  # type: ignore[misc]
     def forward(self, *given: Any, **named: Any) -> Any:
         if is_settled(self):
             return self.elsa_forward(*given, **named)
-        if is_within_original(self) or (calls.recorded() and not calls.keeps_products()):
+        if is_within_original(self):
+            return self.elsa_original(*given, **named)
+        if calls.recorded() and not calls.keeps_products():
             return super().forward(*given, **named)
 
         def by_elsa() -> Any:
@@ -106,8 +108,12 @@ class Adds(_Module):  # type: ignore[misc]
         x = next(t for t in (*given, *named.values()) if isinstance(t, Tensor))
         # its largest product has four times as many channels, as MLPs have by default
         if is_host_bound(self, "linear", x, 4 * x.numel() * x.shape[-1], by_elsa):
-            return all_original(super().forward, *given, **named)
+            return all_original(self.elsa_original, *given, **named)
         return by_elsa()
+
+    def elsa_original(self, *given: Any, **named: Any) -> Any:
+        """The block's own forward, in calls that are not compiled."""
+        return super().forward(*given, **named)
 
     def elsa_forward(self, *given: Any, **named: Any) -> Any:
         """The block's forward, by `added`."""

@@ -11,13 +11,16 @@ from typing import Any
 from timm.models.beit import Block as BeitBlock
 from timm.models.cait import LayerScaleBlock, LayerScaleBlockClassAttn
 from timm.models.eva import EvaBlock
-from timm.models.hiera import HieraBlock
-from timm.models.mvitv2 import MultiScaleBlock
+from timm.models.hiera import HieraBlock, MaskUnitAttention
+from timm.models.mvitv2 import MultiScaleAttention, MultiScaleBlock
 from timm.models.vision_transformer_relpos import RelPosBlock
 from timm.models.xcit import XCABlock
 from torch import Tensor, cat
 
+from elsa_core.patching.adapters import flat_hiera, flat_mvitv2
+from elsa_core.patching.adapters.in_row import AddsInRow
 from elsa_core.patching.adapters.residual import Adds, added, handed_to, normalised
+from elsa_core.patching.adapters.timm_mvitv2 import pooled_work
 
 
 class ElsaBeitBlock(Adds, BeitBlock):  # type: ignore[misc]  # timm is untyped
@@ -78,10 +81,21 @@ class ElsaXCABlock(Adds, XCABlock):  # type: ignore[misc]
         return added(x, self.norm2, self.mlp, self.gamma2, second)
 
 
-class ElsaHieraBlock(Adds, HieraBlock):  # type: ignore[misc]
+class ElsaHieraBlock(AddsInRow, HieraBlock):  # type: ignore[misc]
     """Hiera's block, of which some pool tokens and widen channels: [B, N, C] -> [B, N', C']."""
 
     elsa_base = HieraBlock
+    elsa_read = staticmethod(flat_hiera.block)
+
+    def elsa_work(self, x: Tensor) -> int:
+        attn: Any = self.attn
+        keys = x.shape[1]
+        if not isinstance(attn, MaskUnitAttention):
+            return x.numel() * keys
+        if attn.use_mask_unit_attn:
+            keys = min(attn.q_stride * attn.window_size, keys)
+        work: int = x.shape[0] * x.shape[1] // attn.q_stride * keys * attn.dim_out
+        return work
 
     def elsa_forward(self, x: Tensor) -> Tensor:
         normed: Any = self.norm1
@@ -95,10 +109,16 @@ class ElsaHieraBlock(Adds, HieraBlock):  # type: ignore[misc]
         return added(x, self.norm2, self.mlp, self.ls2, self.drop_path2)
 
 
-class ElsaMultiScaleBlock(Adds, MultiScaleBlock):  # type: ignore[misc]
+class ElsaMultiScaleBlock(AddsInRow, MultiScaleBlock):  # type: ignore[misc]
     """MViTv2's block, with the size of its image of tokens: [B, N, C] -> [B, N', C']."""
 
     elsa_base = MultiScaleBlock
+    elsa_read = staticmethod(flat_mvitv2.block)
+
+    def elsa_work(self, x: Tensor) -> int:
+        attn = self.attn
+        whole = x.numel() * x.shape[1]
+        return pooled_work(attn, x) if isinstance(attn, MultiScaleAttention) else whole
 
     def elsa_forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
         normed, short, attend = None, x, self.attn

@@ -12,6 +12,8 @@ from typing import Any
 from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
 from torch import Tensor
 
+from elsa_core import calls
+from elsa_core.patching.adapters import flat, flat_mvitv2
 from elsa_core.patching.adapters.common import attend, join_heads, project, split_packed
 from elsa_core.patching.adapters.decomposed import attend_decomposed, table
 from elsa_core.patching.adapters.host import original_by
@@ -19,10 +21,10 @@ from elsa_core.patching.adapters.host import original_by
 _Size = list[int]
 
 
-def _work(site: Any, x: Tensor) -> int:
+def pooled_work(site: Any, x: Tensor) -> int:
     """Multiply-adds of query key^T, both pooled."""
     queries, keys = (x.shape[1] // _fewer(pool) for pool in (site.pool_q, site.pool_k))
-    work: int = x.shape[0] * queries * keys * site.qkv.out_features // 3
+    work: int = x.shape[0] * queries * keys * site.dim_out
     return work
 
 
@@ -41,7 +43,18 @@ class ElsaMultiScaleAttention(MultiScaleAttention):  # type: ignore[misc]  # tim
     elsa_precision: str
     elsa_backend: str
 
-    @original_by(_work)
+    def elsa_small_forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
+        """`forward` in calls that wait for the host: the original's functions in a row."""
+        # a mode may have begun since the model was called
+        run = None if calls.traced() else flat.run_of(self, flat_mvitv2.attention)
+        if run is not None:
+            try:
+                return run(x, feat_size)  # type: ignore[no-any-return]
+            except KeyError:  # a weight is a parameter no longer
+                pass
+        return MultiScaleAttention.forward(self, x, feat_size)  # type: ignore[no-any-return]
+
+    @original_by(pooled_work)
     def forward(self, x: Tensor, feat_size: _Size) -> tuple[Tensor, _Size]:
         q, k, v = split_packed(project(self, self.qkv, x), self.num_heads)
         q, q_size = _pooled(self, q, feat_size, self.pool_q, self.norm_q)
