@@ -85,7 +85,8 @@ def linear(
     tried = norm is None and value is None
     try:
         # the first question is a constant for the compiler, which would guard on the others
-        if tried and not is_compiling() and (input.is_cuda or short_calls.LINEAR.serve):
+        here = tried and not is_compiling() and short_calls.LINEAR.admits
+        if here and (input.is_cuda or short_calls.LINEAR.serve is not None):
             asked = (input, weight, bias, activation, residual, scale, precision, None, None)
             short = short_calls.product(asked, backend)
             if short is not None:  # what was admitted was checked
@@ -139,7 +140,8 @@ def served(
             return found
         input = functional.layer_norm(input, input.shape[-1:], *norm)
     given = (input, weight, bias, activation, residual, scale, precision, halves, powers)
-    if not tried and not is_compiling() and (input.is_cuda or short_calls.LINEAR.serve):
+    here = not tried and not is_compiling() and short_calls.LINEAR.admits
+    if here and (input.is_cuda or short_calls.LINEAR.serve is not None):
         short = short_calls.product(given, backend)
         if short is not None:
             return short

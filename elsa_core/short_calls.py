@@ -104,12 +104,12 @@ def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
     may not wait for the host.
     """
     input, weight = arguments[:2]
-    if backend != "auto" or input.dtype != torch.float32 or weight.dim() != 2 or calls.traced():
+    if backend != "auto" or input.dtype != torch.float32 or weight.dim() != 2:
         return None
     if not is_large(input.numel() * weight.shape[0], torch.float32):
         way = small_way(input) if arguments[6] == "strict" else None
         return None if way is None else way(*arguments)
-    if LINEAR.serve is None or _cast() or _takes_tf32():
+    if LINEAR.serve is None or _cast() or calls.traced() or _takes_tf32():
         return None
     out: Tensor | None = served(LINEAR, *arguments)
     return out

@@ -52,7 +52,12 @@ _HOMES = {
     "page": ("write_page",),
     "report": ("PatchReport",),
     "rewrite": (
-        *("layers_within", "original", "patch", "patched_sites", "shared_copy", "unpatch"),
+        "layers_within",
+        "original",
+        "patch",
+        "patched_sites",
+        "shared_copy",
+        "unpatch",
     ),
     "sharding": ("reduce_gradients", "require_shardable", "shard"),
     "sites": ("AttentionSite", "Inspection", "find_sites", "inspect", "plain_model"),

@@ -133,6 +133,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return torch.ones(1)
 
     monkeypatch.setattr(short_calls.LINEAR, "serve", serve)
+    monkeypatch.setattr(short_calls.LINEAR, "admits", True)
     monkeypatch.setattr(routing, "eager_least", lambda *_: 2 * 9 * 8 * 8)
     return found
 

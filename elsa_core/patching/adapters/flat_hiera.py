@@ -1,7 +1,7 @@
 """timm's Hiera blocks as functions in a row, see `flat.py`.
 
-In half precision the windows of one image are elsa's too: PyTorch computes five dimensions by some
-ten operators. Read against timm 1.0.20 to 1.0.31.
+The windows of one image are elsa's too: PyTorch computes five dimensions by some ten operators.
+Read against timm 1.0.20 to 1.0.31.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from elsa_core.attention import attention as elsa_attention
 from elsa_core.patching.adapters import flat, redirect
 from elsa_core.patching.adapters.common import attend_small
 from elsa_core.patching.adapters.host import is_captured, warm_up
+from elsa_core.short_calls import small_way
 
 _Operands = tuple[Tensor, Tensor, Tensor]
 # Later versions of timm attend globally in four dimensions, of operands without gaps.
@@ -27,36 +28,41 @@ _SEPARATE: Final = "contiguous" in MaskUnitAttention.forward.__code__.co_names
 _ALIGNED: Final = 16  # bytes: kernels of attention read operands that begin elsewhere by others
 
 
-def block(module: Any, drops: flat.Drops) -> flat.Run | None:
+def block(module: Any, drops: flat.Drops, every: bool = False) -> flat.Run | None:
     """What computes a timm `HieraBlock`."""
-    attend, change = attention(module.attn), flat.of_mlp(module.mlp, drops)
-    shorten = _shortening(module)
+    attend, change = attention(module.attn, every), flat.of_mlp(module.mlp, drops, every)
+    shorten = _shortening(module, every)
     norms = flat.norm(module.norm1), flat.norm(module.norm2)
-    scales = flat.scale_of(module.ls1), flat.scale_of(module.ls2)
+    gammas = flat.gamma_of(module.ls1), flat.gamma_of(module.ls2)
     known = all(flat.idles(drop, drops) for drop in (module.drop_path1, module.drop_path2))
-    if not known or None in (attend, change, shorten, *norms, *scales):
+    if not known or None in (attend, change, shorten, *norms, *gammas):
         return None
-    (first, second), (scale1, scale2) = norms, scales
+    (first, second), (gamma1, gamma2) = norms, gammas
 
     def run(x: Tensor) -> Tensor:
-        normed = first(x)  # type: ignore[misc]
-        x = shorten(x, normed) + scale1(attend(normed))  # type: ignore[misc]
-        return x + scale2(change(second(x)))  # type: ignore[misc]
+        way, normed = small_way(x), first(x)  # type: ignore[misc]
+        x = attend(normed, way, shorten(x, normed, way), gamma1())  # type: ignore[misc]
+        return change(second(x), way, x, gamma2())  # type: ignore[misc]
 
     return run
 
 
-def _shortening(module: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+def any_block(module: Any, drops: flat.Drops) -> flat.Run | None:
+    """As `block`, whose linear layers need not be patched to be elsa's."""
+    return block(module, drops, every=True)
+
+
+def _shortening(module: Any, every: bool) -> Callable[[Tensor, Tensor, Any], Tensor] | None:
     """What makes the residual of x and norm1(x): fewer and wider tokens in some blocks."""
     space, attn, proj = vars(module), vars(module.attn), module.proj
-    widen = None if proj is None else flat.linear(proj)
+    widen = None if proj is None else flat.linear(proj, every)
     if proj is not None and widen is None:
         return None
 
-    def run(x: Tensor, normed: Tensor) -> Tensor:
+    def run(x: Tensor, normed: Tensor, way: flat.Way | None) -> Tensor:
         if not space["do_expand"]:
             return x
-        wide = x if widen is None else widen(normed)
+        wide = x if widen is None else widen(normed, way)
         pooled = wide.view(wide.shape[0], attn["q_stride"], -1, wide.shape[-1])
         most = pooled.amax(dim=1)
         return most if widen is not None else torch.cat((most, pooled.mean(dim=1)), dim=-1)
@@ -64,28 +70,30 @@ def _shortening(module: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
     return run
 
 
-def attention(module: Any) -> flat.Run | None:
-    """What computes a timm `MaskUnitAttention`."""
+def attention(module: Any, every: bool = False) -> flat.Run | None:
+    """What computes a timm `MaskUnitAttention`: of x, and of what `flat.linear` takes further."""
     space = vars(module)
     if not _is_known(module):
         return None
-    qkv, proj = flat.linear(module.qkv), flat.linear(module.proj)
+    qkv, proj = flat.linear(module.qkv, every), flat.linear(module.proj, every)
     if qkv is None or proj is None:
         return None
     owner = weakref.ref(module)  # what holds the module itself would keep it for ever
 
-    def run(x: Tensor) -> Tensor:
+    def run(
+        x: Tensor, way: flat.Way | None, residual: Tensor | None, gamma: Tensor | None
+    ) -> Tensor:
         if not space["fused_attn"]:
-            return MaskUnitAttention.forward(owner(), x)  # type: ignore[no-any-return]
+            return flat.followed(MaskUnitAttention.forward(owner(), x), residual, gamma)
         batch, windowed = x.shape[0], space["use_mask_unit_attn"]
         if windowed or not _SEPARATE:
-            out = _attend_windows(_in_windows(qkv(x), space, windowed)).transpose(1, 3)
+            out = _attend_windows(_in_windows(qkv(x, way), space, windowed)).transpose(1, 3)
         else:
-            q, k, v = _in_one(qkv(x), space)
+            q, k, v = _in_one(qkv(x, way), space)
             small = attend_small(q, k, v)
             out = functional.scaled_dot_product_attention(q, k, v) if small is None else small
             out = out.transpose(1, 2)
-        return proj(out.reshape(batch, -1, space["dim_out"]))
+        return proj(out.reshape(batch, -1, space["dim_out"]), way, residual, gamma)
 
     return run
 
@@ -130,9 +138,9 @@ def _in_one(packed: Tensor, space: flat.Space) -> _Operands:
 
 
 def _attend_windows(operands: _Operands) -> Tensor:
-    """Attention [B, H, windows, N, D]; of one image in half precision as [H, windows, N, D]."""
+    """Attention [B, H, windows, N, D]; of one image as [H, windows, N, D]."""
     query = operands[0]
-    if query.shape[0] == 1 and routing.eager_short(query.dtype):
+    if query.shape[0] == 1 and routing.eager_short(query.device, query.dtype):
         q, k, v = (t.squeeze(0) for t in operands)
         small = attend_small(q, k, v)
         if small is not None:

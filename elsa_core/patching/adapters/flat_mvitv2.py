@@ -18,9 +18,10 @@ from torch.nn import functional
 from elsa_core import calls
 from elsa_core.patching.adapters import flat
 from elsa_core.patching.adapters.host import is_captured
+from elsa_core.short_calls import small_way
 
 Size = Any  # two lengths, a list or a torch.Size
-Run = Callable[[Tensor, Size], tuple[Tensor, Size]]
+Run = Callable[..., tuple[Tensor, Size]]
 
 _ATTENTION: Final = (
     "timm.models.mvitv2.MultiScaleAttention",
@@ -38,48 +39,59 @@ _DISTANCES: Final[dict[Any, Tensor]] = {}
 _MOST: Final = 1 << 20
 
 
-def block(module: Any, drops: flat.Drops) -> Run | None:
+def block(module: Any, drops: flat.Drops, every: bool = False) -> Run | None:
     """What computes a timm `MultiScaleBlock`."""
-    attend, change = attention(module.attn, drops), flat.of_mlp(module.mlp, drops)
+    attend = attention(module.attn, drops, every)
+    change = flat.of_mlp(module.mlp, drops, every)
     first, second = flat.norm(module.norm1), flat.norm(module.norm2)
     known = all(flat.idles(drop, drops) for drop in (module.drop_path1, module.drop_path2))
-    wide = tuple(
-        flat.unchanged if layer is None else flat.linear(layer)
+    wide: tuple[Any, ...] = tuple(
+        flat.unchanged if layer is None else flat.linear(layer, every)
         for layer in (module.shortcut_proj_attn, module.shortcut_proj_mlp)
     )
     if not known or None in (attend, change, first, second, *wide):
         return None
-    widen_attn, widen_mlp = (None if run is flat.unchanged else run for run in wide)
+    widen_attn, widen_mlp = (None if each is flat.unchanged else each for each in wide)
     owner = weakref.ref(module)  # what holds the module itself would keep it for ever
     pools = module.shortcut_pool_attn is not None
 
     def run(x: Tensor, feat_size: Size) -> tuple[Tensor, Size]:
-        normed = first(x)  # type: ignore[misc]
-        short = x if widen_attn is None else widen_attn(normed)
+        way, normed = small_way(x), first(x)  # type: ignore[misc]
+        short = x if widen_attn is None else widen_attn(normed, way)
         if pools:
             short = owner()._shortcut_pool(short, feat_size)  # type: ignore[union-attr]
-        out, size = attend(normed, feat_size)  # type: ignore[misc]
-        x = short + out
+        x, size = attend(normed, feat_size, way, short)  # type: ignore[misc]
         normed = second(x)  # type: ignore[misc]
-        return (x if widen_mlp is None else widen_mlp(normed)) + change(normed), size  # type: ignore[misc]
+        return change(normed, way, x if widen_mlp is None else widen_mlp(normed, way)), size  # type: ignore[misc]
 
     return run
 
 
-def attention(module: Any, drops: flat.Drops) -> Run | None:
-    """What computes a timm `MultiScaleAttention` that pools queries, keys and values."""
+def any_block(module: Any, drops: flat.Drops) -> Run | None:
+    """As `block`, whose linear layers need not be patched to be elsa's."""
+    return block(module, drops, every=True)
+
+
+def attention(module: Any, drops: flat.Drops, every: bool = False) -> Run | None:
+    """What computes a timm `MultiScaleAttention` that pools queries, keys and values: of x, the
+    size of its image, and of what `flat.linear` takes further.
+    """
     if f"{type(module).__module__}.{type(module).__qualname__}" not in _ATTENTION:
         return None
-    qkv, proj = flat.linear(module.qkv), flat.linear(module.proj)
+    qkv, proj = flat.linear(module.qkv, every), flat.linear(module.proj, every)
     pools = tuple(map(_pool, (module.pool_q, module.pool_k, module.pool_v)))
     norms = tuple(map(_norm, (module.norm_q, module.norm_k, module.norm_v)))
     if None in (qkv, proj, *pools, *norms):
         return None
     space = vars(module)
 
-    def run(x: Tensor, feat_size: Size) -> tuple[Tensor, Size]:
+    def run(
+        x: Tensor, feat_size: Size, way: flat.Way | None = flat.UNASKED,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Size]:  # fmt: skip
+        way = small_way(x) if way is flat.UNASKED else way
         batch, heads, prefix = x.shape[0], space["num_heads"], int(space["has_cls_token"])
-        images, first = _images(qkv(x), feat_size, heads, prefix)  # type: ignore[misc]
+        images, first = _images(qkv(x, way), feat_size, heads, prefix)  # type: ignore[misc]
         pooled = [pool(image) for pool, image in zip(pools, images, strict=True)]  # type: ignore[misc]
         size, k_size = [*pooled[0].shape[2:]], [*pooled[1].shape[2:]]
         tokens = [image.flatten(2).transpose(1, 2) for image in pooled]
@@ -94,7 +106,8 @@ def attention(module: Any, drops: flat.Drops) -> Run | None:
         if space["residual_pooling"]:
             out = out + q
         joined = out.view(batch, heads, *out.shape[1:]).transpose(1, 2)
-        return proj(joined.reshape(batch, -1, space["dim_out"])), size  # type: ignore[misc]
+        joined = joined.reshape(batch, -1, space["dim_out"])
+        return proj(joined, way, residual), size  # type: ignore[misc]
 
     return run
 

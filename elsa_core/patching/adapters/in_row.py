@@ -23,14 +23,17 @@ from elsa_core.patching.adapters.residual import Adds
 class AddsInRow(Adds):
     """What such blocks inherit.
 
-    `elsa_read` is a reader as those of `flat.py`; what it makes of a block takes the arguments of
-    the block's forward. `elsa_work` estimates an attention.
+    `elsa_read` is a reader as those of `flat.py`, `elsa_read_any` one of blocks whose layers need
+    not be patched to be elsa's; what they make of a block takes the arguments of the block's
+    forward. `elsa_work` estimates an attention.
     """
 
     elsa_any_scope = True
-    elsa_scope: str = "model"  # "attention" where no layer within is patched
+    # where no layer within is patched "attention", or "auto" where that was not asked for
+    elsa_scope: str = "model"
     elsa_base: Any
     elsa_read: Any
+    elsa_read_any: Any
 
     def forward(self, x: Tensor, *given: Any, **named: Any) -> Any:
         if is_within_original(self):
@@ -54,7 +57,8 @@ class AddsInRow(Adds):
 
     def elsa_original(self, x: Tensor, *given: Any, **named: Any) -> Any:
         """The block's own forward, in calls that are not compiled."""
-        run = flat.run_of(self, self.elsa_read)
+        free = self.elsa_scope == "auto"
+        run = flat.run_of(self, self.elsa_read_any if free else self.elsa_read)
         if run is not None:
             in_row(self)
             try:

@@ -86,6 +86,7 @@ class ElsaHieraBlock(AddsInRow, HieraBlock):  # type: ignore[misc]
 
     elsa_base = HieraBlock
     elsa_read = staticmethod(flat_hiera.block)
+    elsa_read_any = staticmethod(flat_hiera.any_block)
 
     def elsa_work(self, x: Tensor) -> int:
         attn: Any = self.attn
@@ -114,6 +115,7 @@ class ElsaMultiScaleBlock(AddsInRow, MultiScaleBlock):  # type: ignore[misc]
 
     elsa_base = MultiScaleBlock
     elsa_read = staticmethod(flat_mvitv2.block)
+    elsa_read_any = staticmethod(flat_mvitv2.any_block)
 
     def elsa_work(self, x: Tensor) -> int:
         attn = self.attn
