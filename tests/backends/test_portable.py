@@ -172,6 +172,18 @@ def test_merges_stay_within_theorem_1() -> None:
     assert lse.item() == pytest.approx(math.log(keys), rel=EPS)
 
 
+def test_a_maximum_that_stays_changes_no_weight() -> None:
+    """Of alike keys the first ones count for no more than the last, whatever their score is: a
+    compiler that fuses the rounded reference's product would let each tile change the state.
+    """
+    keys = 1 << 13
+    k, v = torch.full((1, 1, keys, 32), 1.0), torch.zeros(1, 1, keys, 32)
+    v[:, :, : keys // 2] = 1.0
+    q = torch.linspace(0.1, 9.0, 16).view(1, 1, 16, 1).expand(1, 1, 16, 32).contiguous()
+    out, _ = portable_cpu.attention(q, k, v, limit=HOPPER)
+    assert (out.double() - 0.5).abs().max() <= theorem1_bound(keys, 64)
+
+
 def test_asynchronous_copies_change_nothing() -> None:
     q, k, v = operands(131, 145, 64, 64)
     found = [portable_cpu.attention(q, k, v, limit=HOPPER, copies=c)[0]

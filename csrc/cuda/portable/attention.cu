@@ -32,6 +32,9 @@ ELSA_INLINE float weight_of(float x) {  // 2^x
   return y;
 }
 
+// The product, rounded: compilers make one instruction of it and a sum that follows, unrounded.
+ELSA_INLINE float rounded(float a, float b) { return __fmul_rn(a, b); }
+
 #ifdef ELSA_ASYNC
 // Copies BYTES to shared memory, zeros unless `inside`; done where `wait_for_copies` returns.
 template <int BYTES>
@@ -259,9 +262,11 @@ ELSA_INLINE void weigh(const Arguments& a, Rows& rows, float (&score)[kRows][KEY
 #pragma unroll
     for (int j = 0; j < KEYS_; ++j) largest = fmaxf(largest, score[i][j]);
     largest = largest_of_row(largest);
-    // a rounded product, the same wherever it is taken: it is what the state refers to
-    const float reference = largest == -ELSA_INFINITY ? 0.0f : largest * a.to_log2;
-    former[i] = weight_of(rows.largest[i] * a.to_log2 - reference);
+    // What the state refers to is the same wherever it is taken: while the maximum stays, the factor
+    // of the former state is 1. One that is not quite 1 would make early keys count for more, or
+    // less, by each tile that follows.
+    const float reference = largest == -ELSA_INFINITY ? 0.0f : rounded(largest, a.to_log2);
+    former[i] = weight_of(rounded(rows.largest[i], a.to_log2) - reference);
     rows.largest[i] = largest;
     float sum = 0.0f;
 #pragma unroll
@@ -325,7 +330,7 @@ ELSA_INLINE void write(const Arguments& a, const Rows& rows, int batch, int head
     if (row >= a.queries) continue;
     if (rows.lane == 0) {
       // ln 2 in two parts: the second has what the first lacks
-      const float reference = rows.largest[i] * a.to_log2;
+      const float reference = rounded(rows.largest[i], a.to_log2);
       const float log = fmaf(reference, -1.90465421e-9f, logf(sum));
       a.lse[static_cast<long long>(batch * a.heads + head) * a.queries + row] =
           sum == 0.0f ? -ELSA_INFINITY : fmaf(reference, 0.693147182f, log);
