@@ -94,7 +94,7 @@ def _compiled_by_row(
     masked = None if mask is None else mask.shape
     for row in routing.rows_of("attention", *kind, backend):
         if row.holds(query.shape, key.shape, masked, statically_known_true):
-            out: Tensor | None = routing.DIRECT["attention", row.backend](*arguments)
+            out: Tensor | None = routing.BY_ROW["attention", row.backend](*arguments)
             if out is not None:
                 return out
     return None

@@ -80,6 +80,8 @@ class Implementation:
         direct: the kernel behind `run`, for calls that no compiler, tracer or profiler needs to
             see; of `linear` (all arguments of the operator) and of `whole` what gives None where it
             is not the faster one. None where `run` is to be called.
+        by_row: the output alone of calls that a row of the shipped table gives to this backend; of
+            `whole` it is `direct`.
         gradient: as `support`, for the gradients of `run`; None where autograd records `run`.
         backward: takes the arguments of `elsa::<name>_backward`; gives None where it does not
             serve the call.
@@ -102,6 +104,7 @@ class Implementation:
     schedule: Callable[..., str]
     arithmetic: Callable[[Request], str]
     direct: Callable[..., Any] | None = None
+    by_row: Callable[..., Any] | None = None
     gradient: Callable[[Request], Support] | None = None
     backward: Callable[..., Any] | None = None
     own_gradients: bool = False

@@ -32,7 +32,9 @@ from elsa_core.measuring import environment
 from elsa_core.measuring.timing import Contender, time_cuda
 
 SHAPES: Final = ((8, 12, 1025, 64), (8, 12, 4096, 64), (8, 12, 197, 64), (4, 16, 2048, 128),
-                 (8, 16, 729, 72), (2, 8, 2048, 256))  # fmt: skip
+                 (8, 16, 729, 72), (2, 8, 2048, 256), (1, 3, 197, 64), (1, 12, 197, 64),
+                 (1, 8, 16384, 64), (1, 3, 1025, 64), (4, 16, 1024, 80), (8, 12, 1024, 32),
+                 (1, 12, 4097, 128))  # fmt: skip
 # Tiles beside those of the table.
 OTHERS: Final = (
     Tile(64, 8, 4, 8, 4, 3), Tile(64, 8, 8, 4, 8, 1), Tile(64, 8, 8, 8, 8, 1),

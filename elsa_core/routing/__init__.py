@@ -12,6 +12,7 @@ of packaging, because a backend that is imported is one that its user wants.
 from __future__ import annotations
 
 from elsa_core.routing.choose import (
+    BY_ROW,
     DIRECT,
     RUNS,
     SERVING,
@@ -61,6 +62,7 @@ from elsa_core.routing.table import BACKENDS, PLAIN, SHIPPED
 
 __all__ = [
     "BACKENDS",
+    "BY_ROW",
     "CENTRED",
     "DIRECT",
     "FORMS",

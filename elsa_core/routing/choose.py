@@ -30,11 +30,11 @@ class Chosen(NamedTuple):
 
 
 # What compilers and every call read. RUNS: what to call, by operator and backend; DIRECT: the
-# kernel behind it, see `Implementation.direct`. SERVING: what
-# may compute a projection faster than PyTorch (or gives None), by operator, type of device and
-# what `backend=` asks for: "auto", or a backend of that device; of any other there is nothing.
+# kernel behind it, BY_ROW: what a row calls, see `Implementation`. SERVING: what may compute a
+# projection faster than PyTorch (or gives None), by operator, device and what `backend=` asks for.
 RUNS: dict[tuple[str, str], Callable[..., Any]] = {}
 DIRECT: dict[tuple[str, str], Callable[..., Any]] = {}
+BY_ROW: dict[tuple[str, str], Callable[..., Any]] = {}
 SERVING: dict[tuple[str, str, str], tuple[Callable[..., Any], ...]] = {}
 
 _REGISTRATIONS = itertools.count(1)
@@ -153,13 +153,11 @@ def chosen(
     name = select(request, backend)[0]
     found = implementation(operator, name)
     rows: tuple[tuple[Row, Callable[..., Any]], ...] = ()
-    measured_like = precision == "strict" and head_dim == value_dim
-    if backend == "auto" and measured_like and name in SHIPPED:
+    if backend == "auto" and head_dim == value_dim and name in SHIPPED:
         rows = tuple(
-            (row, offered)
-            for row in measured.rows(operator, device, dtype)
-            if row.head_dim == head_dim
-            and (offered := implementation(operator, row.backend).direct) is not None
+            (row, BY_ROW[operator, row.backend])
+            for row in measured.rows(operator, device, dtype, precision)
+            if row.head_dim == head_dim and support(request, row.backend).ok
         )
     return Chosen(name, found.run, None if found.whole else found.direct, rows)
 
@@ -373,9 +371,9 @@ def _forget() -> None:
     chosen.cache_clear()
     _training_name.cache_clear()
     cuda.forget()
-    RUNS.clear()
-    DIRECT.clear()
-    SERVING.clear()
+    tables: tuple[dict[Any, Any], ...] = (RUNS, DIRECT, BY_ROW, SERVING)
+    for table in tables:
+        table.clear()
     for record in operators.records():
         RUNS[record.name, PLAIN] = record.eager
     homes = {each.name: each.device for each in BACKENDS}
@@ -385,6 +383,9 @@ def _forget() -> None:
                 RUNS[operator, each.name] = offered.run
             if offered.direct is not None:
                 DIRECT[operator, each.name] = offered.direct
+            by_row = offered.by_row or (offered.direct if offered.whole else None)
+            if by_row is not None:
+                BY_ROW[operator, each.name] = by_row
             known = operators.of(f"elsa::{operator}")
             projection = known is not None and known.kind == "linear"
             if not projection or offered.direct is None or each.device is None:

@@ -128,7 +128,9 @@ class Training(NamedTuple):
     in_graphs: InGraphs | None = None
 
 
-def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, ...]:
+def rows(
+    operator: str, device: torch.device, dtype: torch.dtype, precision: str = "strict"
+) -> tuple[Row, ...]:
     """The rows for a device: none but for GPUs that they were measured on, as a whole."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ()
@@ -143,6 +145,7 @@ def rows(operator: str, device: torch.device, dtype: torch.dtype) -> tuple[Row, 
         for row in _table()["inference"]
         for head_dim in row["head_dims"]
         if row["operator"] == operator and dtype_name(dtype) in row["dtypes"]
+        and row.get("precision", "strict") == precision
         and any(mark in gpu for mark in row["gpu"])
     )  # fmt: skip
 

@@ -332,8 +332,8 @@ _PORTABLE = {
         run=variant(operators.ATTENTION, "attention_portable", portable.attention_forward, "CUDA"),
         schedule=portable.schedule,
         arithmetic=_fma,
-        # by `elsa::attention_backward`, as those of every forward
-        gradient=_late("eager", "support"),
+        by_row=portable.measured_attention,
+        gradient=_late("eager", "support"),  # by `elsa::attention_backward`, as all are
         asked=True,
         unasked=("ieee",),  # where Triton is not: plain PyTorch would be left
     ),

@@ -29,8 +29,8 @@ def library(instance: Instance, copies: int) -> ctypes.CDLL:
     path = Path(_FOLDER.name) / f"{abs(hash((instance, copies)))}.so"
     macros = [f"-D{name}={number}" for name, number in instance.macros.items()]
     subprocess.run(
-        [*compiler.compiler(), "-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w",
-         "-x", "c++", str(HERE / "portable_shim.h"), "-o", str(path), *macros,
+        [*compiler.compiler(), "-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fPIC",
+         "-shared", "-w", "-x", "c++", str(HERE / "portable_shim.h"), "-o", str(path), *macros,
          f'-DSHIM_SOURCE="{source}"', f"-DSHIM_COPIES={copies}"],
         check=True,
     )  # fmt: skip

@@ -291,6 +291,16 @@ def test_a_call_looks_at_rows_of_its_width_alone(h200, monkeypatch) -> None:
         assert [row.masked for row in rows] == masked
 
 
+@pytest.mark.parametrize(("precision", "held"), [("ieee", True), ("strict", False)])
+def test_float32_multiply_adds_are_the_portable_kernels(precision, held, h200) -> None:
+    rows = measured.rows("attention", torch.device("cuda", 0), torch.float32, precision)
+    for shape in ((8, 12, 1025, 64), (8, 12, 197, 64), (4, 16, 2048, 128)):
+        assert any(row.holds(shape, shape) for row in rows) is held
+        assert not any(row.holds((*shape[:2], 1, shape[3]), shape) for row in rows), "one query"
+        mask = (1, 1, shape[2], shape[2])
+        assert not any(row.holds(shape, shape, mask) for row in rows)
+
+
 def test_another_gpu_has_no_rows(h200, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     assert not measured.rows("attention", torch.device("cuda", 0), torch.float16)
@@ -382,7 +392,7 @@ def test_a_graph_of_one_length_takes_its_row(monkeypatch) -> None:
 
     rows_of._dynamo_marked_constant = True
     monkeypatch.setattr(routing, "rows_of", rows_of)
-    monkeypatch.setitem(routing.DIRECT, ("attention", "sdpa"), serve)
+    monkeypatch.setitem(routing.BY_ROW, ("attention", "sdpa"), serve)
 
     def attend(x: Tensor, backend: str = "auto") -> Tensor:
         return elsa.attention(x, x, x, backend=backend)

@@ -5,13 +5,14 @@ its NVRTC know, Turing (sm_75) too, which Triton does not serve. Float32 alone, 
 are those of every other backend's forward.
 
 They serve calls that ask for `backend="portable"`, and under auto those of precision "ieee" on a
-GPU that Triton does not serve; others when they have been timed beside the others' kernels.
+GPU that Triton does not serve, and where the shipped table says that they are the faster ones.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,3 +107,13 @@ def attention_forward(
     from elsa_core.backends.portable import attention
 
     return attention.attention(query, key, value, attn_mask, is_causal, scale)
+
+
+def measured_attention(*arguments: Any) -> Tensor | None:
+    """The output of `elsa::attention_portable` where no mask or order hides keys; None of other
+    calls, which were not measured.
+    """
+    if arguments[3] is not None or arguments[4]:
+        return None
+    out: Tensor = torch.ops.elsa.attention_portable.default(*arguments)[0]
+    return out
