@@ -227,7 +227,7 @@ def _packs() -> Iterator[Probe]:
         held = f" ({pack.kernels} kernels, {human(pack.bytes)}, Triton {pack.triton}"
         held += ", PTX for newer GPUs)" if pack.ptx else ")"
         value = f"{pack.folder}{held if pack.kernels else ''}"
-        off = "" if lookup.wanted() else f"not asked for: {lookup.VARIABLE}=1 does"
+        off = "" if lookup.wanted() else f"switched off: {lookup.VARIABLE} is 0"
         ok = False if pack.reason else (True if lookup.wanted() else None)
         yield Probe(group, pack.folder.name, ok, value, pack.reason or off)
     if none:

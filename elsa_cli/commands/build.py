@@ -137,9 +137,9 @@ def _packs(
                      even_quiet=True)  # fmt: skip
     session.document("build", environment(), results)
     if wheel is not None:
-        session.line(f"Next: pip install {results['wheel']['path']}, then ELSA_PACK=1 elsa doctor")
+        session.line(f"Next: pip install {results['wheel']['path']}, then elsa doctor")
     else:
-        session.line(f"Next: ELSA_PACK={'1' if output is None else output} elsa doctor")
+        session.line(f"Next: {'' if output is None else f'ELSA_PACK={output} '}elsa doctor")
 
 
 def _here() -> tuple[int, ...]:

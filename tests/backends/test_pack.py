@@ -429,10 +429,15 @@ def test_what_doctor_and_explain_say(packs: Path, tmp_path, monkeypatch) -> None
         (120, 1, ""), (80, 1, ""), (90, 1, "")
     ]  # fmt: skip
     said = f"kernel pack sm_90 (1 kernels, Triton {triton.__version__})"
-    assert lookup.summary(90) == f"{said} is not used: ELSA_PACK=1 asks for it"
+    older = said.replace("sm_90", "sm_80")
+    ptx = f"{older}, as PTX that the driver compiles for sm_89"
+    assert lookup.summary(90) == said
+    assert lookup.summary(89) == f"{ptx}, is not used: ELSA_PACK=1 asks for it"
+    assert [pack.arch for pack in lookup.packs_for(90)] == [90] and not lookup.packs_for(89)
+    monkeypatch.setenv(lookup.VARIABLE, "0")
+    assert lookup.summary(90) == f"{said} is not used: ELSA_PACK is 0"
     monkeypatch.setenv(lookup.VARIABLE, "1")
     assert lookup.summary(90) == said
-    older = said.replace("sm_90", "sm_80")
     assert lookup.summary(89) == f"{older}, as PTX that the driver compiles for sm_89"
     assert lookup.summary(75) == "no kernel pack is here: Triton compiles"
     monkeypatch.setattr(triton, "__version__", "3.8.7")

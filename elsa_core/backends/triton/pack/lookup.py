@@ -1,14 +1,15 @@
 """Kernels from packs, found by the first call of a launch in place of Triton's JIT.
 
-Not chosen by auto until measured: nothing is read unless ELSA_PACK asks for it. A kernel of a pack
-serves a call only where its key is the one of what the JIT would compile (`specialize.key_of`).
-A GPU without a pack of its own takes the PTX of the newest older architecture's, which the driver
-compiles when it is loaded: there the key is of what the JIT would compile for that architecture.
+A kernel of a pack serves a call only where its key is the one of what the JIT would compile
+(`specialize.key_of`). A GPU without a pack of its own takes, where ELSA_PACK asks for packs, the PTX
+of the newest older architecture's, which the driver compiles when it is loaded: there the key is of
+what the JIT would compile for that architecture, which may be slower than Triton's for this one.
 What no pack has, and whatever is wrong with one, leaves the call to the JIT; one warning says why.
 
 Environment variables:
-    ELSA_PACK: "1" reads packs from the cache (`elsa build --cuda` writes there) and from this
-        package; a folder is looked into before these. Unset, empty or "0": no pack is read.
+    ELSA_PACK: packs are read from the cache (`elsa build --cuda` writes there) and from this
+        package; a folder is looked into before these. "1" asks for packs: of older architectures
+        too. "0": no pack is read.
     ELSA_CACHE_DIR: the cache (default: the user's cache directory).
 """
 
@@ -59,6 +60,11 @@ class Found(NamedTuple):
 
 
 def wanted() -> bool:
+    """Whether packs may serve."""
+    return os.environ.get(VARIABLE, "") != "0"
+
+
+def asked() -> bool:
     """Whether packs are asked for."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
@@ -109,14 +115,17 @@ def summary(arch: int) -> str:
         found = [pack for pack in older if pack.arch == newest]
     found = [pack for pack in found if pack.kernels]
     if not found:
-        return "no kernel pack is here: Triton compiles" if wanted() else ""
+        return "no kernel pack is here: Triton compiles" if asked() else ""
     pack = next((pack for pack in found if not pack.reason), found[0])
     what = f"kernel pack sm_{pack.arch} ({pack.kernels} kernels, Triton {pack.triton})"
     if pack.arch != arch:
         what += f", as PTX that the driver compiles for sm_{arch}"
     if pack.reason:
         return f"{what} is not used: {pack.reason}"
-    return what if wanted() else f"{what} is not used: {VARIABLE}=1 asks for it"
+    if not wanted():
+        return f"{what} is not used: {VARIABLE} is 0"
+    ahead = pack.arch == arch or asked()
+    return what if ahead else f"{what}, is not used: {VARIABLE}=1 asks for it"
 
 
 def find(
@@ -211,6 +220,8 @@ def packs_for(arch: int) -> tuple[Pack, ...]:
     if found:
         return tuple(pack for pack in found if pack is not None)
     older = {int(name) for name in _names() if name.isdecimal() and int(name) < arch}
+    if not asked():
+        return ()
     for each in sorted(older, reverse=True):
         fit = tuple(pack for pack in _read(each) if pack is not None and pack.ptx is not None)
         if fit:
