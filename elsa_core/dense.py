@@ -320,11 +320,12 @@ def explain(
     if whole:
         return routing.route(request, whole, schedule=arguments, because=faster)
     found = routing.route(request, backend, schedule=arguments)
-    if not (gradient or is_causal) and (mask is None or mask.dtype == q.dtype):
+    if not gradient and (mask is None or mask.dtype == q.dtype):
         of_mask = None if mask is None else mask.shape
         for row, _ in routing.chosen("attention", q.device, *kind[1:], backend).rows:
             reads = routing.implementation("attention", row.backend).reads
-            if row.holds(q.shape, k.shape, of_mask) and (reads is None or reads(q, k, v, mask)):
+            held = row.holds(q.shape, k.shape, of_mask, causal=is_causal)
+            if held and (reads is None or reads(q, k, v, mask)):
                 slower = (
                     f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "
                     "serves exported programs, open lengths of compiled ones and calls with lse"

@@ -29,7 +29,7 @@ def inferred(
         found = calls.below_autograd(choice.run, *arguments)
         return found
     found = choice.direct(*arguments)
-    if alone is not None and found[0].is_cuda and not _has_row(choice, *arguments[:4]):
+    if alone is not None and found[0].is_cuda and not _has_row(choice, *arguments[:5]):
         query, key, value, _, is_causal, _, precision = arguments
         given = (query, key, value, alone[0], is_causal, alone[1], precision)
         short_calls.ATTENTION.admit(arguments, given)
@@ -37,11 +37,12 @@ def inferred(
 
 
 def _has_row(
-    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    choice: Chosen, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> bool:
     """Whether a row holds for a call: its backend may have declined this one alone."""
     masked = None if mask is None else mask.shape
-    return any(row.holds(query.shape, key.shape, masked) for row, _ in choice.rows)
+    shapes = query.shape, key.shape, masked
+    return any(row.holds(*shapes, causal=causal) for row, _ in choice.rows)
 
 
 def _by_row(
@@ -55,7 +56,7 @@ def _by_row(
         return None
     masked = None if mask is None else mask.shape
     for row, serve in choice.rows:
-        if row.holds(query.shape, key.shape, masked):
+        if row.holds(query.shape, key.shape, masked, causal=rest[0]):
             out: Tensor | None = serve(query, key, value, mask, *rest)
             if out is not None:
                 return out
@@ -88,12 +89,12 @@ def _compiled_by_row(
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
 
-    query, key, _, mask = arguments[:4]
+    query, key, _, mask, causal = arguments[:5]
     if mask is not None and mask.dtype != query.dtype:
         return None
     masked = None if mask is None else mask.shape
     for row in routing.rows_of("attention", *kind, backend):
-        if row.holds(query.shape, key.shape, masked, statically_known_true):
+        if row.holds(query.shape, key.shape, masked, statically_known_true, causal=causal):
             out: Tensor | None = routing.BY_ROW["attention", row.backend](*arguments)
             if out is not None:
                 return out

@@ -141,13 +141,28 @@ def small_way(x: Tensor) -> Callable[..., Tensor | None] | None:
     """
     if not x.is_cuda or _records() or not LINEAR.admits or calls.traced():
         return None
-    if not routing.eager_products(x.device, x.dtype):
+    most = routing.eager_products(x.device, x.dtype)
+    if not most:
         return None
     if _functions() or _profiled() or _cast() or torch.cuda.is_current_stream_capturing():
         return None
     if not _by_triton(routing.switched()):
         return None
-    return None if x.dtype == torch.float32 and _takes_tf32() else small_product
+    return None if x.dtype == torch.float32 and _takes_tf32() else _up_to(most)
+
+
+@functools.lru_cache(maxsize=8)
+def _up_to(most: int) -> Callable[..., Tensor | None]:
+    """`small_product` of layers of so many multiply-adds: who asks about larger ones asks in each
+    call.
+    """
+
+    def small(x: Tensor, weight: Tensor, *terms: Any) -> Tensor | None:
+        if x.numel() * weight.shape[0] > most:
+            return None
+        return small_product(x, weight, *terms)
+
+    return small
 
 
 @functools.lru_cache(maxsize=8)
@@ -171,7 +186,7 @@ def small_product(
     powers: Tensor | None = None,
 ) -> Tensor | None:
     """`elsa::linear` past the dispatcher, of calls that `small_way` holds for; the first call of a
-    kind loads the kernel. None where the call is PyTorch's: it is too large, or nothing serves it.
+    kind loads the kernel. None where the call is PyTorch's, since nothing serves it.
 
     Through PyTorch the product, the activation and the sum would be three calls, which take the
     host longer than the device.
@@ -216,7 +231,7 @@ def _layout(value: Any) -> Any:
 def _fits(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None
 ) -> bool:
-    """Whether the operator computes what PyTorch would, and the table takes it for so small."""
+    """Whether the operator computes what PyTorch would."""
     terms = [t for t in (weight, bias, residual, scale) if t is not None]
     if any(t.dtype != x.dtype or t.device != x.device for t in terms) or weight.dim() != 2:
         return False
@@ -229,7 +244,7 @@ def _fits(
         return False
     if any(t is not None and t.shape != (columns,) for t in (bias, scale)):
         return False
-    return 0 < x.numel() * columns <= routing.eager_products(x.device, x.dtype)
+    return x.numel() * columns > 0
 
 
 def _takes_tf32() -> bool:

@@ -22,15 +22,15 @@ def measured_attention(
 ) -> Tensor | None:
     """cuDNN's kernel, which the shipped tables were measured with; None where it does not serve.
 
-    attn_mask: of the query's dtype, or None.
+    attn_mask: of the query's dtype, or None. is_causal: of as many queries as keys.
     """
-    if is_causal or not reads(query, key, value, attn_mask):
-        return None
     masked = attn_mask is not None
+    if (is_causal and masked) or not reads(query, key, value, attn_mask):
+        return None
     if torch.compiler.is_compiling():
-        if not _compiles(calls.place(query), query.dtype, query.shape[-1], masked):
+        if not _compiles(calls.place(query), query.dtype, query.shape[-1], masked, is_causal):
             return None
-    elif not takes(query, key, value, attn_mask) or (
+    elif not takes(query, key, value, attn_mask, is_causal) or (
         masked and not _gives_zeros(calls.place(query))
     ):
         return None
@@ -83,19 +83,27 @@ def _looked_at(place: str) -> bool:
     return torch.equal(out, wanted)
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> bool:
+def takes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> bool:
     cuda = torch.backends.cuda
     if not cuda.cudnn_sdp_enabled():
         return False
-    params = cuda.SDPAParams(query, key, value, attn_mask, 0.0, False, False)
+    params = cuda.SDPAParams(query, key, value, attn_mask, 0.0, is_causal, False)
     return bool(cuda.can_use_cudnn_attention(params))
 
 
-def _compiles(place: str, dtype: torch.dtype, head_dim: int, masked: bool) -> bool:
+def _compiles(
+    place: str, dtype: torch.dtype, head_dim: int, masked: bool, is_causal: bool = False
+) -> bool:
     """`takes` of a short row: a constant for compilers, who have no tensors to ask by."""
     row = torch.empty(1, 1, 128, head_dim, dtype=dtype, device=place)
     if not masked:
-        return takes(row, row, row)
+        return takes(row, row, row, None, is_causal)
     mask = torch.empty(1, 1, 128, 128, dtype=dtype, device=place)
     return takes(row, row, row, mask) and _gives_zeros(place)
 

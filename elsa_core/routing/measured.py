@@ -25,6 +25,7 @@ class Row(NamedTuple):
 
     `ratio` is the least and the largest speed of this package's kernels over that backend's.
     `masked`: of calls with an additive mask of a row for each query, else of calls without one.
+    `causal`: of causal calls, else of others.
     """
 
     backend: str
@@ -34,6 +35,7 @@ class Row(NamedTuple):
     multiple: int
     ratio: tuple[float, float]
     masked: bool = False
+    causal: bool = False
 
     def holds(
         self,
@@ -41,10 +43,12 @@ class Row(NamedTuple):
         key: Sequence[int],
         mask: Sequence[int] | None = None,
         known: Callable[[Any], bool] = bool,
+        *,
+        causal: bool = False,
     ) -> bool:
         """Whether [B, H, Nq, D], [B, H, Nk, D] and the shape of an additive mask lie in the ranges,
         as far as it is `known`."""
-        if (mask is not None) != self.masked:
+        if (mask is not None) != self.masked or causal != self.causal:
             return False
         if mask is not None and not (known(mask[2] == query[2]) and known(mask[3] == key[2])):
             return False
@@ -141,6 +145,7 @@ def rows(
         Row(
             row["backend"], head_dim, tuple(row["batch_heads"]), tuple(row["tokens"]),
             row["multiple"], tuple(row["ratio"]), row.get("masked", False),
+            row.get("causal", False),
         )
         for row in _table()["inference"]
         for head_dim in row["head_dims"]

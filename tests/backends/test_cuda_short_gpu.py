@@ -252,8 +252,9 @@ def test_the_windows_of_a_patched_swin(dtype: torch.dtype) -> None:
         with torch.cuda.graph(graph):
             recorded = block._attn(x)
         graph.replay()
-    assert served == 1 and torch.equal(out, first)
-    for each in (out, recorded):  # a graph's products are elsa's
+    # the projections of float32 are patched
+    assert served == (3 if dtype == torch.float32 else 1)
+    for each in (first, out, recorded):  # a graph's products are elsa's
         assert (each - exact).norm() <= 2 * (own - exact).norm() + 1e-6 * exact.norm()
     with torch.no_grad():
         block.attn.proj.weight.zero_()
@@ -325,7 +326,7 @@ def test_who_is_served_by_pytorch_stays_so() -> None:
 
 
 def test_small_calls_of_a_patched_model_in_half_precision_take_it() -> None:
-    """Its blocks keep PyTorch's linear layers; the first calls load and admit."""
+    """The first calls load and admit."""
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_tiny_patch16_224", depth=3).to("cuda", torch.float16).eval()
     x = torch.randn(1, 3, 224, 224, device="cuda", dtype=torch.float16)
@@ -337,5 +338,5 @@ def test_small_calls_of_a_patched_model_in_half_precision_take_it() -> None:
         for _ in range(4):
             model(x)
         out, served = took(lambda: model(x))
-    assert served == 3
+    assert served == 15, "attention and four linear layers of each block"
     assert (out - expected).norm() <= 2 * (own - expected).norm()

@@ -56,7 +56,8 @@ BUFFER = torch.zeros(2 * 4 * 24 * 24 + 1, dtype=torch.float16)
 def test_masks(mask: Tensor | None, served: bool, asked: list[Tensor | None]) -> None:
     assert (call(mask) is not None) is served
     assert len(asked) == served and all(given is mask for given in asked)
-    assert call(mask, is_causal=True) is None and len(asked) == served
+    causal = call(mask, is_causal=True)  # of calls without a mask alone
+    assert (causal is not None) is (mask is None) and len(asked) == served + (mask is None)
 
 
 def test_a_gpu_whose_cudnn_gives_no_zeros_is_asked_for_no_mask(

@@ -294,7 +294,8 @@ def test_a_call_looks_at_rows_of_its_width_alone(h200, monkeypatch) -> None:
 @pytest.mark.parametrize(("precision", "held"), [("ieee", True), ("strict", False)])
 def test_float32_multiply_adds_are_the_portable_kernels(precision, held, h200) -> None:
     rows = measured.rows("attention", torch.device("cuda", 0), torch.float32, precision)
-    for shape in ((8, 12, 1025, 64), (8, 12, 197, 64), (4, 16, 2048, 128)):
+    assert not any(row.holds((1, 3, 1025, 64), (1, 3, 1025, 64)) for row in rows), "few programs"
+    for shape in ((8, 12, 1025, 64), (1, 12, 197, 64), (4, 16, 2048, 128)):
         assert any(row.holds(shape, shape) for row in rows) is held
         assert not any(row.holds((*shape[:2], 1, shape[3]), shape) for row in rows), "one query"
         mask = (1, 1, shape[2], shape[2])
@@ -336,6 +337,36 @@ def test_a_row_is_called_where_it_holds(monkeypatch) -> None:
         assert each.backend == "sdpa"
         assert any("serves exported programs" in reason for reason in each.reasons)
     assert elsa.explain(q, q[:, :1], q[:, :1], enable_gqa=True).backend == "native"
+
+
+def test_a_row_of_causal_calls(monkeypatch) -> None:
+    """On the CPU: of these alone."""
+    row = measured.Row("sdpa", 16, (1, 8), (8, 8), 1, (0.5, 0.9), causal=True)
+    served = []
+
+    def serve(q, k, v, mask, is_causal, scale, precision):
+        served.append(is_causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+
+    chosen = routing.Chosen("native", operators.ATTENTION.eager, None, ((row, serve),))
+    monkeypatch.setattr(routing, "chosen", lambda *_: chosen)
+    q = make(1, 2, 8, 16)
+    out = elsa.attention(q, q, q, is_causal=True)
+    exact = F.scaled_dot_product_attention(*[q.double()] * 3, is_causal=True)
+    assert relative(out, exact) < 1e-6 and served == [True]
+    assert elsa.explain(q, q, q, is_causal=True).backend == "sdpa"
+    elsa.attention(q, q, q)
+    elsa.attention(q, q, q, torch.ones(8, 8).tril().bool())
+    elsa.attention(q.clone().requires_grad_(), q, q, is_causal=True)
+    assert elsa.explain(q, q, q).backend == "native" and served == [True]
+
+
+def test_prefills_of_many_wide_heads(h200) -> None:
+    """Causal ones, as they were measured: 17 to 40 heads of 128."""
+    rows = measured.rows("attention", torch.device("cuda", 0), torch.float16)
+    shape = (1, 40, 32768, 128)
+    assert any(row.holds(shape, shape, causal=True) for row in rows)
+    assert not any(row.holds(shape, shape) for row in rows)
 
 
 def test_a_row_of_masked_calls(monkeypatch) -> None:

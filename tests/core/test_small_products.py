@@ -125,7 +125,6 @@ def test_the_first_call_of_a_kind_loads_and_admits(library: Library) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        (torch.randn(40, 8), torch.randn(4, 8), None),
         (torch.randn(3, 8), torch.randn(4, 8).half(), None),
         (torch.randn(3, 8), torch.randn(4, 7), None),
         (torch.randn(3, 8), torch.randn(8), None),
@@ -142,6 +141,15 @@ def test_what_does_not_fit_is_pytorchs(given: tuple[Any, ...], library: Library)
     with torch.no_grad():
         assert short_calls.small_product(*given) is None
     assert not library.admitted
+
+
+def test_large_layers_are_pytorchs(library: Library) -> None:
+    x, weight = torch.randn(40, 8), torch.randn(4, 8)
+    with torch.no_grad():
+        way = short_calls.small_way(x)
+        assert way is not None and way(x, weight, None) is None
+        assert way(x[:30], weight, None) is not None
+    assert len(library.admitted) == 1
 
 
 def vit_block(dtype: torch.dtype = torch.float16) -> nn.Module:

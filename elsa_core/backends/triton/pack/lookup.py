@@ -1,8 +1,8 @@
 """Kernels from packs, found by the first call of a launch in place of Triton's JIT.
 
 A kernel of a pack serves a call only where its key is the one of what the JIT would compile
-(`specialize.key_of`). A GPU without a pack of its own takes, where ELSA_PACK asks for packs, the PTX
-of the newest older architecture's, which the driver compiles when it is loaded: there the key is of
+(`specialize.key_of`). A GPU without a pack of its own takes, where ELSA_PACK asks for packs, PTX
+of the newest older architecture, which the driver compiles when it is loaded: there the key is of
 what the JIT would compile for that architecture, which may be slower than Triton's for this one.
 What no pack has, and whatever is wrong with one, leaves the call to the JIT; one warning says why.
 
