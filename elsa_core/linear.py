@@ -48,8 +48,8 @@ def linear(
     On sm_90 float32 products are computed on tensor cores, from operands split into halves of 11
     significant bits, with float32 sums of short chains: faster than PyTorch's, and with smaller
     errors. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
-    autocast. Half precision is computed here in few cases, see
-    `elsa_core.backends.triton.linear.gate`.
+    autocast. Small eager ones are, past PyTorch's dispatcher, where nothing is recorded. Half
+    precision is computed here in few cases, see `elsa_core.backends.triton.linear.gate`.
 
     On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
     larger ones that no tracer records and that need no gradient are left to PyTorch's oneDNN, in
@@ -232,7 +232,7 @@ def explain_linear(
     """Say who computes products of this kind faster than PyTorch, if a backend does, and why not.
 
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
-    out in another way is PyTorch's all the same. With `norm` or `value` the answer is that of the
+    out in another way may be PyTorch's all the same. With `norm` or `value` the answer is that of the
     launch which takes these too, or of the product with `weight` alone where no backend has one.
     """
     try:
