@@ -232,7 +232,7 @@ def explain_linear(
     """Say who computes products of this kind faster than PyTorch, if a backend does, and why not.
 
     Takes the arguments of `linear` and raises what it would raise. What is small, recorded or laid
-    out in another way may be PyTorch's all the same. With `norm` or `value` the answer is that of the
+    out otherwise may be PyTorch's all the same. With `norm` or `value` the answer is that of the
     launch which takes these too, or of the product with `weight` alone where no backend has one.
     """
     try:
