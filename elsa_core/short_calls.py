@@ -199,11 +199,13 @@ def small_product(
 def _first_product(given: tuple[Any, ...]) -> Tensor | None:
     """By the operator, whose kernel is loaded and admitted; None where that was tried before."""
     x, weight, *terms = given
-    if x.is_nested:  # which has no shape
+    if not all(_is_plain(t) for t in given if isinstance(t, Tensor)):
         return None
     kind = (calls.forgotten(), *map(_layout, given))
     tries = _TRIED.get(kind, 0)
     if tries >= _MOST_TRIES or not _fits(x, weight, terms[0], *terms[2:4]):
+        return None
+    if terms[1] == "none" and terms[2] is terms[3] is None and _loses(x, weight):
         return None
     if len(_TRIED) >= _MOST_KINDS:
         _TRIED.clear()
@@ -221,6 +223,19 @@ def _first_product(given: tuple[Any, ...]) -> Tensor | None:
     return out
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has strides, and is of no class that may know PyTorch's operators alone."""
+    own = type(tensor) in (Tensor, nn.Parameter)
+    return own and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _loses(x: Tensor, weight: Tensor) -> bool:
+    """Whether the shipped table says that PyTorch's own product is as fast."""
+    columns, depth = weight.shape
+    rows = routing.linear_by_pytorch(x.device, x.dtype)
+    return any(row.holds(x.numel(), depth, columns) for row in rows)
+
+
 def _layout(value: Any) -> Any:
     """What tells calls of the operator apart."""
     if not isinstance(value, Tensor):
@@ -234,8 +249,6 @@ def _fits(
     """Whether the operator computes what PyTorch would."""
     terms = [t for t in (weight, bias, residual, scale) if t is not None]
     if any(t.dtype != x.dtype or t.device != x.device for t in terms) or weight.dim() != 2:
-        return False
-    if any(type(t) not in (Tensor, nn.Parameter) for t in (x, *terms)):
         return False
     columns, depth = weight.shape
     if x.dim() < 1 or x.shape[-1] != depth:

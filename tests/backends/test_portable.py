@@ -309,6 +309,52 @@ def test_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert nvrtc.compiled(instance._replace(mask=1), 90) and len(said) == 4
 
 
+@with_nvrtc
+def test_code_serves_where_the_cache_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *_: b"code")
+    monkeypatch.setattr(nvrtc.cache, "put", refuse)
+    instance = tiling.instance(64, 64, 4, "none", False, HOPPER)
+    assert nvrtc.compiled(instance, 90) == b"code"
+    assert "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_row_is_left_to_others_where_the_kernel_cannot_be_had(
+    failing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is it compiled while a CUDA graph is recorded."""
+    asked, capturing = [], [True]
+    q = make(1, 12, 197, 64)
+    instance = tiling.instance(64, 64, 4, "none", False, HOPPER)
+
+    def function_of(*given: object) -> int:
+        asked.append(given)
+        if failing:
+            raise UnavailableError("no such library")
+        attention._LOADED.add(given)
+        return 1
+
+    monkeypatch.setattr(attention, "_LOADED", set())
+    monkeypatch.setattr(portable, "_FAILED", set())
+    monkeypatch.setattr(attention, "instance_of", lambda *_: instance)
+    monkeypatch.setattr(attention, "function_of", function_of)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    assert not portable._loads(q, q, q) and not asked
+    capturing[0] = False
+    assert [portable._loads(q, q, q) for _ in range(3)] == [not failing] * 3
+    assert len(asked) == 1 and ("no such library" in caplog.text) is failing
+    capturing[0] = True
+    assert portable._loads(q, q, q) is not failing
+    terms = (torch.zeros(197, 197), False, 0.125, "ieee"), (None, True, 0.125, "ieee")
+    assert all(portable.measured_attention(q, q, q, *each) is None for each in terms)
+
+
 # Launches
 
 

@@ -134,6 +134,8 @@ def test_the_first_call_of_a_kind_loads_and_admits(library: Library) -> None:
         (torch.randn(0, 8), torch.randn(4, 8), None),
         (torch.randn(3, 8), torch.randn(4, 8), None, "no such activation"),
         (torch.nested.nested_tensor([torch.randn(2, 8)]), torch.randn(4, 8), None),
+        (torch.randn(3, 8), torch.randn(4, 8).to_sparse_csr(), None),
+        (torch.randn(3, 8), torch.randn(4, 8).to_sparse(), None),
     ],
 )
 def test_what_does_not_fit_is_pytorchs(given: tuple[Any, ...], library: Library) -> None:
@@ -150,6 +152,19 @@ def test_large_layers_are_pytorchs(library: Library) -> None:
         assert way is not None and way(x, weight, None) is None
         assert way(x[:30], weight, None) is not None
     assert len(library.admitted) == 1
+
+
+def test_products_that_the_table_gives_to_pytorch(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bare ones: what follows a product makes another call of it."""
+    row = routing.measured.Products(8, 4, (2, 9), (0.9, 0.9))
+    monkeypatch.setattr(routing, "linear_by_pytorch", lambda *_: (row,))
+    x, weight = torch.randn(3, 8), torch.randn(4, 8)
+    with torch.no_grad():
+        assert short_calls.small_product(x, weight, None) is None
+        assert short_calls.small_product(x[:1], weight, None) is not None
+        assert short_calls.small_product(x, weight, None, "gelu") is not None
 
 
 def vit_block(dtype: torch.dtype = torch.float16) -> nn.Module:

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elsa_core import calls
 from elsa_core.backends.support import Request, Support
+from elsa_core.errors import UnavailableError
 from elsa_core.limits import LARGEST_HEAD_DIM
 from elsa_core.precision import dtype_name
 
 _LOG = logging.getLogger("elsa")
+_FAILED: set[Any] = set()  # instances, each with a device, that could not be had
 
 
 def support(request: Request) -> Support:
@@ -50,7 +53,7 @@ def _ready(head_dim: int, value_dim: int, device: int) -> Support:
     try:
         from elsa_core.backends.portable import attention
 
-        attention.prepare(head_dim, value_dim)
+        attention.prepare(head_dim, value_dim, device)
     except Exception as error:  # whatever is wrong with this machine, another backend goes on
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _LOG.warning("the portable kernels are off: %s", reason)
@@ -111,9 +114,45 @@ def attention_forward(
 
 def measured_attention(*arguments: Any) -> Tensor | None:
     """The output of `elsa::attention_portable` where no mask or order hides keys; None of other
-    calls, which were not measured.
+    calls, which were not measured, and where the kernel cannot be had.
     """
-    if arguments[3] is not None or arguments[4]:
+    query, key, value, attn_mask, is_causal = arguments[:5]
+    if attn_mask is not None or is_causal:
+        return None
+    if torch.compiler.is_compiling():
+        if not _loads_plain(calls.place(query), query.shape[-1]):
+            return None
+    elif not _loads(query, key, value):
         return None
     out: Tensor = torch.ops.elsa.attention_portable.default(*arguments)[0]
     return out
+
+
+def _loads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel of a plain call is there, compiled and loaded now if it was not. Not while
+    a CUDA graph is recorded.
+    """
+    from elsa_core.backends.portable import attention
+
+    device = query.get_device()
+    found = attention.instance_of(query, key, value, None, False)
+    if attention.is_loaded(found, device):
+        return True
+    if (found, device) in _FAILED or torch.cuda.is_current_stream_capturing():
+        return False
+    try:
+        attention.function_of(found, device)
+    except UnavailableError as error:
+        _FAILED.add((found, device))
+        _LOG.warning("the portable kernels leave such calls to others: %s", error)
+    return (found, device) not in _FAILED
+
+
+@functools.lru_cache(maxsize=256)
+def _loads_plain(place: str, head_dim: int) -> bool:
+    """`_loads` of rows without gaps: a constant for compilers, who have no tensors to ask by."""
+    row = torch.empty(1, 1, 1, head_dim, device=place)
+    return _loads(row, row, row)
+
+
+_loads_plain._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ _LOG2_E = math.log2(math.e)
 # A factor outside of this range goes into the query; the kernel's is positive and normal.
 _LEAST_FACTOR, _LARGEST_FACTOR = 2.0**-126, 2.0**127
 _LARGEST_INT = (1 << 31) - 1
+_LOADED: set[tuple[Instance, int]] = set()  # by `function_of`: instances, each with its device
 
 
 class Arguments(ctypes.Structure):
@@ -61,13 +62,12 @@ def attention(
     return out, lse
 
 
-def prepare(head_dim: int, value_dim: int) -> None:
-    """Look for what plain calls on the current device need; nothing is compiled.
+def prepare(head_dim: int, value_dim: int, device: int) -> None:
+    """Look for what plain calls on a device need; nothing is compiled.
 
     Raises:
         UnavailableError: something is missing.
     """
-    device = torch.cuda.current_device()
     load = next(n for n in tiling.LOADS if head_dim % n == 0 and value_dim % n == 0)
     limit = driver().shared_limit(device)
     tiling.instance(head_dim, value_dim, load, "none", False, limit)
@@ -188,4 +188,13 @@ def function_of(instance: Instance, device: int) -> int:
     """
     cuda = driver()
     code = nvrtc.compiled(instance, cuda.arch(device))
-    return cuda.function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
+    function = cuda.function(device, code, nvrtc.SYMBOL, instance.shared_bytes)
+    _LOADED.add((instance, device))
+    return function
+
+
+def is_loaded(instance: Instance, device: int) -> bool:
+    """Whether `function_of` was asked for an instance before: nothing can be loaded while a CUDA
+    graph is recorded.
+    """
+    return (instance, device) in _LOADED

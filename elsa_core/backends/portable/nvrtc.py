@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from elsa_core.backends.compiler import source_directory
 from elsa_core.backends.portable.tiling import Instance
 from elsa_core.errors import UnavailableError
 from elsa_core.files import scratch
+
+_LOG = logging.getLogger("elsa")
 
 SYMBOL = b"elsa_portable_attention"
 FLAGS = ("--std=c++17", "--fmad=true", "--ftz=false", "--prec-div=true")
@@ -161,7 +164,7 @@ def compiled(instance: Instance, device_arch: int) -> bytes:
     """The code of an instance for a device, from the cache or compiled and put there.
 
     Raises:
-        UnavailableError: it cannot be compiled, or the cache cannot be read or written.
+        UnavailableError: it cannot be compiled, or the cache cannot be read.
     """
     compiler, text, arch = library(), source(), target(device_arch)
     facts = repr((compiler.version, FLAGS, arch, sorted(instance.macros.items()))).encode()
@@ -177,8 +180,8 @@ def compiled(instance: Instance, device_arch: int) -> bytes:
             (folder / path.name).write_bytes(code)
             cache.put(folder / path.name, path)
     except OSError as error:
-        raise UnavailableError(
-            f"compiled kernels cannot be written to {path.parent}: {error.strerror or error}; "
-            "set ELSA_CACHE_DIR to a directory that can be written"
-        ) from None
+        _LOG.warning(
+            "compiled kernels cannot be written to %s: %s; set ELSA_CACHE_DIR to a directory that "
+            "can be written", path.parent, error.strerror or error,
+        )  # fmt: skip
     return code

@@ -81,7 +81,12 @@ def own_folder() -> Path:
 def places() -> list[Place]:
     """Where packs are looked for, the first that has a kernel serves it."""
     given = os.environ.get(VARIABLE, "")
-    found = [Place(Path(given).expanduser(), False)] if given not in ("", "0", "1") else []
+    found = []
+    try:
+        if given not in ("", "0", "1"):
+            found.append(Place(Path(given).expanduser(), False))
+    except RuntimeError:
+        _warn(f"{VARIABLE}={given} names the home of no user")
     try:
         found.append(Place(own_folder(), False))
     except UnavailableError as error:
@@ -219,9 +224,9 @@ def packs_for(arch: int) -> tuple[Pack, ...]:
     found = list(_read(arch))
     if found:
         return tuple(pack for pack in found if pack is not None)
-    older = {int(name) for name in _names() if name.isdecimal() and int(name) < arch}
     if not asked():
         return ()
+    older = {int(name) for name in _names() if name.isdecimal() and int(name) < arch}
     for each in sorted(older, reverse=True):
         fit = tuple(pack for pack in _read(each) if pack is not None and pack.ptx is not None)
         if fit:

@@ -35,7 +35,7 @@ class Launch:
     """One kernel with everything but its pointers bound.
 
     The first call goes through Triton's JIT, which compiles or finds the kernel, or takes it from a
-    kernel pack where packs are asked for (`pack.lookup`); later ones go straight to the compiled
+    kernel pack that has it (`pack.lookup`); later ones go straight to the compiled
     kernel. That is right because a plan fixes all that Triton specialises on: dtypes, constants and
     the 16-byte alignment of pointers; integers are never specialised and have fixed types. How a
     compiled kernel takes its arguments is outside Triton's public interface: with a version that is
