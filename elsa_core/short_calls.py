@@ -146,7 +146,7 @@ def small_way(x: Tensor) -> Callable[..., Tensor | None] | None:
         return None
     if _functions() or _profiled() or _cast() or torch.cuda.is_current_stream_capturing():
         return None
-    if not _by_triton(routing.switched()):
+    if not _by_shipped(routing.switched()):
         return None
     return None if x.dtype == torch.float32 and _takes_tf32() else _up_to(most)
 
@@ -166,12 +166,10 @@ def _up_to(most: int) -> Callable[..., Tensor | None]:
 
 
 @functools.lru_cache(maxsize=8)
-def _by_triton(switched: object) -> bool:
-    """Whether no backend was registered ahead of the operator's own kernels."""
-    found = (
-        each for each in routing.BACKENDS if each.device == "cuda" and "linear" in each.operators
-    )
-    return next((each.name for each in found), "") == "triton"
+def _by_shipped(switched: object) -> bool:
+    """Whether no backend was registered ahead of this package's kernels."""
+    offered = (each for each in routing.BACKENDS if "linear" in each.operators)
+    return next(each.name for each in offered if each.device == "cuda") in routing.SHIPPED
 
 
 def small_product(

@@ -96,6 +96,7 @@ def test_an_unknown_triton_is_launched_by_its_own_jit(version, direct, monkeypat
     import triton
 
     monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setenv("ELSA_PACK", "0")
     _, compiled, seen = launched()
     kernel = Jit(compiled)
     launch = Launch(kernel, (3, 2), {"n": 5, "BLOCK": 64}, {"num_warps": 4})

@@ -66,9 +66,7 @@ class Answer(NamedTuple):
     @property
     def clean(self) -> bool:
         """Whether tests passed, none failed, and no tool found anything."""
-        return (
-            self.errors == 0 and self.code == 0 and re.search(r"\d+ passed", self.text) is not None
-        )
+        return self.errors == 0 and self.code == 0 and " passed" in self.text
 
 
 def program() -> str | None:

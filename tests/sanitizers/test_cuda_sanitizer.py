@@ -23,7 +23,8 @@ def stand_in(folder: Path, text: str, code: int) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "expected"),
     [
-        ("========= ERROR SUMMARY: 0 errors", 0, (0, 0, True)),
+        ("1 passed\n========= ERROR SUMMARY: 0 errors", 0, (0, 0, True)),
+        ("1 skipped\n========= ERROR SUMMARY: 0 errors", 0, (0, 0, False)),
         ("========= ERROR SUMMARY: 0 errors", 1, (0, 1, False)),  # a test failed
         ("========= ERROR SUMMARY: 1 error", 86, (1, 0, False)),
         ("========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 7 errors", 86, (7, 0, False)),
@@ -47,7 +48,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) ->
     """A line for each file and tool; 1 where one is not clean, 3 without a sanitizer."""
     monkeypatch.setattr(cuda, "missing", lambda: "")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    stand_in(tmp_path, "========= ERROR SUMMARY: 0 errors", 0)
+    stand_in(tmp_path, "1 passed\n========= ERROR SUMMARY: 0 errors", 0)
     assert cuda.main(["a", "b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines] == [
