@@ -282,6 +282,19 @@ def test_a_weight_that_is_no_parameter_any_more(name):
     assert torch.equal(host.all_original(module, x, rope), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"qkv_fused": False}], ids=str)
+def test_sizes_that_the_original_takes_and_refuses(options):
+    module, x = block(attn_type="rope", **options), tokens(0)
+    with torch.no_grad():
+        assert served(module, x, embeddings()).shape == module(x, embeddings()).shape == x.shape
+        module, x = block(attn_type="rope", attn_head_dim=4, **options), tokens()
+        assert torch.equal(served(module, x), module(x))
+        module = block(attn_head_dim=4, **options)
+        for forward in (module, lambda x: served(module, x)):
+            with pytest.raises(RuntimeError, match="shape"):
+                forward(x)
+
+
 def test_what_drops_runs_itself():
     x, rope = tokens(), embeddings()
     for name in ("drop_path", "attn_drop", "proj_drop"):

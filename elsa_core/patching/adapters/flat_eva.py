@@ -65,6 +65,7 @@ def attention(module: Any, drops: flat.Drops, every: bool = False) -> flat.Run |
         return None
     space, owner = vars(module), weakref.ref(module)  # the module would be kept for ever
     own = type(module).__dict__.get("elsa_base", type(module)).forward
+    as_wide = flat.name_of(module) == _EVA  # as its input, else it refuses
 
     def run(
         x: Tensor, rope: Tensor | None = None, way: flat.Way | None = flat.UNASKED,
@@ -77,7 +78,8 @@ def attention(module: Any, drops: flat.Drops, every: bool = False) -> flat.Run |
         q, k, v = turn(parts(x, way), rope)  # type: ignore[misc]
         small = attend_small(q, k, v)
         out = functional.scaled_dot_product_attention(q, k, v) if small is None else small
-        joined = last(out.transpose(1, 2).reshape(*x.shape[:2], -1))  # type: ignore[misc]
+        out = out.transpose(1, 2)
+        joined = last(out.reshape(x.shape) if as_wide else out.flatten(2))  # type: ignore[misc]
         if opened is not None:
             joined = joined * opened
         return proj(joined, way, residual, gamma)  # type: ignore[misc]
@@ -87,7 +89,7 @@ def attention(module: Any, drops: flat.Drops, every: bool = False) -> flat.Run |
 
 def _parts(module: Any, every: bool) -> Callable[[Tensor, flat.Way | None], _Parts] | None:
     """What makes queries, keys and values of x."""
-    space = vars(module)
+    space, known = vars(module), flat.name_of(module) == _ROPE
     if module.qkv is None:
         layers = [
             flat.linear(each, every) for each in (module.q_proj, module.k_proj, module.v_proj)
@@ -96,10 +98,11 @@ def _parts(module: Any, every: bool) -> Callable[[Tensor, flat.Way | None], _Par
             return None
 
         def apart(x: Tensor, way: flat.Way | None) -> _Operands:
-            heads = space["num_heads"]
+            batch, tokens, _ = x.shape
+            heads, dim = space["num_heads"], space["head_dim"] if known else -1
             fewer = space.get("num_kv_heads") or heads
             q, k, v = (
-                layer(x, way).reshape(*x.shape[:2], count, -1).transpose(1, 2)  # type: ignore[misc]
+                layer(x, way).reshape(batch, tokens, count, dim).transpose(1, 2)  # type: ignore[misc]
                 for layer, count in zip(layers, (heads, fewer, fewer), strict=True)
             )
             return q, k, v
@@ -110,7 +113,9 @@ def _parts(module: Any, every: bool) -> Callable[[Tensor, flat.Way | None], _Par
         return None
 
     def together(x: Tensor, way: flat.Way | None) -> Tensor:
-        found = packed(x, way).reshape(*x.shape[:2], 3, space["num_heads"], -1)
+        batch, tokens, _ = x.shape
+        dim = space["head_dim"] if known else -1
+        found = packed(x, way).reshape(batch, tokens, 3, space["num_heads"], dim)
         return found.permute(2, 0, 3, 1, 4)
 
     return together
