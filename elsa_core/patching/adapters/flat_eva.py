@@ -65,7 +65,7 @@ def attention(module: Any, drops: flat.Drops, every: bool = False) -> flat.Run |
         return None
     space, owner = vars(module), weakref.ref(module)  # the module would be kept for ever
     own = type(module).__dict__.get("elsa_base", type(module)).forward
-    as_wide = flat.name_of(module) == _EVA  # as its input, else it refuses
+    as_wide = not _says_widths(module)  # as its input, else it refuses
 
     def run(
         x: Tensor, rope: Tensor | None = None, way: flat.Way | None = flat.UNASKED,
@@ -89,7 +89,7 @@ def attention(module: Any, drops: flat.Drops, every: bool = False) -> flat.Run |
 
 def _parts(module: Any, every: bool) -> Callable[[Tensor, flat.Way | None], _Parts] | None:
     """What makes queries, keys and values of x."""
-    space, known = vars(module), flat.name_of(module) == _ROPE
+    space, known = vars(module), _says_widths(module)
     if module.qkv is None:
         layers = [
             flat.linear(each, every) for each in (module.q_proj, module.k_proj, module.v_proj)
@@ -119,6 +119,11 @@ def _parts(module: Any, every: bool) -> Callable[[Tensor, flat.Way | None], _Par
         return found.permute(2, 0, 3, 1, 4)
 
     return together
+
+
+def _says_widths(module: Any) -> bool:
+    """Whether an attention reshapes by its own widths, as later versions of `AttentionRope` do."""
+    return hasattr(module, "attn_dim") and hasattr(module, "head_dim")
 
 
 def _packed(module: Any, every: bool) -> flat.Run | None:
