@@ -191,8 +191,9 @@ def _may_join(parts: Tensor) -> bool:
 def _rotated(x: Tensor, rope: Tensor, space: flat.Space, like: Tensor) -> Tensor:
     """Tokens [..., N, D], those after the prefix rotated, in `like`'s dtype."""
     prefix, half = space["num_prefix_tokens"], space.get("rotate_half", False)
-    turned = apply_rot_embed_cat(x[..., prefix:, :], rope, half=half)
-    return torch.cat((x[..., :prefix, :], turned), dim=-2).type_as(like)
+    first, others = x.split_with_sizes((prefix, x.shape[-2] - prefix), -2)
+    turned = apply_rot_embed_cat(others, rope, half=half)
+    return torch.cat((first, turned), dim=-2).type_as(like)
 
 
 def _of_mlp(module: Any, drops: flat.Drops, every: bool) -> flat.Run | None:
