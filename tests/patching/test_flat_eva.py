@@ -386,7 +386,8 @@ def test_a_way_that_serves_nothing_leaves_it_to_pytorch(monkeypatch):
         assert torch.equal(flat.run_of(module, flat_eva.any_block)(x, rope), module(x, rope))
 
 
-def test_attention_goes_the_short_way(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"qkv_fused": False}, {"qk_norm": True}], ids=str)
+def test_attention_goes_the_short_way(options, monkeypatch):
     """Rotated together, operands lie as they would by themselves."""
     found = []
 
@@ -395,7 +396,7 @@ def test_attention_goes_the_short_way(monkeypatch):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
     monkeypatch.setattr(short_calls.ATTENTION, "serve", serve)
-    module, x, rope = block().bfloat16(), tokens().bfloat16(), embeddings()
+    module, x, rope = block(**options).bfloat16(), tokens().bfloat16(), embeddings()
     with torch.inference_mode():
         expected = module(x, rope)
         assert torch.equal(served(module, x, rope), expected)
@@ -411,11 +412,13 @@ def test_queries_and_keys_are_rotated_at_once(monkeypatch):
     module, x, rope = block(), tokens(), embeddings()
     with torch.no_grad():
         served(module, x, rope)
-        assert calls == [5]
         served(block(qkv_fused=False), x, rope)
+        served(block(**VARIANTS["normed"]), x, rope)
+        assert calls == [5] * 3
         served(block(dim=18), tokens(1, dim=18), embeddings(dim=18))
+        served(block(**GROUPED), x, rope)
     served(module, x, rope)
-    assert calls[1:] == [4] * 6
+    assert calls[3:] == [4] * 6
 
 
 def test_a_step_with_checkpoints_is_the_originals(on_gpu):

@@ -1,7 +1,7 @@
 """timm's EVA blocks (EVA-02, DINOv3, Perception Encoder, ...) as functions in a row, see `flat.py`.
 
-Where no gradient is wanted, queries and keys of one packed projection are rotated together: the
-same functions of each element, half as many calls. Read against timm 1.0.20 to 1.0.31.
+Where no gradient is wanted, queries and keys are rotated together: the same functions of each
+element, half as many calls. Read against timm 1.0.20 to 1.0.31.
 """
 
 from __future__ import annotations
@@ -164,14 +164,17 @@ def _turning(module: Any) -> Callable[[_Parts, Tensor | None], _Operands] | None
     space, plain = vars(module), query is key is flat.unchanged
 
     def run(parts: _Parts, rope: Tensor | None) -> _Operands:
-        if plain and rope is not None and isinstance(parts, Tensor) and _may_join(parts):
+        if plain and rope is not None and isinstance(parts, Tensor) and _may_join(parts[0]):
             v = parts[2]
             q, k = _rotated(parts[:2], rope, space, v).unbind(0)
             return q, k, v
         q, k, v = parts.unbind(0) if isinstance(parts, Tensor) else parts
         q, k = query(q), key(k)
         if rope is not None:
-            q, k = _rotated(q, rope, space, v), _rotated(k, rope, space, v)
+            if q.shape == k.shape and q.dtype == k.dtype and _may_join(q):
+                q, k = _rotated(torch.stack((q, k)), rope, space, v).unbind(0)
+            else:
+                q, k = _rotated(q, rope, space, v), _rotated(k, rope, space, v)
         groups = space.get("num_kv_groups", 1)  # older versions have none
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -180,12 +183,11 @@ def _turning(module: Any) -> Callable[[_Parts, Tensor | None], _Operands] | None
     return run
 
 
-def _may_join(parts: Tensor) -> bool:
-    """Whether each of several tensors in one begins as it would by itself, and no gradient is
+def _may_join(x: Tensor) -> bool:
+    """Whether a tensor behind such a one in memory begins as it would by itself, and no gradient is
     wanted, which would be summed otherwise.
     """
-    whole = parts[0].numel() * parts.element_size() % _ALIGNED == 0
-    return whole and not torch.is_grad_enabled()
+    return x.numel() * x.element_size() % _ALIGNED == 0 and not torch.is_grad_enabled()
 
 
 def _rotated(x: Tensor, rope: Tensor, space: flat.Space, like: Tensor) -> Tensor:
