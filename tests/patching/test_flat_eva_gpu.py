@@ -62,7 +62,7 @@ def test_float32_is_as_exact_as_the_original(name, scope, batch):
         right, theirs = exact(x.double()), original(x)
         for _ in range(4):
             assert error(patched(x), right) <= 2 * error(theirs, right)
-    if batch == 1 and "base" not in name:
+    if batch == 1:
         assert rows_of(patched) == DEPTH
 
 
@@ -77,7 +77,8 @@ def test_half_precision_is_as_exact_as_the_original(name, scope, dtype):
         right, theirs = exact(x.double()), original(x)
         for _ in range(4):
             assert error(patched(x), right) <= 2 * error(theirs, right)
-    assert rows_of(patched) == DEPTH
+    if scope == "attention" or "base" not in name:  # whose layers are large in half precision
+        assert rows_of(patched) == DEPTH
 
 
 @pytest.mark.parametrize("name", MODELS)
