@@ -44,7 +44,11 @@ _SCALE, DROP_PATH = "timm.layers.layer_scale.LayerScale", "timm.layers.drop.Drop
 # Adapters in whose place the original may run: no others, which may compute something else.
 _ADAPTERS: Final = {
     f"elsa_core.patching.adapters.{name}"
-    for name in ("timm_attention.ElsaAttention", "timm_mlp.ElsaMlp", "torch_layers.ElsaLinear")
+    for name in (
+        *("timm_attention.ElsaAttention", "timm_attention.ElsaAttentionRope"),
+        *("timm_eva.ElsaEvaAttention", "torch_layers.ElsaLinear"),
+        *("timm_mlp.ElsaGluMlp", "timm_mlp.ElsaMlp", "timm_mlp.ElsaSwiGLU"),
+    )
 }
 # Activations: modules whose forward reads nothing but its input.
 _ACTIVATIONS: Final = (
@@ -265,7 +269,7 @@ def mlp(module: Any, drops: Drops, every: bool = False) -> Run | None:
     known = idles(module.drop1, drops) and idles(module.drop2, drops)
     if first is None or second is None or between is None or not known:
         return None
-    if name_of(module.act) not in _ACTIVATIONS:
+    if not is_activation(module.act):
         return None
 
     def run(
@@ -313,6 +317,11 @@ def followed(out: Tensor, residual: Tensor | None, gamma: Tensor | None) -> Tens
     if gamma is not None:
         out = out * gamma
     return out if residual is None else residual + out
+
+
+def is_activation(module: Any) -> bool:
+    """Whether a module is an activation whose forward reads nothing but its input."""
+    return name_of(module) in _ACTIVATIONS
 
 
 def is_linear(module: Any) -> bool:

@@ -17,7 +17,7 @@ from timm.models.vision_transformer_relpos import RelPosBlock
 from timm.models.xcit import XCABlock
 from torch import Tensor, cat
 
-from elsa_core.patching.adapters import flat_hiera, flat_mvitv2
+from elsa_core.patching.adapters import flat_eva, flat_hiera, flat_mvitv2
 from elsa_core.patching.adapters.in_row import AddsInRow
 from elsa_core.patching.adapters.residual import Adds, added, handed_to, normalised
 from elsa_core.patching.adapters.timm_mvitv2 import pooled_work
@@ -34,10 +34,23 @@ class ElsaBeitBlock(Adds, BeitBlock):  # type: ignore[misc]  # timm is untyped
         return added(x, self.norm2, self.mlp, self.gamma_2, self.drop_path2)
 
 
-class ElsaEvaBlock(Adds, EvaBlock):  # type: ignore[misc]
+class ElsaEvaBlock(AddsInRow, EvaBlock):  # type: ignore[misc]
     """EVA's block (EVA-02, DINOv3): [B, N, C] -> [B, N, C], any floating dtype."""
 
     elsa_base = EvaBlock
+    elsa_read = staticmethod(flat_eva.block)
+    elsa_read_any = staticmethod(flat_eva.any_block)
+
+    def elsa_work(self, x: Tensor) -> int:
+        return x.numel() * x.shape[-2]
+
+    def elsa_original(
+        self, x: Tensor, rope: Tensor | None = None, *given: Any, **named: Any
+    ) -> Any:
+        # a mask, and whether attention is causal, which older versions do not have
+        if any(value is not None and value is not False for value in (*given, *named.values())):
+            return EvaBlock.forward(self, x, rope, *given, **named)
+        return super().elsa_original(x, rope)
 
     def elsa_forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
         terms = dict(zip(("rope", "attn_mask", "is_causal"), given, strict=False)) | named
