@@ -51,6 +51,10 @@ CASES = tuple(
         ("mvitv2_tiny", 1, "fp16"),
         ("hiera_base_224", 1, "fp32"),
         ("hiera_base_224", 1, "fp16"),
+        ("vit_small_patch16_dinov3", 1, "fp32"),
+        ("vit_small_patch16_dinov3", 1, "fp16"),
+        ("eva02_tiny_patch14_224", 1, "fp32"),
+        ("eva02_tiny_patch14_224", 1, "fp16"),
     )
 )
 
