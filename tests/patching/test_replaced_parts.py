@@ -53,6 +53,34 @@ def replaces(name: str, make: Callable[[nn.Module], nn.Module], beside: str):
     return change
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("attn_type", ["eva", "rope"])
+def test_hooks_on_the_weights_of_eva(attn_type, after):
+    """Of the eager branch: they see and change the attention weights."""
+    torch.manual_seed(0)
+    options = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    eva = pytest.importorskip("timm.models.eva")
+    model = eva.Eva(**options, num_classes=3, use_rot_pos_emb=True, attn_type=attn_type).eval()
+    attn = model.blocks[0].attn
+    attn.fused_attn = False
+    seen = []
+
+    def halved(module, given, weights):
+        seen.append(weights.shape)
+        return weights * 0.5
+
+    if after:
+        elsa.patch(model, scope="attention")
+    attn.attn_drop.register_forward_hook(halved)
+    x = torch.randn(2, 3, 16, 16)
+    elsa.patch(model, scope="attention")
+    with torch.no_grad():
+        found = model(x)
+        assert len(seen) == 1
+        elsa.unpatch(model)
+        assert torch.equal(found, model(x)) and len(seen) == 2
+
+
 CHANGES = {
     "activation": replaces("act", lambda _: nn.Tanh(), "fc2"),
     "first layer": replaces("fc1", LowRank, "fc2"),

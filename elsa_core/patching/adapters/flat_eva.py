@@ -37,6 +37,8 @@ def block(module: Any, drops: flat.Drops, every: bool = False) -> flat.Run | Non
     space = vars(module)
 
     def run(x: Tensor, rope: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled():  # what a checkpoint saves lies in the original's order
+            raise KeyError("gradients")
         way = small_way(x)
         x = attend(first(x), rope, way, x, _term(space, "gamma_1"))  # type: ignore[misc]
         return change(second(x), way, x, _term(space, "gamma_2"))  # type: ignore[misc]
@@ -164,14 +166,14 @@ def _turning(module: Any) -> Callable[[_Parts, Tensor | None], _Operands] | None
     space, plain = vars(module), query is key is flat.unchanged
 
     def run(parts: _Parts, rope: Tensor | None) -> _Operands:
-        if plain and rope is not None and isinstance(parts, Tensor) and _may_join(parts[0]):
+        if plain and rope is not None and isinstance(parts, Tensor) and _may_join(parts[0], rope):
             v = parts[2]
             q, k = _rotated(parts[:2], rope, space, v).unbind(0)
             return q, k, v
         q, k, v = parts.unbind(0) if isinstance(parts, Tensor) else parts
         q, k = query(q), key(k)
         if rope is not None:
-            if q.shape == k.shape and q.dtype == k.dtype and _may_join(q):
+            if q.shape == k.shape and q.dtype == k.dtype and _may_join(q, rope):
                 q, k = _rotated(torch.stack((q, k)), rope, space, v).unbind(0)
             else:
                 q, k = _rotated(q, rope, space, v), _rotated(k, rope, space, v)
@@ -183,16 +185,19 @@ def _turning(module: Any) -> Callable[[_Parts, Tensor | None], _Operands] | None
     return run
 
 
-def _may_join(x: Tensor) -> bool:
-    """Whether a tensor behind such a one in memory begins as it would by itself, and no gradient is
-    wanted, which would be summed otherwise.
+def _may_join(x: Tensor, rope: Tensor) -> bool:
+    """Whether a tensor behind such a one in memory begins as it would by itself, rotary embeddings
+    are the same for both, and no gradient is wanted, which would be summed otherwise.
     """
-    return x.numel() * x.element_size() % _ALIGNED == 0 and not torch.is_grad_enabled()
+    joins = x.numel() * x.element_size() % _ALIGNED == 0 and rope.dim() <= x.dim()
+    return joins and not torch.is_grad_enabled()
 
 
 def _rotated(x: Tensor, rope: Tensor, space: flat.Space, like: Tensor) -> Tensor:
     """Tokens [..., N, D], those after the prefix rotated, in `like`'s dtype."""
     prefix, half = space["num_prefix_tokens"], space.get("rotate_half", False)
+    if not 0 <= prefix <= x.shape[-2]:  # the original cuts what there is
+        raise KeyError("num_prefix_tokens")
     first, others = x.split_with_sizes((prefix, x.shape[-2] - prefix), -2)
     turned = apply_rot_embed_cat(others, rope, half=half)
     return torch.cat((first, turned), dim=-2).type_as(like)

@@ -248,7 +248,7 @@ def is_host_bound(
     if not calls.was_seen(kind):
         # hooks would see the warm-up too, dropout would draw in it, ranks would wait for each other
         if any(is_shown(m) or m.training or "elsa_group" in vars(m) for m in site.modules()):
-            return told(site, False)
+            return told(site, torch.is_grad_enabled())  # a checkpoint runs again what ran before
         calls.first_of_kind(kind)
         warm_up(by_elsa)
     return told(site, True)

@@ -77,7 +77,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
         if is_within_original(self) or self._keeps_original(x, by_elsa):
             shown = self._original(_of(norm, x), attn_mask, is_causal)
         elif weights_are_hooked(self):
-            shown = super().forward(_of(norm, x), attn_mask, **_causal(is_causal))
+            shown = super().forward(_of(norm, x), attn_mask, **causal_term(is_causal))
         else:
             return by_elsa()
         return epilogue(shown, "none", residual, scale)
@@ -91,7 +91,7 @@ class ElsaAttention(Attention):  # type: ignore[misc]  # timm is untyped
     def _original(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The original forward, in calls that are not compiled."""
         out = flat.served(self, flat.attention, x) if attn_mask is None and not is_causal else None
-        return super().forward(x, attn_mask, **_causal(is_causal)) if out is None else out
+        return super().forward(x, attn_mask, **causal_term(is_causal)) if out is None else out
 
 
 class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
@@ -111,7 +111,7 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
         is_causal: bool = False,
     ) -> Tensor:
         if weights_are_hooked(self):
-            shown: Tensor = super().forward(x, rope, attn_mask, **_causal(is_causal))
+            shown: Tensor = super().forward(x, rope, attn_mask, **causal_term(is_causal))
             return shown
         gate = gate_of(self, x)
         if self.qkv is not None:
@@ -130,7 +130,7 @@ class ElsaAttentionRope(AttentionRope):  # type: ignore[misc]  # timm is untyped
 # The helpers take the module as Any: timm is untyped, and its attributes differ between versions.
 
 
-def _causal(is_causal: bool) -> dict[str, bool]:
+def causal_term(is_causal: bool) -> dict[str, bool]:
     """The argument where it matters: older versions do not have it."""
     return {"is_causal": True} if is_causal else {}
 

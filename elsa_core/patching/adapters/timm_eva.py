@@ -9,9 +9,15 @@ import torch
 from timm.models.eva import EvaAttention
 from torch import Tensor
 
-from elsa_core.patching.adapters.common import project, project_by, split_heads, split_packed
+from elsa_core.patching.adapters.common import (
+    project,
+    project_by,
+    split_heads,
+    split_packed,
+    weights_are_hooked,
+)
 from elsa_core.patching.adapters.host import or_original
-from elsa_core.patching.adapters.timm_attention import attended, gate_of, rotate
+from elsa_core.patching.adapters.timm_attention import attended, causal_term, gate_of, rotate
 
 
 class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
@@ -30,6 +36,9 @@ class ElsaEvaAttention(EvaAttention):  # type: ignore[misc]  # timm is untyped
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
+        if weights_are_hooked(self):
+            shown: Tensor = super().forward(x, rope, attn_mask, **causal_term(is_causal))
+            return shown
         gate = gate_of(self, x)
         if self.qkv is not None:
             q, k, v = split_packed(self._elsa_packed(x), self.num_heads)
