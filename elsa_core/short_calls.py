@@ -148,17 +148,22 @@ def small_way(x: Tensor) -> Callable[..., Tensor | None] | None:
         return None
     if not _by_shipped(routing.switched()):
         return None
-    return None if x.dtype == torch.float32 and _takes_tf32() else _up_to(most)
+    return (
+        None
+        if x.dtype == torch.float32 and _takes_tf32()
+        else _between(routing.eager_rows(x.device, x.dtype), most)
+    )
 
 
 @functools.lru_cache(maxsize=8)
-def _up_to(most: int) -> Callable[..., Tensor | None]:
-    """`small_product` of layers of so many multiply-adds: who asks about larger ones asks in each
-    call.
+def _between(rows: int, most: int) -> Callable[..., Tensor | None]:
+    """`small_product` of layers of so many rows at least and multiply-adds at most: who asks about
+    others asks in each call.
     """
 
     def small(x: Tensor, weight: Tensor, *terms: Any) -> Tensor | None:
-        if x.numel() * weight.shape[0] > most:
+        elements, sizes = x.numel(), weight.shape
+        if elements * sizes[0] > most or elements < rows * sizes[-1]:
             return None
         return small_product(x, weight, *terms)
 
@@ -203,7 +208,8 @@ def _first_product(given: tuple[Any, ...]) -> Tensor | None:
     tries = _TRIED.get(kind, 0)
     if tries >= _MOST_TRIES or not _fits(x, weight, terms[0], *terms[2:4]):
         return None
-    if terms[1] == "none" and terms[2] is terms[3] is None and _loses(x, weight):
+    bare = terms[1] == "none" and terms[2] is None and terms[3] is None
+    if bare and routing.product_by_pytorch(x, weight):
         return None
     if len(_TRIED) >= _MOST_KINDS:
         _TRIED.clear()
@@ -225,13 +231,6 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has strides, and is of no class that may know PyTorch's operators alone."""
     own = type(tensor) in (Tensor, nn.Parameter)
     return own and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _loses(x: Tensor, weight: Tensor) -> bool:
-    """Whether the shipped table says that PyTorch's own product is as fast."""
-    columns, depth = weight.shape
-    rows = routing.linear_by_pytorch(x.device, x.dtype)
-    return any(row.holds(x.numel(), depth, columns) for row in rows)
 
 
 def _layout(value: Any) -> Any:

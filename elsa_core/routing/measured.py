@@ -221,6 +221,13 @@ def _is_of(device: torch.device, capability: list[int] | None) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
+def eager_rows(device: torch.device, dtype: torch.dtype) -> int:
+    """The least rows that a layer of `eager_products` has: with fewer no kernel serves it."""
+    rows = (row for row in _table()["eager_products"] if _is_of(device, row["capability"]))
+    return max((row["rows"].get(dtype_name(dtype), 1) for row in rows), default=1)
+
+
+@functools.lru_cache(maxsize=64)
 def eager_products(device: torch.device, dtype: torch.dtype) -> int:
     """The most multiply-adds of a small eager linear layer of patched blocks that is elsa's where
     such a call passes by PyTorch's dispatcher; 0 where none is, see `elsa_core.short_calls`.
@@ -246,6 +253,15 @@ def graphs_least(site: str, dtype: torch.dtype) -> int:
     name = dtype_name(dtype)
     rows = (r for r in _table()["graphs"] if site in r["sites"] and name in r["dtypes"])
     return max((int(row["below"]) for row in rows), default=0)
+
+
+def product_by_pytorch(input: Tensor, weight: Tensor, known: Callable[[Any], bool] = bool) -> bool:
+    """Whether the shipped table says that PyTorch's own product, with at most a bias, is as fast,
+    as far as that is `known`.
+    """
+    columns, depth = weight.shape
+    rows = linear_by_pytorch(input.device, input.dtype)
+    return any(each.holds(input.numel(), depth, columns, known) for each in rows)
 
 
 def linear_by_pytorch(device: torch.device, dtype: torch.dtype) -> tuple[Products, ...]:

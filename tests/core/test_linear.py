@@ -136,7 +136,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(measured, "_capability", lambda device: (9, 0))
     measured._by_pytorch.cache_clear()
     gpu, shipped = torch.device("cuda"), measured.linear_by_pytorch
-    monkeypatch.setattr(module, "linear_by_pytorch", lambda device, dtype: shipped(gpu, dtype))
+    monkeypatch.setattr(measured, "linear_by_pytorch", lambda device, dtype: shipped(gpu, dtype))
     yield shipped(gpu, torch.float32)
     measured._by_pytorch.cache_clear()
 

@@ -64,6 +64,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(short_calls.LINEAR, "_asked", True)
     monkeypatch.setattr(short_calls.LINEAR, "serve", found.serve)
     monkeypatch.setattr(short_calls.Short, "admit", lambda self, *given: found.admit(*given))
+    monkeypatch.setattr(short_calls, "_TRIED", {})
     calls.forget_kinds()
     yield found
     calls.forget_kinds()
@@ -145,12 +146,15 @@ def test_what_does_not_fit_is_pytorchs(given: tuple[Any, ...], library: Library)
     assert not library.admitted
 
 
-def test_large_layers_are_pytorchs(library: Library) -> None:
+def test_large_layers_and_those_of_few_rows_are_pytorchs(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "eager_rows", lambda device, dtype: 3)
     x, weight = torch.randn(40, 8), torch.randn(4, 8)
     with torch.no_grad():
         way = short_calls.small_way(x)
-        assert way is not None and way(x, weight, None) is None
-        assert way(x[:30], weight, None) is not None
+        assert way is not None and way(x, weight, None) is None and way(x[:2], weight, None) is None
+        assert not short_calls._TRIED and way(x[:30], weight, None) is not None
     assert len(library.admitted) == 1
 
 
@@ -159,7 +163,7 @@ def test_products_that_the_table_gives_to_pytorch(
 ) -> None:
     """Bare ones: what follows a product makes another call of it."""
     row = routing.measured.Products(8, 4, (2, 9), (0.9, 0.9))
-    monkeypatch.setattr(routing, "linear_by_pytorch", lambda *_: (row,))
+    monkeypatch.setattr(routing.measured, "linear_by_pytorch", lambda *_: (row,))
     x, weight = torch.randn(3, 8), torch.randn(4, 8)
     with torch.no_grad():
         assert short_calls.small_product(x, weight, None) is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import elsa_core as elsa
 from elsa_core import calls
 from elsa_core.patching.adapters import host
 
@@ -22,3 +24,34 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(host, "_answered", lambda yes: asked.append(yes) or answered(yes))
     yield asked
     calls.forget_kinds()
+
+
+@pytest.fixture
+def compiled_once():
+    """Patches and compiles a model on a GPU, which fake tensors stand for: no table and no length
+    is read, so that there is one graph, and an exported program, of any batch if asked for.
+
+    make: gives the model; its weights are never there. size: of the images.
+    """
+
+    def check(make, scope, size, *, any_batch=False):
+        mode, graphs = FakeTensorMode(allow_non_fake_inputs=True), []
+        with torch.device("meta"):
+            model = make().eval()
+        elsa.patch(model, scope=scope)
+        with mode:
+            model, x = model.to_empty(device="cuda"), torch.empty(2, 3, size, size, device="cuda")
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        with torch.no_grad(), mode:
+            torch.compile(model, backend=backend, fullgraph=True)(x)
+        assert len(graphs) == 1
+        batch = ({0: torch.export.Dim("batch")},) if any_batch else None
+        with torch.no_grad():
+            torch.export.export(model, (x,), dynamic_shapes=batch, strict=False)
+
+    return check

@@ -524,27 +524,13 @@ def test_a_weight_that_is_no_parameter_any_more():
 
 
 @pytest.mark.parametrize("scope", ["model", "attention"])
-def test_a_compiler_reads_no_table_and_no_length(scope):
-    """On a GPU, which fake tensors stand for: one graph, and any batch in an exported program."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.device("meta"):
-        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, num_classes=3)
-    elsa.patch(model.eval(), scope=scope)
-    with mode:
-        model, x = model.to_empty(device="cuda"), torch.empty(2, 3, 64, 64, device="cuda")
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad(), mode:
-        torch.compile(model, backend=backend, fullgraph=True)(x)
-    assert len(graphs) == 1
-    batch = ({0: torch.export.Dim("batch")},)
-    with torch.no_grad():
-        torch.export.export(model, (x,), dynamic_shapes=batch, strict=False)
+def test_a_compiler_reads_no_table_and_no_length(scope, compiled_once):
+    compiled_once(
+        lambda: timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, num_classes=3),
+        scope,
+        64,
+        any_batch=True,
+    )
 
 
 def test_a_compiler_takes_a_training_step_in_half_precision():

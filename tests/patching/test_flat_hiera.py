@@ -12,7 +12,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 timm = pytest.importorskip("timm")
@@ -304,26 +303,8 @@ def test_copies_pickles_and_what_is_kept():
 
 
 @pytest.mark.parametrize("scope", ["model", "attention"])
-def test_a_compiler_reads_no_table_and_no_length(scope):
-    """On a GPU, which fake tensors stand for."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.device("meta"):
-        made = model()
-    elsa.patch(made, scope=scope)
-    with mode:
-        made, x = made.to_empty(device="cuda"), torch.empty(2, 3, 64, 64, device="cuda")
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad(), mode:
-        torch.compile(made, backend=backend, fullgraph=True)(x)
-    assert len(graphs) == 1
-    with torch.no_grad():
-        torch.export.export(made, (x,), strict=False)
+def test_a_compiler_reads_no_table_and_no_length(scope, compiled_once):
+    compiled_once(model, scope, 64)
 
 
 def test_a_redirected_method_has_its_classes_name():

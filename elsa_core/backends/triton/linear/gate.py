@@ -22,8 +22,8 @@ from elsa_core.routing.measured import (
     HALF,
     NORM,
     eager_least,
-    linear_by_pytorch,
     linear_form,
+    product_by_pytorch,
 )
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
@@ -373,11 +373,7 @@ def _loses(input: Tensor, weight: Tensor) -> bool:
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         known = statically_known_true
-    columns, depth = weight.shape
-    return any(
-        each.holds(input.numel(), depth, columns, known)
-        for each in linear_by_pytorch(input.device, input.dtype)
-    )
+    return product_by_pytorch(input, weight, known)
 
 
 def _is_small(input: Tensor, weight: Tensor) -> bool:
