@@ -21,17 +21,21 @@ from torch.nn import functional
 
 from elsa_core import calls, routing
 from elsa_core.messages import first_line
+from elsa_core.operators.linear import ACTIVATIONS, epilogue
 
 # By names of this module: every small call asks them.
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
 _records, _required = torch.is_grad_enabled, torch._C._any_requires_grad
 _precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autocast_enabled
+# Whether the user allowed PyTorch's float16 products sums of float16, which are faster.
+_in_half = torch._C._get_cublas_allow_fp16_accumulation
 _LOCK = threading.Lock()
 _LOG = logging.getLogger("elsa")
 # Layouts of small products that were tried and not admitted since: what was wrong may pass (memory,
 # a launch hook), or not.
 _TRIED: dict[Any, int] = {}
 _MOST_TRIES, _MOST_KINDS = 3, 4096
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Short:
@@ -99,12 +103,17 @@ def served(short: Short, *arguments: Any) -> Any:
 
 
 def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
-    """`served` of an eager linear layer in float32, given as the operator's arguments: of a large
-    one that was admitted, and of a small one as `small_product`. None of any other: half precision
-    may not wait for the host.
+    """`served` of an eager linear layer, given as the operator's arguments. In float32: of a large
+    one that was admitted, and of a small one as `small_product`. In half precision `cublas_product`
+    of any. None of others.
     """
     input, weight = arguments[:2]
-    if backend != "auto" or input.dtype != torch.float32 or weight.dim() != 2:
+    if backend != "auto" or weight.dim() != 2:
+        return None
+    if input.dtype in _HALF:
+        strict = arguments[6] == "strict"
+        return cublas_product(*arguments) if strict and input.is_cuda and _is_unseen() else None
+    if input.dtype != torch.float32:
         return None
     if not is_large(input.numel() * weight.shape[0], torch.float32):
         way = small_way(input) if arguments[6] == "strict" else None
@@ -139,33 +148,36 @@ def small_way(x: Tensor) -> Callable[..., Tensor | None] | None:
     mode, autocast, a profiler), in CUDA graphs, which do not wait, and where float32 products may
     take TF32. Asked once for several layers.
     """
-    if not x.is_cuda or _records() or not LINEAR.admits or calls.traced():
+    if not x.is_cuda or _records() or not LINEAR.admits:
         return None
     most = routing.eager_products(x.device, x.dtype)
-    if not most:
+    if not most or not _is_unseen() or (x.dtype == torch.float32 and _takes_tf32()):
         return None
-    if _functions() or _profiled() or _cast() or torch.cuda.is_current_stream_capturing():
-        return None
-    if not _by_shipped(routing.switched()):
-        return None
-    return (
-        None
-        if x.dtype == torch.float32 and _takes_tf32()
-        else _between(routing.eager_rows(x.device, x.dtype), most)
-    )
+    return _between(routing.eager_rows(x.device, x.dtype), most)
+
+
+def _is_unseen() -> bool:
+    """Whether nothing of PyTorch would see a linear layer, no CUDA graph records it, and it is this
+    package's.
+    """
+    if calls.traced() or _records() or _functions() or _profiled() or _cast():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return _by_shipped(routing.switched())
 
 
 @functools.lru_cache(maxsize=8)
 def _between(rows: int, most: int) -> Callable[..., Tensor | None]:
-    """`small_product` of layers of so many rows at least and multiply-adds at most: who asks about
-    others asks in each call.
+    """`small_product` of layers of so many rows at least and multiply-adds at most, who would ask
+    about others in each call; `cublas_product` of others in half precision.
     """
 
     def small(x: Tensor, weight: Tensor, *terms: Any) -> Tensor | None:
         elements, sizes = x.numel(), weight.shape
-        if elements * sizes[0] > most or elements < rows * sizes[-1]:
-            return None
-        return small_product(x, weight, *terms)
+        within = rows * sizes[-1] <= elements and elements * sizes[0] <= most
+        out = small_product(x, weight, *terms) if within else None
+        return cublas_product(x, weight, *terms) if out is None and x.dtype in _HALF else out
 
     return small
 
@@ -197,6 +209,38 @@ def small_product(
     given = (x, weight, bias, activation, residual, scale, precision, halves, powers)
     out = None if LINEAR.serve is None else LINEAR.serve(*given)
     return _first_product(given) if out is None else out
+
+
+def cublas_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    *_: Any,
+) -> Tensor | None:
+    """A linear layer in half precision by the library that computes PyTorch's, cuBLASLt, of calls
+    that `small_way` holds for: PyTorch asks it for an algorithm in each call, which takes the host
+    longer than the rest. None where the call is PyTorch's.
+    """
+    multiply = _multiply()
+    if multiply is None or _in_half():
+        return None
+    plain = activation == "none" and scale is None
+    if not plain and (activation not in ACTIVATIONS or not _fits(x, weight, bias, residual, scale)):
+        return None
+    out: Tensor | None = multiply(x, weight, bias, residual if plain else None)
+    return out if out is None or plain else epilogue(out, activation, residual, scale)
+
+
+@functools.cache
+def _multiply() -> Callable[..., Tensor | None] | None:
+    if not LINEAR.ready():
+        return None
+    from elsa_core.backends.cuda import library
+
+    return library.load().multiply()
 
 
 def _first_product(given: tuple[Any, ...]) -> Tensor | None:

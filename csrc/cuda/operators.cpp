@@ -47,7 +47,13 @@ static GetStream stream_getter() {
 
 bool gives_streams() { return stream_getter() != nullptr; }
 
-static Handle allocate(const Output& output, Where where) {
+Stream current_stream(Device device) {
+  void* stream = nullptr;
+  ask(stream_getter()(device, &stream), "the current stream");
+  return static_cast<Stream>(stream);
+}
+
+Handle allocate(const Output& output, Where where) {
   AtenTensorHandle handle = nullptr;
   const AOTITorchError error = aoti_torch_empty_strided(
       static_cast<int64_t>(output.sizes.size()), output.sizes.data(), output.strides.data(),
@@ -96,9 +102,7 @@ bool run(const Bound& bound, const Address* inputs, Where where, Handle* outputs
   }
   const Current current(bound.device);
   if (current.foreign()) return false;
-  void* stream = nullptr;
-  ask(stream_getter()(bound.device, &stream), "the current stream");
-  run(bound, slots, static_cast<Stream>(stream));
+  run(bound, slots, current_stream(bound.device));
   served.fetch_add(1, std::memory_order_relaxed);
   return true;
 }

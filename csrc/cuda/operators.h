@@ -78,6 +78,12 @@ inline Address address_of(AtenTensorHandle tensor) {
 // Whether this PyTorch says which CUDA stream is the current one.
 bool gives_streams();
 
+// Throws std::runtime_error.
+Stream current_stream(Device device);
+
+// Memory of PyTorch's allocator; empty where there is none.
+Handle allocate(const Output& output, Where where);
+
 // Gives a plan on the current device memory for results that nobody reads: one piece for each
 // device, which all share and none reads. It is the driver's own: what PyTorch's allocator gives
 // may have been another stream's or a graph's. None where the results do not fit, or a launch might

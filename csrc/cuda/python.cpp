@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "blas.h"
 #include "operators.h"
 
 namespace {
@@ -26,6 +27,7 @@ using elsa_cuda::kMostValues;
 using elsa_cuda::Operator;
 using elsa_cuda::Output;
 using elsa_cuda::Plan;
+using elsa_cuda::Product;
 using elsa_cuda::Python;
 using elsa_cuda::Where;
 namespace dlpack = elsa_cuda::dlpack;
@@ -80,6 +82,7 @@ bool is_observed() {
 // What a Python function of this file is about, for the life of the process.
 struct Short {
   const Operator* op;
+  uint64_t number;  // tells its calls from those of others
   const dlpack::Exchange* exchange;
   PyObject *tensor, *parameter;  // types that tensors may be of: another subclass may be anything
   PyObject* negated;             // whether a tensor's memory holds the negative of what it says
@@ -123,7 +126,7 @@ int32_t dtype_of(const dlpack::Tensor& tensor) {
 class Read {
  public:
   Read(const Short& about, bool of_function) : about_(about), of_function_(of_function) {
-    key.add(static_cast<uint64_t>(about.op - elsa_cuda::operators.data()));
+    key.add(about.number);
   }
 
   bool read(PyObject* const* arguments) {
@@ -342,8 +345,152 @@ PyObject* admit(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count
   return given(python().yes);
 }
 
+const Operator multiplication{"", "", "", "TTOO", 1, false};
+
+// A kind of product by cuBLASLt, and its result; without a product where such calls are PyTorch's.
+struct Multiplied {
+  std::unique_ptr<const Product> product;
+  Output out;
+};
+// For the life of the process: at its end cuBLASLt may be gone before what it made.
+elsa_cuda::Cache<Multiplied>& products = *new elsa_cuda::Cache<Multiplied>(4096);
+
+// Sizes of a tensor whose elements lie one behind the other and begin as the product wants; none
+// of others.
+std::vector<int64_t> sizes_of(const Short& about, PyObject* object) {
+  dlpack::Tensor found;
+  if (about.exchange->describe(object, &found) != 0) return {};
+  if (reinterpret_cast<Address>(found.data) % elsa_cuda::kProductAlignment != 0) return {};
+  int64_t next = 1;
+  for (int32_t i = found.ndim; i-- > 0;) {
+    if (found.shape[i] != 1 && found.strides[i] != next) return {};
+    next *= found.shape[i];
+  }
+  return {found.shape, found.shape + found.ndim};
+}
+
+// Whether two tensors of a product are of one dtype, in half precision, and on one device.
+bool is_like(const Short& about, PyObject* object, int32_t dtype, const Where& where) {
+  dlpack::Tensor found;
+  if (about.exchange->describe(object, &found) != 0 || dtype_of(found) != dtype) return false;
+  return where.index < 0 ? found.device_type == dlpack::kCpu : found.device_id == where.index;
+}
+
+// The kind of a call with x, weight, and bias and residual or None; of no rows where the product
+// is PyTorch's.
+elsa_cuda::ProductKind kind_of(const Short& about, PyObject* const* given, const Where& where,
+                               Output& out) {
+  dlpack::Tensor x;
+  if (about.exchange->describe(given[0], &x) != 0) return {};
+  elsa_cuda::ProductKind kind;
+  kind.dtype = dtype_of(x);
+  constexpr int32_t kHalf = 5, kBfloat = 15;
+  if (kind.dtype != kHalf && kind.dtype != kBfloat) return {};
+  std::vector<int64_t> sizes[4];
+  for (size_t i = 0; i < 4; ++i) {
+    if (i >= 2 && given[i] == python().none) continue;
+    sizes[i] = sizes_of(about, given[i]);
+    if (sizes[i].empty() || !is_like(about, given[i], kind.dtype, where)) return {};
+  }
+  kind.bias = given[2] != python().none;
+  kind.residual = given[3] != python().none;
+  if (sizes[1].size() != 2) return {};
+  const int64_t columns = sizes[1][0], depth = sizes[1][1];
+  // a row, too, begins as the kernels want
+  constexpr int64_t kTogether = elsa_cuda::kProductAlignment / 2;
+  if (columns < 1 || depth < 1 || columns % kTogether != 0 || depth % kTogether != 0) return {};
+  if (sizes[0].back() != depth) return {};
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < sizes[0].size(); ++i) rows *= sizes[0][i];
+  std::vector<int64_t> result = sizes[0];
+  result.back() = columns;
+  if (kind.bias && sizes[2] != std::vector<int64_t>{columns}) return {};
+  if (kind.residual && sizes[3] != result) return {};
+  out.dtype = kind.dtype;
+  out.strides.resize(result.size());
+  int64_t next = 1;
+  for (size_t i = result.size(); i-- > 0;) {
+    out.strides[i] = next;
+    next *= result[i];
+  }
+  out.sizes = std::move(result);
+  kind.rows = static_cast<uint64_t>(rows);
+  kind.columns = static_cast<uint64_t>(columns);
+  kind.depth = static_cast<uint64_t>(depth);
+  return kind;
+}
+
+std::shared_ptr<const Multiplied> made_of(const Short& about, PyObject* const* given,
+                                          const Read& call) {
+  auto made = std::make_shared<Multiplied>();
+  try {
+    const elsa_cuda::ProductKind kind = kind_of(about, given, call.where, made->out);
+    if (kind.rows > 0) {
+      const int32_t device = std::max(call.where.index, 0);
+      const elsa_cuda::Current current(device);
+      if (current.foreign()) return nullptr;
+      made->product = std::make_unique<Product>(kind, device, call.addresses[2]);
+    }
+  } catch (const std::exception&) {  // PyTorch says itself what is wrong
+  }
+  return made;
+}
+
+// Multiplies; false: nothing was launched, for want of memory or in another context.
+bool multiplied(const Multiplied& made, const Read& call, Handle& out) {
+  Handle workspace;
+  const uint64_t bytes = made.product->workspace();
+  out = elsa_cuda::allocate(made.out, call.where);
+  if (bytes != 0) {
+    workspace = elsa_cuda::allocate(Output{0, {static_cast<int64_t>(bytes)}, {1}}, call.where);
+  }
+  if (out.get() == nullptr || (bytes != 0 && workspace.get() == nullptr)) return false;
+  const int32_t device = std::max(call.where.index, 0);
+  const elsa_cuda::Current current(device);
+  if (current.foreign()) return false;
+  const Address* at = call.addresses;
+  made.product->run({at[0], at[1], at[2], at[3], elsa_cuda::address_of(out.get()),
+                     bytes != 0 ? elsa_cuda::address_of(workspace.get()) : 0},
+                    elsa_cuda::current_stream(device));
+  elsa_cuda::served.fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
+// input @ weight.T + bias + residual, bias and residual perhaps None, or None.
+PyObject* multiply(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count) {
+  const Short* about = about_of(self);
+  Read call(*about, true);
+  if (static_cast<size_t>(count) != about->op->types.size() || is_observed() ||
+      !call.read(arguments)) {
+    return none();
+  }
+  auto [made, generation] = products.find(call.key.words());
+  if (made == nullptr) {
+    made = made_of(*about, arguments, call);
+    if (made == nullptr) return none();
+    products.put(call.key.words(), generation, made);
+  }
+  if (made->product == nullptr) return none();
+  const Python& py = python();
+  Handle out;
+  bool ran = false;
+  void* thread = py.release();
+  try {
+    ran = multiplied(*made, call, out);
+  } catch (const std::exception&) {
+  }
+  py.acquire(thread);
+  PyObject* result = nullptr;
+  try {
+    if (ran) result = wrapped(*about, out);
+  } catch (const std::exception&) {
+  }
+  return result != nullptr ? result : none();
+}
+
 elsa_cuda::Method serve_method = {"serve", serve, elsa_cuda::kFastCall, nullptr};
 elsa_cuda::Method admit_method = {"admit", admit, elsa_cuda::kFastCall, nullptr};
+elsa_cuda::Method multiply_method = {"multiply", multiply, elsa_cuda::kFastCall, nullptr};
 
 const Operator* find_operator(const char* name) {
   const std::string full = std::string("elsa::") + name;
@@ -369,7 +516,7 @@ const dlpack::Exchange* exchange_of(PyObject* capsule) {
 // the interpreter's lock. `serve` takes what that function was called with, as the operator orders
 // it, and gives the first result of a call that was admitted, or None; `admit` takes the operator's
 // own arguments and these, and says that such calls are for this library (True, or None where it
-// has no plan).
+// has no plan). Of the name "multiply": `multiply`, for which nothing is admitted, and None.
 // exchange: `torch.Tensor.__dlpack_c_exchange_api__`; tensor, parameter: the types `torch.Tensor`
 // and `torch.nn.Parameter`; negated: `torch.Tensor.is_neg`; wrap: makes a list of tensors of a list
 // of capsules with their handles, or None for a faster way that not every PyTorch has. Returns -1
@@ -378,18 +525,28 @@ extern "C" __attribute__((visibility("default"))) int elsa_cuda_short(
     const char* name, PyObject* exchange, PyObject* tensor, PyObject* parameter, PyObject* negated,
     PyObject* wrap, PyObject** made) {
   try {
-    const Operator* op = find_operator(name);
+    const bool multiplies = std::strcmp(name, "multiply") == 0;
+    const Operator* op = multiplies ? &multiplication : find_operator(name);
+    if (multiplies && !elsa_cuda::can_multiply()) return -1;
     const dlpack::Exchange* found = exchange_of(exchange);
     if (op == nullptr || found == nullptr) return -1;
     const Python& py = python();
     const bool listed = wrap != py.none;
     if (!listed && own_wrap() == nullptr) return -1;
-    auto* about = new Short{
-        op, found, given(tensor), given(parameter), given(negated), listed ? given(wrap) : nullptr};
+    const auto number = static_cast<uint64_t>(multiplies ? elsa_cuda::kMostOperators
+                                                         : op - elsa_cuda::operators.data());
+    auto* about = new Short{op,
+                            number,
+                            found,
+                            given(tensor),
+                            given(parameter),
+                            given(negated),
+                            listed ? given(wrap) : nullptr};
     PyObject* self = py.new_capsule(about, kShort, nullptr);
     if (self == nullptr) return -1;
-    PyObject* functions[] = {py.new_function(&serve_method, self, nullptr),
-                             py.new_function(&admit_method, self, nullptr)};
+    PyObject* functions[] = {
+        py.new_function(multiplies ? &multiply_method : &serve_method, self, nullptr),
+        multiplies ? given(py.none) : py.new_function(&admit_method, self, nullptr)};
     py.decrease(self);
     if (functions[0] == nullptr || functions[1] == nullptr) return -1;
     std::copy(functions, functions + 2, made);

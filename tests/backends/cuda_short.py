@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import math
+import os
 import struct
 import threading
 from typing import Any
 
 import torch
-from cuda_calls import attention_inputs, lines, started
+from cuda_calls import STREAM, attention_inputs, lines, started
 from cuda_checks import main
 from torch import Tensor
 from torch.nn import Parameter
@@ -170,6 +173,74 @@ def products(stub: str) -> None:
         assert serve(*plain) is None
 
 
+def multiplied(stub: str) -> None:
+    """Products by cuBLASLt of all forms and dtypes, and what is PyTorch's."""
+    torch.manual_seed(0)
+    multiply = started(stub).multiply()
+    assert multiply is not None
+    for dtype, rows in itertools.product((HALF, torch.bfloat16), ((5,), (2, 7), (1, 3, 9), ())):
+        x = torch.randn(*rows, 24).to(dtype)
+        layer = torch.nn.Linear(24, 16).to(dtype)
+        residual = torch.randn(*rows, 16).to(dtype)
+        for bias, added in itertools.product((None, layer.bias), (None, residual)):
+            lines()
+            found = multiply(x, layer.weight, bias, added)
+            said = lines()
+            count = math.prod(rows)
+            assert f"multiply {count} 16 24 {STREAM} 1" in said, said
+            exact = torch.nn.functional.linear(*(None if t is None else t.double()
+                                                 for t in (x, layer.weight, bias)))  # fmt: skip
+            exact = exact if added is None else exact + added.double()
+            assert found.dtype == dtype and found.is_contiguous() and found.shape == exact.shape
+            assert torch.equal(found, exact.to(dtype)) and not found.requires_grad
+            again, changed = multiply(x, layer.weight, bias, added), layer.weight.detach() + 1
+            assert torch.equal(again, found)
+            assert not torch.equal(multiply(x, changed, bias, added), found)
+            asked = [line for line in said + lines() if line.startswith("advise")]
+            assert asked == ["advise 1:33554432 3:2 5:16 6:16 7:16 8:16"], "once a kind"
+    refused_products(multiply)
+
+
+def refused_products(multiply: Any) -> None:
+    """Whatever is not as cuBLASLt was asked for is PyTorch's."""
+    x, weight, bias = torch.randn(4, 24, dtype=HALF), torch.randn(16, 24, dtype=HALF), None
+    out = multiply(x, weight, bias, None)
+    assert out is not None
+    wide = torch.empty(4, 32, dtype=HALF)[:, :24]
+    beside = torch.empty(4 * 24 + 1, dtype=HALF)[1:].view(4, 24)
+    vector, odd = torch.zeros(16, dtype=HALF), torch.zeros(4, 16, dtype=HALF)
+    for given in (
+        (x.float(), weight.float(), None, None), (x, weight.bfloat16(), None, None),
+        (wide, weight, None, None), (beside, weight, None, None), (x.t(), weight, None, None),
+        (x[:, :16], weight, None, None), (x, weight[:9], None, None), (x, weight[0], None, None),
+        (x, weight, vector.float(), None), (x, weight, odd, None), (x, weight, vector[:8], None),
+        (x, weight, vector, vector), (x, weight, vector, odd.float()), (x[:0], weight, None, None),
+        (x, weight, None, odd.t()), (x, weight[:, :20], None, None), (x[:, 0], weight, None, None),
+        (x.to_sparse(), weight, None, None), (Seen(x), weight, None, None), (x, weight, 1, None),
+        (torch._neg_view(x), weight, None, None), (x, weight, None), (None, weight, None, None),
+        (x.double(), weight.double(), None, None), (torch.tensor(1.0), weight, None, None),
+    ):  # fmt: skip
+        for _ in range(2):
+            assert multiply(*given) is None, given
+    for failing in ("cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic"):
+        rows = torch.randn(len(failing), 24, dtype=HALF)
+        os.environ["STUB_FAIL"] = failing
+        assert multiply(rows, weight, None, None) is None
+        del os.environ["STUB_FAIL"]
+    assert torch.equal(multiply(x, weight, None, None), out)
+    with torch.profiler.profile():
+        assert multiply(x, weight, None, None) is None
+    with torch.inference_mode():
+        assert multiply(x, weight, None, None).is_inference()
+
+
+class Seen(Tensor):
+    """A subclass, which may be anything."""
+
+    def __new__(cls, tensor: Tensor) -> Seen:
+        return tensor.as_subclass(cls)
+
+
 def told_as_ever(stub: str) -> None:
     """What is no plain tensor is told by the checks, which the short way leaves it to."""
     loaded = started(stub)
@@ -302,4 +373,4 @@ def objects(stub: str) -> None:
 
 
 if __name__ == "__main__":
-    main(same_launches, windows, products, told_as_ever, refused, objects)
+    main(same_launches, windows, products, multiplied, told_as_ever, refused, objects)

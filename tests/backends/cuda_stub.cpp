@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "blas.h"
 #include "driver.h"
 
 using namespace elsa_cuda;
@@ -172,5 +173,123 @@ STUB int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   *stream = reinterpret_cast<void*>(static_cast<std::uintptr_t>(7000 + device));
   return 0;
 }
+// What libcublasLt.so has: products are carried out, in double precision.
+namespace {
+struct Described {
+  int32_t transposed = 0;
+  uint32_t epilogue = 1;
+  Address bias = 0;
+};
+struct LaidOut {
+  int type;
+  uint64_t rows, columns;
+  int64_t next;
+};
+double element(const void* memory, int type, int64_t at) {
+  if (type == blas::kHalf) return static_cast<double>(static_cast<const _Float16*>(memory)[at]);
+  const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(memory)[at]) << 16;
+  float value = 0;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+void put(void* memory, int type, int64_t at, double value) {
+  if (type == blas::kHalf) {
+    static_cast<_Float16*>(memory)[at] = static_cast<_Float16>(value);
+    return;
+  }
+  const float rounded = static_cast<float>(value);
+  uint32_t bits = 0;
+  std::memcpy(&bits, &rounded, sizeof(bits));
+  static_cast<uint16_t*>(memory)[at] =
+      static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+}  // namespace
+
+STUB int cublasLtCreate(std::uintptr_t* handle) {
+  *handle = reinterpret_cast<std::uintptr_t>(current);
+  say("blas " + number(*handle));
+  return answer("cublasLtCreate");
+}
+STUB int cublasLtMatmulDescCreate(Described** made, int sums, int scale) {
+  *made = new Described;
+  return sums == blas::kSumsOfFloats && scale == blas::kFloat ? 0 : 7;
+}
+STUB int cublasLtMatmulDescDestroy(Described* made) {
+  delete made;
+  return 0;
+}
+STUB int cublasLtMatmulDescSetAttribute(Described* of, int name, const void* value, size_t size) {
+  if (name == blas::kTransposeFirst && size == 4) {
+    std::memcpy(&of->transposed, value, size);
+  } else if (name == blas::kEpilogue && size == 4) {
+    std::memcpy(&of->epilogue, value, size);
+  } else if (name == blas::kBias && size == 8) {
+    std::memcpy(&of->bias, value, size);
+  } else {
+    return 7;
+  }
+  return 0;
+}
+STUB int cublasLtMatrixLayoutCreate(LaidOut** made, int type, uint64_t rows, uint64_t columns,
+                                    int64_t next) {
+  *made = new LaidOut{type, rows, columns, next};
+  return 0;
+}
+STUB int cublasLtMatrixLayoutDestroy(LaidOut* made) {
+  delete made;
+  return 0;
+}
+STUB int cublasLtMatmulPreferenceCreate(std::string** made) {
+  *made = new std::string;
+  return 0;
+}
+STUB int cublasLtMatmulPreferenceDestroy(std::string* made) {
+  delete made;
+  return 0;
+}
+STUB int cublasLtMatmulPreferenceSetAttribute(std::string* of, int name, const void* value,
+                                              size_t size) {
+  uint64_t word = 0;
+  std::memcpy(&word, value, size);
+  *of += " " + std::to_string(name) + ":" + number(word);
+  return 0;
+}
+STUB int cublasLtMatmulAlgoGetHeuristic(void*, Described*, LaidOut*, LaidOut*, LaidOut*, LaidOut*,
+                                        std::string* preferred, int, blas::Advice* advice,
+                                        int* found) {
+  say("advise" + *preferred);
+  *advice = {};
+  advice->workspace = 4096;
+  *found = 1;
+  return answer("cublasLtMatmulAlgoGetHeuristic");
+}
+STUB int cublasLtMatmul(void*, Described* how, const float* alpha, const void* a, LaidOut* of_a,
+                        const void* b, LaidOut* of_b, const float* beta, const void* c,
+                        LaidOut* of_c, void* d, LaidOut* of_d, const blas::Algorithm*, void* space,
+                        size_t bytes, std::uintptr_t stream) {
+  say("multiply " + number(of_d->columns) + " " + number(of_d->rows) + " " + number(of_a->rows) +
+      " " + number(stream) + " " + number(reinterpret_cast<std::uintptr_t>(current)));
+  if (const int error = answer("cublasLtMatmul")) return error;
+  if (how->transposed != 1 || space == nullptr || bytes != 4096) return 7;
+  std::memset(space, 0xff, bytes);
+  for (uint64_t j = 0; j < of_d->columns; ++j) {
+    for (uint64_t i = 0; i < of_d->rows; ++i) {
+      const auto row = static_cast<int64_t>(i), column = static_cast<int64_t>(j);
+      double sum = 0;
+      for (int64_t k = 0; k < static_cast<int64_t>(of_a->rows); ++k) {
+        sum += element(a, of_a->type, k + row * of_a->next) *
+               element(b, of_b->type, k + column * of_b->next);
+      }
+      sum *= *alpha;
+      if (*beta != 0) sum += *beta * element(c, of_c->type, row + column * of_c->next);
+      if (how->epilogue == blas::kAddBias) {
+        sum += element(reinterpret_cast<const void*>(how->bias), of_d->type, row);
+      }
+      put(d, of_d->type, row + column * of_d->next, sum);
+    }
+  }
+  return 0;
+}
+
 // For tests: makes a context current in this thread.
 STUB void stub_set_context(std::uintptr_t context) { current = reinterpret_cast<Context>(context); }

@@ -231,6 +231,57 @@ def test_patched_layers_take_it(frozen: bool) -> None:
     assert (again - exact).norm() <= 2 * (own - exact).norm()
 
 
+# [rows], channels, columns: of one image and of several, a head, odd rows, large ones.
+LAYERS = (((1, 197), 192, 576), ((8, 197), 768, 3072), ((1, 1), 768, 1000), ((3, 7, 11), 64, 8),
+            ((12608,), 768, 3072), ((2, 257), 4096, 1024))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "channels", "columns"), LAYERS, ids=str)
+def test_products_by_cublaslt(
+    rows: tuple[int, ...], channels: int, columns: int, dtype: torch.dtype
+) -> None:
+    """As exact as PyTorch's, the same in each call and on each stream, of memory full of NaN."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def made(*sizes: int, scale: float = 1.0) -> torch.Tensor:
+        drawn = torch.randn(sizes, generator=generator, device="cuda")
+        return (drawn * scale).to(dtype)
+
+    x, weight = made(*rows, channels), made(columns, channels, scale=channels**-0.5)
+    bias, residual = made(columns), made(*rows, columns)
+    with torch.inference_mode():
+        for terms, added in ((bias, None), (None, None), (bias, residual), (None, residual)):
+            linear = torch.nn.functional.linear
+            wide = None if terms is None else terms.double()
+            exact, own = linear(x.double(), weight.double(), wide), linear(x, weight, terms)
+            if added is not None:
+                exact, own = exact + added.double(), own + added
+            full = torch.full((1 << 24,), float("nan"), device="cuda")
+            del full  # what is allocated next is full of it
+            out, served = took(lambda: elsa.linear(x, weight, terms, residual=added))  # noqa: B023
+            assert served == 1 and out.dtype == dtype and out.stride() == own.stride()
+            assert (out - exact).norm() <= 2 * (own - exact).norm()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                others = [elsa.linear(x, weight, terms, residual=added) for _ in range(20)]
+            torch.cuda.current_stream().wait_stream(stream)
+            assert all(torch.equal(out, other) for other in others)
+        held = torch.cuda.memory_allocated()
+        for _ in range(50):
+            elsa.linear(x, weight, bias)
+        assert torch.cuda.memory_allocated() == held
+        strided = made(*rows, 2 * channels)[..., ::2]
+        assert took(lambda: elsa.linear(strided, weight, bias))[1] == 0
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded, served = took(lambda: elsa.linear(x, weight, bias))
+        graph.replay()
+        assert served == 0 and torch.equal(recorded, elsa.linear(x, weight, bias))
+    assert elsa.linear(x.requires_grad_(), weight).requires_grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_windows_of_a_patched_swin(dtype: torch.dtype) -> None:
     """Their modules are read once, and what they hold is read in each call."""
@@ -252,15 +303,15 @@ def test_the_windows_of_a_patched_swin(dtype: torch.dtype) -> None:
         with torch.cuda.graph(graph):
             recorded = block._attn(x)
         graph.replay()
-    # the projections of float32 are patched
-    assert served == (3 if dtype == torch.float32 else 1)
+    count = 3 if dtype == torch.float32 else 1  # the projections of float32 are patched
+    assert served == count
     for each in (first, out, recorded):  # a graph's products are elsa's
         assert (each - exact).norm() <= 2 * (own - exact).norm() + 1e-6 * exact.norm()
     with torch.no_grad():
         block.attn.proj.weight.zero_()
         block.attn.proj.bias.fill_(0.5)
         out, served = took(lambda: block._attn(x))
-    assert served == 1 and (out == 0.5).all()
+    assert served == count and (out == 0.5).all()
 
 
 def test_results_are_freed_and_the_gradient_is_seen() -> None:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import elsa_core as elsa
 from elsa_core import calls, routing, short_calls
+from elsa_core.errors import ArgumentError
 from elsa_core.operators.linear import plain
 from elsa_core.patching.adapters import flat
 
@@ -156,6 +157,68 @@ def test_large_layers_and_those_of_few_rows_are_pytorchs(
         assert way is not None and way(x, weight, None) is None and way(x[:2], weight, None) is None
         assert not short_calls._TRIED and way(x[:30], weight, None) is not None
     assert len(library.admitted) == 1
+
+
+@pytest.fixture
+def cublas(library: Library, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a stand-in of cuBLASLt was given."""
+    asked: list[Any] = []
+
+    def multiply(*given: Any) -> torch.Tensor:
+        asked.append(given)
+        return plain(*given[:3], "none", given[3])
+
+    monkeypatch.setattr(short_calls, "_multiply", lambda: multiply)
+    return asked
+
+
+def test_large_layers_in_half_precision_are_cublas(cublas: list[Any], library: Library) -> None:
+    """A residual is added to the product; what else follows is PyTorch's."""
+    x, layer = torch.randn(40, 8).half(), nn.Linear(8, 4).half()
+    residual, scale = torch.randn(40, 4).half(), torch.randn(4).half()
+    with torch.inference_mode():
+        way = short_calls.small_way(x)
+        assert way is not None
+        for activation, added, factors in (
+            ("none", None, None), ("none", residual, None), ("gelu", residual, None),
+            ("none", residual, scale), ("none", None, scale),
+        ):  # fmt: skip
+            out = way(x, layer.weight, layer.bias, activation, added, factors, "strict", None, None)
+            whole = activation == "none" and factors is None
+            given = (x, layer.weight, layer.bias, added if whole else None)
+            assert all(a is b for a, b in zip(cublas.pop(), given, strict=True))
+            expected = plain(x, layer.weight, layer.bias, activation, added, factors)
+            torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+        assert way(x[:3], layer.weight, None) is not None and not cublas, "a small one"
+        library.admitted.clear()
+        short_calls.LINEAR.admits = False  # the small ones have no plans
+        assert way(x[:3], layer.weight, None) is not None and len(cublas) == 1
+    assert not short_calls._TRIED or len(short_calls._TRIED) == 1
+
+
+def test_linear_in_half_precision(cublas: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size, where nothing of PyTorch would see it."""
+    x, layer = torch.randn(3, 8).half(), nn.Linear(8, 4).half().requires_grad_(False)
+    wide = x.bfloat16(), layer.weight.bfloat16(), None
+    with torch.no_grad():
+        for given in ((x, layer.weight, layer.bias), wide):
+            torch.testing.assert_close(elsa.linear(*given), F.linear(*given), atol=1e-2, rtol=1e-2)
+        assert len(cublas) == 2
+        assert elsa.linear(x, layer.weight, activation="gelu").shape == (3, 4) and len(cublas) == 3
+        for context in (torch.enable_grad(), Functions(), torch.autocast("cpu", torch.bfloat16)):
+            with context:
+                elsa.linear(x, layer.weight, layer.bias)
+        elsa.linear(x, layer.weight, layer.bias, backend="sdpa")
+        for wrong in ({"activation": "tanh"}, {"activation": "gelu", "scale": torch.ones(1).half()},
+                      {"activation": "gelu", "residual": x[0, :4]}):  # fmt: skip
+            with pytest.raises(ArgumentError):
+                elsa.linear(x, layer.weight, **wrong)  # type: ignore[arg-type]
+        monkeypatch.setattr(short_calls, "_in_half", lambda: True)
+        elsa.linear(x, layer.weight, layer.bias)
+        monkeypatch.setattr(short_calls, "_in_half", lambda: False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        elsa.linear(x, layer.weight, layer.bias)
+    assert len(cublas) == 3
 
 
 def test_products_that_the_table_gives_to_pytorch(

@@ -97,8 +97,9 @@ def test_gradients_are_the_originals(name):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
 
 
+# timm's DINOv3 copies from the host in each forward, which no graph can record
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "dinov3" not in name])
 def test_a_graph_replays_what_eager_calls_compute(name, dtype):
     model, x = made(name, dtype), image(name, dtype)
     elsa.patch(model)
