@@ -426,6 +426,22 @@ ELSA_EXPORT const char* elsa_cuda_load_plan(const uint8_t* bytes, uint64_t size,
   });
 }
 
+// Makes the launches of a plan that has neither results nor a workspace on the current stream.
+// slots: the addresses of its inputs, and 0.
+ELSA_EXPORT const char* elsa_cuda_launch(const uint8_t* bytes, uint64_t size, int device,
+                                         const uint64_t* slots, uint64_t count) {
+  return answered([&] {
+    const auto bound = bound_of(elsa_cuda::parse(bytes, size), device);
+    const elsa_cuda::Plan& plan = bound->plan;
+    if (plan.inputs != count || !plan.outputs.empty() || plan.workspace != 0) {
+      throw std::runtime_error("a plan of launches takes other tensors than it is given");
+    }
+    const elsa_cuda::Current current(device);
+    const std::vector<Address> addresses(slots, slots + count + 1);
+    elsa_cuda::run(*bound, addresses.data(), elsa_cuda::current_stream(device));
+  });
+}
+
 // Forgets every plan.
 ELSA_EXPORT void elsa_cuda_clear() { forget(); }
 

@@ -351,6 +351,26 @@ def plan() -> Plan:
     return Plan(2, outputs, 1024, (launch, Zero(Pointer(3), 6), Zero(Pointer(4, 512), 512)))
 
 
+def launched(stub: str) -> None:
+    """A launch alone, without the dispatcher and Triton, on the current stream."""
+    loaded, x = started(stub), torch.empty(3, 5)
+    given = loaded, compiled(), (3, 2, 1), (7, 64), (x, x[1:])
+    lines()
+    assert calls._launched(*given)
+    (line,) = (line for line in lines() if line.startswith("launch"))
+    assert line.startswith("launch scale 3 2 1 128 1 1 0 7000 "), line
+    assert addresses(line) == [x.data_ptr(), x[1:].data_ptr(), 7, 0, 0], line
+    assert calls._launched(loaded, compiled(), (3, 0, 1), (7, 64), (x, x)), "nothing to do"
+    assert not calls._launched(loaded, compiled(), (3, 2, 1), (7.5, 64), (x, x))
+    assert not calls._launched(loaded, compiled(global_scratch_size=4), *given[2:])
+    for wrong in (plan(), Plan(2, (), 64, ()), Plan(3, (), 0, ())):
+        said = failure(lambda: loaded.launch(write(wrong), [4096, 8192], 0))  # noqa: B023
+        assert "takes other tensors" in said or "kernel" in said, said
+    os.environ["STUB_FAIL"] = "cuLaunchKernelEx"
+    assert not calls._launched(*given)
+    assert sum(line.startswith("launch") for line in lines()) == 1
+
+
 def hostile(stub: str) -> None:
     """Bytes that are no plan are refused: none crashes, whatever they are."""
     loaded = library.load()
@@ -415,4 +435,4 @@ def hostile(stub: str) -> None:
 
 
 if __name__ == "__main__":
-    main(serves, keys, bounded, threads, contexts, failures, python, driverless, hostile)
+    main(serves, keys, bounded, threads, contexts, failures, python, driverless, launched, hostile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,15 +199,32 @@ def test_knobs_of_the_compiler_turn_packs_away(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sources_are_in_a_digest_of_their_own(tmp_path: Path, monkeypatch) -> None:
-    sources.sources_digest.cache_clear()
-    monkeypatch.setattr(sources, "KERNELS", tmp_path)
-    seen = set()
-    for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2")):
-        (tmp_path / name).write_text(text)
-        sources.sources_digest.cache_clear()
-        seen.add(sources.sources_digest())
-    sources.sources_digest.cache_clear()
-    assert len(seen) == 3
+    """Kept in the cache, by the sizes and times of the files."""
+    folder, found = tmp_path / "kernels", []
+    (folder / "shared").mkdir(parents=True)
+    monkeypatch.setattr(sources, "KERNELS", folder)
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(tmp_path / "cache"))
+    read = sources.sources_digest.__wrapped__
+    names = [("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2"), ("shared/b.py", "x = 2")]
+    for name, text in names:
+        (folder / name).write_text(text)
+        found.append(read())
+    assert len(set(found)) == len(names)
+    kept = tmp_path / "cache" / "packs" / "sources.json"
+    facts = json.loads(kept.read_text())
+    assert facts["digest"] == found[-1]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda _: pytest.fail("read"))
+        assert read() == found[-1]
+    for damaged in ("", "[]", "{", json.dumps({"files": facts["files"]}), json.dumps({"a": 1})):
+        kept.write_text(damaged)
+        assert read() == found[-1] and json.loads(kept.read_text()) == facts
+    kept.chmod(0o666)  # anybody may have written it
+    kept.write_text(json.dumps(facts | {"digest": "another"}))
+    assert read() == found[-1]
+    kept.unlink()
+    monkeypatch.setattr(sources, "write_text", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    assert read() == found[-1] and not kept.exists()
 
 
 def test_a_source_is_known_by_all_that_it_reaches(monkeypatch) -> None:
@@ -289,6 +307,7 @@ def gpu(packs: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     active = Driver(90)
     monkeypatch.setattr(type(driver), "active", active, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton.compiler, "compile", lambda *_, **__: pytest.fail("compiled"))
     monkeypatch.setenv(lookup.VARIABLE, str(packs))
     monkeypatch.setenv("ELSA_CACHE_DIR", str(packs.parent / "nothing"))
@@ -299,7 +318,7 @@ def gpu(packs: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     lookup.COUNTS.clear()
     lookup._warn.cache_clear()
     yield active
-    for loaded in lookup._LOADED.values():
+    for loaded in lookup._FOUND.values():
         loaded.module = None  # no driver unloads it
     for kernel in (decode, merge_states):
         kernel.device_caches.clear()
@@ -331,6 +350,35 @@ def test_a_first_call_takes_its_kernel_from_a_pack(gpu: Driver, packs: Path) -> 
     other, _ = recorded()
     called(other)
     assert len(gpu.loaded) == 1  # one for all launches
+
+
+def test_a_first_launch_past_tritons_launcher(gpu: Driver, monkeypatch) -> None:
+    """Triton's driver, its launcher and the C compiler for that wait for a second one."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "_FIRST", [lambda *given: bool(seen.append(given)) or True])
+    found, _ = recorded()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(triton.runtime.driver), "active", property(lambda _: 1 / 0))
+        tensors = called(found)
+    ((compiled, grid, values, pointers),) = seen
+    assert compiled.asm["cubin"] and grid == found.grid
+    assert all(a is b for a, b in zip(pointers, tensors, strict=True))
+    assert values == tuple(found.tail[p.name] for p in found.kernel.params[len(tensors) :])
+    assert found.loaded and not gpu.loaded and not gpu.launched
+    found(*tensors)
+    assert len(gpu.loaded) == len(gpu.launched) == len(seen) == 1
+    assert gpu.launched[0][9:] == (*(t.data_ptr() for t in tensors), *values)
+    assert lookup.COUNTS == {"hits": 1}
+
+
+def test_a_first_launch_that_is_refused_or_hooked_is_tritons(gpu: Driver, monkeypatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(launch, "_FIRST", [lambda *given: bool(asked.append(given))])
+    called(recorded()[0])
+    assert len(asked) == len(gpu.launched) == 1
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda *_: None)
+    called(recorded()[0])
+    assert len(asked) == 1 and len(gpu.launched) == 2
 
 
 def test_the_hash_of_a_source_is_taken_from_the_pack(gpu: Driver, monkeypatch) -> None:

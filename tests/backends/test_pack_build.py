@@ -189,6 +189,7 @@ def newer(packs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     active = Driver(100)
     monkeypatch.setattr(type(driver), "active", active, raising=False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (10, 0))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setenv(lookup.VARIABLE, str(packs))
 
     def clear() -> None:
@@ -199,7 +200,7 @@ def newer(packs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
     clear()
     yield active
-    for loaded in lookup._LOADED.values():
+    for loaded in lookup._FOUND.values():
         loaded.module = None  # no driver unloads it
     clear()
 
@@ -222,7 +223,7 @@ def test_a_newer_gpu_takes_the_ptx(packs: Path, newer: Driver, caplog) -> None:
     launch.kernel.device_caches.clear()
     with caplog.at_level(logging.WARNING, "elsa"):
         found = lookup.find(launch.kernel, tensors, tail, options)
-    assert lookup.COUNTS == {"hits": 1}
+    assert lookup.load(found) and lookup.COUNTS == {"hits": 1}
     ((name, code),) = newer.loaded
     assert code.startswith(b"//") and code.endswith(b"\0") and b".target sm_80" in code
     assert code.count(b"\0") == 1 and f".entry {name}(".encode() in code
@@ -244,7 +245,8 @@ def test_a_newer_gpu_with_too_little_memory(newer: Driver, caplog) -> None:
     launch, tensors = first_launch(100)
     launch.kernel.device_caches.clear()
     with caplog.at_level(logging.WARNING, "elsa"):
-        assert lookup.find(launch.kernel, tensors, launch.tail, launch.options) is None
+        assert not lookup.load(lookup.find(launch.kernel, tensors, launch.tail, launch.options))
+    assert lookup.COUNTS["misses"] == 1 and lookup.COUNTS["hits"] == 0
     assert "out of resource: shared memory" in caplog.messages[-1] and not newer.loaded
     launch.kernel.device_caches.clear()
 

@@ -35,7 +35,8 @@ def launched() -> tuple[Launch, CompiledKernel, list[tuple[Any, ...]]]:
     names = ("Q", "Out", "n", "BLOCK")
     kernel = SimpleNamespace(params=[SimpleNamespace(name=name) for name in names])
     launch = Launch(kernel, (3, 2), {"n": 5, "BLOCK": 64}, {"num_warps": 4})
-    launch._bind(compiled, (torch.zeros(1), torch.zeros(1)))
+    launch._keep(compiled, (torch.zeros(1), torch.zeros(1)))
+    launch._bind()
     launch.stream = lambda device: STREAM
     return launch, compiled, seen
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elsa_core import calls
 from elsa_core.backends.cuda import plan as plans
-from elsa_core.backends.cuda.kernels import PlanError
+from elsa_core.backends.cuda.kernels import PlanError, arguments_of
 from elsa_core.backends.cuda.library import Library
 from elsa_core.backends.cuda.switch import is_asked_for
 from elsa_core.errors import UnavailableError
@@ -164,7 +164,29 @@ def _listen_once(library: Library) -> None:
     from elsa_core.backends.triton.shared.plans import PLANS
 
     launch.listen(record.heard)
+    launch.first_by(functools.partial(_launched, library))
     PLANS.on_clear.append(library.clear)
+
+
+def _launched(
+    library: Library, compiled: Any, grid: tuple[int, ...], values: tuple[Any, ...],
+    pointers: tuple[Tensor, ...],
+) -> bool:  # fmt: skip
+    """Launch a kernel on the current stream; whether it could be. Neither Triton's driver is asked
+    nor its launcher, which a C compiler makes.
+    """
+    if 0 in grid:
+        return True
+    try:
+        number, kernel = library.number(compiled)
+        slots = [plans.Pointer(slot) for slot in range(len(pointers))]
+        step = plans.Launch(number, grid, arguments_of(compiled, kernel, values, slots))  # type: ignore[arg-type]
+        found = plans.write(plans.Plan(len(pointers), (), 0, (step,)))
+        library.launch(found, [p.data_ptr() for p in pointers], max(0, pointers[0].get_device()))
+    except (PlanError, UnavailableError) as reason:
+        _LOG.debug("a launch that is Triton's: %s", reason)
+        return False
+    return True
 
 
 def _tuple(results: Any) -> tuple[Tensor, ...]:

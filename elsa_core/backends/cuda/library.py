@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,12 @@ class Library:
     def check(self, plan: bytes, device: int) -> None:
         """Read a plan as a call would, and load its kernels on a device; -1: only read it."""
         self._ask("elsa_cuda_load_plan", plan, ctypes.c_uint64(len(plan)), ctypes.c_int(device))
+
+    def launch(self, plan: bytes, addresses: Sequence[int], device: int) -> None:
+        """Make the launches of a plan without results and workspace on the current stream."""
+        slots = (ctypes.c_uint64 * (len(addresses) + 1))(*addresses, 0)
+        size, count = ctypes.c_uint64(len(plan)), ctypes.c_uint64(len(addresses))
+        self._ask("elsa_cuda_launch", plan, size, ctypes.c_int(device), slots, count)
 
     def short(self, operator: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         """Two functions about one that calls an operator, see csrc/cuda/python.cpp: one takes what

@@ -33,7 +33,8 @@ VARIABLE = "ELSA_PACK"
 _OVERLAPS = 90  # the first architecture on which launches overlap (`device.overlaps`)
 _LOG = logging.getLogger("elsa")
 _LOCK = threading.Lock()
-_LOADED: dict[tuple[str, int], Any] = {}
+_FOUND: dict[tuple[str, int], Any] = {}
+_COMPILERS: dict[tuple[int, int], tuple[Any, ...]] = {}
 COUNTS: Counter[str] = Counter()
 """Launches that a pack served ("hits") and those it lacked ("misses"), in this process."""
 
@@ -136,14 +137,15 @@ def summary(arch: int) -> str:
 def find(
     kernel: Any, tensors: tuple[Any, ...], tail: dict[str, Any], options: dict[str, Any]
 ) -> Any:
-    """The compiled kernel of a launch, on the current device; None where the JIT is to serve.
+    """The compiled kernel of a launch on the current device, perhaps not loaded there yet (see
+    `load`); None where the JIT is to serve.
 
     kernel: a `triton.jit` function; tensors, tail, options: its pointers, its other arguments by
     name, and the compiler's options.
     """
-    from triton.runtime import driver
+    import torch
 
-    device = driver.active.get_current_device()
+    device = torch.cuda.current_device()
     packs = _packs(device)
     if not packs:
         return None
@@ -153,55 +155,65 @@ def find(
     if reason:
         _warn(f"kernel packs are not used: {reason} is set")
         return None
-    own = kernel.device_caches[device][2].arch
+    major, minor = torch.cuda.get_device_capability(device)
     for pack in packs:
-        ptx = pack.arch != own
-        special, target, backend = _specialized(
-            kernel, tensors, tail, options, device, pack.arch if ptx else 0
-        )
+        ptx = pack.arch != 10 * major + minor
+        special, target, backend = _specialized(kernel, tensors, tail, options, pack.arch, ptx)
         source = _source_key(kernel, pack)
         key = specialize.key_of(kernel, special, source, target.arch)
         entry = pack.entries.get(key)
         if entry is not None:
-            loaded = _loaded(key, device, pack, entry, special, target, backend, ptx)
-            COUNTS["hits" if loaded is not None else "misses"] += 1
-            return loaded
+            found = _found(key, device, pack, entry, special, target, backend, ptx)
+            COUNTS["hits" if found is not None else "misses"] += 1
+            return found
     COUNTS["misses"] += 1
     return None
 
 
 def _specialized(
     kernel: Any, tensors: tuple[Any, ...], tail: dict[str, Any], options: dict[str, Any],
-    device: int, older: int,
+    arch: int, older: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """A launch as Triton would compile it for its device, or for an `older` architecture; with the
-    target and the backend of that.
+    """A launch as Triton would compile it for an architecture, of its device or an `older` one;
+    with the target and the backend of that. Triton's driver, which takes 20 ms to begin, is not
+    asked.
 
     A GPU before sm_90 overlaps no launches. Its kernels are right in a chain of those that do: a
     launch without the attribute begins when all before it have ended.
     """
     from elsa_core.backends.triton.pack import specialize
 
-    _, _, target, backend, binder = kernel.device_caches[device]
-    if older:
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import make_backend
-
-        target = GPUTarget("cuda", older, 32)
-        backend = make_backend(target)
-        binder = specialize.binder_of(kernel, backend)
-    if older and older < _OVERLAPS:
+    target, backend, binder = _compiler(kernel, arch)
+    if older and arch < _OVERLAPS:
         tail = {**tail, "OVERLAP": False} if "OVERLAP" in tail else tail
         options = {name: value for name, value in options.items() if name != "launch_pdl"}
     special = specialize.specialize(kernel, tensors, tail, options, backend, binder)
     return special, target, backend
 
 
+def _compiler(kernel: Any, arch: int) -> tuple[Any, Any, Any]:
+    """Triton's target and backend, and what sorts a kernel's arguments. A kernel is kept by its
+    identity: its hash is that of its source, which takes long.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    from elsa_core.backends.triton.pack import specialize
+
+    found = _COMPILERS.get((id(kernel), arch))
+    if found is None:
+        target = GPUTarget("cuda", arch, 32)
+        backend = make_backend(target)
+        binder = specialize.binder_of(kernel, backend)
+        found = _COMPILERS[id(kernel), arch] = (kernel, target, backend, binder)
+    return found[1:]
+
+
 def forget() -> None:
     """Read packs again, for example after one was built. Kernels that launches hold stay."""
     with _LOCK:
         _packs.cache_clear()
-        _LOADED.clear()
+        _FOUND.clear()
 
 
 @functools.lru_cache(maxsize=64)
@@ -289,24 +301,41 @@ def _source_key(kernel: Any, pack: Pack) -> str:
         return ""
 
 
-def _loaded(
+def _found(
     key: str, device: int, pack: Pack, entry: Entry, special: Any, target: Any, backend: Any,
     ptx: bool,
 ) -> Any:  # fmt: skip
-    """The kernel on its device, one for all launches; None where it cannot be loaded."""
-    from triton.runtime.errors import TritonError
-
+    """The kernel for its device, one for all launches; None where its code cannot be had."""
     with _LOCK:
-        found = _LOADED.get((key, device))
+        found = _FOUND.get((key, device))
         if found is None:
             try:
                 found = compiled(key, pack, entry, special, target, backend, ptx=ptx)
-                found._init_handles()
-            except (UnavailableError, OSError, RuntimeError, TritonError) as error:
-                _warn(f"a kernel of the pack {pack.folder} is not used: {error}")
+            except (UnavailableError, OSError) as error:
+                _warn_of(pack.folder, error)
                 return None
-            _LOADED[key, device] = found
+            found.folder = pack.folder
+            _FOUND[key, device] = found
         return found
+
+
+def load(found: Any) -> bool:
+    """Load what `find` gave onto the current device, for Triton's launcher; whether it could be."""
+    from triton.runtime.errors import TritonError
+
+    try:
+        with _LOCK:
+            found._init_handles()
+    except (OSError, RuntimeError, TritonError) as error:
+        _warn_of(found.folder, error)
+        COUNTS["hits"] -= 1
+        COUNTS["misses"] += 1
+        return False
+    return True
+
+
+def _warn_of(folder: Path, error: Exception) -> None:
+    _warn(f"a kernel of the pack {folder} is not used: {error}")
 
 
 def compiled(

@@ -12,10 +12,15 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from elsa_core.backends import cache
+from elsa_core.errors import UnavailableError
+from elsa_core.files import write_text
 
 KERNELS = Path(__file__).parents[1]
 _KNOWN: dict[int, tuple[Any, str]] = {}
@@ -107,15 +112,56 @@ def _is_constant(value: Any) -> bool:
 
 @functools.cache
 def sources_digest() -> str:
-    """SHA-256 of every file that kernels are written in.
+    """SHA-256 of every file that kernels are written in; read from the cache where the files have
+    the sizes and times that they had then, by which Python too tells what it has compiled.
 
     Where a pack's build had the same, and the same Triton, each kernel's key is the one that it
-    wrote down: to compute one takes 10 ms.
+    wrote down: to compute one takes 10 ms, and the files together as much.
     """
+    paths = [Path(path) for path in sorted(_files(str(KERNELS)))]
+    facts = [(str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in paths]
+    state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    kept = _kept()
+    if kept is not None and kept.get("files") == state and isinstance(kept.get("digest"), str):
+        return str(kept["digest"])
     digest = hashlib.sha256()
-    for path in sorted(KERNELS.rglob("*.py")):
-        if path.parent != Path(__file__).parent:
-            name = path.relative_to(KERNELS).as_posix()
-            content = path.read_bytes()
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    for path in paths:
+        name, content = path.relative_to(KERNELS).as_posix(), path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    _keep({"files": state, "digest": digest.hexdigest()})
     return digest.hexdigest()
+
+
+def _files(folder: str) -> Iterator[str]:
+    """The files below a folder that kernels are written in."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.is_dir():
+                yield from _files(entry.path)
+            elif entry.name.endswith(".py") and folder != str(Path(__file__).parent):
+                yield entry.path
+
+
+def _kept() -> dict[str, Any] | None:
+    try:
+        descriptor = cache.open_own(_place())
+        if descriptor is None:
+            return None
+        with os.fdopen(descriptor, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError, UnavailableError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _keep(content: dict[str, str]) -> None:
+    """Beside the packs of this user; where that cannot be, the next process reads all again."""
+    try:
+        cache.make(_place().parent)
+        write_text(json.dumps(content), _place())
+    except (OSError, UnavailableError):
+        return
+
+
+def _place() -> Path:
+    return cache.directory().with_name("packs") / "sources.json"

@@ -61,6 +61,8 @@ class Launch:
 
     def __call__(self, *pointers: Tensor) -> None:
         if self.compiled is not None:
+            if self.launcher is None:
+                self._bind()
             # addresses: for a tensor the launcher would ask the driver whose memory it is
             addresses = [p.data_ptr() for p in pointers]
             stream = self.stream(self.device)
@@ -74,37 +76,68 @@ class Launch:
             return
         if lookup.wanted() and not INTERPRETED and direct_launch_known():
             found = lookup.find(self.kernel, pointers, self.tail, self.options)
-            if found is not None:
-                self._bind(found, pointers)
-                self.loaded = True
-                _made(self, *pointers)
+            if found is not None and self._launched(found, pointers):
                 return
         compiled = self.kernel[self.grid](*pointers, **self.tail, **self.options)
         self.loaded = True
         if not INTERPRETED and hasattr(compiled, "__getitem__") and direct_launch_known():
-            self._bind(compiled, pointers)
+            self._keep(compiled, pointers)
+            self._bind()
+
+    def _launched(self, found: Any, pointers: tuple[Tensor, ...]) -> bool:
+        """Make the first launch of a pack's kernel: past Triton's launcher, which takes long to
+        begin and is compiled where no process has before, if something does.
+        """
+        from triton import knobs
+
+        given = found, self.grid, self._values(pointers), pointers
+        quick = not _hooked(knobs.runtime) and any(launch(*given) for launch in _FIRST)
+        if not quick and not lookup.load(found):
+            return False
+        self._keep(found, pointers)
+        self.loaded = True
+        if not quick:
+            _made(self, *pointers)
+        return True
 
     def hooked(self) -> bool:
         """Whether Triton's launch hooks are called for this launch."""
         return self.runtime is not None and _hooked(self.runtime)
 
-    def _bind(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
-        """Keep what a warm call needs of Triton's own launch, without its bookkeeping."""
+    def _values(self, pointers: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """What is passed behind the pointers: positional, in the kernel's own order."""
+        names = [p.name for p in self.kernel.params]
+        return tuple(self.tail[name] for name in names[len(pointers) :])
+
+    def _keep(self, compiled: Any, pointers: tuple[Tensor, ...]) -> None:
+        """Keep a kernel, and what further calls pass to it."""
         from triton import knobs
+
+        self.values, self.device = self._values(pointers), pointers[0].get_device()
+        self.runtime, self.compiled = knobs.runtime, compiled
+
+    def _bind(self) -> None:
+        """Keep what a warm call needs of Triton's own launch, without its bookkeeping."""
         from triton.runtime import driver
 
-        # positional, in the kernel's own order: pointers come first
-        names = [p.name for p in self.kernel.params]
-        self.values = tuple(self.tail[name] for name in names[len(pointers) :])
+        compiled = self.compiled
         self.stream = driver.active.get_current_stream
-        self.device = pointers[0].get_device()
-        self.launcher, self.runtime = compiled.run, knobs.runtime
-        # the function, its metadata, and no data, entry hook and exit hook of this launch
+        # before `launcher`, which other threads take for all of it; the function, its metadata, and
+        # no data, entry hook and exit hook of this launch
+        run = compiled.run
         self.head = (compiled.function, compiled.packed_metadata, None, None, None)
-        self.compiled = compiled
+        self.launcher = run
 
 
 _made = Launch.__call__  # before `listen` replaces it
+# Of a kernel from a pack, blocks, values and pointers: whether it made the launch.
+First = Callable[[Any, tuple[int, ...], tuple[Any, ...], tuple[Tensor, ...]], bool]
+_FIRST: list[First] = []
+
+
+def first_by(launch: First) -> None:
+    """Ask `launch` for the first launch of each kernel that comes from a pack."""
+    _FIRST.append(launch)
 
 
 def listen(to: Callable[[Launch, tuple[Tensor, ...]], None]) -> None:
