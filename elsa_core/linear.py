@@ -48,8 +48,9 @@ def linear(
     On sm_90 float32 products are computed on tensor cores, from operands split into halves of 11
     significant bits, with float32 sums of short chains: faster than PyTorch's, and with smaller
     errors. Not with precision="ieee", nor where PyTorch itself was allowed TF32, nor under
-    autocast. Small eager ones are, past PyTorch's dispatcher, where nothing is recorded. Half
-    precision is computed here in few cases, see `elsa_core.backends.triton.linear.gate`.
+    autocast. Small eager ones are, past PyTorch's dispatcher, where nothing is recorded; there half
+    precision is cuBLASLt's, as in PyTorch. Else half precision is computed here in few cases, see
+    `elsa_core.backends.triton.linear.gate`.
 
     On AMD's processors with AVX-512, PyTorch's MKL computes float32 products with AVX2; there
     larger ones that no tracer records and that need no gradient are left to PyTorch's oneDNN, in
