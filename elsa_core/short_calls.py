@@ -29,6 +29,8 @@ _records, _required = torch.is_grad_enabled, torch._C._any_requires_grad
 _precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autocast_enabled
 # Whether the user allowed PyTorch's float16 products sums of float16, which are faster.
 _in_half = torch._C._get_cublas_allow_fp16_accumulation
+_tuned = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)  # by PyTorch's TunableOp
+_FEW_CHANNELS = 96  # of layers for which there is a kernel, see backends/triton/linear/gate.py
 _LOCK = threading.Lock()
 _LOG = logging.getLogger("elsa")
 # Layouts of small products that were tried and not admitted since: what was wrong may pass (memory,
@@ -111,8 +113,8 @@ def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
     if backend != "auto" or weight.dim() != 2:
         return None
     if input.dtype in _HALF:
-        strict = arguments[6] == "strict"
-        return cublas_product(*arguments) if strict and input.is_cuda and _is_unseen() else None
+        asks = input.is_cuda and arguments[6] == "strict" and weight.shape[1] > _FEW_CHANNELS
+        return cublas_product(*arguments) if asks and _is_unseen() else None
     if input.dtype != torch.float32:
         return None
     if not is_large(input.numel() * weight.shape[0], torch.float32):
@@ -225,7 +227,7 @@ def cublas_product(
     longer than the rest. None where the call is PyTorch's.
     """
     multiply = _multiply()
-    if multiply is None or _in_half():
+    if multiply is None or _in_half() or _tuned():
         return None
     plain = activation == "none" and scale is None
     if not plain and (activation not in ACTIVATIONS or not _fits(x, weight, bias, residual, scale)):

@@ -38,7 +38,11 @@ Library library_of(Device device) {
   if (device < 0 || device >= kMostDevices) throw std::runtime_error("too many devices");
   const std::lock_guard<std::mutex> lock(guard);
   Library& library = made[static_cast<size_t>(device)];
-  if (library == nullptr) ask(functions().create(&library), "a handle");
+  if (library == nullptr) {
+    Library fresh = nullptr;
+    ask(functions().create(&fresh), "a handle");
+    library = fresh;
+  }
   return library;
 }
 

@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -351,7 +352,9 @@ const Operator multiplication{"", "", "", "TTOO", 1, false};
 struct Multiplied {
   std::unique_ptr<const Product> product;
   Output out;
+  mutable std::atomic<int> failures{0};  // a kind that fails so often is asked no more
 };
+constexpr int kMostFailures = 3;
 // For the life of the process: at its end cuBLASLt may be gone before what it made.
 elsa_cuda::Cache<Multiplied>& products = *new elsa_cuda::Cache<Multiplied>(4096);
 
@@ -373,7 +376,8 @@ std::vector<int64_t> sizes_of(const Short& about, PyObject* object) {
 bool is_like(const Short& about, PyObject* object, int32_t dtype, const Where& where) {
   dlpack::Tensor found;
   if (about.exchange->describe(object, &found) != 0 || dtype_of(found) != dtype) return false;
-  return where.index < 0 ? found.device_type == dlpack::kCpu : found.device_id == where.index;
+  if (where.index < 0) return found.device_type == dlpack::kCpu;
+  return found.device_type == dlpack::kCuda && found.device_id == where.index;
 }
 
 // The kind of a call with x, weight, and bias and residual or None; of no rows where the product
@@ -420,19 +424,28 @@ elsa_cuda::ProductKind kind_of(const Short& about, PyObject* const* given, const
   return kind;
 }
 
+// The kind of a call, which failed so often before; null where it cannot be made now.
 std::shared_ptr<const Multiplied> made_of(const Short& about, PyObject* const* given,
-                                          const Read& call) {
+                                          const Read& call, int failures) {
   auto made = std::make_shared<Multiplied>();
-  try {
-    const elsa_cuda::ProductKind kind = kind_of(about, given, call.where, made->out);
-    if (kind.rows > 0) {
-      const int32_t device = std::max(call.where.index, 0);
-      const elsa_cuda::Current current(device);
-      if (current.foreign()) return nullptr;
-      made->product = std::make_unique<Product>(kind, device, call.addresses[2]);
-    }
-  } catch (const std::exception&) {  // PyTorch says itself what is wrong
+  const elsa_cuda::ProductKind kind = kind_of(about, given, call.where, made->out);
+  if (kind.rows == 0) {
+    made->failures = kMostFailures;
+    return made;
   }
+  const Python& py = python();
+  void* thread = py.release();  // a handle's memory may wait for the device
+  bool foreign = false;
+  try {
+    const int32_t device = std::max(call.where.index, 0);
+    const elsa_cuda::Current current(device);
+    foreign = current.foreign();
+    if (!foreign) made->product = std::make_unique<Product>(kind, device, call.addresses[2]);
+  } catch (const std::exception&) {  // PyTorch says itself what is wrong; it may pass
+  }
+  py.acquire(thread);
+  if (foreign) return nullptr;
+  if (made->product == nullptr) made->failures = failures + 1;
   return made;
 }
 
@@ -456,7 +469,27 @@ bool multiplied(const Multiplied& made, const Read& call, Handle& out) {
   return true;
 }
 
-// input @ weight.T + bias + residual, bias and residual perhaps None, or None.
+// A call of a kind that is known, or null.
+PyObject* multiplied(const Short& about, const Multiplied& made, const Read& call) {
+  const Python& py = python();
+  Handle out;
+  bool ran = false;
+  void* thread = py.release();
+  try {
+    ran = multiplied(made, call, out);
+  } catch (const std::exception&) {
+    ++made.failures;
+  }
+  py.acquire(thread);
+  try {
+    return ran ? wrapped(about, out) : nullptr;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+// input @ weight.T + bias + residual, bias and residual perhaps None, or None: also of the first
+// call of a kind, whose product PyTorch then loads for CUDA graphs, which record that.
 PyObject* multiply(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count) {
   const Short* about = about_of(self);
   Read call(*about, true);
@@ -464,27 +497,15 @@ PyObject* multiply(PyObject* self, PyObject* const* arguments, std::ptrdiff_t co
       !call.read(arguments)) {
     return none();
   }
-  auto [made, generation] = products.find(call.key.words());
-  if (made == nullptr) {
-    made = made_of(*about, arguments, call);
-    if (made == nullptr) return none();
-    products.put(call.key.words(), generation, made);
+  const auto [made, generation] = products.find(call.key.words());
+  const int failures = made == nullptr ? 0 : made->failures.load();
+  if (failures >= kMostFailures) return none();
+  if (made == nullptr || made->product == nullptr) {
+    auto kind = made_of(*about, arguments, call, failures);
+    if (kind != nullptr) products.put(call.key.words(), generation, std::move(kind));
+    return none();
   }
-  if (made->product == nullptr) return none();
-  const Python& py = python();
-  Handle out;
-  bool ran = false;
-  void* thread = py.release();
-  try {
-    ran = multiplied(*made, call, out);
-  } catch (const std::exception&) {
-  }
-  py.acquire(thread);
-  PyObject* result = nullptr;
-  try {
-    if (ran) result = wrapped(*about, out);
-  } catch (const std::exception&) {
-  }
+  PyObject* result = multiplied(*about, *made, call);
   return result != nullptr ? result : none();
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,7 +235,7 @@ def test_patched_layers_take_it(frozen: bool) -> None:
 
 
 # [rows], channels, columns: of one image and of several, a head, odd rows, large ones.
-LAYERS = (((1, 197), 192, 576), ((8, 197), 768, 3072), ((1, 1), 768, 1000), ((3, 7, 11), 64, 8),
+LAYERS = (((1, 197), 192, 576), ((8, 197), 768, 3072), ((1, 1), 768, 1000), ((3, 7, 11), 128, 8),
             ((12608,), 768, 3072), ((2, 257), 4096, 1024))  # fmt: skip
 
 
@@ -257,6 +260,7 @@ def test_products_by_cublaslt(
             exact, own = linear(x.double(), weight.double(), wide), linear(x, weight, terms)
             if added is not None:
                 exact, own = exact + added.double(), own + added
+            elsa.linear(x, weight, terms, residual=added)  # PyTorch's: the first of its kind
             full = torch.full((1 << 24,), float("nan"), device="cuda")
             del full  # what is allocated next is full of it
             out, served = took(lambda: elsa.linear(x, weight, terms, residual=added))  # noqa: B023
@@ -280,6 +284,30 @@ def test_products_by_cublaslt(
         graph.replay()
         assert served == 0 and torch.equal(recorded, elsa.linear(x, weight, bias))
     assert elsa.linear(x.requires_grad_(), weight).requires_grad
+
+
+CAPTURED = """
+import torch
+import elsa_core as elsa
+x, layer = torch.randn(197, 768), torch.nn.Linear(768, 768)
+x, layer = x.cuda().half(), layer.cuda().half()
+with torch.inference_mode():
+    for _ in range(3):
+        expected = elsa.linear(x, layer.weight, layer.bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = elsa.linear(x, layer.weight, layer.bias)
+    graph.replay()
+    assert torch.equal(out, expected)
+print("replayed")
+"""
+
+
+def test_a_graph_of_layers_that_cublaslt_served() -> None:
+    """It records PyTorch's own product, which warm calls of this package alone must have loaded."""
+    done = subprocess.run([sys.executable, "-c", CAPTURED], capture_output=True, text=True,
+                          check=False, timeout=300, env={**os.environ})  # fmt: skip
+    assert done.stdout == "replayed\n", done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +222,20 @@ def test_sources_are_in_a_digest_of_their_own(tmp_path: Path, monkeypatch) -> No
     for damaged in ("", "[]", "{", json.dumps({"files": facts["files"]}), json.dumps({"a": 1})):
         kept.write_text(damaged)
         assert read() == found[-1] and json.loads(kept.read_text()) == facts
+    before = os.umask(0o002)  # of systems on which each user has a group
+    try:
+        kept.unlink()
+        assert read() == found[-1] and not kept.stat().st_mode & 0o022
+    finally:
+        os.umask(before)
+    changed = folder / "shared" / "b.py"
+    facts_of = changed.stat()
+    changed.write_text("x = 3")
+    os.utime(changed, ns=(facts_of.st_atime_ns, facts_of.st_mtime_ns))  # as some copies do
+    assert read() not in found
+    changed.write_text("x = 2")
+    assert read() == found[-1]
+    facts = json.loads(kept.read_text())
     kept.chmod(0o666)  # anybody may have written it
     kept.write_text(json.dumps(facts | {"digest": "another"}))
     assert read() == found[-1]
@@ -308,6 +325,7 @@ def gpu(packs: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(type(driver), "active", active, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(triton.compiler, "compile", lambda *_, **__: pytest.fail("compiled"))
     monkeypatch.setenv(lookup.VARIABLE, str(packs))
     monkeypatch.setenv("ELSA_CACHE_DIR", str(packs.parent / "nothing"))
@@ -371,14 +389,65 @@ def test_a_first_launch_past_tritons_launcher(gpu: Driver, monkeypatch) -> None:
     assert lookup.COUNTS == {"hits": 1}
 
 
-def test_a_first_launch_that_is_refused_or_hooked_is_tritons(gpu: Driver, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "hook", ["launch_enter_hook", "kernel_load_start_hook", "kernel_load_end_hook"]
+)
+def test_a_first_launch_that_is_refused_or_hooked_is_tritons(
+    hook: str, gpu: Driver, monkeypatch
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(launch, "_FIRST", [lambda *given: bool(asked.append(given))])
     called(recorded()[0])
     assert len(asked) == len(gpu.launched) == 1
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda *_: None)
+    monkeypatch.setattr(triton.knobs.runtime, hook, lambda *_: None)
     called(recorded()[0])
     assert len(asked) == 1 and len(gpu.launched) == 2
+
+
+def test_within_a_capture_nothing_is_loaded(gpu: Driver, monkeypatch) -> None:
+    """A kernel that the library launched first is the library's there too."""
+    seen: list[Any] = []
+    monkeypatch.setattr(launch, "_FIRST", [lambda *given: bool(seen.append(given)) or True])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: len(seen) < 3)
+    found, _ = recorded()
+    tensors = called(found)
+    for count in (2, 3):
+        found(*tensors)
+        assert len(seen) == count and not gpu.loaded
+    found(*tensors)
+    assert len(seen) == 3 and len(gpu.loaded) == len(gpu.launched) == 1
+
+
+def test_threads_load_a_kernel_once(gpu: Driver, monkeypatch) -> None:
+    """And a load that fails is tried again by the next call."""
+    monkeypatch.setattr(launch, "_FIRST", [lambda *given: True])
+    found, _ = recorded()
+    tensors, load = called(found), gpu.utils.load_binary
+    began, go = threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        began.set()
+        assert go.wait(10)
+        return load(*given)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    gpu.utils.load_binary = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        found(*tensors)
+    gpu.utils.load_binary = slow
+    threads = [threading.Thread(target=found, args=tensors) for _ in range(2)]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    time.sleep(0.05)
+    go.set()
+    for thread in threads:
+        thread.join()
+    found(*tensors)
+    assert len(gpu.loaded) == 1
+    assert [given[4] for given in gpu.launched] == [FUNCTION] * 3
 
 
 def test_the_hash_of_a_source_is_taken_from_the_pack(gpu: Driver, monkeypatch) -> None:

@@ -324,14 +324,20 @@ def load(found: Any) -> bool:
     from triton.runtime.errors import TritonError
 
     try:
-        with _LOCK:
-            found._init_handles()
+        run_of(found)
     except (OSError, RuntimeError, TritonError) as error:
         _warn_of(found.folder, error)
         COUNTS["hits"] -= 1
         COUNTS["misses"] += 1
         return False
     return True
+
+
+def run_of(compiled: Any) -> Any:
+    """Triton's launcher of a kernel, which is loaded once however many threads ask."""
+    with _LOCK:
+        compiled._init_handles()
+    return compiled.run
 
 
 def _warn_of(folder: Path, error: Exception) -> None:

@@ -113,13 +113,13 @@ def _is_constant(value: Any) -> bool:
 @functools.cache
 def sources_digest() -> str:
     """SHA-256 of every file that kernels are written in; read from the cache where the files have
-    the sizes and times that they had then, by which Python too tells what it has compiled.
+    the sizes and times that they had then, by some of which Python tells what it has compiled.
 
     Where a pack's build had the same, and the same Triton, each kernel's key is the one that it
     wrote down: to compute one takes 10 ms, and the files together as much.
     """
     paths = [Path(path) for path in sorted(_files(str(KERNELS)))]
-    facts = [(str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in paths]
+    facts = [(str(path), *_facts(path.stat())) for path in paths]
     state = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     kept = _kept()
     if kept is not None and kept.get("files") == state and isinstance(kept.get("digest"), str):
@@ -130,6 +130,11 @@ def sources_digest() -> str:
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     _keep({"files": state, "digest": digest.hexdigest()})
     return digest.hexdigest()
+
+
+def _facts(found: os.stat_result) -> tuple[int, ...]:
+    """Of a file: the last two cannot be set back, as an image's or a copy's times are."""
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def _files(folder: str) -> Iterator[str]:
@@ -158,7 +163,7 @@ def _keep(content: dict[str, str]) -> None:
     """Beside the packs of this user; where that cannot be, the next process reads all again."""
     try:
         cache.make(_place().parent)
-        write_text(json.dumps(content), _place())
+        write_text(json.dumps(content), _place()).chmod(0o644)  # whatever the umask: `open_own`
     except (OSError, UnavailableError):
         return
 

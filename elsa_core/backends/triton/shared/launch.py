@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elsa_core.backends.triton.pack import lookup
@@ -29,6 +30,13 @@ def _hooked(runtime: Any) -> bool:
     """Whether a launch hook is set (`knobs.runtime`)."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _watched(runtime: Any) -> bool:
+    """Whether a hook of Triton's is to hear of a launch, or of its kernel's loading."""
+    names = "kernel_load_start_hook", "kernel_load_end_hook"
+    loads = (getattr(runtime, name, None) for name in names)
+    return _hooked(runtime) or any(getattr(hook, "calls", hook) for hook in loads)
 
 
 class Launch:
@@ -62,6 +70,10 @@ class Launch:
     def __call__(self, *pointers: Tensor) -> None:
         if self.compiled is not None:
             if self.launcher is None:
+                # a library that made the first launch has the kernel; Triton would load it now
+                captured = bool(_FIRST) and torch.cuda.is_current_stream_capturing()
+                if captured and self._made_by_first(self.compiled, pointers):
+                    return
                 self._bind()
             # addresses: for a tensor the launcher would ask the driver whose memory it is
             addresses = [p.data_ptr() for p in pointers]
@@ -90,8 +102,7 @@ class Launch:
         """
         from triton import knobs
 
-        given = found, self.grid, self._values(pointers), pointers
-        quick = not _hooked(knobs.runtime) and any(launch(*given) for launch in _FIRST)
+        quick = not _watched(knobs.runtime) and self._made_by_first(found, pointers)
         if not quick and not lookup.load(found):
             return False
         self._keep(found, pointers)
@@ -103,6 +114,10 @@ class Launch:
     def hooked(self) -> bool:
         """Whether Triton's launch hooks are called for this launch."""
         return self.runtime is not None and _hooked(self.runtime)
+
+    def _made_by_first(self, compiled: Any, pointers: tuple[Tensor, ...]) -> bool:
+        given = compiled, self.grid, self._values(pointers), pointers
+        return any(launch(*given) for launch in _FIRST)
 
     def _values(self, pointers: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """What is passed behind the pointers: positional, in the kernel's own order."""
@@ -122,9 +137,9 @@ class Launch:
 
         compiled = self.compiled
         self.stream = driver.active.get_current_stream
+        run = lookup.run_of(compiled)
         # before `launcher`, which other threads take for all of it; the function, its metadata, and
         # no data, entry hook and exit hook of this launch
-        run = compiled.run
         self.head = (compiled.function, compiled.packed_metadata, None, None, None)
         self.launcher = run
 
