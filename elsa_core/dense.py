@@ -323,9 +323,9 @@ def explain(
     if not gradient and (mask is None or mask.dtype == q.dtype):
         of_mask = None if mask is None else mask.shape
         for row, _ in routing.chosen("attention", q.device, *kind[1:], backend).rows:
-            reads = routing.implementation("attention", row.backend).reads
+            serves = routing.implementation("attention", row.backend).serves
             held = row.holds(q.shape, k.shape, of_mask, causal=is_causal)
-            if held and (reads is None or reads(q, k, v, mask)):
+            if held and (serves is None or serves(q, k, v, mask, is_causal)):
                 slower = (
                     f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "
                     "serves exported programs, open lengths of compiled ones and calls with lse"

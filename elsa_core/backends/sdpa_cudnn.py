@@ -46,6 +46,18 @@ def reads(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -
     return attn_mask is None or _is_whole(attn_mask)
 
 
+def serves(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> bool:
+    """Whether `measured_attention` serves a call in eager mode, as far as this machine can tell."""
+    if (is_causal and attn_mask is not None) or not reads(query, key, value, attn_mask):
+        return False
+    if not torch.cuda.is_available():  # a call is described
+        return True
+    taken = takes(query, key, value, attn_mask, is_causal)
+    return taken and (attn_mask is None or _gives_zeros(calls.place(query)))
+
+
 def _is_whole(mask: Tensor) -> bool:
     """Whether the rows of a mask lie one after another, from a multiple of 16 bytes on."""
     if mask.stride(-1) != 1 or mask.stride(-2) != mask.shape[-1]:

@@ -92,7 +92,8 @@ class Implementation:
         state: as `run`, for results that are merged with those of other keys: its lse may be
             float64. None where `run` serves.
         takes: whether query, key and mask are such that `run` loses nothing.
-        reads: whether `direct` of `whole` takes query, key, value and mask as they lie in memory.
+        serves: whether `direct` of `whole` takes query, key, value, mask and is_causal, for
+            `explain`.
         whole: serves calls of a shipped table only, and those that ask for it by name; its `run`
             is differentiated by autograd and has no lse.
         asked: serves calls that ask for it by name alone, as kernels do that were not measured.
@@ -111,7 +112,7 @@ class Implementation:
     partition: Callable[..., Partition] | None = None
     state: Callable[..., Any] | None = None
     takes: Callable[..., bool] | None = None
-    reads: Callable[..., bool] | None = None
+    serves: Callable[..., bool] | None = None
     whole: bool = False
     asked: bool = False
     unasked: tuple[str, ...] = ()

@@ -364,7 +364,7 @@ _SDPA = {
         gradient=sdpa.gradient,
         backward=sdpa.backward,
         direct=sdpa_cudnn.measured_attention,
-        reads=sdpa_cudnn.reads,
+        serves=sdpa_cudnn.serves,
         takes=sdpa.takes,
         whole=True,
     ),

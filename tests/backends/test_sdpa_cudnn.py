@@ -68,6 +68,23 @@ def test_a_gpu_whose_cudnn_gives_no_zeros_is_asked_for_no_mask(
     assert call(None) is not None and len(asked) == 1
 
 
+def test_explain_hears_what_a_call_would(
+    asked: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with a GPU: elsewhere a call is described, and the layout alone counts."""
+    q = torch.empty(1, 2, 130, 64, dtype=torch.float16)
+    given = ((None, False), (None, True), (MASK, False), (MASK, True))
+    assert [sdpa_cudnn.serves(q, q, q, *terms) for terms in given] == [True, True, True, False]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [sdpa_cudnn.serves(q, q, q, *terms) for terms in given] == [True, True, True, False]
+    monkeypatch.setattr(sdpa_cudnn, "_gives_zeros", lambda place: False)
+    assert [sdpa_cudnn.serves(q, q, q, *terms) for terms in given] == [True, True, False, False]
+    monkeypatch.setattr(sdpa_cudnn, "takes", lambda *operands: False)
+    assert not any(sdpa_cudnn.serves(q, q, q, *terms) for terms in given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not sdpa_cudnn.serves(q[..., ::2], q, q, None, False)
+
+
 @pytest.mark.parametrize(
     ("of_no_key", "zeros"), [(0.0, True), (math.nan, False), (1.0, False), (None, False)]
 )

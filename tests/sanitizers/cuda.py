@@ -2,7 +2,8 @@
 
 It runs the GPU tests of the operators, or those that are named.
 memcheck finds accesses beyond an allocation and misaligned ones, initcheck reads of device memory
-that nobody wrote. racecheck is left out: it does not understand warp-specialised kernels. PyTorch's
+that nobody wrote; cuDNN's gradients, the peer of some tests, read padding that nobody wrote.
+racecheck is left out: it does not understand warp-specialised kernels. PyTorch's
 caching allocator is switched off, so that each tensor is an allocation of its own; what needs it
 (CUDA graphs) or measures time is left out.
 
