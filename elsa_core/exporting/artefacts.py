@@ -29,6 +29,7 @@ from elsa_core.exporting.onnx import export_onnx
 from elsa_core.exporting.reference import BATCH_SIZES, flat, judge, make_reference
 from elsa_core.exporting.verify import platform_tag
 from elsa_core.patching import patched_sites
+from elsa_core.precision import dtype_name
 from elsa_core.version import __version__
 
 FILES = {
@@ -148,7 +149,7 @@ class _Writer:
             )
         names = operators.in_program(program)
         if name == "aoti":
-            exported_program.compile_program(program, path)
+            exported_program.compile_program(program, path, _facts(exported))
             return names
         if dynamic_size:
             _prove_other_sizes(exported, program, self.chosen.batches)
@@ -241,11 +242,14 @@ def size_step(exported: ExportTarget) -> int:
 
 
 def _facts(exported: ExportTarget) -> str:
-    """What a C++ program needs beside model.ts, in words that `std::istream` reads."""
+    """What a C++ program needs beside a model, in words that `std::istream` reads."""
     given = exported.preprocess
     if given is None:
         return ""
-    rows = {"input_size": given.input_size, "mean": given.mean, "std": given.std}
+    rows = {
+        "input_size": given.input_size, "mean": given.mean, "std": given.std,
+        "dtype": [dtype_name(exported.first[0].dtype)],
+    }  # fmt: skip
     return "\n".join(f"{name} {' '.join(map(str, row))}" for name, row in rows.items()) + "\n"
 
 

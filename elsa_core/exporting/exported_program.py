@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from elsa_core.errors import ExportError
 from elsa_core.exporting import operators
+from elsa_core.exporting.torchscript import FACTS_NAME
 from elsa_core.exporting.tracing import attempt
 from elsa_core.messages import first_line, quiet
 
@@ -55,15 +56,20 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
-def compile_program(program: torch.export.ExportedProgram, path: Path) -> None:
+def compile_program(program: torch.export.ExportedProgram, path: Path, facts: str = "") -> None:
     """Compile with AOTInductor into one package; elsa's library is loaded beside it, not inside.
+
+    facts: text kept in the package's metadata as `elsa.txt`, for programs that read no JSON.
 
     Raises:
         ExportError: no working compiler, or a model that Inductor cannot compile.
     """
     try:
         with quiet(), torch.no_grad():
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path),
+                inductor_configs={"aot_inductor.metadata": {FACTS_NAME: facts}},
+            )  # fmt: skip
     except OSError:
         raise
     except Exception as error:

@@ -44,8 +44,22 @@ torch::jit::Module model = torch::jit::load("model.ts");
 torch::Tensor out = model.forward({{{example}}}).toTensor();
 ```
 {plans}
-`extra/elsa.txt` inside model.ts holds input_size, mean and std. TorchScript is deprecated in
+`extra/elsa.txt` inside model.ts holds input_size, mean, std and dtype. TorchScript is deprecated in
 PyTorch: use it for programs that already load it.
+"""
+_COMPILED = """## C++ with a compiled package
+
+`model.aoti.pt2` is for the torch that compiled it; open the library before it:
+
+```cpp
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+dlopen("{library}", RTLD_NOW | RTLD_GLOBAL);
+torch::inductor::AOTIModelPackageLoader package("model.aoti.pt2");
+torch::Tensor out = package.run({{{example}}})[0];
+```
+{plans}
+`package.get_metadata()["elsa.txt"]` holds input_size, mean, std and dtype.
 """
 _PLANS = """
 Between the two hand the bytes of `{}` to `elsa_cuda_serve_file(bytes, size, "CUDA")` of the
@@ -90,14 +104,17 @@ def readme(manifest: dict[str, Any]) -> str:
                 command=_command(manifest, "onnx"),
             )
         )
-    if "torchscript" in artefacts:
+    if "torchscript" in artefacts or "aoti" in artefacts:
         first = manifest["inputs"][0]
         kind = "zeros" if first["dtype"] == "int64" else "rand"
         size = ", ".join(map(str, [1, *first["shape"][1:]]))
         dtype = ", torch::kLong" if first["dtype"] == "int64" else ""
         example = f"torch::{kind}({{{size}}}{dtype})"
         plans = _PLANS.format(on_gpu[1]) if on_gpu else ""
-        parts.append(_CPP.format(library=library, example=example, plans=plans))
+        if "torchscript" in artefacts:
+            parts.append(_CPP.format(library=library, example=example, plans=plans))
+        if "aoti" in artefacts:
+            parts.append(_COMPILED.format(library=library, example=example, plans=plans))
     if manifest.get("accuracy"):
         parts.append(_accuracy(manifest))
     parts.append(_limits(manifest))

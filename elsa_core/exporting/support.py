@@ -16,7 +16,7 @@ _RUNTIMES = {
     + " or ".join(f"{oldest} (opset {opset})" for opset, oldest in OLDEST_BY_OPSET.items())
     + ", any language; the bundle's library optional",
     "pt2": "Python with the torch that exported it or later, and the bundle's library",
-    "aoti": "Python with the torch that compiled it, and the bundle's library",
+    "aoti": "Python or C++ with the torch that compiled it, and the bundle's library",
     "onnx-int8": "as onnx; an approximation, whose cost is in the bundle's README",
 }
 _GPU = (
@@ -25,8 +25,8 @@ _GPU = (
 )
 _ALONE_ON_GPU = {"torchscript": "Python or C++"}
 _AOTI_ON_GPU = (
-    "Python with the torch that compiled it, and the bundle's library and plans: exported with "
-    "ELSA_CUDA_LIBRARY=1 or --gpu-archs, model.pt2 beside it"
+    "Python or C++ with the torch that compiled it, and the bundle's library and plans: exported "
+    "with ELSA_CUDA_LIBRARY=1 or --gpu-archs, model.pt2 beside it"
 )
 _ONNX_ON_GPU = (
     f"ONNX Runtime from {OLDEST_ON_GPU} with its CUDA provider, any language; the bundle's library "

@@ -1,17 +1,21 @@
 // Runs a bundle that `elsa export` wrote on an image, without Python:
-//   elsa_run [--device cpu|cuda] BUNDLE IMAGE.ppm [BATCH]
+//   elsa_run [--device cpu|cuda] [--format torchscript|aoti] BUNDLE IMAGE.ppm [BATCH]
 // Prints the five largest outputs of the first image (index, value), or the output's shape.
-// A bundle runs where it was exported for, which is what --device is without it.
+// A bundle runs where it was exported for, which is what --device is without it; --format is
+// torchscript (model.ts) where the bundle has that, else aoti (model.aoti.pt2, `--aoti`).
 // IMAGE is a binary PPM (P6, 8 bits), of any size: `convert cat.jpg cat.ppm`, or
 // `python -c "from PIL import Image; Image.open('cat.jpg').convert('RGB').save('cat.ppm')"`.
 #include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -20,11 +24,19 @@
 
 namespace {
 
-// What model.ts says of its input (extra/elsa.txt): size in pixels, mean and std on a 0..1 scale.
+// What a model says of its input (elsa.txt, in model.ts or in the package's metadata): size in
+// pixels, mean and std on a 0..1 scale, dtype.
 struct Facts {
   std::vector<int64_t> input_size;
   std::vector<float> mean, std;
+  torch::ScalarType dtype = torch::kFloat32;
 };
+
+torch::ScalarType dtype_of(const std::string& name) {
+  return name == "float16"    ? torch::kFloat16
+         : name == "bfloat16" ? torch::kBFloat16
+                              : torch::kFloat32;
+}
 
 Facts parse_facts(const std::string& text) {
   Facts facts;
@@ -35,6 +47,9 @@ Facts parse_facts(const std::string& text) {
     words >> name;
     if (name == "input_size") {
       for (int64_t n; words >> n;) facts.input_size.push_back(n);
+    } else if (name == "dtype") {
+      words >> name;
+      facts.dtype = dtype_of(name);
     } else {
       std::vector<float>& row = name == "mean" ? facts.mean : facts.std;
       for (float x; words >> x;) row.push_back(x);
@@ -42,7 +57,7 @@ Facts parse_facts(const std::string& text) {
   }
   if (facts.input_size.size() != 3 || facts.input_size[0] != 3 || facts.mean.size() != 3 ||
       facts.std.size() != 3) {
-    throw std::runtime_error("model.ts does not say how an RGB image becomes its input");
+    throw std::runtime_error("the model does not say how an RGB image becomes its input");
   }
   return facts;
 }
@@ -97,6 +112,7 @@ void* opened(const std::string& library) {
 // What the command line asks for.
 struct Asked {
   std::string device;  // "cpu", "cuda" or empty: what the bundle is for
+  std::string format;  // "torchscript", "aoti" or empty: the first that the bundle has
   std::vector<std::string> words;
 };
 
@@ -126,21 +142,49 @@ torch::Device load_operators(const std::string& bundle, const std::string& asked
   return torch::kCUDA;
 }
 
+// A model of a bundle, and what it says of its input.
+struct Model {
+  Facts facts;
+  std::function<torch::Tensor(const torch::Tensor&)> forward;
+};
+
+Model load_torchscript(const std::string& path, torch::Device device) {
+  torch::jit::ExtraFilesMap extra{{"elsa.txt", ""}};
+  torch::jit::Module model = torch::jit::load(path, device, extra);
+  model.eval();
+  Facts facts = parse_facts(extra.at("elsa.txt"));
+  for (const torch::Tensor& weight : model.parameters()) {  // which older bundles do not name
+    facts.dtype = weight.scalar_type();
+    break;
+  }
+  const auto forward = [model](const torch::Tensor& input) mutable {
+    return model.forward({input}).toTensor();
+  };
+  return {facts, forward};
+}
+
+Model load_package(const std::string& path) {
+  auto package = std::make_shared<torch::inductor::AOTIModelPackageLoader>(path);
+  const auto forward = [package](const torch::Tensor& input) { return package->run({input})[0]; };
+  return {parse_facts(package->get_metadata()["elsa.txt"]), forward};
+}
+
 void run(const Asked& asked) {
   const std::string& bundle = asked.words[0];
   const std::string& image = asked.words[1];
   const int64_t batch = asked.words.size() == 3 ? std::stoll(asked.words[2]) : 1;
   const torch::Device device = load_operators(bundle, asked.device);
-  torch::jit::ExtraFilesMap extra{{"elsa.txt", ""}};
-  torch::jit::Module model = torch::jit::load(bundle + "/model.ts", device, extra);
-  model.eval();
-  torch::Tensor input = preprocess(read_ppm(image), parse_facts(extra.at("elsa.txt")));
-  for (const torch::Tensor& weight : model.parameters()) {
-    input = input.to(device, weight.scalar_type());  // a float16 or bfloat16 bundle
-    break;
+  const std::string script = bundle + "/model.ts", package = bundle + "/model.aoti.pt2";
+  const bool compiled =
+      asked.format.empty() ? !std::filesystem::exists(script) : asked.format == "aoti";
+  if (!std::filesystem::exists(compiled ? package : script)) {
+    throw std::runtime_error(bundle + " has no " + (compiled ? "model.aoti.pt2" : "model.ts"));
   }
+  const Model model = compiled ? load_package(package) : load_torchscript(script, device);
+  const torch::Tensor input = preprocess(read_ppm(image), model.facts);
   torch::NoGradGuard no_grad;
-  print_outputs(model.forward({input.expand({batch, -1, -1, -1})}).toTensor());
+  const torch::Tensor images = input.to(device, model.facts.dtype).expand({batch, -1, -1, -1});
+  print_outputs(model.forward(images.contiguous()));
 }
 
 // Throws std::invalid_argument: these are no arguments of this program.
@@ -152,9 +196,15 @@ Asked parse_arguments(int count, char** given) {
       asked.words.push_back(word);
       continue;
     }
-    if (word != "--device" || i + 1 == count) throw std::invalid_argument(word);
-    asked.device = given[++i];
-    if (asked.device != "cpu" && asked.device != "cuda") throw std::invalid_argument(word);
+    if (i + 1 == count) throw std::invalid_argument(word);
+    const std::string value = given[++i];
+    if (word == "--device" && (value == "cpu" || value == "cuda")) {
+      asked.device = value;
+    } else if (word == "--format" && (value == "torchscript" || value == "aoti")) {
+      asked.format = value;
+    } else {
+      throw std::invalid_argument(word);
+    }
   }
   if (asked.words.size() < 2 || asked.words.size() > 3) throw std::invalid_argument("words");
   return asked;
@@ -167,7 +217,8 @@ int main(int count, char** given) {
   try {
     asked = parse_arguments(count, given);
   } catch (const std::invalid_argument&) {
-    std::cerr << "usage: elsa_run [--device cpu|cuda] BUNDLE IMAGE.ppm [BATCH]\n";
+    std::cerr << "usage: elsa_run [--device cpu|cuda] [--format torchscript|aoti] BUNDLE IMAGE.ppm "
+                 "[BATCH]\n";
     return 2;
   }
   try {

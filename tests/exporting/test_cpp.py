@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._inductor import config
 
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.loading.loader import Loaded, load_model
@@ -32,8 +33,10 @@ dtype = getattr(torch, sys.argv[2])
 loaded = load_model("vit_tiny_patch16_224", image_size=160, seed=1, device="cuda", dtype=dtype)
 model = loaded.model
 elsa.patch(model, scope="attention")
-bundle = elsa.export(model, sys.argv[1], formats=("torchscript",), loaded=loaded)
-assert [each.status for each in bundle.artefacts] == ["ok"], bundle.artefacts
+compiled = sys.argv[3] == "aoti"
+formats = ("pt2",) if compiled else ("torchscript",)
+bundle = elsa.export(model, sys.argv[1], formats=formats, aoti=compiled, loaded=loaded)
+assert {each.status for each in bundle.artefacts} == {"ok"}, bundle.artefacts
 pixels = np.random.default_rng(160).integers(0, 255, (160, 160, 3), dtype=np.uint8)
 pixels = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
 mean, std = (torch.tensor(row).view(1, 3, 1, 1) for row in (loaded.mean, loaded.std))
@@ -108,6 +111,34 @@ def test_a_swin_runs(program: Path, tmp_path: Path) -> None:
     assert run(program, made.path, tmp_path / "larger.ppm").returncode == 0
 
 
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_package_runs(program: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """model.aoti.pt2, at another batch size too; no model.ts is beside it."""
+    loaded = load_model("test_vit", image_size=64, model_kwargs={"depth": 1}, dtype=dtype)
+    patch(loaded.model)
+    with config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):  # half of the time
+        made = export(loaded.model, tmp_path / "out", formats=("pt2",), aoti=True, loaded=loaded)
+    pixels = image(64, tmp_path / "image.ppm")
+    words = made.path, tmp_path / "image.ppm"
+    for given in (words, (*words, 3), ("--format", "aoti", *words)):
+        done = run(program, *given)
+        if dtype == torch.float32:
+            agrees(done, loaded, pixels)
+        else:
+            assert (done.returncode, len(done.stdout.splitlines())) == (0, 5), done.stderr
+    done = run(program, "--format", "torchscript", *words)
+    assert done.stderr == f"error: {made.path} has no model.ts\n" and done.returncode == 1
+
+
+def test_a_format_that_the_bundle_lacks(program: Path, bundle: Bundle, tmp_path: Path) -> None:
+    image(64, tmp_path / "image.ppm")
+    done = run(program, bundle.path, tmp_path / "image.ppm", "--format", "aoti")
+    assert done.stderr == f"error: {bundle.path} has no model.aoti.pt2\n" and done.returncode == 1
+    assert run(program, bundle.path, tmp_path / "image.ppm", "--format", "onnx").returncode == 2
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_device_is_named(
     program: Path, bundle: Bundle, vit: Loaded, tmp_path: Path, first: bool
@@ -132,18 +163,24 @@ def test_a_device_that_the_bundle_is_not_for(program: Path, bundle: Bundle, tmp_
     for wrong in (("--device",), ("--device", "tpu"), ("--devices", "cpu")):
         done = run(program, bundle.path, tmp_path / "image.ppm", *wrong)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == "usage: elsa_run [--device cpu|cuda] BUNDLE IMAGE.ppm [BATCH]\n"
+        assert done.stderr.startswith("usage: elsa_run [--device cpu|cuda] [--format ")
+        assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_vit_runs_on_a_gpu(program: Path, tmp_path: Path, dtype: str) -> None:
-    """In a process that has neither Python nor Triton; another batch size is one line."""
+@pytest.mark.parametrize(
+    ("dtype", "format"),
+    [("float32", "torchscript"), ("float16", "torchscript"), ("bfloat16", "torchscript"),
+     ("float32", "aoti"), ("float16", "aoti")],
+)  # fmt: skip
+def test_a_vit_runs_on_a_gpu(program: Path, tmp_path: Path, dtype: str, format: str) -> None:
+    """In a process that has neither Python nor Triton; another batch size is one line, of a
+    compiled package among those that PyTorch writes."""
     places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-c", ON_GPU, str(tmp_path / "bundle"), dtype], capture_output=True,
-        text=True, check=False, timeout=300,
+        [sys.executable, "-c", ON_GPU, str(tmp_path / "bundle"), dtype, format],
+        capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "ELSA_CUDA_LIBRARY": "1", "PYTHONPATH": places},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -159,7 +196,8 @@ def test_a_vit_runs_on_a_gpu(program: Path, tmp_path: Path, dtype: str) -> None:
             assert abs(float(value) - float(expected[int(index)])) <= error
         assert len(rows) == 5
     done = run(program, "--device", "cuda", *words, 7)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 1 and "no kernel is here" in done.stderr
+    assert format == "aoti" or len(done.stderr.splitlines()) == 1
     done = run(program, "--device", "cpu", *words)
     assert done.returncode == 1 and "has no lib/libelsa_torch.so" in done.stderr
 
