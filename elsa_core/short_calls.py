@@ -4,7 +4,8 @@ A call that the library served for `auto` is admitted with its layout: the next 
 Python's objects to the launch in C++ (`csrc/cuda/python.cpp`), where nothing of PyTorch would see
 it anyway: no autograd, tracer, mode, transform, autocast or profiler. Its arguments need no second
 check: shapes, strides, dtypes and all terms are a part of the layout. Who forgets plans (see
-`elsa_core.backends.cuda.forget`) forgets what was admitted.
+`elsa_core.backends.cuda.forget`) forgets what was admitted. Linear layers in half precision go to
+cuBLASLt so (`csrc/cuda/blas.cpp`), which needs no plan: the first call of a kind is PyTorch's.
 """
 
 from __future__ import annotations
