@@ -71,7 +71,8 @@ class Launch:
         if self.compiled is not None:
             if self.launcher is None:
                 # a library that made the first launch has the kernel; Triton would load it now
-                captured = bool(_FIRST) and torch.cuda.is_current_stream_capturing()
+                asks = bool(_FIRST) and not _hooked(self.runtime)
+                captured = asks and torch.cuda.is_current_stream_capturing()
                 if captured and self._made_by_first(self.compiled, pointers):
                     return
                 self._bind()
