@@ -23,6 +23,7 @@ from torch.nn import functional
 from elsa_core import calls, routing
 from elsa_core.messages import first_line
 from elsa_core.operators.linear import ACTIVATIONS, epilogue
+from elsa_core.routing.measured import HALF_DEPTH
 
 # By names of this module: every small call asks them.
 _functions, _profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
@@ -31,7 +32,6 @@ _precision, _cast = torch._C._get_fp32_precision_getter, torch._C._is_any_autoca
 # Whether the user allowed PyTorch's float16 products sums of float16, which are faster.
 _in_half = torch._C._get_cublas_allow_fp16_accumulation
 _tuned = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)  # by PyTorch's TunableOp
-_FEW_CHANNELS = 96  # of layers for which there is a kernel, see backends/triton/linear/gate.py
 _LOCK = threading.Lock()
 _LOG = logging.getLogger("elsa")
 # Layouts of small products that were tried and not admitted since: what was wrong may pass (memory,
@@ -114,7 +114,7 @@ def product(arguments: tuple[Any, ...], backend: str) -> Tensor | None:
     if backend != "auto" or weight.dim() != 2:
         return None
     if input.dtype in _HALF:
-        asks = input.is_cuda and arguments[6] == "strict" and weight.shape[1] > _FEW_CHANNELS
+        asks = input.is_cuda and arguments[6] == "strict" and weight.shape[1] > HALF_DEPTH
         return cublas_product(*arguments) if asks and _is_unseen() else None
     if input.dtype != torch.float32:
         return None

@@ -74,7 +74,8 @@ def check(
             (`torch.compile`), "compile+graph" (a CUDA graph of the compiled model) or several of
             them; the original runs eagerly. Default: "eager", and on CUDA "graph" and "compile"
             too, unless the original cannot be captured or compiled, or this machine lacks the
-            compiler; the report gives the reason. Sites run eagerly.
+            compiler; the report gives the reason. Sites run eagerly. On CUDA "eager" is the first
+            calls of their kind and, once, one that follows them: these may run other code.
         grad: Also gradients, of the first case: of every parameter that wants one and of each
             input, for each site (its hard cases too) and for the model, by the same rule.
         sparsity_bound: The relative error that sites patched with a number as `sparsity` whose

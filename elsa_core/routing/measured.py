@@ -299,6 +299,9 @@ def scope(device: torch.device, dtype: torch.dtype) -> str:
 # activation, scale and residual in the launch of the product.
 NORM, PADDED, GATED, CENTRED, ROUNDED = "norm", "padded", "gated", "centred", "rounded"
 HALF = "half"
+# Channels up to which a product in half precision has a kernel of its own, of some rows: PyTorch's
+# library has none there that fits.
+HALF_DEPTH = 96
 FORMS = (NORM, PADDED, GATED, CENTRED, ROUNDED, HALF)
 # Gradients of windows of more than 64 tokens by a GPU's own kernels.
 LONG_WINDOWS = "long_windows"

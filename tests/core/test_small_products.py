@@ -197,7 +197,7 @@ def test_large_layers_in_half_precision_are_cublas(cublas: list[Any], library: L
 
 def test_linear_in_half_precision(cublas: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size, where nothing of PyTorch would see it."""
-    monkeypatch.setattr(short_calls, "_FEW_CHANNELS", 7)
+    monkeypatch.setattr(short_calls, "HALF_DEPTH", 7)
     x, layer = torch.randn(3, 8).half(), nn.Linear(8, 4).half().requires_grad_(False)
     wide = x.bfloat16(), layer.weight.bfloat16(), None
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,5 +55,34 @@ def compiled_once():
         batch = ({0: torch.export.Dim("batch")},) if any_batch else None
         with torch.no_grad():
             torch.export.export(model, (x,), dynamic_shapes=batch, strict=False)
+
+    return check
+
+
+@pytest.fixture
+def replays():
+    """Patches a copy of a model, records its CUDA graph, after calls on another stream, for one
+    image, and replays it for another: with at most twice the original's error against float64.
+    """
+
+    def check(original, x, other):
+        patched, exact = copy.deepcopy(original), copy.deepcopy(original).double()
+        elsa.patch(patched)
+        with torch.inference_mode():
+            right, theirs = exact(other.double()), original(other)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    patched(x)
+            torch.cuda.current_stream().wait_stream(side)
+            patched(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = patched(x)
+            x.copy_(other)
+            graph.replay()
+            for found in (out, patched(other)):
+                assert (found - right).norm() <= 2 * (theirs - right).norm()
 
     return check

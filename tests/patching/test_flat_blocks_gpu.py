@@ -111,25 +111,9 @@ def test_gradients_are_the_originals(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_graph_replays_what_eager_calls_compute(name, dtype):
+def test_a_graph_replays_what_eager_calls_compute(name, dtype, replays):
     """Of the first call on another stream than that which made the distances, too."""
-    model, x = made(name, dtype), image(dtype)
-    elsa.patch(model)
-    with torch.inference_mode():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                expected = model(x).clone()
-        torch.cuda.current_stream().wait_stream(side)
-        assert error(model(x), expected.double()) < 1e-2
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
-        other = image(dtype)
-        x.copy_(other)
-        graph.replay()
-        assert error(out, model(other).double()) < 1e-2
+    replays(made(name, dtype), image(dtype), image(dtype))
 
 
 def test_distances_are_those_that_a_gpu_computes():

@@ -20,6 +20,7 @@ from elsa_core.operators.normed_linear import plain as plain_normed
 from elsa_core.routing.measured import (
     GATED,
     HALF,
+    HALF_DEPTH,
     NORM,
     eager_least,
     linear_form,
@@ -28,9 +29,7 @@ from elsa_core.routing.measured import (
 
 # Where a gradient is wanted, of an eager call: the operator's formulas take more of the host.
 LEAST_TRAINED = 1 << 31
-# Half precision gains where PyTorch's library has no kernel that fits: few channels, and rows
-# within these bounds.
-HALF_DEPTH = 96
+# Half precision gains with up to HALF_DEPTH channels, and rows within these bounds.
 HALF_ROWS = (2048, 65536)
 # `torch.backends.cuda.matmul.fp32_precision`, which takes nine times as long
 _precision = torch._C._get_fp32_precision_getter
