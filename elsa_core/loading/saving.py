@@ -30,7 +30,8 @@ _OWN_NAMES = frozenset(
     (
         *(WEIGHTS_NAME, CONFIG_NAME, OPEN_CLIP_CONFIG_NAME, PLAN_NAME),
         *("model.ts", "model.onnx", "model.onnx.data", "model.pt2", "model.aoti.pt2", "lib"),
-        *("manifest.json", "manifest.sig", "reference.npz", "load.py", "README.md", "__pycache__"),
+        *("model.int8.onnx", "model.int8.onnx.data", "labels.txt", "reference.npz", "README.md"),
+        *("manifest.json", "manifest.sig", "load.py", "__pycache__"),
     )
 )
 

@@ -145,6 +145,22 @@ def test_a_damaged_image_is_named_and_the_others_run(
     assert "error: " in said.err and "015.png" in said.err
 
 
+def test_names_do_not_steer_a_terminal(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = "\x1b[31m\x07\r\u202eé"
+    pictures(bundle / f"{bad}images", 10)
+    (bundle / f"{bad}images" / f"{bad}.png").write_bytes(b"no image")
+    (bundle / "names.txt").write_text(f"cat{bad}\ndog\nowl\n".replace("\r", ""))
+    given = [str(bundle / f"{bad}images"), "--labels", str(bundle / "names.txt")]
+    assert template.main(given) == 1
+    said = capsys.readouterr()
+    assert template.main([*given, "-o", str(bundle / "out.csv")]) == 1
+    assert template.main([f"{bad}.png"]) == 1
+    said_of_none = capsys.readouterr().err
+    for text in (said.out, said.err, (bundle / "out.csv").read_text(), said_of_none):
+        assert repr(bad)[1:-1].replace(r"\r", "") in text.replace(r"\r", "")
+        assert text.replace("\n", "").isprintable()
+
+
 def test_features_are_written_whole(bundle: Path, facts: dict[str, Any]) -> None:
     facts["outputs"] = [{"name": "features"}]
     pictures(bundle / "images", 255)

@@ -19,9 +19,13 @@ from torch import nn
 
 from elsa_core import files
 from elsa_core.errors import ArgumentError, ModelError, UnavailableError
+from elsa_core.exporting.artefacts import FILES
+from elsa_core.exporting.labels import LABELS_NAME
+from elsa_core.exporting.manifest import MANIFEST_NAME, REFERENCE_NAME
+from elsa_core.exporting.signature import SIGNATURE_NAME
 from elsa_core.loading import saving as save_module
 from elsa_core.loading.loader import Loaded, load_model
-from elsa_core.loading.saving import save, separate
+from elsa_core.loading.saving import check_target, save, separate
 from elsa_core.patching.report import PatchReport
 from elsa_core.patching.rewrite import patch, patched_sites
 
@@ -152,6 +156,15 @@ def test_an_existing_target_needs_force(
     assert entries(tmp_path) == ["out"]
     (tmp_path / "empty").mkdir()
     assert save(*patched, tmp_path / "empty") == tmp_path / "empty"
+
+
+def test_force_replaces_every_file_that_elsa_writes(tmp_path: Path) -> None:
+    names = [*FILES.values(), *(f"{FILES[each]}.data" for each in ("onnx", "onnx-int8"))]
+    names += [MANIFEST_NAME, SIGNATURE_NAME, REFERENCE_NAME, LABELS_NAME, "load.py", "README.md"]
+    for name in (*names, "elsa_plan.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "lib").mkdir()
+    check_target(tmp_path, tmp_path, force=True)
 
 
 def test_force_does_not_remove_what_elsa_did_not_write(

@@ -328,12 +328,17 @@ def predictions(model: Model, files: Sequence[Path], given: Any) -> Iterator[dic
             yield entry
 
 
+def plain(text: str) -> str:
+    """Text with control characters as `repr` shows them: a name must not steer a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def shown(entry: dict[str, Any]) -> str:
     """An entry for people."""
     classes, line = entry.get("classes", ()), "{probability:8.2%}  {class:5}  {name}"
     lines = [line.format(**one).rstrip() for one in classes]
     lines += [f"  output {list(np.shape(each))}: -o writes it" for each in entry.get("outputs", ())]
-    return "\n".join([entry["file"], *lines])
+    return "\n".join(map(plain, [entry["file"], *lines]))
 
 
 def as_csv(entries: Sequence[dict[str, Any]]) -> str:
@@ -342,10 +347,11 @@ def as_csv(entries: Sequence[dict[str, Any]]) -> str:
     if any("classes" in entry for entry in entries):
         writer.writerow(["file", "rank", "class", "name", "probability"])
     for entry in entries:
+        file = plain(entry["file"])
         if flat := [n for each in entry.get("outputs", ()) for n in np.ravel(each).tolist()]:
-            writer.writerow([entry["file"], *flat])
+            writer.writerow([file, *flat])
         for rank, one in enumerate(entry.get("classes", ()), 1):
-            writer.writerow([entry["file"], rank, one["class"], one["name"], one["probability"]])
+            writer.writerow([file, rank, one["class"], plain(one["name"]), one["probability"]])
     return text.getvalue()
 
 
@@ -375,12 +381,12 @@ def main(arguments: Sequence[str]) -> int:
         drawn = (facts := manifest())["model"]["weights"].startswith("random")
         random = "the weights are random, and so are the results" * drawn
         for line in filter(None, (_assumed(facts), random)):
-            print(f"warning: {line}", file=sys.stderr)
+            print(plain(f"warning: {line}"), file=sys.stderr)
         files = images_in(given.images)
         for entry in predictions(load(given.format, device=given.device), files, given):
             if "error" in entry:
                 failed = 1
-                print(f"error: {entry['file']}: {entry['error']}", file=sys.stderr)
+                print(plain(f"error: {entry['file']}: {entry['error']}"), file=sys.stderr)
             elif not given.output:
                 print(shown(entry))
             else:
@@ -391,7 +397,7 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:  # ONNX Runtime's have no other base
-        print(f"error: {(str(error).splitlines() or [repr(error)])[0]}", file=sys.stderr)
+        print(plain(f"error: {(str(error).splitlines() or [repr(error)])[0]}"), file=sys.stderr)
         return 1
     return failed
 
