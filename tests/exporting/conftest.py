@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch._inductor import config
 
 from elsa_core.exporting.bundle import Bundle, export
 from elsa_core.loading.loader import Loaded, load_model
@@ -39,3 +40,26 @@ def bundle(
     made: Bundle = pickle.loads((folder / "bundle").read_bytes())
     copy = shutil.copytree(folder / "vit", tmp_path_factory.mktemp("bundle") / "vit")
     return dataclasses.replace(made, path=Path(copy))
+
+
+@pytest.fixture(scope="package")
+def one_block() -> Loaded:
+    """A patched ViT of one small block at 64 pixels."""
+    loaded = load_model("test_vit", image_size=64, model_kwargs={"depth": 1})
+    patch(loaded.model)
+    return loaded
+
+
+@pytest.fixture(scope="package")
+def compiled(one_block: Loaded, once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """Its bundle with model.aoti.pt2 alone."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+
+    def make(folder: Path) -> None:
+        with config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):  # half of the time
+            before = config.get_config_copy()
+            export(one_block.model, folder / "out", formats=("pt2",), aoti=True, loaded=one_block)
+            assert config.get_config_copy() == before
+
+    return once("compiled", make) / "out"

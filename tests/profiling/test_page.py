@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,14 +19,16 @@ from elsa_core.patching import page as sites_page
 from elsa_core.patching.sites import inspect
 from elsa_core.profiling import charts, figures, page, series
 
+SCHEMES = {"light": 1, "dark": 0}
 
-def dumped(browser: str, path: Path, profile: Path) -> tuple[str, str]:
+
+def dumped(browser: str, path: Path, profile: Path, scheme: str) -> tuple[str, str]:
     """The page's DOM after loading, and what the browser's console said."""
     done = subprocess.run(
         [
             browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
             f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", "--dump-dom",
-            f"file://{path}",
+            f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", path.as_uri(),
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
@@ -34,9 +37,45 @@ def dumped(browser: str, path: Path, profile: Path) -> tuple[str, str]:
 
 
 # Runs beside the page, which is shown in frames as wide as a telephone, a tablet and a screen: what
-# a reader would miss is told in the title.
-_LOOK = """<!DOCTYPE html><title>not run</title><body style="margin: 0"><script>
-const source = SOURCE, widths = [390, 800, 1280], said = [];
+# a reader would miss is told in the title. Text is faint where its contrast with what is drawn
+# below it is less than 4.5, the least that WCAG 2 asks for.
+_LOOK = """<!DOCTYPE html><meta name="color-scheme" content="light dark"><title>not run</title>
+<body style="margin: 0"><script>
+const source = SOURCE, words = WORDS, widths = [390, 800, 1280], said = [];
+function channels(colour) {
+  return (colour.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+}
+function light(colour) {
+  const [r, g, b] = channels(colour).map((c) => c / 255).map(
+    (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function ground(page, box) {
+  const stack = page.elementsFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2);
+  for (const one of stack) {
+    const style = page.defaultView.getComputedStyle(one);
+    const drawn = one instanceof page.defaultView.SVGElement;
+    if (drawn && !["rect", "path", "polygon"].includes(one.tagName)) continue;
+    const colour = drawn ? style.fill : style.backgroundColor;
+    if (colour !== "none" && channels(colour)[3] !== 0) return colour;
+  }
+  return "rgb(255, 255, 255)";
+}
+function is_faint(page, node) {
+  const range = page.createRange();
+  range.selectNodeContents(node);
+  const box = range.getBoundingClientRect(), one = node.parentElement;
+  if (!node.data.trim() || !box.width || one.closest("title, style")) return false;
+  const style = page.defaultView.getComputedStyle(one);
+  const ink = one instanceof page.defaultView.SVGElement ? style.fill : style.color;
+  const [a, b] = [light(ink), light(ground(page, box))];
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
+}
+function faint(page) {
+  const walk = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT), found = [];
+  while (walk.nextNode()) if (is_faint(page, walk.currentNode)) found.push(walk.currentNode.data);
+  return found;
+}
 function look(frame, width) {
   const page = frame.contentDocument, root = page.documentElement;
   const charts = [...page.querySelectorAll("figure > svg")];
@@ -51,9 +90,14 @@ function look(frame, width) {
   const texts = [...page.querySelectorAll("svg text")].map((one) => one.getBoundingClientRect());
   const meet = texts.filter((a, i) => texts.some((b, j) => i < j && a.left < b.right - 1 &&
     b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3)).length;
+  frame.style.height = `${root.scrollHeight}px`;  // a point below the frame has no element
+  const pale = faint(page);
+  const dark = light(frame.contentWindow.getComputedStyle(page.body).backgroundColor) < 0.2;
+  const gone = words.filter((word) => !page.body.innerText.includes(word));
   const loads = frame.contentWindow.performance.getEntriesByType("resource").length;
   return `${width}: ${charts.length} charts, ${small} small, ${out.length} outside, ` +
-    `${scrolls} scroll, ${meet} meet, ${loads} loads, wide ${root.scrollWidth > width}`;
+    `${scrolls} scroll, ${meet} meet, ${pale.length} faint, ${gone.length} gone, ${loads} loads, ` +
+    `wide ${root.scrollWidth > width}, ${dark ? "dark" : "light"}`;
 }
 let left = widths.length;
 for (const width of widths) {
@@ -69,15 +113,24 @@ for (const width of widths) {
 </script></body>"""
 
 
-def seen(browser: str, text: str, folder: Path) -> list[str]:
+def seen(
+    browser: str, text: str, folder: Path, scheme: str = "light", words: Sequence[str] = ()
+) -> list[str]:
     """What a browser makes of a page at three widths, one line each; its console is silent."""
     path = folder / "look.html"
-    source = json.dumps(text).replace("</", "<\\/")
-    path.write_text(_LOOK.replace("SOURCE", source), encoding="utf-8")
-    dom, console = dumped(browser, path, folder / "browser")
+    program = _LOOK.replace("WORDS", json.dumps(words))
+    program = program.replace("SOURCE", json.dumps(text).replace("</", "<\\/"))
+    path.write_text(program, encoding="utf-8")
+    dom, console = dumped(browser, path, folder / "browser", scheme)
     title = re.search("<title>(.*?)</title>", dom)
     assert title is not None and console == ""
     return title[1].split("; ")
+
+
+def right(charts: int, scheme: str = "light") -> list[str]:
+    """What `seen` says of a page that shows all of it."""
+    rest = "0 small, 0 outside, 0 scroll, 0 meet, 0 faint, 0 gone, 0 loads, wide false"
+    return [f"{width}: {charts} charts, {rest}, {scheme}" for width in (390, 800, 1280)]
 
 
 def long_names(document: dict[str, Any]) -> dict[str, Any]:
@@ -91,18 +144,41 @@ def long_names(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize("names", ["short", "long"])
+def chart_count(document: dict[str, Any]) -> int:
+    """Latency, throughput, memory (where it could be measured), two of the sites of each point."""
+    runs = document["results"]["points"][0]["profile"]["runs"]
+    return 7 if any(run["memory_bytes"] for run in runs) else 6
+
+
+@pytest.mark.parametrize(("names", "scheme"), [("short", "light"), ("long", "dark")])
 def test_a_browser_shows_all_of_it_at_every_width(
-    chromium: str, document: dict[str, Any], tmp_path: Path, names: str
+    chromium: str, document: dict[str, Any], tmp_path: Path, names: str, scheme: str
 ) -> None:
     """Tables were cut at 1280 px, and the title at 390."""
     text = page.page(long_names(document) if names == "long" else document)
     assert "<script" not in text
-    # Latency, throughput, memory (where it could be measured), and two of the sites of two points.
-    memory = any(r["memory_bytes"] for r in document["results"]["points"][0]["profile"]["runs"])
-    count = 7 if memory else 6
-    right = f"{count} charts, 0 small, 0 outside, 0 scroll, 0 meet, 0 loads, wide false"
-    assert seen(chromium, text, tmp_path) == [f"{width}: {right}" for width in (390, 800, 1280)]
+    words = ["192 px, batch 1, fp32, strict", "Where the time goes", "rest of the model"]
+    words += [run["name"] for run in document["results"]["points"][0]["profile"]["runs"]]
+    found = seen(chromium, text, tmp_path, scheme, words)
+    assert found == right(chart_count(document), scheme)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "other", "told"),
+    [
+        (r"--text: #1d2830", "--text: #9aa5b1", r"[1-9]\d* faint"),
+        (r"main \{ max-width: 1180px", "main { min-width: 1400px", r"[1-9]\d* outside"),
+        (r">192 px, batch 1, fp32, strict<", "><", "1 gone"),
+        (r'<svg width="100%"', '<svg width="100"', r"[1-9]\d* small"),
+    ],
+)
+def test_a_fault_of_a_page_is_seen(
+    chromium: str, document: dict[str, Any], tmp_path: Path, pattern: str, other: str, told: str
+) -> None:
+    text, count = re.subn(pattern, other, page.page(document))
+    assert count
+    found = seen(chromium, text, tmp_path, words=["192 px, batch 1, fp32, strict"])
+    assert all(re.search(told, line) for line in found), found
 
 
 def test_a_browser_shows_the_sites_of_inspect(chromium: str, tmp_path: Path) -> None:
@@ -112,8 +188,7 @@ def test_a_browser_shows_the_sites_of_inspect(chromium: str, tmp_path: Path) -> 
     text = sites_page.page("pvt_v2_b0 <of timm>", "weights: random", found)
     assert "pvt_v2_b0 &lt;of timm&gt;" in text and ">256:4<" in text and "<script" not in text
     assert "8 of 8 attention sites can be patched, with " in text
-    right = "0 charts, 0 small, 0 outside, 0 scroll, 0 meet, 0 loads, wide false"
-    assert seen(chromium, text, tmp_path) == [f"{width}: {right}" for width in (390, 800, 1280)]
+    assert seen(chromium, text, tmp_path) == right(0)
 
 
 def test_the_model_is_drawn_before_and_after() -> None:
