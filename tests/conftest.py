@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sampling
 import torch
 from quick_compiler import QuickCompiler
 from warm import Warm, warm
@@ -34,12 +33,6 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup`
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Named at the end, which `-q` prints too: a failure may need the same part of a matrix."""
-    part = "all" if sampling.WHOLE else f"the part that SAMPLE={sampling.SAMPLE} takes again"
-    terminalreporter.write_line(f"matrices of parameters: {part}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,39 +1,21 @@
 """Matrices of parameters, and lists of long cases, of which a run of the suite takes a part.
 
-Which part is a number that the commit chooses, so that the runs of CI take the parts in turn:
-SAMPLE, which every process of a run inherits and the end of its output names. The same SAMPLE
-takes the same part. WHOLE_MATRICES=1 takes all.
+Which part is a number, SAMPLE, from 0 to 11: 0 where the variable names none. The same SAMPLE takes
+the same part. WHOLE_MATRICES=1 takes all.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 PARTS = 12  # a multiple of every `one_in` below
 WHOLE = os.environ.get("WHOLE_MATRICES", "0") != "0"
 
 
-def number() -> int:
-    """SAMPLE, else one from the commit of this checkout; 0 where there is none."""
-    if "SAMPLE" in os.environ:
-        return int(os.environ["SAMPLE"]) % PARTS
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
-            text=True, check=True,
-        )  # fmt: skip
-        return int(answer.stdout[:8], 16) % PARTS
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return 0
-
-
-SAMPLE = number()
-os.environ["SAMPLE"] = str(SAMPLE)  # for the processes of this run, whatever becomes of the commit
+SAMPLE = int(os.environ.get("SAMPLE", "0")) % PARTS
 
 
 def taken(place: int, one_in: int = 2) -> bool:

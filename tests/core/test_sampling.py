@@ -61,20 +61,6 @@ def test_parts_of_a_list(one_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampling.some("abcdefg", one_in) == list("abcdefg")
 
 
-def test_the_sample_is_of_the_commit_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAMPLE", "5")
-    assert sampling.number() == 5
-    monkeypatch.delenv("SAMPLE")
-    commit = "0000000f" + "0" * 32
-    done = subprocess.CompletedProcess([], 0, stdout=commit + "\n")
-    monkeypatch.setattr(subprocess, "run", lambda *given, **options: done)
-    assert sampling.number() == 3
-    monkeypatch.undo()
-    monkeypatch.delenv("SAMPLE")
-    monkeypatch.setenv("PATH", "")  # no git
-    assert sampling.number() == 0
-
-
 def halves(tmp_path: Path, **variables: str) -> list[list[str]]:
     """What each half of the plugin's collects of CASES."""
     tmp_path.joinpath("test_cases.py").write_text(CASES)
