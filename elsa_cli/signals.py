@@ -3,8 +3,8 @@
 An exception that a signal handler raises inside a destructor may be swallowed there. The request is
 therefore remembered, and `check` raises it again at the next step. Inside an import it may end the
 process (C++ that runs Python while a library is loaded lets no exception through), and a child that
-is just being started would be left behind: there it waits for the end of either. Where nothing has
-been begun yet that would have to be undone, the process ends inside the import at once.
+is just being started or ended would be left behind: there it waits for the end of either. Where
+nothing has been begun yet that would have to be undone, the process ends inside the import at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _retry(number: int, frame: FrameType | None) -> None:
     """Raise what was asked for, unless this is no moment for it: then look again a little later."""
     if _leave and _importing(frame):
         _leave[-1](exit_code(_requested[0]))
-    if _importing(frame) or _starting():
+    if _importing(frame) or _uninterrupted():
         signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
     else:
         _raise(_requested[0])
@@ -88,8 +88,8 @@ def _importing(frame: FrameType | None) -> bool:
     return False
 
 
-def _starting() -> bool:
-    return bool(getattr(sys.modules.get("elsa_core.processes"), "starting", False))
+def _uninterrupted() -> bool:
+    return bool(getattr(sys.modules.get("elsa_core.processes"), "uninterrupted", False))
 
 
 def _raise(number: int) -> None:

@@ -1,6 +1,9 @@
 """Child processes in a process group of their own: what they start ends with them.
 
-While `starting`, no signal handler may raise: a child would be there that no code knows of.
+`environment_kept` is for compilers that run inside this process.
+
+While `uninterrupted`, no signal handler may raise: a child would be there that no code knows of, or
+one that nobody ends.
 """
 
 from __future__ import annotations
@@ -9,17 +12,20 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-starting = False
+uninterrupted = False
+# For a compiler to remove its temporary files, once it is asked to end.
+GRACE_SECONDS = 2.0
 
 
 @contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A child process; where it still runs at the end, its whole process group is killed.
+    """A child process; where it still runs at the end, its whole process group is ended.
 
-    A compiler starts others: killing it alone would leave those behind.
+    A compiler starts others: ending it alone would leave those behind. All of them get SIGTERM
+    first, and SIGKILL when the child has ended or `GRACE_SECONDS` are over.
 
     Args:
         command: the program and its arguments.
@@ -34,29 +40,58 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
             _end(process)
 
 
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Undo at the end what is done to the environment's variables within.
+
+    torch's compilers set some: TRITON_PTXAS_PATH changes what Triton compiles afterwards.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({n: v for n, v in before.items() if os.environ.get(n) != v})
+
+
 def _start(
     started: list[subprocess.Popen[str]], command: Sequence[str], options: dict[str, Any]
 ) -> None:
-    global starting  # noqa: PLW0603  # read by signal handlers
     options.setdefault("stdin", subprocess.DEVNULL)
-    starting = True
-    try:
+    with _uninterrupted():
         started.append(
             subprocess.Popen(
                 command, start_new_session=True, encoding="utf-8", errors="replace", **options
             )
         )
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    global uninterrupted  # noqa: PLW0603  # read by signal handlers
+    uninterrupted = True
+    try:
+        yield
     finally:
-        starting = False
+        uninterrupted = False
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except (AttributeError, ProcessLookupError, PermissionError):  # a system without groups
-            process.kill()
-        process.wait()
+    with _uninterrupted():
+        if process.poll() is None:
+            _signal(process, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            _signal(process, signal.SIGKILL)  # what is left of the group
+            process.wait()
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()
+
+
+def _signal(process: subprocess.Popen[str], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (AttributeError, ProcessLookupError, PermissionError):  # a system without groups
+        process.send_signal(number)

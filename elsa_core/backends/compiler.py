@@ -308,14 +308,14 @@ def _compile(recipe: Recipe, path: Path, say: Callable[[str], None]) -> None:
     with scratch(".build-", folder=path.parent) as folder:
         units = [(name, [*command, "-o", f"{folder}/{name}.o"]) for name, command in _units(recipe)]
         say(f"compiling {len(units)} units with {' '.join(compiler())}")
-        _run_all(units)
+        _run_all(units, folder)
         say("linking")
         library = folder / path.name
         objects = [f"{folder}/{name}.o" for name, _ in units]
         link = [*compiler(), *objects, "-shared", *recipe.link_flags]
         if sys.platform != "darwin":
             link.append("-Wl,--exclude-libs,ALL")
-        _run_all([("link", [*link, "-o", str(library)])])
+        _run_all([("link", [*link, "-o", str(library)])], folder)
         if not cache.is_whole(library):
             raise UnavailableError(f"the compiler {' '.join(compiler())} wrote no library")
         cache.put(library, path)
@@ -341,14 +341,17 @@ def _units(recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
             yield f"{operator}-{name}", [*common, *flags, *names, kernel]
 
 
-def _run_all(commands: list[tuple[str, list[str]]]) -> None:
-    """Run the commands side by side; the first failure is the error, and leaves nothing running."""
+def _run_all(commands: list[tuple[str, list[str]]], folder: Path) -> None:
+    """Run the commands side by side, their temporary files in `folder`; the first failure is the
+    error, and leaves nothing running."""
+    environment = os.environ | {"TMPDIR": str(folder)}
     end = time.monotonic() + BUILD_SECONDS
     name = " ".join(compiler())
     with ExitStack() as stack:
         started = [
             (unit, stack.enter_context(
-                running(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                running(command, env=environment, stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE)
             ))
             for unit, command in commands
         ]  # fmt: skip

@@ -61,6 +61,7 @@ from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
 from elsa_core.loading import check_target, write_model
 from elsa_core.precision import dtype_name
+from elsa_core.processes import environment_kept
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -90,6 +91,7 @@ class Bundle:
         return {"path": str(self.path), "manifest": self.manifest}
 
 
+@environment_kept()
 def export(
     model: nn.Module,
     directory: str | os.PathLike[str],

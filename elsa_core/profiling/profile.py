@@ -21,6 +21,7 @@ from elsa_core.model_runs.runs import (
 )
 from elsa_core.model_runs.variants import first_tensor, on_device
 from elsa_core.patching import plain_model
+from elsa_core.processes import environment_kept
 from elsa_core.profiling.locate import Asked, locate
 from elsa_core.profiling.sites import SiteProfile
 from elsa_core.profiling.words import profile_summary
@@ -56,6 +57,7 @@ class ProfileReport(Summarised, ModelRuns):
         return profile_summary(self.to_dict())
 
 
+@environment_kept()
 def profile(
     model: nn.Module,
     inputs: ModelInput,

@@ -12,9 +12,11 @@ from elsa_core.inputs.cases import ModelInput
 from elsa_core.measuring.rounds import Settings
 from elsa_core.model_runs.runs import ModelRuns, Progress
 from elsa_core.model_runs.training import measure_training
+from elsa_core.processes import environment_kept
 from elsa_core.profiling.profile import ProfileReport
 
 
+@environment_kept()
 def profile_training(
     model: nn.Module,
     inputs: ModelInput,

@@ -18,6 +18,7 @@ from elsa_core.errors import ArgumentError, ModelError, NothingPatchedError
 from elsa_core.inputs.cases import ModelInput, as_cases
 from elsa_core.operands import require_number
 from elsa_core.patching import is_layer, original, patched_sites
+from elsa_core.processes import environment_kept
 from elsa_core.proof import gradients, timing
 from elsa_core.proof import paths as run_paths
 from elsa_core.proof.report import CheckReport, GradientCheck, ModelCheck, SiteCheck
@@ -36,6 +37,7 @@ __all__ = [
 FAULT_SWITCH = "ELSA_FAULT_INJECTION"
 
 
+@environment_kept()
 def check(
     model: nn.Module,
     inputs: ModelInput | Mapping[str, ModelInput],

@@ -191,6 +191,7 @@ def hangs(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     script = tmp_path / "hangs"
     script.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && [ -z "$HANG" ] && echo hangs 1.0 && exit\n'
+        f'trap "touch {tmp_path}/asked; exit 1" TERM\necho half > "$TMPDIR/cc.s"\n'
         f"touch {tmp_path}/started\nsleep {word}\nexit 1\n"
     )
     script.chmod(0o755)
@@ -226,7 +227,7 @@ def test_a_compiler_that_never_says_its_version(
 def test_a_signal_ends_the_compilers_too(
     hangs: str, place: Path, tmp_path: Path, number: int
 ) -> None:
-    """`cc1plus` went on for minutes after `elsa build` had ended."""
+    """`cc1plus` went on for minutes after `elsa build` had ended, and left its files in TMPDIR."""
     child = subprocess.Popen(
         [sys.executable, "-m", "elsa_cli", "build"], stdout=-1, stderr=-1, text=True
     )
@@ -237,6 +238,8 @@ def test_a_signal_ends_the_compilers_too(
     child.send_signal(number)
     out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (128 + number, "", "")
+    assert (tmp_path / "asked").exists(), "killed before it was asked to end"
+    assert list((tmp_path / "scratch").iterdir()) == []
     assert [path for path in place.iterdir() if path.suffix != ".lock"] == []
 
 

@@ -97,6 +97,18 @@ def test_a_bundle_runs_on_a_gpu_without_the_package(tmp_path: Path, dtype: str) 
         assert "this bundle serves batches of 1, 2, 3 on sm_" in line
 
 
+def test_the_first_export_for_another_gpu_with_empty_caches(tmp_path: Path) -> None:
+    """The check's compiled path sets TRITON_PTXAS_PATH: the export ended there after a minute."""
+    places = ("ELSA_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    caches = {name: str(tmp_path / name) for name in places}
+    other = next(
+        arch for arch in ("sm_80", "sm_90")
+        if arch != "sm_{}{}".format(*torch.cuda.get_device_capability())
+    )  # fmt: skip
+    said = exported(tmp_path / "bundle", "float32", other, **caches)
+    assert said == str([gpu_library.LIBRARY, gpu_library.PLANS])
+
+
 PLAIN = """
 import sys
 import torch

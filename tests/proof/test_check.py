@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+import elsa_core as elsa
 from elsa_core import routing
 from elsa_core.backends import eager
 from elsa_core.backends.support import Backend, Implementation, Support
@@ -393,6 +396,32 @@ def test_restored_after_an_interrupt(when: int) -> None:
             check(model, two, progress=progress)
     assert [type(module) for module in model.modules()] == classes
     assert hooks(model) == 0 and all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("run", ["check", "profile", "export"])
+def test_the_environment_is_left_as_it_was(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's compiler sets TRITON_PTXAS_PATH on the way, after which no kernel was compiled for
+    another GPU."""
+    monkeypatch.setenv("ELSA_TEST_CHANGED", "before")
+    monkeypatch.setenv("ELSA_TEST_REMOVED", "before")
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    before = dict(os.environ)
+
+    def progress(*_: object) -> None:
+        os.environ["TRITON_PTXAS_PATH"] = "/elsewhere/ptxas"
+        os.environ["ELSA_TEST_CHANGED"] = "after"
+        os.environ.pop("ELSA_TEST_REMOVED", None)
+        raise KeyboardInterrupt
+
+    model = vit(depth=1)
+    if run != "profile":
+        patch(model)
+    given = {"check": (noise(),), "profile": (noise(),), "export": (tmp_path / "bundle",)}[run]
+    with pytest.raises(KeyboardInterrupt):
+        getattr(elsa, run)(model, *given, progress=progress)
+    assert dict(os.environ) == before
 
 
 def test_progress_counts_to_the_end() -> None:

@@ -163,7 +163,7 @@ def _workers(count: int, place: Path, plan: Plan, only: str) -> Iterator[list[An
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_CACHE_DIR": str(place / "triton"),
+        "TRITON_CACHE_DIR": str(place / "triton"), "TMPDIR": str(place),
     }  # fmt: skip
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environ}
     with ExitStack() as stack:
