@@ -1,0 +1,1 @@
+"""What every operator promises, on every backend: cases, a float64 oracle and one judge."""
