@@ -1,8 +1,9 @@
 """The cache of built libraries: this user's own folder, each library beside the SHA-256 of itself.
 
 A library is code that runs with the user's rights. One is loaded only where the folder and the file
-belong to this user (or to root, who may do anything) and no other user can write to them, and where
-its bytes have the digest that was stored when it was built.
+belong to this user (or to root, who may do anything) and no other user can write to them or to a
+folder above, so that what was looked at is what is loaded, and where its bytes have the digest that
+was stored when it was built.
 
 Environment variables:
     ELSA_CACHE_DIR: where built libraries are kept (default: the user's cache directory).
@@ -35,8 +36,8 @@ _LOG = logging.getLogger("elsa")
 def directory() -> Path:
     """Where built libraries are kept, whether it is there already or not.
 
-    The folder that ELSA_CACHE_DIR or the system names, where it is this user's own and closed to
-    others; else one that is, and a warning says so.
+    The folder that ELSA_CACHE_DIR or the system names, links resolved, where it is this user's own
+    and closed to others; else one that is, and a warning says so.
 
     Raises:
         UnavailableError: ELSA_CACHE_DIR names a home directory that does not exist, there is
@@ -45,12 +46,12 @@ def directory() -> Path:
     wanted = _wanted()
     reason = not_own(wanted)
     if not reason:
-        return wanted
+        return Path(os.path.realpath(wanted))
     private = Path(tempfile.gettempdir()) / f"elsa-{_user()}" / "native"
     for place in (_default(), private):
         if place is not None and place != wanted and not not_own(place):
             _warn_once(f"{reason}: {place} is used instead")
-            return place
+            return Path(os.path.realpath(place))
     raise UnavailableError(f"{reason}; set ELSA_CACHE_DIR to a directory of yours")
 
 
@@ -185,8 +186,10 @@ def _default() -> Path | None:
 
 
 def not_own(folder: Path) -> str:
-    """Why other users could put libraries into a folder; empty where they cannot."""
-    for place in (folder, folder.parent):
+    """Why other users could put libraries into a folder, or another one in its place; empty where
+    they cannot."""
+    real = Path(os.path.realpath(folder))
+    for place in (real, *real.parents):
         try:
             facts = place.stat()
         except OSError:  # not there yet; other errors are raised where it is read
@@ -194,10 +197,32 @@ def not_own(folder: Path) -> str:
         if not _is_own(facts):
             return f"the cache {place} belongs to another user"
         # In a sticky folder (/tmp) only the owner of a file can move it.
-        sticky = place is not folder and facts.st_mode & stat.S_ISVTX
-        if facts.st_mode & _WRITABLE_BY_OTHERS and not sticky:
+        sticky = place != real and facts.st_mode & stat.S_ISVTX
+        # What this package makes is closed to groups too; a home need not be.
+        made = place in (real, real.parent)
+        if _others_write(facts, closed=made) and not sticky:
             return f"other users may write to the cache {place} (`chmod go-w` closes it)"
     return ""
+
+
+def _others_write(facts: os.stat_result, *, closed: bool) -> bool:
+    """Whether another user may; unless `closed`, a group with nobody else in it is no other."""
+    if facts.st_mode & stat.S_IWOTH:
+        return True
+    return bool(facts.st_mode & stat.S_IWGRP) and (closed or not _is_private(facts.st_gid))
+
+
+def _is_private(group: int) -> bool:
+    """Whether it is the group of this user alone, which many systems make for each."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(_user()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    alone = found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    return group == user.pw_gid and alone
 
 
 def _own_bytes(path: Path) -> bytes | None:

@@ -135,6 +135,8 @@ def _build(recipe: Recipe, path: Path, force: bool, say: Callable[[str], None]) 
     """Compile a library while no other process does."""
     try:
         cache.make(path.parent)
+        if reason := cache.not_own(path.parent):  # in /tmp another user may have been faster
+            raise UnavailableError(f"{reason}; set ELSA_CACHE_DIR to a directory of yours")
         with cache.locked(path, recipe.title, say):
             if is_sound(path) and not force:  # another process built it while this one waited
                 return

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import stat
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -54,18 +55,22 @@ class Manifest:
         return found
 
 
-def hashed(path: Path, limit: int | None = None) -> FileEntry:
+def hashed(path: Path, limit: int | None = None, copy: Path | None = None) -> FileEntry:
     """Size and hash of a plain file, opened once; not read further than one byte past `limit`.
 
+    The bytes that are hashed are written to `copy`, a new file.
+
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or the copy not be written.
         ModelError: it is a link, a pipe or a device.
     """
     digest, size = hashlib.sha256(), 0
-    with open_plain(path) as file:
+    with open_plain(path) as file, nullcontext() if copy is None else copy.open("xb") as sink:
         while block := file.read(_BLOCK if limit is None else min(_BLOCK, limit + 1 - size)):
             digest.update(block)
             size += len(block)
+            if sink is not None:
+                sink.write(block)
     return FileEntry(size, digest.hexdigest())
 
 

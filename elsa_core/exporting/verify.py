@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elsa_core import files
-from elsa_core.errors import ModelError
+from elsa_core.errors import ModelError, UnavailableError
 from elsa_core.exporting import gpu_library
 from elsa_core.exporting import reference as references
 from elsa_core.exporting.archive import unpacked
@@ -87,8 +89,10 @@ def verify(
 
     Every file must have the size and SHA-256 of the manifest, with nothing missing, nothing extra
     and no link. Then each artefact runs in a fresh process, on the CPU or GPU it was made for, and
-    must reproduce the model within the criterion of `check`. That runs the bundle's own libraries:
-    hashes in a manifest show damage, not intent, so run bundles only of those whom you trust.
+    must reproduce the model within the criterion of `check`. What runs is a private copy of the
+    bytes that were compared: nobody can exchange them in between. That runs the bundle's own
+    libraries: hashes in a manifest show damage, not intent, so run bundles only of those whom you
+    trust.
 
     Args:
         path: what `export` wrote.
@@ -104,26 +108,48 @@ def verify(
 
     Raises:
         ModelError: no bundle, or a malformed or hostile one.
-        UnavailableError: no disk space to unpack a zip.
+        UnavailableError: no disk space for the copy.
     """
     given = files.located(path, ModelError)
     say = progress or (lambda line: None)
     say("reading the manifest")
-    with unpacked(given) as directory:
+    with ExitStack() as stack:
+        directory = stack.enter_context(unpacked(given))
         manifest = read_manifest(directory)
         say("comparing files")
         failures = [] if key is None else _unsigned(directory, manifest, key)
         signed = key is not None and not failures
-        failures += compare_files(directory, manifest)
+        own = directory != given  # a zip has been unpacked into a private folder
+        copy = None if own or failures or not run else stack.enter_context(_copied(manifest))
+        failures += compare_files(directory, manifest, copy)
         reports: Sequence[ArtefactReport] = ()
         if run and not failures:
             if before_run is not None:
                 before_run(signed)
-            reports = run_artefacts(directory, manifest, say)
+            reports = run_artefacts(copy or directory, manifest, say)
             failures = [f"{r.format}: {r.reason}" for r in reports if r.status == "failed"]
     return VerifyReport(
         given, len(manifest.files), tuple(reports), tuple(failures), manifest.content, signed
     )
+
+
+@contextmanager
+def _copied(manifest: Manifest) -> Iterator[Path]:
+    """A private folder with a bundle's manifest, for the files that are compared.
+
+    Raises:
+        UnavailableError: no disk space for them.
+    """
+    with files.scratch("elsa-bundle-") as folder:
+        total = sum(entry.size for entry in manifest.files.values())
+        free = shutil.disk_usage(folder).free
+        if total > free:
+            raise UnavailableError(
+                f"a copy of the bundle takes {total / 1e6:.0f} MB and {free / 1e6:.0f} MB are free "
+                f"in {folder.parent}: set TMPDIR to another folder"
+            )
+        (folder / MANIFEST_NAME).write_bytes(manifest.raw)
+        yield folder
 
 
 def _unsigned(directory: Path, manifest: Manifest, key: Ed25519PublicKey) -> list[str]:
@@ -136,8 +162,10 @@ def _unsigned(directory: Path, manifest: Manifest, key: Ed25519PublicKey) -> lis
     return []
 
 
-def compare_files(directory: Path, manifest: Manifest) -> list[str]:
+def compare_files(directory: Path, manifest: Manifest, copy: Path | None = None) -> list[str]:
     """One line for each file that is missing, extra, a link, or not what the manifest says.
+
+    The bytes that were compared are written to the folder `copy`.
 
     Raises:
         ModelError: a link or a device: it may lead outside.
@@ -155,8 +183,11 @@ def compare_files(directory: Path, manifest: Manifest) -> list[str]:
     for name, entry in manifest.files.items():
         if name not in present:
             continue
+        place = None if copy is None else copy / name
         try:
-            found = hashed(present[name], entry.size)
+            if place is not None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+            found = hashed(present[name], entry.size, place)
         except OSError as error:
             failures.append(f"{name} cannot be read: {error.strerror or error}")
             continue

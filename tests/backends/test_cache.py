@@ -148,6 +148,24 @@ def test_a_cache_that_others_may_write_to_is_not_used(
         native.build()
 
 
+@pytest.mark.parametrize("above", ["mode", "link"])
+def test_a_cache_below_a_folder_that_others_may_write_to_is_not_used(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, above: str
+) -> None:
+    """They would put another folder in its place after it had been looked at."""
+    far = tmp_path / "open" / "a" / "b"
+    far.mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    if above == "link":
+        (tmp_path / "link").symlink_to(far)
+        far = tmp_path / "link"
+    monkeypatch.setenv("ELSA_CACHE_DIR", str(far / "cache"))
+    assert cache.directory() == tmp_path / "own" / "elsa" / "native"
+    (tmp_path / "open").chmod(0o755)
+    assert cache.directory() == Path(os.path.realpath(far)) / "cache" / "native"
+
+
 def test_a_sticky_folder_holds_a_cache_of_ones_own(place: Path) -> None:
     place.mkdir(parents=True)
     place.parent.chmod(0o1777)

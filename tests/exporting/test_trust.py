@@ -167,6 +167,21 @@ def test_a_signal_ends_what_a_verification_has_started(
     assert not alive(word) and list(scratch.iterdir()) == []
 
 
+def test_what_runs_is_what_was_compared(copy: Path) -> None:
+    """Whoever may write to the bundle exchanged its files after they had been compared."""
+    content = json.loads((copy / "manifest.json").read_text())
+    content["artefacts"] = {"onnx": content["artefacts"]["onnx"]}
+    (copy / "manifest.json").write_text(json.dumps(content))
+
+    def exchange(signed: bool) -> None:
+        for each in files_in(copy):
+            each.unlink()
+            each.write_bytes(b"other code")
+
+    report = verify(copy, before_run=exchange)
+    assert report.failures == () and [each.status for each in report.artefacts] == ["ok"]
+
+
 # --- signatures ----------------------------------------------------------------------------------
 
 

@@ -163,11 +163,8 @@ def read(folder: Path, *, trusted: bool = False) -> Pack:
         FileNotFoundError: there is none.
         UnavailableError: it is damaged, of another format, or other users could have written it.
     """
-    if not trusted:
-        for place in (folder, folder.parent):
-            reason = cache.not_own(place)
-            if reason:
-                raise UnavailableError(f"the kernel pack is not used: {reason}")
+    if not trusted and (reason := cache.not_own(folder)):
+        raise UnavailableError(f"the kernel pack is not used: {reason}")
     for _ in range(_ATTEMPTS):
         # another process may replace it between the two files
         with contextlib.suppress(FileNotFoundError):
