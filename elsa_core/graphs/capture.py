@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -40,26 +40,47 @@ def captured(
     Raises:
         RuntimeError: the call does something that a graph cannot hold.
     """
+    (replay,) = captured_in_turn([call], ready, pool=pool, stream=stream, error_mode=error_mode)
+    return replay
+
+
+def captured_in_turn(
+    parts: Sequence[Callable[[], object]],
+    ready: Callable[[], object] | None = None,
+    *,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+    error_mode: str = "global",
+) -> list[Callable[[], object]]:
+    """`captured` of calls that always follow one another, as a forward and its backward do: a graph
+    of each, in one pool, in which what one part leaves is there for the next.
+
+    Raises:
+        RuntimeError: as `captured`.
+    """
     own = _capture_stream(torch.cuda.current_device())
     own.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(own):
-        call()  # what is made once for each stream must not be made during the capture
+        for call in parts:
+            call()  # what is made once for each stream must not be made during the capture
     torch.cuda.current_stream().wait_stream(own)
     if ready is not None:
         ready()
-    graph = torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before, offset = torch.cuda.current_stream(), generator.get_offset()
+    pool = pool or torch.cuda.graph_pool_handle()
+    graphs = [torch.cuda.CUDAGraph() for _ in parts]
     try:
-        with torch.cuda.graph(
-            graph, pool=pool, stream=stream or own, capture_error_mode=error_mode
-        ):
-            call()
+        for graph, call in zip(graphs, parts, strict=True):
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream or own, capture_error_mode=error_mode
+            ):
+                call()
     except BaseException:
         torch.cuda.set_stream(before)  # older PyTorch leaves the capture's own
         _release(generator, offset)
         raise
-    return graph.replay
+    return [graph.replay for graph in graphs]
 
 
 def replayed(
@@ -135,8 +156,12 @@ class Cuda:
             last.synchronize()
 
     def random_state(self, device: torch.device) -> Any:
-        """Equal before and after what draws no random numbers."""
+        """Equal before and after what draws no random numbers on the device."""
         return torch.cuda.default_generators[device.index].get_offset()
+
+    def restore_random_state(self, device: torch.device, state: Any) -> None:
+        """Let the next draw on the device be what it was when `random_state` was asked."""
+        torch.cuda.default_generators[device.index].set_offset(state)
 
     def pool(self, device: torch.device) -> Any:
         """A new pool for graphs that are replayed one after the other, and a stream to capture on.
@@ -147,17 +172,23 @@ class Cuda:
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def captured(
-        self, call: Callable[[], object], pool: Any, device: torch.device
-    ) -> Callable[[], object]:
-        """The replay of `call`.
+        self, parts: Sequence[Callable[[], object]], pool: Any, device: torch.device
+    ) -> list[Callable[[], object]]:
+        """The replays of calls that follow one another.
 
         Raises:
-            RuntimeError: a graph cannot hold it.
+            RuntimeError: a graph cannot hold one of them.
         """
         handle, stream = pool
         with torch.cuda.device(device):
             try:
-                return captured(call, pool=handle, stream=stream, error_mode="thread_local")
+                return captured_in_turn(
+                    parts, pool=handle, stream=stream, error_mode="thread_local"
+                )
             except RuntimeError:
                 torch.cuda.synchronize()
                 raise
+
+
+BACKEND: Any = Cuda()
+"""Who captures; tests on a CPU put another in its place."""

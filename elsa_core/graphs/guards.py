@@ -18,12 +18,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from elsa_core.graphs.reads import is_plain
+from elsa_core.graphs.given import is_plain
 from elsa_core.patching import FrozenState
 
 _DTYPE = attrgetter("dtype")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # What every module has and a forward does not read.
 _BASE = frozenset(nn.Module().__dict__) - {"training"}
@@ -36,16 +37,21 @@ class Guards:
 
     `alive` is asked before a replay, which reads the memory; `hold` may be asked while it runs.
 
+    Args:
+        model: what is compared.
+        backward: whether its backward is in the graph too, which runs hooks of its own.
+
     Attributes:
         complete: whether all dicts and lists are compared: there are at most `MOST_NESTED`.
         tensors: that are compared.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, backward: bool = False) -> None:
         self._modules = list(model.modules())
         self._types = [type(module) for module in self._modules]
         own = [vars(module) for module in self._modules]
-        self._dicts = own + [each[name] for each in own for name in _TABLES]
+        tables = _TABLES + (_BACKWARD_HOOKS if backward else ())
+        self._dicts = own + [each[name] for each in own for name in tables]
         self._rows: list[Sequence[Any]] = []  # lists, tuples and deques
         seen = {id(each) for each in self._dicts}
         self.complete, self._most = True, len(seen) + MOST_NESTED
@@ -56,7 +62,7 @@ class Guards:
             (each, name)
             for number, each in enumerate(self._dicts)
             for name, value in each.items()
-            if number >= len(own) or name not in _BASE or (name in _TABLES and value)
+            if number >= len(own) or name not in _BASE or (name in tables and value)
         ]
         self._owners, self._names = [each for each, _ in pairs], [name for _, name in pairs]
         self._values = [*self._now()]  # keeps them, so that no other object has their ids
@@ -137,10 +143,11 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) in _SIMPLE and repr(a) == repr(b)
 
 
-def why_not(model: nn.Module, device: torch.device) -> str:
+def why_not(model: nn.Module, device: torch.device, *, backward: bool = False) -> str:
     """Why a graph of the model on a device could be wrong, as far as its modules say; or empty."""
+    hooks = _HOOKS + (_BACKWARD_HOOKS if backward else ())
     for path, module in model.named_modules():
-        if any(getattr(module, name) for name in _HOOKS):
+        if any(getattr(module, name) for name in hooks):
             return f"{path or 'the model'} has hooks, and a replay calls none"
         if getattr(module, "_compiled_call_impl", None) is not None:
             return f"{path or 'the model'} is compiled"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elsa_core import calls
+from elsa_core.graphs import capture
+from elsa_core.graphs.given import RefusedError, is_plain
 
 _ATEN = torch.ops.aten
 _COPIES = {_ATEN.copy_, _ATEN._to_copy, _ATEN.to, _ATEN._copy_from}
@@ -19,25 +21,22 @@ _COPIES = {_ATEN.copy_, _ATEN._to_copy, _ATEN.to, _ATEN._copy_from}
 class Reads(TorchDispatchMode):
     """Notes the tensors that operators read and the call did not make.
 
+    Args:
+        device: where the call runs.
+        writable: tensors that the call may write to, buffers of a model that trains.
+
     Attributes:
         reason: why a graph of the call could be wrong; empty where nothing was seen.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, writable: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reason = ""
         self._device = device
+        self._writable = {storage_of(tensor) for tensor in writable}
         self._made: set[int] = set()  # storages; outer ones are never freed here: no number is both
         self._outer: dict[int, Tensor] = {}
-
-    def __enter__(self) -> Reads:
-        calls.observe(1)  # sites run as they do without it
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        calls.observe(-1)
+        self._hooks = saved_tensor_hooks()
 
     def outside(self, held: Iterable[Tensor]) -> bool:
         """Whether something was read that is in the memory of none of the tensors `held`."""
@@ -68,10 +67,16 @@ class Reads(TorchDispatchMode):
                 if tensor.device != self._device:
                     self.reason = f"it reads a tensor on {tensor.device}"
         for tensor in _written(func, args, kwargs):
-            if storage_of(tensor) not in self._made:
+            number = storage_of(tensor)
+            if number not in self._made and number not in self._writable:
                 self.reason = f"{func} writes to a tensor that the call did not make"
         if isinstance(kwargs.get("generator"), torch.Generator):
             self.reason = "it draws from a random generator of its own"
+        if saved_tensor_hooks() is not self._hooks:
+            self.reason = (
+                "it sets hooks for saved tensors (activation checkpointing, offloading), which no "
+                "graph calls; torch's checkpointing also resets random states in its backward"
+            )
         self._made.update({storage_of(tensor) for tensor in made} - self._outer.keys())
         self._compare(func, given, made)
 
@@ -101,8 +106,43 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether all of a tensor is its sizes, strides, dtype and memory."""
-    if type(tensor) not in (Tensor, nn.Parameter):
-        return False
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+def saved_tensor_hooks() -> Any:
+    """What packs the tensors that autograd saves now; None where nothing does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def watched(
+    run: Callable[[], None],
+    device: torch.device,
+    writable: Iterable[Tensor] = (),
+    *,
+    draws: bool = False,
+) -> Reads:
+    """One run, and what it read.
+
+    Args:
+        run, device, writable: as for `Reads`.
+        draws: it may draw random numbers on the device.
+
+    Raises:
+        RefusedError: a replay could differ from it.
+    """
+    before = _random(device), capture.BACKEND.random_state(device)
+    reads = Reads(device, writable)
+    with reads:
+        run()
+    after = _random(device), capture.BACKEND.random_state(device)
+    if before[0] != after[0]:
+        raise RefusedError("it draws random numbers on the host")
+    if before[1] != after[1] and not draws:
+        raise RefusedError("it draws random numbers")
+    if reads.reason:
+        raise RefusedError(reads.reason)
+    return reads
+
+
+def _random(device: torch.device) -> Any:
+    """The random state of the host, where it is not the device's."""
+    state = None if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), state

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elsa_core.graphs import model as graphs
+from elsa_core.graphs import capture
 
 from .tape import Tape
 
@@ -15,6 +15,6 @@ from .tape import Tape
 @pytest.fixture
 def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
     tape = Tape()
-    monkeypatch.setattr(graphs, "BACKEND", tape)
+    monkeypatch.setattr(capture, "BACKEND", tape)
     with torch.inference_mode():
         yield tape

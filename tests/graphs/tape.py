@@ -6,15 +6,13 @@ capture, whatever its tensors have become since, and leaves its results where th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from elsa_core import calls
 
 
 def _aliased(tree: Any) -> Any:
@@ -63,26 +61,30 @@ class Tape:
         self.waits += 1
 
     def random_state(self, device: torch.device) -> Any:
-        return None
+        return torch.get_rng_state().numpy().tobytes()
+
+    def restore_random_state(self, device: torch.device, state: Any) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def pool(self, device: torch.device) -> Any:
         self.pools += 1
         return object()
 
     def captured(
-        self, call: Callable[[], object], pool: Any, device: torch.device
-    ) -> Callable[[], object]:
-        call()
+        self, parts: Sequence[Callable[[], object]], pool: Any, device: torch.device
+    ) -> list[Callable[[], object]]:
+        for call in parts:
+            call()
         if self.error is not None:
             raise self.error
-        calls.observe(1)
-        try:
-            with _Recorder() as recorder:
+        recorders = [_Recorder() for _ in parts]
+        for recorder, call in zip(recorders, parts, strict=True):
+            with recorder:
                 call()
-        finally:
-            calls.observe(-1)
         self.captures += 1
+        return [self._replayer(recorder) for recorder in recorders]
 
+    def _replayer(self, recorder: _Recorder) -> Callable[[], object]:
         def replay() -> None:
             self.replays += 1
             recorder.replay()

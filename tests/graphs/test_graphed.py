@@ -194,22 +194,6 @@ def test_a_hook_is_called(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture
     assert sum("hooks" in line for line in caplog.messages) == 2
 
 
-def test_training_mode_is_the_models_own(tape: Tape, net: Net) -> None:
-    net.dropout = nn.Dropout(0.5).eval()
-    held = elsa.graphed(net)
-    x = inputs()
-    agree(held, net, x)
-    held.train()
-    assert net.training
-    with torch.inference_mode(False), torch.enable_grad():
-        held(torch.randn(3, 8)).sum().backward()
-    assert net.first.weight.grad is not None
-    held.eval()
-    assert not net.first.training
-    agree(held, net, x)
-    assert tape.captures == 1
-
-
 def test_train_and_eval_between_two_calls_drop_a_cache_that_was_read(tape: Tape) -> None:
     """LeViT: in eval mode a table is kept that `train()` drops, and that was made of a weight."""
 
@@ -245,15 +229,16 @@ def test_patch_and_unpatch_after_a_capture(tape: Tape, scope: str) -> None:
         model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
     held = elsa.graphed(model)
     x = inputs(2, 3, 32, 32)
-    agree(held, model, x)
-    elsa.patch(model, scope=scope)
-    agree(held, model, x)
-    elsa.patch(model, scope=scope, precision="ieee")
-    agree(held, model, x)
-    elsa.unpatch(model)
-    agree(held, model, x)
-    assert tape.captures == 4
-    agree(held, model, inputs(2, 3, 32, 32))
+    for change in (
+        lambda: None,
+        lambda: elsa.patch(model, scope=scope),
+        lambda: elsa.patch(model, scope=scope, precision="ieee"),
+        lambda: elsa.unpatch(model),
+        lambda: None,
+    ):
+        change()
+        # a tape holds PyTorch's linear layers, as every recorder on a CPU
+        torch.testing.assert_close(held(x), model(x))
     assert tape.captures == 4
 
 
@@ -324,21 +309,22 @@ def test_shapes_that_take_turns_are_not_captured_for_ever(
     assert "shapes=1" in caplog.messages[-1]
 
 
-def test_gradients_that_are_wanted(tape: Tape, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_are_wanted_have_graphs_of_their_own(tape: Tape, net: Net) -> None:
     held = elsa.graphed(net)
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.randn(3, 8)
         assert held(x).requires_grad
-        held(x)
-        assert tape.captures == 0
-        assert len(caplog.messages) == 1 and "inference_mode" in caplog.messages[0]
+        assert tape.captures == 1
         net.requires_grad_(False)
         agree(held, net, x)
-        assert tape.captures == 1
+        assert tape.captures == 2
         x.requires_grad_()
         assert held(x).requires_grad
-        agree(held, net, x)
-        assert tape.captures == 1
+        assert tape.captures == 3
+        net.train()
+        with torch.no_grad():
+            assert not held(x).requires_grad
+        assert tape.captures == 3
 
 
 class Noisy(nn.Module):

@@ -1,0 +1,170 @@
+"""The graphs of one model, one for each kind of call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from elsa_core.graphs import capture
+from elsa_core.graphs.given import Given, RefusedError
+from elsa_core.graphs.guards import why_not
+from elsa_core.graphs.inference import Inference
+from elsa_core.graphs.reads import saved_tensor_hooks
+from elsa_core.graphs.training import Training
+
+_LOG = logging.getLogger("elsa")
+_FEW_REPLAYS: Final = 4
+_MOST_LOST: Final = 4
+_MOST_KNOWN: Final = 1024
+# Graphs of one device share cuBLAS's workspaces, and a process captures one graph at a time.
+_LOCK = threading.RLock()
+_PENDING: Final = (
+    "another forward comes before the backward of the last one, and both need the same memory "
+    "(where no gradient is wanted, call it under torch.no_grad() or torch.inference_mode())"
+)
+
+
+class Graphs:
+    """The graphs of one model, the one used last at the end. Copies and pickles are empty.
+
+    They share a pool of memory, which is right as long as one is replayed at a time. So from a
+    training forward until its backward no other call is a graph's.
+
+    Args:
+        shapes: kept at most.
+        copy_outputs: whether results are copies.
+        kind: what is captured.
+    """
+
+    def __init__(
+        self, shapes: int, copy_outputs: bool, kind: type[Inference] | type[Training]
+    ) -> None:
+        self._most, self._copy_outputs, self._kind = shapes, copy_outputs, kind
+        self._entries: OrderedDict[Hashable, Inference | Training] = OrderedDict()
+        self._refused: dict[Hashable, str] = {}
+        self._lost: Counter[Hashable] = Counter()  # graphs dropped after few replays
+        self._warned: set[str] = set()
+        self._device: torch.device | None = None  # of all entries
+        self._pool: Any = None
+        self._ticket: Any = None  # of the last forward of any entry
+
+    def __reduce__(self) -> Any:
+        return Graphs, (self._most, self._copy_outputs, self._kind)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the interpreter may be at its end
+            if self._entries and not capture.BACKEND.is_capturing():
+                self._drop(*self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with _LOCK:
+            self._drop(*self._entries)
+            self._refused.clear()
+            self._lost.clear()
+
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's result: of a replay, or of its own call."""
+        try:
+            return self._graphed(model, args, kwargs)
+        except RefusedError as refusal:
+            reason = str(refusal)
+        if reason not in self._warned and len(self._warned) < _MOST_KNOWN:
+            self._warned.add(reason)
+            _LOG.warning("graphed: such calls run without a CUDA graph: %s", reason)
+        return model(*args, **kwargs)
+
+    def _graphed(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = Given.of(args, kwargs)
+        device = given.device()
+        if torch._C._len_torch_function_stack():
+            raise RefusedError("a TorchFunctionMode is active (a default device is one)")
+        if torch.nn.modules.module._has_any_global_hook():
+            raise RefusedError("hooks of all modules are set, and a replay calls none")
+        if self._kind.backward:
+            self._check_training()
+        key = (model.training, given.key(device))
+        with _LOCK:
+            if key in self._refused:
+                raise RefusedError(self._refused[key])
+            entry = self._entries.get(key)
+            if entry is not None:
+                same, result = False, None
+                if entry.given.tree == given.tree:
+                    same, result = entry.answer(given, self._copy_outputs)
+                if same:
+                    self._entries.move_to_end(key)
+                    return self._answered(entry, result)
+                self._lose(key)
+                stale = [k for k, e in self._entries.items() if not e.holds()]
+                self._drop(*stale)  # they would keep what the model no longer has
+            entry = self._captured(key, model, given, device)
+            return self._answered(entry, entry.run(given, self._copy_outputs))
+
+    def _answered(self, entry: Inference | Training, result: Any) -> Any:
+        if isinstance(entry, Training):
+            self._ticket = entry.ticket
+        return result
+
+    def _check_training(self) -> None:
+        """Raises RefusedError: how autograd is set, or a forward that waits for its backward."""
+        if torch.is_anomaly_enabled():
+            raise RefusedError("autograd looks for anomalies")
+        if saved_tensor_hooks() is not None:
+            raise RefusedError("hooks for saved tensors are set, and no graph calls them")
+        ticket = None if self._ticket is None else self._ticket()
+        if ticket is not None and not ticket.done:
+            raise RefusedError(_PENDING)
+
+    def _captured(
+        self, key: Hashable, model: nn.Module, given: Given, device: torch.device
+    ) -> Inference | Training:
+        """A new graph, in the place of the one that was not used for longest."""
+        reason = why_not(model, device, backward=self._kind.backward)
+        if reason:
+            raise RefusedError(reason)
+        if device != self._device:
+            self._drop(*self._entries)
+        while len(self._entries) >= self._most:
+            self._lose(next(iter(self._entries)))
+        if not self._entries:
+            self._pool, self._device = capture.BACKEND.pool(device), device
+        try:
+            if self._lost[key] >= _MOST_LOST:
+                raise RefusedError(
+                    f"its graphs were dropped after few replays: more than shapes={self._most} "
+                    "take turns, or the model changes between calls"
+                )
+            capture.BACKEND.order(device)
+            entry = self._kind(model, given, device, self._pool)
+        except RefusedError as refusal:
+            if len(self._refused) >= _MOST_KNOWN:
+                self._refused.clear()
+            self._refused[key] = str(refusal)
+            raise
+        self._entries[key] = entry
+        return entry
+
+    def _lose(self, key: Hashable) -> None:
+        """Drop a graph; where that happens again and again, capturing is not worth its time."""
+        few = self._entries[key].replays < _FEW_REPLAYS
+        if len(self._lost) >= _MOST_KNOWN:
+            self._lost.clear()
+        self._lost[key] = self._lost[key] + 1 if few else 0
+        self._drop(key)
+
+    def _drop(self, *keys: Hashable) -> None:
+        if keys and self._device is not None:
+            capture.BACKEND.wait(self._device)
+        for key in keys:
+            del self._entries[key]

@@ -1,0 +1,96 @@
+"""A call for inference as one CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from elsa_core.graphs import capture
+from elsa_core.graphs.given import CONSTANTS, Given, RefusedError, is_plain, without_cache
+from elsa_core.graphs.guards import MOST_NESTED, Guards
+from elsa_core.graphs.reads import storage_of, watched
+from elsa_core.messages import first_line
+
+WARM_UPS: Final = 2  # besides the one that is watched and the one of the capture
+
+
+class Inference:
+    """A captured call: its arguments' memory, its replay, its results, the model as it was."""
+
+    backward = False
+
+    def __init__(self, model: nn.Module, given: Given, device: torch.device, pool: Any) -> None:
+        self.given, self.replays = given.copied(), 0
+        self._device, self._targets = device, self.given.tensors()
+        args, kwargs = given.arguments(self.given.leaves)
+        result: list[Any] = [None]
+
+        def run() -> None:
+            result[0] = model(*args, **kwargs)
+
+        with without_cache(device):
+            for _ in range(WARM_UPS):
+                run()
+            self.guards = Guards(model)  # before other runs: they show what a forward changes
+            reads = watched(run, device)
+            check_state(self.guards, self._targets)
+            try:
+                (self._replay,) = capture.BACKEND.captured([run], pool, device)
+            except RuntimeError as error:
+                raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
+        # also what only the capture changes: its memory is the graph's
+        check_state(self.guards, self._targets)
+        outer = (*self._targets, *self.guards.tensors, *self.guards.frozen.tensors)
+        if reads.outside(outer):
+            raise RefusedError("it reads a tensor that is no attribute of its modules")
+        self._results, self._tree = flat_results(result[0], device)
+
+    def holds(self) -> bool:
+        """Whether the model is what it was."""
+        return self.guards.all_hold()
+
+    def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
+        """Whether the model is what it was, and the result."""
+        if not self.guards.alive():
+            return False, None
+        result = self.run(given, copy_outputs)
+        return self.guards.hold(), result  # asked while the GPU is at work
+
+    def run(self, given: Given, copy_outputs: bool) -> Any:
+        """The results for other arguments of the same kind."""
+        self.replays += 1
+        capture.BACKEND.order(self._device)
+        for target, leaf in zip(self._targets, given.tensors(), strict=True):
+            target.copy_(leaf)
+        self._replay()
+        found = self._results
+        if copy_outputs:
+            found = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found]
+        return pytree.tree_unflatten(list(found), self._tree)
+
+
+def check_state(guards: Guards, targets: list[Tensor]) -> None:
+    """Raises RefusedError: what the model holds is not the same before every call."""
+    if not guards.complete:
+        raise RefusedError(f"its modules hold more than {MOST_NESTED} dicts and lists")
+    if not guards.all_hold():
+        raise RefusedError(
+            "its forward changes what the model holds (an attribute, a list or a dict)"
+        )
+    own = {storage_of(target) for target in targets}
+    if any(storage_of(tensor) in own for tensor in guards.tensors):
+        raise RefusedError("the model keeps an argument, which a replay would overwrite")
+
+
+def flat_results(result: Any, device: torch.device) -> tuple[list[Any], Any]:
+    """What a call returned as leaves and their tree; raises RefusedError."""
+    leaves, tree = pytree.tree_flatten(result)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and type(leaf) not in CONSTANTS:
+            raise RefusedError(f"it returns a {type(leaf).__qualname__}")
+        if isinstance(leaf, Tensor) and (not is_plain(leaf) or leaf.device != device):
+            raise RefusedError("it returns a tensor on another device or of its own kind")
+    return leaves, tree

@@ -1,0 +1,337 @@
+"""A call whose gradients are wanted as two CUDA graphs: its forward and its backward.
+
+Autograd sees one function of the arguments and the parameters. The backward's graph writes the
+gradients into memory of its own, which `AccumulateGrad` makes a parameter's `grad` where there is
+none yet. So before the next backward writes there, a `grad` that still lies there moves out (it is
+accumulated to), and where somebody else holds such a gradient the call is the model's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from elsa_core.graphs import capture
+from elsa_core.graphs.given import Given, RefusedError, is_plain, without_cache
+from elsa_core.graphs.guards import Guards
+from elsa_core.graphs.inference import WARM_UPS, check_state, flat_results
+from elsa_core.graphs.reads import storage_of, watched
+from elsa_core.messages import first_line
+
+_WANTS = attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
+_KEPT: Final = (
+    "gradients that an earlier backward gave are still held, outside of the parameters' grad: "
+    "clone what is to be kept"
+)
+
+
+class Ticket:
+    """One forward that a backward may follow."""
+
+    __slots__ = ("__weakref__", "done", "versions")
+
+    def __init__(self, versions: list[int]) -> None:
+        self.done, self.versions = False, versions
+
+
+class Training:
+    """A captured call and its backward.
+
+    Attributes:
+        ticket: of the last forward; set by `run`.
+    """
+
+    backward = True
+
+    def __init__(self, model: nn.Module, given: Given, device: torch.device, pool: Any) -> None:
+        self.given, self.replays = given.copied(), 0
+        self.ticket: weakref.ref[Ticket] | None = None
+        self._model, self._device = model, device
+        self._targets = self.given.tensors()
+        everything = list(model.parameters())
+        self._everything, self._wanted = everything, [*map(_WANTS, everything)]
+        self._params = [each for each in everything if each.requires_grad]
+        self._leaves = list(dict.fromkeys(each for each in self._targets if each.requires_grad))
+        self._outputs: list[Any] = []
+        self._slopes: list[Tensor] = []  # gradients of the outputs, as they are given
+        self._grads: list[Tensor | None] = []  # of the leaves, then of the parameters
+        with _as_it_was(model, device):
+            self._capture(model, given, pool)
+        self._grad_memory()
+
+    def _capture(self, model: nn.Module, given: Given, pool: Any) -> None:
+        device, run = self._device, _Run(self, model, given)
+        with without_cache(device):
+            for _ in range(WARM_UPS):
+                run.forward()
+                run.prepare_slopes()
+                _backward(run)
+            self.guards = Guards(model, backward=True)
+            saved: set[int] = set()
+            own = {storage_of(each) for each in self._params}
+
+            def pack(tensor: Tensor) -> Tensor:
+                saved.update({storage_of(tensor)} & own)
+                return tensor
+
+            def both() -> None:
+                run.forward()
+                run.check_leaves()
+                _backward(run)
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                reads = watched(both, device, model.buffers(), draws=True)
+            check_state(self.guards, self._targets)
+            run.clear()
+            try:
+                self._replay, self._replay_backward = capture.BACKEND.captured(
+                    [run.forward, run.backward], pool, device
+                )
+            except RuntimeError as error:
+                raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
+        check_state(self.guards, self._targets)
+        held = (*self._targets, *self._slopes, *self.guards.tensors, *self.guards.frozen.tensors)
+        if reads.outside(held):
+            raise RefusedError("it reads a tensor that is no attribute of its modules")
+        self._saved = [each for each in self._params if storage_of(each) in saved]
+        leaves, self._tree = flat_results(run.result, device)
+        self._learns = [each.requires_grad for each in leaves if isinstance(each, Tensor)]
+        self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        self._grads = list(run.grads)
+        run.clear()
+
+    def _grad_memory(self) -> None:
+        """What tells later whether somebody holds a gradient of a parameter."""
+        count = len(self._leaves)
+        pairs = zip(self._params, self._grads[count:], strict=True)
+        self._owned = [(p, g) for p, g in pairs if g is not None and g.numel()]
+        self._storages = [storage_of(g) for _, g in self._owned]
+        self._addresses = [g.data_ptr() for _, g in self._owned]
+        self._counts = [*map(torch._C._storage_Use_Count, self._storages)]
+
+    def holds(self) -> bool:
+        """Whether the model is what it was."""
+        return self.guards.all_hold() and [*map(_WANTS, self._everything)] == self._wanted
+
+    def answer(self, given: Given, copy_outputs: bool) -> tuple[bool, Any]:
+        """Whether the model is what it was, and the result."""
+        return (True, self.run(given, copy_outputs)) if self.holds() else (False, None)
+
+    def run(self, given: Given, copy_outputs: bool) -> Any:
+        """The results for other arguments of the same kind; raises RefusedError."""
+        if self._held_elsewhere():
+            raise RefusedError(_KEPT)
+        self.replays += 1
+        ticket = Ticket([*map(_VERSION, self._saved)])
+        self.ticket = weakref.ref(ticket)
+        made = _Replay.apply(self, ticket, copy_outputs, *given.tensors(), *self._params)
+        found = iter(made)
+        leaves = [next(found) if isinstance(x, Tensor) else x for x in self._outputs]
+        return pytree.tree_unflatten(leaves, self._tree)
+
+    def forward(self, tensors: Sequence[Tensor], copy_outputs: bool) -> list[tuple[Tensor, bool]]:
+        """The outputs, each with whether it has a gradient."""
+        capture.BACKEND.order(self._device)
+        for target, leaf in zip(self._targets, tensors, strict=False):
+            target.detach().copy_(leaf)
+        self._replay()
+        tensors = [leaf for leaf in self._outputs if isinstance(leaf, Tensor)]
+        made = [leaf.clone() if copy_outputs else leaf.detach() for leaf in tensors]
+        return list(zip(made, self._learns, strict=True))
+
+    def gradients(self, ticket: Ticket, slopes: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of every tensor of the arguments, then of the parameters.
+
+        Raises:
+            RuntimeError: the forward's tensors are no longer what they were.
+        """
+        if ticket.done:
+            raise RuntimeError(
+                "graphed: the backward of a graphed forward runs once; for retain_graph=True call "
+                "the model itself (`.model`)"
+            )
+        ticket.done = True
+        if [*map(_VERSION, self._saved)] != ticket.versions:
+            raise RuntimeError(
+                "graphed: a parameter that the backward reads was modified in place after the "
+                "forward, by an optimizer's step say"
+            )
+        self._move_out()
+        capture.BACKEND.order(self._device)
+        learnt = [slope for slope, ok in zip(slopes, self._learns, strict=True) if ok]
+        for target, slope in zip(self._slopes, learnt, strict=True):
+            target.copy_(slope)
+        self._replay_backward()
+        count = len(self._leaves)
+        own = {leaf: g for leaf, g in zip(self._leaves, self._grads[:count], strict=True)
+               if g is not None}  # fmt: skip
+        # an argument given twice has its gradient once
+        of_arguments = [g if (g := own.pop(each, None)) is None else g.clone()
+                        for each in self._targets]  # fmt: skip
+        return of_arguments + [None if g is None else g.detach() for g in self._grads[count:]]
+
+    def _held_elsewhere(self) -> bool:
+        """Whether the memory of a gradient is held by other tensors than its parameter's `grad`."""
+        now = [*map(torch._C._storage_Use_Count, self._storages)]
+        if now == self._counts:
+            return False
+        rows = zip(now, self._counts, self._owned, self._addresses, strict=True)
+        return any(count - kept - _lies_at(p, at) > 0 for count, kept, (p, _), at in rows)
+
+    def _move_out(self) -> None:
+        """Give each `grad` that lies in the graph's memory memory of its own."""
+        if self._held_elsewhere():
+            raise RuntimeError(f"graphed: {_KEPT}")
+        pairs = zip(self._owned, self._addresses, strict=True)
+        held: list[Tensor] = [p.grad for (p, _), at in pairs if _lies_at(p, at)]  # type: ignore[misc]
+        if held:
+            fresh = [torch.empty_like(each) for each in held]
+            torch._foreach_copy_(fresh, held)
+            for old, new in zip(held, fresh, strict=True):
+                old.data = new
+
+
+def _lies_at(parameter: nn.Parameter, address: int) -> bool:
+    return parameter.grad is not None and parameter.grad.data_ptr() == address
+
+
+def _backward(run: _Run) -> None:
+    try:
+        run.backward()
+    except RuntimeError as error:
+        raise RefusedError(f"its backward cannot be run by itself: {first_line(error)}") from error
+
+
+class _Run:
+    """The forward and the backward that are captured.
+
+    Parameters are aliases of the model's while they run: autograd keeps a node for every parameter,
+    which remembers the stream that it was made on, and an earlier loss may still hold that of the
+    real one.
+    """
+
+    def __init__(self, step: Training, model: nn.Module, given: Given) -> None:
+        self._step, self._model = step, model
+        self._args, self._kwargs = given.arguments(step.given.leaves)
+        self._aliases: dict[int, nn.Parameter] = {}
+        self.result: Any = None
+        self.grads: Sequence[Tensor | None] = ()
+
+    def forward(self) -> None:
+        params = self._step._params
+        self._aliases = {id(each): nn.Parameter(each.detach()) for each in params}
+        with _replaced(self._model, self._aliases), torch.enable_grad():
+            self.result = self._model(*self._args, **self._kwargs)
+
+    def prepare_slopes(self) -> None:
+        """Memory for the gradients of the outputs."""
+        self._step._slopes = [torch.zeros_like(each.detach()) for each in self._learning()]
+        if not self._step._slopes:
+            raise RefusedError("none of its results has a gradient")
+
+    def _learning(self) -> list[Tensor]:
+        leaves = pytree.tree_leaves(self.result)
+        return [each for each in leaves if isinstance(each, Tensor) and each.requires_grad]
+
+    def _inputs(self) -> list[Tensor]:
+        return [*self._step._leaves, *self._aliases.values()]
+
+    def backward(self) -> None:
+        step, outputs, inputs = self._step, self._learning(), self._inputs()
+        with torch.autocast(step._device.type, enabled=False):
+            found = torch.autograd.grad(outputs, inputs, step._slopes, allow_unused=True)
+        taken = {storage_of(each) for each in (*inputs, *step._slopes)}
+        grads: list[Tensor | None] = []
+        for grad, leaf in zip(found, inputs, strict=True):
+            own = grad
+            if grad is not None:
+                if not is_plain(grad):
+                    raise RefusedError(f"a gradient is a {type(grad).__qualname__} of its own kind")
+                if storage_of(grad) in taken or grad.stride() != leaf.stride():
+                    own = torch.empty_like(leaf, requires_grad=False).copy_(grad)
+                taken.add(storage_of(own))  # type: ignore[arg-type]
+            grads.append(own)
+        self.grads = grads
+
+    def check_leaves(self) -> None:
+        """Raises RefusedError: a gradient is wanted of what is neither argument nor parameter."""
+        known = {id(each) for each in self._inputs()}
+        for leaf in _leaves_of(self._learning()):
+            if id(leaf) not in known:
+                raise RefusedError("it reads a tensor that wants a gradient and is no parameter")
+
+    def clear(self) -> None:
+        self.result, self.grads, self._aliases = None, (), {}
+
+
+class _Replay(torch.autograd.Function):
+    """Both graphs, as autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: Training, ticket: Ticket, copy_outputs: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.step, ctx.ticket = step, ticket
+        made = step.forward(tensors, copy_outputs)
+        ctx.mark_non_differentiable(*(tensor for tensor, learns in made if not learns))
+        return tuple(tensor for tensor, _ in made)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        return (None, None, None, *ctx.step.gradients(ctx.ticket, slopes))
+
+
+@contextmanager
+def _replaced(model: nn.Module, others: dict[int, nn.Parameter]) -> Iterator[None]:
+    """The model with other parameters in place of its own, for the length of a block."""
+    places = [
+        (module._parameters, name, own)
+        for module in model.modules()
+        for name, own in module._parameters.items()
+        if own is not None and id(own) in others
+    ]
+    try:
+        for held, name, own in places:
+            held[name] = others[id(own)]
+        yield
+    finally:
+        for held, name, own in places:
+            held[name] = own
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model's buffers and the device's random numbers as they were before a block."""
+    state = capture.BACKEND.random_state(device)
+    kept = [(each, each.detach().clone()) for each in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.data.copy_(value)  # no write for autograd: nothing has changed
+        capture.BACKEND.restore_random_state(device, state)
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves that autograd would give a gradient."""
+    nodes = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    yield from (each for each in outputs if each.grad_fn is None)
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                nodes.append(other)
