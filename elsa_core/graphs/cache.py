@@ -66,6 +66,10 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def entries(self) -> tuple[Inference | Training, ...]:
+        """The graphs, the one used last at the end."""
+        return tuple(self._entries.values())
+
     def clear(self) -> None:
         """Drop everything."""
         with _LOCK:

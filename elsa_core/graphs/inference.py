@@ -38,7 +38,7 @@ class Inference:
             reads = watched(run, device)
             check_state(self.guards, self._targets)
             try:
-                (self._replay,) = capture.BACKEND.captured([run], pool, device)
+                (self.replay,) = capture.BACKEND.captured([run], pool, device)
             except RuntimeError as error:
                 raise RefusedError(f"a graph cannot hold it: {first_line(error)}") from error
         # also what only the capture changes: its memory is the graph's
@@ -65,7 +65,7 @@ class Inference:
         capture.BACKEND.order(self._device)
         for target, leaf in zip(self._targets, given.tensors(), strict=True):
             target.copy_(leaf)
-        self._replay()
+        self.replay()
         found = self._results
         if copy_outputs:
             found = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in found]

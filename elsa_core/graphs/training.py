@@ -93,7 +93,7 @@ class Training:
             check_state(self.guards, self._targets)
             run.clear()
             try:
-                self._replay, self._replay_backward = capture.BACKEND.captured(
+                self.replay, self.replay_backward = capture.BACKEND.captured(
                     [run.forward, run.backward], pool, device
                 )
             except RuntimeError as error:
@@ -143,7 +143,7 @@ class Training:
         capture.BACKEND.order(self._device)
         for target, leaf in zip(self._targets, tensors, strict=False):
             target.detach().copy_(leaf)
-        self._replay()
+        self.replay()
         tensors = [leaf for leaf in self._outputs if isinstance(leaf, Tensor)]
         made = [leaf.clone() if copy_outputs else leaf.detach() for leaf in tensors]
         return list(zip(made, self._learns, strict=True))
@@ -170,7 +170,7 @@ class Training:
         learnt = [slope for slope, ok in zip(slopes, self._learns, strict=True) if ok]
         for target, slope in zip(self._slopes, learnt, strict=True):
             target.copy_(slope)
-        self._replay_backward()
+        self.replay_backward()
         count = len(self._leaves)
         own = {leaf: g for leaf, g in zip(self._leaves, self._grads[:count], strict=True)
                if g is not None}  # fmt: skip
