@@ -291,10 +291,10 @@ class Session:
             self._stderr.write(start + one_line(text) + "\n")
             self._stderr.flush()
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, *, even_quiet: bool = False) -> None:
         """Print a warning on stderr, unless --quiet."""
         self.warned.append(text)
-        if not self.quiet:
+        if even_quiet or not self.quiet:
             self.log(cut(one_line(text)), "warning:", "33")
 
     def can_ask(self) -> bool:

@@ -70,6 +70,10 @@ def all_of_them() -> list[Callable[[Any], Any]]:
             help="Argument of the library's constructor (repeatable), like window_size=8.",
         ),
         click.option(
+            "--weights", metavar="KEY",
+            help="Which weights of a file with several: state_dict_ema, teacher, model, ...",
+        ),
+        click.option(
             "--mean", type=Numbers(), help="Mean of the images' channels, scaled to 0..1."
         ),
         click.option("--std", type=Numbers(), help="Their standard deviation."),

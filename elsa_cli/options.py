@@ -211,6 +211,7 @@ class Options:
     device: str = "auto"
     pretrained: bool = False
     arch: str | None = None
+    weights: str | None = None
     model_kwargs: tuple[tuple[str, Any], ...] = ()
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
@@ -240,6 +241,7 @@ class Options:
 
         return {
             "arch": self.arch,
+            "weights": self.weights,
             "model_kwargs": dict(self.model_kwargs),
             "preprocess": Given(self.mean, self.std, self.crop_pct, self.interpolation),
         }

@@ -81,7 +81,12 @@ def open_model(
             **options.source(),
         )
     for line in loaded.warnings:
-        session.warn(line)
+        session.warn(line, even_quiet=True)
+    if loaded.weights.startswith("random") and (spec.tag or spec.source == "hub"):
+        session.warn(
+            f"the weights of {spec.given} are RANDOM: add --pretrained for the published ones",
+            even_quiet=True,
+        )
     return loaded
 
 

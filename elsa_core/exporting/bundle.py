@@ -6,6 +6,7 @@ import dataclasses
 import operator
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ from elsa_core.exporting.reference import (
 from elsa_core.exporting.signature import SIGNATURE_NAME, sign
 from elsa_core.exporting.support import support
 from elsa_core.exporting.templates import load as template
-from elsa_core.loading import check_target, write_model
+from elsa_core.loading import Given, assumed_text, check_target, write_model
 from elsa_core.precision import dtype_name
 from elsa_core.processes import environment_kept
 
@@ -85,6 +86,13 @@ class Bundle:
     path: Path
     manifest: dict[str, Any]
     artefacts: tuple[ArtefactReport, ...]
+
+    @property
+    def preprocess(self) -> dict[str, Any] | None:
+        """How images become inputs: input_size, mean, std, interpolation, crop_pct, and which of
+        them are assumed; None for a model that takes no images."""
+        found: dict[str, Any] | None = self.manifest["preprocess"]
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -113,6 +121,10 @@ def export(
     loaded: Loaded | None = None,
     check: CheckReport | None = None,
     seed: int = 0,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
+    crop_pct: float | None = None,
+    interpolation: str | None = None,
     progress: Say | None = None,
 ) -> Bundle:
     """Write a patched model as files that run without this package.
@@ -148,6 +160,11 @@ def export(
         loaded: what `load_model` returned, for preprocessing, provenance and reloading.
         check: the report of `check` for this model; default: it is run now.
         seed: of generated inputs.
+        mean: how images become inputs, where the model does not state it or states it wrong: one
+            number or one a channel, on images scaled to 0..1; likewise `std`. What neither states
+            is assumed: a `UserWarning` and the bundle say so.
+        crop_pct: the share of the resized image that the centre crop keeps.
+        interpolation: how images are resized ("bicubic", ...).
         progress: called with one line before each step.
 
     Returns:
@@ -177,7 +194,11 @@ def export(
     try:
         target = given.resolve()
         _check_target(target, given, zip, force)
-        exported = export_target(model, loaded, inputs, seed, chosen.batches)
+        preprocess = Given(mean, std, crop_pct, interpolation)
+        exported = export_target(model, loaded, inputs, seed, chosen.batches, preprocess)
+        if loaded is None and exported.preprocess is not None and exported.preprocess.assumed:
+            text = assumed_text(exported.preprocess)
+            warnings.warn(f"the model does not say its preprocessing: {text} assumed", stacklevel=2)
         _check_support(exported, chosen)
         if "onnx" in chosen.formats:
             require_onnx(exported.device)

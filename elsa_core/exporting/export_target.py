@@ -13,14 +13,13 @@ from elsa_core.errors import ArgumentError, NothingPatchedError
 from elsa_core.exporting.reference import BATCH_SIZES
 from elsa_core.exporting.towers import TextTower
 from elsa_core.inputs.cases import generated_inputs, resolved_input_size, text_shape
-from elsa_core.loading import Plan, Preprocess
+from elsa_core.loading import Given, Plan, Preprocess, of_model, with_given
 from elsa_core.patching import patched_scope, patched_sites
 
 if TYPE_CHECKING:
     from elsa_core.loading import Loaded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LIBRARY_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct")
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,12 @@ def export_target(
     inputs: Tensor | tuple[Tensor, ...] | None,
     seed: int,
     batches: Sequence[int] = BATCH_SIZES,
+    given: Given | None = None,
 ) -> ExportTarget:
     """Look at the model once and refuse what cannot be exported.
 
-    `batches` are the sizes that it is to be verified at.
+    `batches` are the sizes that it is to be verified at, `given` what the user says of the
+    preprocessing.
 
     Raises:
         NothingPatchedError: no site is patched.
@@ -107,7 +108,7 @@ def export_target(
         model=model,
         inputs=found,
         input_names=_names(found),
-        preprocess=_preprocess(model, loaded) if found[0].ndim == 4 else None,
+        preprocess=_preprocess(model, loaded, given or Given()) if found[0].ndim == 4 else None,
         dtype=dtype,
         device=device.type,
         plan=_plan(model, sites),
@@ -201,17 +202,10 @@ def _plan(model: nn.Module, sites: Mapping[str, nn.Module]) -> Plan:
     return Plan(precision, backend, (), (), tuple(sites), scope=patched_scope(model))
 
 
-def _preprocess(model: nn.Module, loaded: Loaded | None) -> Preprocess | None:
+def _preprocess(model: nn.Module, loaded: Loaded | None, given: Given) -> Preprocess | None:
     if loaded is not None:
-        return loaded.recipe.preprocess
-    cfg = getattr(model, "pretrained_cfg", None)
-    if not isinstance(cfg, dict) or not all(cfg.get(key) for key in _LIBRARY_KEYS):
-        return None
-    size = resolved_input_size(model, None)
-    return Preprocess(
-        size, tuple(cfg["mean"]), tuple(cfg["std"]), str(cfg["interpolation"]),
-        float(cfg["crop_pct"]),
-    )  # fmt: skip
+        return with_given(loaded.recipe.preprocess, given)
+    return of_model(model, resolved_input_size(model, None), given)
 
 
 def _listed(value: Any) -> Any:

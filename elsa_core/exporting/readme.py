@@ -151,13 +151,18 @@ def _in_words(manifest: dict[str, Any]) -> str:
         channels, height, width = given["input_size"]
         mean, std = (", ".join(f"{value:g}" for value in given[key]) for key in ("mean", "std"))
         share = given["crop_pct"]
-        colours = "RGB" if channels == 3 else "grey"
+        colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels}-channel")
         lines.append(
             f"In: {colours} images of {height} x {width} pixels. `load.preprocess` resizes one\n"
             f"({given['interpolation']}) so that the centre crop keeps {share:g} of it,\n"
             f"scales it to 0..1, subtracts the mean {mean}\n"
             f"and divides by the standard deviation {std}, channel by channel.\n" + _batch(manifest)
         )
+        if assumed := given.get("assumed"):
+            lines.append(
+                f"**Assumed, since the weights do not say it: {', '.join(assumed)}.** If they were "
+                "trained\nwith other values, results are wrong: export again with the right ones."
+            )
     if manifest["outputs"][0]["name"] == "logits":
         count = manifest["outputs"][0]["shape"][-1]
         names = manifest.get("labels")

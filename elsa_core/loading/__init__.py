@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from elsa_core.loading.building import UninitialisedParameters
     from elsa_core.loading.loader import Loaded, load, load_model
     from elsa_core.loading.plan import Plan, apply_plan, read_plan
+    from elsa_core.loading.preprocessing import assumed_text, of_model, with_given
     from elsa_core.loading.recipe import Given, Preprocess
     from elsa_core.loading.saving import check_target, save, write_model
     from elsa_core.loading.spec import ModelSpec, parse
+    from elsa_core.loading.stated import names_of
 
 _HOMES = {
     "architecture": ("check_sizes", "files_of", "meta_model", "small_model"),
     "building": ("UninitialisedParameters",),
     "loader": ("Loaded", "load", "load_model"),
     "plan": ("Plan", "apply_plan", "read_plan"),
+    "preprocessing": ("assumed_text", "of_model", "with_given"),
     "recipe": ("Given", "Preprocess"),
     "saving": ("check_target", "save", "write_model"),
+    "stated": ("names_of",),
     "spec": ("ModelSpec", "parse"),
 }
 
@@ -36,16 +40,20 @@ __all__ = [
     "Preprocess",
     "UninitialisedParameters",
     "apply_plan",
+    "assumed_text",
     "check_sizes",
     "check_target",
     "files_of",
     "load",
     "load_model",
     "meta_model",
+    "names_of",
+    "of_model",
     "parse",
     "read_plan",
     "save",
     "small_model",
+    "with_given",
     "write_model",
 ]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
+from elsa_core.loading.stated import stated
 from elsa_core.loading.weights import Weights, check_name, check_numbers, line, read_header
 from elsa_core.reading import check_fits, open_regular
 
@@ -24,24 +25,30 @@ from elsa_core.reading import check_fits, open_regular
 _REPEATED = 4
 _REPEATED_BYTES = 64 * 2**20
 
-# Where training checkpoints keep the state dict: averaged weights first.
+# Where training checkpoints keep the state dict: averaged weights first, then DINO's and I-JEPA's
+# teachers.
+_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema")
 _STATES = (
-    *("state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema"),
-    *("state_dict", "model_state_dict", "model", "module", "net"),
+    *(*_AVERAGED, "teacher", "target_encoder", "state_dict", "model_state_dict", "model"),
+    *("module", "net", "network", "weights", "student", "encoder", "backbone"),
 )
 _MAX_WRAPPED = 4
 
 
-def read_checkpoint(path: Path) -> Weights:
+def read_checkpoint(path: Path, key: str | None = None) -> Weights:
     """Read a PyTorch checkpoint without running any code of its pickle.
 
-    A training checkpoint is unwrapped (averaged weights first, then `state_dict`, `model`); the
-    architecture that timm's training script records comes back as metadata `architecture`.
+    A training checkpoint is unwrapped: averaged weights first, then a teacher's, then `state_dict`
+    and `model`.
+
+    Args:
+        path: the file.
+        key: take these weights: a key of the checkpoint, or the beginning of tensors' names.
 
     Raises:
-        ModelError: unreadable by `weights_only=True`, compressed, no state dict in it, or a tensor
-            that is sparse, quantised, complex, on the meta device, much larger than what is stored
-            of it, or holds NaN or infinity.
+        ModelError: unreadable by `weights_only=True`, compressed, no state dict in it, or none
+            under `key`, or a tensor that is sparse, quantised, complex, on the meta device, much
+            larger than what is stored of it, or holds NaN or infinity.
     """
     with open_regular(path) as file:
         _check_archive(path, file)
@@ -53,18 +60,19 @@ def read_checkpoint(path: Path) -> Weights:
                 content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             _refuse_checkpoint(path, error)
-    state = _unwrap(content)
+    state, prefix, taken = _chosen(content, key)
     found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not found or any(not isinstance(name, str) for name in state):
         raise ModelError(f"{path} holds no state dict (tensors by name): not a model's checkpoint")
     for name in found:
         check_name(path, name)
     _check_stored(path, found)
-    names, notes = bare_names(found, path)
+    full = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    names, notes = bare_names(full, path, prefix)
     tensors = {name: found[full] for name, full in names.items()}
     check_numbers(path, tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Weights(shapes, _recorded_architecture(content), path, lambda: tensors, notes)
+    return Weights(shapes, {}, path, lambda: tensors, (*taken, *notes), stated=stated(content))
 
 
 def check_file(path: Path) -> None:
@@ -157,16 +165,36 @@ def _refuse_checkpoint(path: Path, error: Exception) -> NoReturn:
     ) from None
 
 
-def _unwrap(content: Any) -> Mapping[Any, Any]:
-    """Return the state dict inside a training checkpoint, averaged weights first, as timm does."""
+def _chosen(content: Any, key: str | None) -> tuple[Mapping[Any, Any], str | None, tuple[str, ...]]:
+    """Return the state dict of a training checkpoint, the beginning of the names to take of it,
+    and which of several it is."""
+    if key is None:
+        state, notes = _unwrap(content)
+        return state, None, notes
+    parts = key.split(".")
+    inner = content
+    while parts and isinstance(inner, Mapping) and isinstance(inner.get(parts[0]), Mapping):
+        inner = inner[parts.pop(0)]
+    taken = ".".join(key.split(".")[: -len(parts) or None])
+    told = (f"weights {taken} taken",) if taken else ()
+    return _unwrap(inner)[0], ".".join(parts) or None, told
+
+
+def _unwrap(content: Any) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
+    """Return the state dict inside a training checkpoint, averaged weights first, as timm does,
+    and which of several it is."""
+    notes: list[str] = []
     for _ in range(_MAX_WRAPPED):
         if not isinstance(content, Mapping):
-            return {}
-        inner = next((content[key] for key in _STATES if _holds_tensors(content.get(key))), None)
-        if inner is None:
-            return content
-        content = inner
-    return {}
+            return {}, ()
+        found = [key for key in _STATES if _holds_tensors(content.get(key))]
+        if not found:
+            return content, tuple(notes)
+        if found[1:]:
+            kind = "averaged weights" if found[0] in _AVERAGED else "weights"
+            notes.append(f"{kind} ({found[0]}) taken; --weights {found[1]} takes those")
+        content = content[found[0]]
+    return {}, ()
 
 
 def _holds_tensors(inner: Any) -> bool:
@@ -175,11 +203,3 @@ def _holds_tensors(inner: Any) -> bool:
         any(isinstance(value, Tensor) for value in inner.values())
         or any(key in inner for key in _STATES)
     )
-
-
-def _recorded_architecture(content: Any) -> dict[str, str]:
-    """Return timm's record of the architecture in a training checkpoint, if there is one."""
-    if not isinstance(content, Mapping):
-        return {}
-    name = getattr(content.get("args"), "model", None) or content.get("arch")
-    return {"architecture": name} if isinstance(name, str) else {}

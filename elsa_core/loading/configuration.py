@@ -21,6 +21,7 @@ from elsa_core.loading.recipe import (
     check_blocks,
     checked_args,
 )
+from elsa_core.loading.stated import names_of
 
 _UNSAID = re.compile(r"[a-z]\w{0,39}")
 _MAX_UNSAID = 32
@@ -70,6 +71,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Recipe:
         num_classes,
         _with_size(preprocess, args, where),
         unsaid=_unsaid(extension, where),
+        labels=names_of(config.get("label_names") or cfg.get("label_names")),
     )
 
 

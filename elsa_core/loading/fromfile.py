@@ -14,7 +14,7 @@ from elsa_core.loading.configuration import from_config
 from elsa_core.loading.constructor import usual_size
 from elsa_core.loading.fit import with_given
 from elsa_core.loading.libraries import label
-from elsa_core.loading.recipe import Recipe
+from elsa_core.loading.recipe import Recipe, checked_args
 from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.loading.shown import Shapes
@@ -33,16 +33,20 @@ _SIZES = frozenset(("img_size", "image_size", "input_size"))
 Size = tuple[int, int] | None
 
 
-def read_weights(path: Path) -> Weights:
+def read_weights(path: Path, key: str | None = None) -> Weights:
     """Read a .safetensors file, an index of several, or a PyTorch checkpoint.
+
+    Args:
+        path: the file.
+        key: which of several weights to take (--weights).
 
     Raises:
         ModelError: the file is malformed, needs pickle, or holds NaN or infinity.
     """
     if is_index(path):
-        return read_sharded(path)
+        return read_sharded(path, key)
     safe = path.suffix.lower() == ".safetensors"
-    return read_safetensors(path) if safe else read_checkpoint(path)
+    return read_safetensors(path, key) if safe else read_checkpoint(path, key)
 
 
 def weights_in(directory: Path) -> Path:
@@ -85,13 +89,15 @@ class Choice:
         recipe: at the size of the tensors.
         notes: lines for the user about the architecture.
         alike: other recipes that fit and compute the same; they may preprocess otherwise.
-        described: a configuration says the preprocessing, so that nothing of it is assumed here.
+        described: a configuration says the preprocessing, or what of it is assumed.
+        tagged: the name is that of published weights, whose preprocessing is known.
     """
 
     recipe: Recipe
     notes: tuple[str, ...] = ()
     alike: tuple[Recipe, ...] = ()
     described: bool = False
+    tagged: bool = False
 
 
 def choose_recipe(
@@ -120,28 +126,21 @@ def choose_recipe(
         recipe = named_recipe(arch, shapes, image_size, given)
         told = _told(recipe, given)
         notes = (f"architecture {label(recipe)}{told}",) if told else ()
-        described = libraries.of(recipe.library).says_preprocessing(arch)
-        return Choice(recipe, notes, described=described)
+        return Choice(recipe, notes, tagged=libraries.of(recipe.library).says_preprocessing(arch))
     embedded = weights.metadata.get(CONFIG_METADATA)
     if embedded is not None and not config_required:
         where = f"{weights.path} (metadata {CONFIG_METADATA})"
         return Choice(_typed(from_config(parse_json(embedded, where), where), given), (), (), True)
-    recorded = weights.metadata.get("architecture")
-    if recorded is not None and not config_required:
-        try:
-            recipe = named_recipe(recorded, shapes, image_size, given)
-        except ElsaError:
-            pass  # older trainers record the class, not a name: the shapes say more
-        else:
-            told = _told(recipe, given)
-            return Choice(
-                recipe, (f"architecture {label(recipe)}, from the file's metadata{told}",)
-            )
-    recipe_beside, problem = _config_beside(weights.path.parent)
-    if recipe_beside is not None:
-        return Choice(_typed(recipe_beside, given), described=True)
+    stated = () if config_required else weights.stated.architectures
+    tried = (_recorded(name, weights, image_size, given) for name in stated)
+    recorded = next((choice for choice in tried if choice is not None), None)
+    beside, problem = _config_beside(weights.path.parent)
+    if beside is not None and (recorded is None or recorded.recipe.name == beside.name):
+        return Choice(_typed(beside, given), described=True)
     if config_required:
         raise problem or ModelError(f"{weights.path.parent} holds no configuration")
+    if recorded is not None:
+        return recorded
     found = recognise(shapes, str(weights.path), image_size, given)
     names = ", ".join(map(label, found.alike[:3]))
     also = f" (the same computation as {names})" if names else ""
@@ -150,6 +149,23 @@ def choose_recipe(
         f"architecture {label(found.recipe)}{args}{pixels}, recognised from names and shapes{also}"
     )
     return Choice(found.recipe, (note,), found.alike)
+
+
+def _recorded(
+    name: str, weights: Weights, image_size: Size, given: Mapping[str, Any] | None
+) -> Choice | None:
+    """The architecture that a file names; None where trainers record another kind of name, such as
+    a class, so that the shapes say more."""
+    try:
+        spec = parse(name)
+        if spec.source not in libraries.names() or spec.alias is not None:
+            return None
+        said = checked_args(weights.stated.args, f"{weights.path} (model_args)")
+        recipe = fit_named(spec, weights.shapes, image_size, {**said, **(given or {})})
+    except ElsaError:
+        return None
+    note = f"architecture {label(recipe)}, from the file's metadata{_told(recipe, given)}"
+    return Choice(recipe, (note,), tagged=libraries.of(recipe.library).says_preprocessing(name))
 
 
 def _typed(recipe: Recipe, given: Mapping[str, Any] | None) -> Recipe:

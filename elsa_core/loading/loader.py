@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -47,10 +48,12 @@ class Loaded:
         num_classes: outputs of the classifier, 0 where the model ends in features.
         weights: where the weights come from, in words: "random (seed 0)".
         notes: lines for the user: an alias that was completed, an architecture that was recognised.
-        warnings: lines that the user should act on: a preprocessing that had to be assumed.
+        warnings: lines that the user should act on: a preprocessing that had to be assumed, which
+            of several weights was taken.
         recipe: how to build the model again.
         report: what was patched, for a directory that was saved patched; otherwise None.
         tower: "image" or "text" where `model` is one tower of the CLIP that was loaded.
+        alike: other architectures with the same tensors that compute the same.
     """
 
     model: nn.Module
@@ -68,6 +71,7 @@ class Loaded:
     report: PatchReport | None = None
     tower: str | None = None
     warnings: tuple[str, ...] = ()
+    alike: tuple[Recipe, ...] = ()
 
     @property
     def unsaid(self) -> str:
@@ -112,15 +116,30 @@ def load(
     seed: int = 0,
     arch: str | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
-    preprocess: Given | None = None,
+    weights: str | None = None,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
+    crop_pct: float | None = None,
+    interpolation: str | None = None,
 ) -> nn.Module:
     """Load a model in eval mode; see `load_model`, whose arguments these are.
 
+    What had to be assumed (a preprocessing that the file does not state, which of several weights
+    was taken) comes as a `UserWarning`.
+
+    Args:
+        mean: one number or one a channel, on images scaled to 0..1; likewise `std`. Default: what
+            the weights' source says.
+        crop_pct: the share of the resized image that the centre crop keeps.
+        interpolation: how images are resized ("bicubic", ...).
+
     Returns:
-        The model. A directory that was saved patched gives a patched model; `open_clip:NAME` the
-        whole CLIP, both towers.
+        The model. Its `pretrained_cfg` holds input_size, mean, std, crop_pct and interpolation, as
+        timm's models have them, and label_names where they are known; its `elsa_assumed` names
+        those that the weights' source does not state. A directory that was saved patched gives a
+        patched model; `open_clip:NAME` the whole CLIP, both towers.
     """
-    return load_model(
+    loaded = load_model(
         spec,
         image_size=image_size,
         pretrained=pretrained,
@@ -129,8 +148,12 @@ def load(
         seed=seed,
         arch=arch,
         model_kwargs=model_kwargs,
-        preprocess=preprocess,
-    ).model
+        preprocess=Given(mean, std, crop_pct, interpolation),
+        weights=weights,
+    )
+    for line in loaded.warnings:
+        warnings.warn(line, stacklevel=2)
+    return loaded.model
 
 
 def load_model(
@@ -144,6 +167,7 @@ def load_model(
     arch: str | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     preprocess: Given | None = None,
+    weights: str | None = None,
 ) -> Loaded:
     """Load a model and say what it is.
 
@@ -161,6 +185,9 @@ def load_model(
             window, patch or image size are to be resampled, and with `num_classes=0` that its
             classifier is to be dropped.
         preprocess: mean, std, crop_pct and interpolation where the model's own are not meant.
+        weights: which weights of a file that holds several: a key of the checkpoint
+            ("state_dict_ema", "teacher") or the beginning of tensors' names ("model").
+            Default: averaged ones first, then a teacher's.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -177,6 +204,7 @@ def load_model(
         ("seed", seed, SupportsIndex, "a whole number"),
         ("preprocess", asked, Given, "an elsa_core.loading.Given"),
         ("pretrained", pretrained, bool, "True or False"),
+        ("weights", weights, str | None, "text"),
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be {word}, not {type(value).__name__}")
@@ -190,6 +218,8 @@ def load_model(
         raise ArgumentError(f"dtype must be a floating one, not {dtype}")
     if arch is not None and parsed.path is None:
         raise ArgumentError(f"arch (--arch) is for weights files; {parsed.given!r} is a name")
+    if weights is not None and parsed.path is None:
+        raise ArgumentError(f"weights (--weights) is for weights files; {parsed.given!r} is a name")
     given = checked_args(model_kwargs or {}, "model_kwargs (--model-kwargs)", ArgumentError)
     with torch.random.fork_rng(devices=[]):
         # The generator itself: torch.manual_seed would seed the caller's GPUs as well.
@@ -199,9 +229,10 @@ def load_model(
         elif parsed.source == "hub":
             loaded = _from_hub(parsed, size, pretrained, dtype, seed, given)
         else:
-            loaded = _from_file(parsed, size, arch, dtype, given, asked)
+            loaded = _from_file(parsed, size, arch, dtype, given, weights)
     loaded = _preprocessed(loaded, asked)
     loaded.model = loaded.model.eval().to(device=target, dtype=dtype)
+    loaded.recipe.describe(loaded.model)
     if parsed.source == "directory":
         _apply_plan(loaded)
     return loaded
@@ -210,13 +241,17 @@ def load_model(
 def _preprocessed(loaded: Loaded, given: Given) -> Loaded:
     """Put what the user says of the preprocessing in the place of the model's own."""
     preprocess = preprocessing.with_given(loaded.recipe.preprocess, given)
+    recipe = dataclasses.replace(loaded.recipe, preprocess=preprocess)
+    drawn = loaded.weights.startswith("random")
+    line = "" if drawn else preprocessing.line(recipe, loaded.alike, loaded.spec.name)
     return dataclasses.replace(
         loaded,
+        warnings=(*loaded.warnings, *([line] if line else [])),
         mean=preprocess.mean,
         std=preprocess.std,
         interpolation=preprocess.interpolation,
         crop_pct=preprocess.crop_pct,
-        recipe=dataclasses.replace(loaded.recipe, preprocess=preprocess),
+        recipe=recipe,
     )
 
 
@@ -258,7 +293,9 @@ def _from_hub(
         return _loaded(build(recipe), spec, recipe, f"random (seed {seed})", ())
     names = libraries.of(recipe.library).hub_files
     path = hub.fetch(spec.name, names, need=f"the weights of {spec.name}")
-    model, recipe, notes = apply(recipe, read_weights(path), size, dtype, given)
+    weights = read_weights(path)
+    recipe = preprocessing.filled(recipe, weights.stated.preprocess)
+    model, recipe, notes = apply(recipe, weights, size, dtype, given)
     return _loaded(model, spec, recipe, f"pretrained ({spec.name})", notes)
 
 
@@ -268,21 +305,26 @@ def _from_file(
     arch: str | None,
     dtype: torch.dtype,
     given: Mapping[str, Any],
-    asked: Given,
+    key: str | None,
 ) -> Loaded:
     assert spec.path is not None
     directory = spec.source == "directory"
     if directory:
         refuse_links(spec.path)
     path = weights_in(spec.path) if directory else spec.path
-    weights = read_weights(path)
+    weights = read_weights(path, key)
     # A classifier that is to be dropped tells the architecture like any other tensor.
     headless = drops_classifier(given)
     kept = {key: value for key, value in given.items() if not headless or key != "num_classes"}
     choice = choose_recipe(weights, arch, size, config_required=directory, given=kept)
-    chosen, line = choice.recipe, ""
+    chosen = choice.recipe
     if not choice.described:
-        chosen, line = preprocessing.assumed(chosen, choice.alike, asked, str(path))
+        chosen = preprocessing.unknown(chosen)
+    chosen = preprocessing.filled(chosen, weights.stated.preprocess)
+    if choice.tagged:
+        chosen = preprocessing.known(chosen)
+    if weights.stated.labels and not chosen.labels:
+        chosen = dataclasses.replace(chosen, labels=weights.stated.labels)
     if not choice.described or arch is not None:
         chosen = unsaid.with_unsaid(chosen, weights.shapes, given)
     if headless:
@@ -292,9 +334,9 @@ def _from_file(
     # What was saved twice comes from where it came from first.
     first = "" if origin is None else origin.rpartition(_SAVED_FROM)[2][:200]
     text = f"{path}{_SAVED_FROM}{first}" if first else f"{path}"
-    notes = (*weights.notes, *choice.notes, *changed)
+    notes = (*choice.notes, *changed)
     loaded = _loaded(model, spec, recipe, text, notes)
-    return dataclasses.replace(loaded, warnings=(line,) if line else ())
+    return dataclasses.replace(loaded, warnings=weights.notes, alike=choice.alike)
 
 
 def _apply_plan(loaded: Loaded) -> None:

@@ -1,56 +1,153 @@
-"""Names of tensors without what training wraps around them."""
+"""Names of tensors without what training wraps around them and keeps beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from elsa_core.errors import ModelError
 
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
 # Wrappers around single names: DistributedDataParallel, torch.compile.
 _PARTS = ("_orig_mod.", "module.")
-# Wrappers around a whole model, dropped only where every tensor has them: a backbone beside a head
-# of its own is another model. Averaged weights come first where both are there, as in timm.
-_AVERAGED = ("ema_model.", "model_ema.", "ema.", "averaged_model.")
+# Copies of a model in one file. The first that is there is taken: averaged weights, as timm does,
+# and the teacher, which DINO evaluates.
+_COPIES = (
+    *("ema_model.", "model_ema.", "ema.", "averaged_model."),
+    *("teacher.", "target_encoder.", "momentum_encoder."),
+)
 # torch.optim.swa_utils counts its updates in a tensor beside the model's.
 _COUNTERS = ("n_averaged",)
-_WHOLE = ("model.", "net.", "network.", "backbone.", "encoder.", *_AVERAGED)
+# Wrappers around a whole model, dropped only where every tensor of the model has them: a backbone
+# beside a classifier of its own is another model.
+_WHOLE = (
+    *("model.", "net.", "network.", "backbone.", "encoder.", "student.", "base_encoder."),
+    *_COPIES,
+)
+# What training alone uses: losses, metrics, the decoder of MAE, the heads of DINO and iBOT.
+_TRAINING = re.compile(
+    r"(criterion|loss|losses|loss_fn|loss_func|\w+_loss|\w*(acc|accuracy|metrics?|auroc|f1))\..*"
+    r"|decoder(_\w+)?(\..*|$)|(dino|ibot)_head\..*"
+)
+_DINO_HEAD = "head.last_layer."
 
 
-def bare_names(full: Collection[str], path: Path) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the full name of each tensor by its name without wrappers, and notes for the user.
+def bare_names(
+    shapes: Shapes, path: Path, key: str | None = None
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the full name of each tensor by the model's own name for it, and notes for the user.
+
+    Args:
+        shapes: of the file's tensors, by full name.
+        path: the file, for messages.
+        key: take the tensors whose names begin with it.
 
     Raises:
-        ModelError: two tensors have the same name without wrappers.
+        ModelError: two tensors have the same name without wrappers, or none begins with `key`.
     """
-    kept, notes = _averaged([name for name in full if name not in _COUNTERS])
-    names: dict[str, str] = {}
-    for name, bare in zip(kept, _stripped(kept), strict=True):
-        if bare in names:
+    kept = [name for name in shapes if name not in _COUNTERS]
+    notes: list[str] = []
+    if key is not None:
+        kept = [name for name in kept if _without_parts(name).startswith(f"{key}.")]
+        if not kept:
+            first = dict.fromkeys(_without_parts(name).partition(".")[0] for name in shapes)
+            some = ", ".join(list(first)[:8])
             raise ModelError(
-                f"{path}: {names[bare][:120]!r} and {name[:120]!r} are both {bare[:120]!r}"
+                f"{path} has no weights {key[:60]!r} (--weights): its names begin with {some[:200]}"
+            )
+        notes.append(f"weights {key} taken, {len(shapes) - len(kept)} other tensors left")
+    else:
+        kept, notes = _one_copy(kept, shapes)
+    bare, left = _core(kept, shapes, "" if key is None else f"{key}.")
+    if left:
+        more = f" and {len(left) - 2} more" if len(left) > 2 else ""
+        notes.append(f"left out, for training alone: {', '.join(left[:2])}{more}")
+    names: dict[str, str] = {}
+    for name, new in zip(bare, _renamed(list(bare.values())), strict=True):
+        if new in names:
+            raise ModelError(
+                f"{path}: {names[new][:120]!r} and {name[:120]!r} are both {new[:120]!r}"
                 " without the wrappers of training"
             )
-        names[bare] = name
-    return names, notes
+        names[new] = name
+    return names, tuple(notes)
 
 
-def _averaged(full: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the averaged copy alone where a file holds both, and what was left out."""
-    for prefix in _AVERAGED:
-        inside = [name for name in full if name.startswith(prefix)]
-        outside = [name for name in full if not name.startswith(prefix)]
-        if inside and outside and set(_stripped(inside)) == set(_stripped(outside)):
-            count = len(outside)
-            return inside, (f"averaged weights ({prefix}*) taken, {count} other tensors left",)
-    return full, ()
+def _one_copy(full: list[str], shapes: Shapes) -> tuple[list[str], list[str]]:
+    """Return one copy of the model where a file holds several, and which it is."""
+    for prefix in _COPIES:
+        inside = [name for name in full if _without_parts(name).startswith(prefix)]
+        outside = [name for name in full if not _without_parts(name).startswith(prefix)]
+        if not inside or not outside:
+            continue
+        one, other = (_core(names, shapes)[0] for names in (inside, outside))
+        if set(one.values()) <= set(other.values()):
+            kind = "averaged weights" if "ema" in prefix or "averaged" in prefix else "weights"
+            rest = dict.fromkeys(_without_parts(name).partition(".")[0] for name in outside)
+            return inside, [
+                f"{kind} ({prefix}*) taken, {len(outside)} other tensors left"
+                f" (--weights {next(iter(rest))} takes those)"
+            ]
+    return full, []
 
 
-def _stripped(names: Iterable[str]) -> list[str]:
-    bare = [_without_parts(name) for name in names]
-    while prefix := next((p for p in _WHOLE if all(name.startswith(p) for name in bare)), None):
-        bare = [_without_parts(name.removeprefix(prefix)) for name in bare]
-    return bare
+def _core(full: list[str], shapes: Shapes, key: str = "") -> tuple[dict[str, str], list[str]]:
+    """Return names without wrappers by full name, and the names of what training alone uses."""
+    bare = {name: _without_parts(_without_parts(name).removeprefix(key)) for name in full}
+    left: list[str] = []
+    while True:
+        prefix = next((p for p in _WHOLE if all(n.startswith(p) for n in bare.values())), None)
+        if prefix is not None and bare:
+            bare = {k: _without_parts(n.removeprefix(prefix)) for k, n in bare.items()}
+            continue
+        extra = _for_training(bare, shapes)
+        if not extra or len(extra) == len(bare):
+            return bare, left
+        left += extra
+        gone = set(extra)
+        bare = {name: new for name, new in bare.items() if name not in gone}
+
+
+def _for_training(bare: Mapping[str, str], shapes: Shapes) -> list[str]:
+    """The full names of tensors that are no part of the model."""
+    dino = any(name.startswith(_DINO_HEAD) for name in bare.values())
+    found = [
+        full
+        for full, name in bare.items()
+        if _TRAINING.fullmatch(name) or (dino and name.startswith("head."))
+    ]
+    if found:
+        return found
+    for prefix in _WHOLE:
+        # A loss's or a metric's buffers beside the model. A classifier would have a matrix.
+        outside = [full for full, name in bare.items() if not name.startswith(prefix)]
+        if 2 * len(outside) < len(bare) and all(len(shapes[full]) < 2 for full in outside):
+            return outside
+    return []
+
+
+def _renamed(names: list[str]) -> list[str]:
+    """Names of other releases of a model as timm has them."""
+    if any(name.startswith("layers.0.downsample.reduction.") for name in names):
+        # Swin's authors put the downsampling at the end of a stage, timm at the beginning.
+        return [
+            re.sub(
+                r"^layers\.(\d+)\.downsample\.",
+                lambda found: f"layers.{int(found[1]) + 1}.downsample.",
+                re.sub(r"^head\.(weight|bias)$", r"head.fc.\1", name),
+            )
+            for name in names
+        ]
+    found = [re.match(r"blocks\.(\d+)\.(\d+)\.", n) for n in names if n.startswith("blocks.")]
+    chunks = {(one[1], one[2]) for one in found if one is not None}
+    whole = {number for _, number in chunks}
+    if "cls_token" in names and chunks and all(found) and len(whole) == len(chunks):
+        # DINOv2 trains its blocks in chunks; the second number counts through all of them.
+        return [re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name) for name in names]
+    return names
 
 
 def _without_parts(name: str) -> str:

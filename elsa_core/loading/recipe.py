@@ -21,6 +21,7 @@ MAX_BLOCKS = 1000
 BLOCKS = re.compile("depth|layers|block|stages")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 ASSUMABLE = ("mean", "std", "crop_pct", "interpolation")
+MAX_LABELS = 100_000
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -65,8 +66,8 @@ class Given:
     mean and std are one number or one a channel, on images scaled to 0..1.
     """
 
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
+    mean: float | Sequence[float] | None = None
+    std: float | Sequence[float] | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
 
@@ -85,6 +86,7 @@ class Recipe:
         model_cfg: the configuration of both towers, as open_clip writes it; None elsewhere.
         unsaid: what the name says and the weights' source does not: "heads", "window", and other
             arguments of the constructor by name.
+        labels: names of the classes in order; empty where they are not known.
     """
 
     library: str
@@ -95,6 +97,7 @@ class Recipe:
     tag: str | None = None
     model_cfg: Mapping[str, Any] | None = None
     unsaid: Mapping[str, Any] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -111,6 +114,22 @@ class Recipe:
         input_size = (self.preprocess.input_size[0], *size)
         return replace(self, preprocess=replace(self.preprocess, input_size=input_size))
 
+    def describe(self, model: Any) -> None:
+        """Put the preprocessing and the class names where timm keeps them on a model, and what of
+        it is assumed beside them."""
+        known = getattr(model, "pretrained_cfg", None)
+        given = self.preprocess
+        model.pretrained_cfg = {
+            **(known if isinstance(known, dict) else {}),
+            "input_size": given.input_size,
+            "mean": given.mean,
+            "std": given.std,
+            "crop_pct": given.crop_pct,
+            "interpolation": given.interpolation,
+            **({"label_names": self.labels} if self.labels else {}),
+        }
+        model.elsa_assumed = given.assumed
+
     def to_config(self) -> dict[str, Any]:
         """Return config.json: timm's hub layout, with the library named under `elsa`."""
         given = self.preprocess
@@ -119,6 +138,7 @@ class Recipe:
         return {
             "architecture": self.name,
             "num_classes": self.num_classes,
+            **({"label_names": list(self.labels)} if self.labels else {}),
             "model_args": dict(self.args),
             "pretrained_cfg": {
                 "tag": self.tag or "",

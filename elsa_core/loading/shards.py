@@ -9,6 +9,7 @@ from torch import Tensor
 
 from elsa_core.errors import ModelError
 from elsa_core.loading.names import bare_names
+from elsa_core.loading.stated import stated_in_metadata
 from elsa_core.loading.weights import Weights, read_header, read_safetensors
 from elsa_core.reading import check_fits, read_json
 
@@ -21,7 +22,7 @@ def is_index(path: Path) -> bool:
     return path.name.lower().endswith(INDEX_SUFFIX)
 
 
-def read_sharded(path: Path) -> Weights:
+def read_sharded(path: Path, key: str | None = None) -> Weights:
     """Read what an index names, from the files beside it: headers now, tensors when asked for.
 
     Raises:
@@ -41,13 +42,14 @@ def read_sharded(path: Path) -> Weights:
     for part in parts.values():
         metadata = part.metadata | metadata
     check_fits(path, sum(part.size for part in parts.values()))
-    names, notes = bare_names(shapes, path)
+    names, notes = bare_names(shapes, path, key)
     return Weights(
         {name: shapes[full] for name, full in names.items()},
         metadata,
         path,
         lambda: _tensors(parts, names),
         notes,
+        stated=stated_in_metadata(metadata),
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from elsa_core.errors import ModelError
 from elsa_core.files import scratch
 from elsa_core.loading.names import bare_names
+from elsa_core.loading.stated import Stated, stated_in_metadata
 from elsa_core.reading import check_fits, json_problem, open_regular, unique_pairs
 
 # The limit of the safetensors library itself.
@@ -86,6 +87,7 @@ class Weights:
         path: the file.
         notes: lines for the user: which of several groups of tensors was taken.
         size: the bytes of all tensors in the file.
+        stated: what the file says of its model.
     """
 
     def __init__(
@@ -96,12 +98,14 @@ class Weights:
         read: Callable[[], dict[str, Tensor]],
         notes: tuple[str, ...] = (),
         size: int = 0,
+        stated: Stated | None = None,
     ) -> None:
         self.shapes = shapes
         self.metadata = metadata
         self.path = path
         self.notes = notes
         self.size = size
+        self.stated = Stated() if stated is None else stated
         self._read = read
 
     @cached_property
@@ -131,25 +135,27 @@ def read_header(path: Path) -> Header:
     return _parse_header(path, raw, size - 8 - length)
 
 
-def read_safetensors(path: Path, *, wrapped: bool = False) -> Weights:
+def read_safetensors(path: Path, key: str | None = None, *, wrapped: bool = False) -> Weights:
     """Read a .safetensors file: the header now, the tensors when they are asked for.
 
     Args:
         path: the file.
+        key: take the tensors whose names begin with it.
         wrapped: leave the names as they are, with the wrappers of training.
 
     Raises:
-        ModelError: malformed file, no tensors, or more than the memory holds.
+        ModelError: malformed file, no tensors, none under `key`, or more than the memory holds.
     """
     header = read_header(path)
     if not header.tensors:
         raise ModelError(f"{path} holds no tensors")
     check_fits(path, header.size)
     plain = {name: name for name in header.tensors}
-    names, notes = (plain, ()) if wrapped else bare_names(header.tensors, path)
+    names, notes = (plain, ()) if wrapped else bare_names(header.shapes, path, key)
     shapes = {name: header.tensors[full].shape for name, full in names.items()}
+    said = stated_in_metadata(header.metadata)
     return Weights(
-        shapes, header.metadata, path, lambda: _read_tensors(path, names), notes, header.size
+        shapes, header.metadata, path, lambda: _read_tensors(path, names), notes, header.size, said
     )
 
 

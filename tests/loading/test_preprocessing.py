@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +71,22 @@ def test_torchvisions_weights_of_one_name_differ(tmp_path: Path) -> None:
     path = _torchvision_file("vit_b_16", TINY, tmp_path / "model.safetensors")
     arch = "torchvision:vit_b_16"
     loaded = load_model(path, arch=arch, model_kwargs=TINY)
-    assert loaded.recipe.preprocess.assumed == ("crop_pct", "interpolation")
+    assert loaded.recipe.preprocess.assumed == ("mean", "std", "crop_pct", "interpolation")
     assert (loaded.crop_pct, loaded.interpolation) == (0.875, "bilinear")
     (line,) = loaded.warnings
     assert "ViT_B_16_Weights.IMAGENET1K_SWAG_" in line and "interpolation bicubic" in line
     assert "--crop-pct" in line and "with a tag" not in line
-    given = Given(crop_pct=1.0, interpolation="bicubic")
+    given = dataclasses.replace(IMAGENET, crop_pct=1.0)
     said = load_model(path, arch=arch, model_kwargs=TINY, preprocess=given)
     assert said.warnings == () and said.recipe.preprocess.assumed == ()
     assert said.crop_pct == 1.0
 
 
-def test_torchvisions_only_weights_say_the_preprocessing(tmp_path: Path) -> None:
+def test_the_only_published_weights_are_not_the_files(tmp_path: Path) -> None:
     path = _torchvision_file("vit_b_32", TINY, tmp_path / "model.safetensors")
     loaded = load_model(path, arch="torchvision:vit_b_32", model_kwargs=TINY)
-    assert loaded.warnings == () and loaded.recipe.preprocess.assumed == ()
+    assert loaded.recipe.preprocess.assumed == ("mean", "std", "crop_pct", "interpolation")
+    assert "the defaults of vit_b_32: give --mean, --std, --crop-pct" in loaded.warnings[0]
 
 
 def test_a_name_has_its_own(deit: Path) -> None:

@@ -320,7 +320,7 @@ def test_averaged_weights_come_first(tmp_path: Path) -> None:
     state = {f"model.{name}": tensor for name, tensor in plain.state_dict().items()}
     state |= {f"ema_model.module.{name}": t for name, t in averaged.state_dict().items()}
     loaded = load_model(write(state, tmp_path / "model.safetensors"))
-    assert agree(loaded, averaged) and "averaged weights (ema_model.*)" in loaded.notes[0]
+    assert agree(loaded, averaged) and "averaged weights (ema_model.*)" in loaded.warnings[0]
     for key in ("state_dict_ema", "ema_state_dict", "model_ema"):
         content = {"state_dict": plain.state_dict(), key: averaged.state_dict()}
         torch.save(content, tmp_path / "last.ckpt")
@@ -329,11 +329,11 @@ def test_averaged_weights_come_first(tmp_path: Path) -> None:
 
 def test_what_is_no_wrapper_stays(tmp_path: Path) -> None:
     """A backbone beside a head of its own is another model; two names must not become one."""
-    names = ["backbone.blocks.0.w", "classifier.w"]
-    assert list(bare_names(names, tmp_path)[0]) == names
+    names = dict.fromkeys(["backbone.blocks.0.w", "classifier.w"], (4, 4))
+    assert list(bare_names(names, tmp_path)[0]) == list(names)
     with pytest.raises(ModelError, match="are both 'w' without the wrappers"):
-        bare_names(["module.w", "w"], tmp_path)
-    assert bare_names(["n_averaged", "module.w"], tmp_path)[0] == {"w": "module.w"}
+        bare_names({"module.w": (4, 4), "w": (4, 4)}, tmp_path)
+    assert bare_names({"n_averaged": (), "module.w": (4, 4)}, tmp_path)[0] == {"w": "module.w"}
 
 
 def test_a_file_without_attention_says_so(tmp_path: Path) -> None:

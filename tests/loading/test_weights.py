@@ -162,7 +162,7 @@ def test_a_training_checkpoint_is_unwrapped(tmp_path: Path) -> None:
     content = {"epoch": 3, "args": argparse.Namespace(model="test_vit"), "state_dict": plain}
     torch.save(content, path)
     read = read_checkpoint(path)
-    assert read.metadata == {"architecture": "test_vit"}
+    assert read.stated.architectures == ("test_vit",)
     assert torch.equal(read.tensors["w"], torch.zeros(2))
     torch.save({**content, "state_dict_ema": averaged}, path)
     assert torch.equal(read_checkpoint(path).tensors["w"], torch.ones(2))

@@ -1,0 +1,156 @@
+"""What a file says of its model beside the tensors: architecture, preprocessing, class names.
+
+Read are timm's training checkpoints (`arch`, `args`), Lightning's `hyper_parameters`, and the
+metadata of .safetensors files. What cannot be read counts as not stated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from elsa_core.loading.recipe import INTERPOLATIONS, MAX_LABELS, Given
+
+_SECTIONS = (
+    *("pretrained_cfg", "data_config", "args", "hyper_parameters", "hparams"),
+    *("config", "cfg", "model_config", "data_preprocessor", "preprocess_cfg"),
+)
+_ARCHITECTURE = ("arch", "architecture", "model_name", "model", "backbone")
+_ARGS = ("model_args", "model_kwargs")
+_MEAN = ("mean", "image_mean", "img_mean")
+_STD = ("std", "image_std", "img_std")
+_LABELS = ("label_names", "class_names", "classes", "class_to_idx", "labels")
+_DEEPEST = 3
+_LONGEST = 100_000  # characters of one text that is parsed
+_LONGEST_LITERAL = 1000  # Python's parser recurses
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a file says of its model.
+
+    Attributes:
+        architectures: names that may be its architecture, the likeliest first.
+        args: arguments of the constructor.
+        preprocess: mean and std on a 0..1 scale, crop_pct, interpolation.
+        labels: names of the classes in order.
+    """
+
+    architectures: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    preprocess: Given = field(default_factory=Given)
+    labels: tuple[str, ...] = ()
+
+
+def stated(content: Any) -> Stated:
+    """Return what a checkpoint's content, or a configuration, says beside the tensors."""
+    sections = list(_sections(content))
+    names = [section.get(key) for section in sections for key in _ARCHITECTURE]
+    mean, std = _scaled(_numbers(_first(sections, _MEAN)), _numbers(_first(sections, _STD)))
+    crop, method = _first(sections, ("crop_pct",)), _first(sections, ("interpolation",))
+    crop = crop if type(crop) in (int, float) and 0.05 <= crop <= 2 else None
+    method = method if isinstance(method, str) and method in INTERPOLATIONS else None
+    args: dict[str, Any] = {}
+    for key in _ARGS:
+        given = _first(sections, (key,))
+        args |= given if isinstance(given, Mapping) else {}
+    pool = _first(sections, ("gp",))  # of timm's training script
+    args |= {"global_pool": pool} if isinstance(pool, str) and pool else {}
+    labels = next((found for key in _LABELS if (found := names_of(_first(sections, (key,))))), ())
+    found = tuple(dict.fromkeys(name for name in names if isinstance(name, str) and name))
+    return Stated(found, args, Given(mean, std, crop, method), labels)
+
+
+def stated_in_metadata(metadata: Mapping[str, str]) -> Stated:
+    """Return what the metadata of a .safetensors file says: text, JSON or Python's literals."""
+    return stated({key: _parsed(text) for key, text in metadata.items()})
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """Return names of classes in their order; () for what is no list of them.
+
+    Args:
+        value: a list, a mapping from number to name (`id2label`), or from name to number
+            (`class_to_idx`).
+    """
+    if isinstance(value, Mapping):
+        by_name = all(type(number) is int for number in value.values())
+        pairs = value.items() if by_name else [(name, number) for number, name in value.items()]
+        named = {_whole(number): name for name, number in pairs}
+        if not value or -1 in named or len(named) < len(value):
+            return ()
+        value = [named.get(number, "") for number in range(max(named) + 1)]
+    if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_LABELS:
+        return ()
+    if not all(isinstance(name, str) for name in value):
+        return ()
+    return tuple(" ".join(name[:200].split()) for name in value)
+
+
+def _whole(number: Any) -> int:
+    """The number of a class, in figures too; -1 for what is none."""
+    if isinstance(number, str) and number.isdecimal() and len(number) < 10:
+        number = int(number)
+    return number if type(number) is int and 0 <= number < MAX_LABELS else -1
+
+
+def _sections(content: Any, depth: int = 0) -> Iterator[Mapping[Any, Any]]:
+    """The mapping itself, then those in it that hold settings."""
+    content = vars(content) if isinstance(content, argparse.Namespace) else content
+    if not isinstance(content, Mapping) or depth > _DEEPEST:
+        return
+    yield content
+    for key in _SECTIONS:
+        yield from _sections(content.get(key), depth + 1)
+
+
+def _first(sections: list[Mapping[Any, Any]], keys: tuple[str, ...]) -> Any:
+    """The first of the keys that a section says; None and "" say nothing."""
+    said = (section.get(key) for section in sections for key in keys)
+    return next((v for v in said if v is not None and not (isinstance(v, str) and not v)), None)
+
+
+def _numbers(value: Any) -> tuple[float, ...] | None:
+    if isinstance(value, Tensor):
+        value = value.flatten().tolist() if value.numel() <= MAX_LABELS else None
+    value = [value] if type(value) in (int, float) else value
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    good = all(type(n) in (int, float) and math.isfinite(n) and abs(n) < 1e6 for n in value)
+    return tuple(float(n) for n in value) if good else None
+
+
+def _scaled(
+    mean: tuple[float, ...] | None, std: tuple[float, ...] | None
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """On a 0..1 scale. Values of 0..1 deviate by 0.5 at most: a std above 2 is on 0..255."""
+    if std is not None and min(std) < 1e-6:
+        std = None
+    if std is not None and max(std) > 2:
+        std = tuple(value / 255 for value in std)
+        mean = None if mean is None else tuple(value / 255 for value in mean)
+    return mean, std
+
+
+def _parsed(text: str) -> Any:
+    if len(text) > _LONGEST:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text) if len(text) <= _LONGEST_LITERAL else text
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        pass
+    try:
+        return [float(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        return text
