@@ -20,7 +20,7 @@ from elsa_core.operands import (
     operands,
     require_dense,
 )
-from elsa_core.routing import Chosen, Route
+from elsa_core.routing import Chosen, Layout, Route
 
 Answer = Tensor | tuple[Tensor, Tensor]
 _profiled, _cast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
@@ -108,7 +108,10 @@ def ordinary(
         choice = routing.chosen("attention", device, dtype, head_dim, head_dim, precision, backend)
         recorded = calls.differentiates(query, key, value, attn_mask)
         by_pytorch = device.type == "cuda" and choice.name == routing.PLAIN
-        if by_pytorch or (recorded and return_lse):
+        by_name = backend != "auto" and routing.peer_fault(
+            backend, Layout(query, key, value, is_causal, scale), "whole"
+        )
+        if by_pytorch or (recorded and return_lse) or by_name:
             return None
         arguments = (query, key, value, attn_mask, is_causal, scale, precision)
         if recorded:
@@ -128,7 +131,7 @@ def _recorded(arguments: tuple[Any, ...], choice: Chosen, backend: str) -> Tenso
     head_dim = query.shape[3]
     kind = (calls.place(query), query.dtype, head_dim, head_dim, arguments[6])
     given = (query, key, value, attn_mask, kind, backend, False)
-    whole = _trains_whole(*given, arguments[4])
+    whole = _trains_whole(*given, *arguments[4:6])
     run = routing.RUNS["attention", whole or choice.name]
     # a profile looks for the operator's name
     if not whole and run is operators.ATTENTION.overload and not _profiled():
@@ -154,8 +157,7 @@ def checked(
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     q, k, v, mask = operands(query, key, value, attn_mask, is_causal, enable_gqa)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    scale = _default_scale(q) if scale is None else scale
     out, lse = _served(
         q, k, v, mask, is_causal, scale, precision, dropout_p=dropout_p, backend=backend,
         return_lse=return_lse,
@@ -195,14 +197,26 @@ def _served(
     elif routing.plain_alone(backend):
         answer = operators.ATTENTION.reference(q, k, v, mask, is_causal, scale)
     else:
-        asked = (q, k, v, mask, kind, backend, return_lse)
+        asked = (q, k, v, mask, kind, backend, return_lse, is_causal, scale)
         plain = name == routing.PLAIN
-        name = _trains_whole(*asked, is_causal) or (plain and _without_kernels(*asked)) or name
+        name = _trains_whole(*asked) or (plain and _without_kernels(*asked)) or name
+        _refuse_faulty(backend, Layout(q, k, v, is_causal, scale))
         arguments = (q, k, v, mask, is_causal, scale, precision)
         faster = None if return_lse else dense_inference.measured_faster(kind, backend, arguments)
         run = routing.RUNS["attention", name]
         answer = run(*arguments) if faster is None else (faster, None)
     return answer
+
+
+def _default_scale(query: Tensor) -> float:
+    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+
+
+def _refuse_faulty(backend: str, layout: Layout) -> None:
+    """Raise where the backend asked for by name would compute a call wrong."""
+    fault = routing.peer_fault(backend, layout, "whole")
+    if fault:
+        raise UnavailableError(f"backend={backend!r} cannot serve this call: {fault}")
 
 
 def _with_lse(out: Tensor, lse: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
@@ -220,6 +234,7 @@ def _trains_whole(
     backend: str,
     return_lse: bool,
     is_causal: bool,
+    scale: float,
     asked: bool = False,
 ) -> str:
     """The backend that takes this call and its gradients as a whole; empty where there is none.
@@ -235,7 +250,7 @@ def _trains_whole(
     plain = attn_mask is None and not is_causal
     if name and plain and work is not None and query.is_cuda:
         name = "" if graph_steps.serve(query, key, value, kind, gradient, asked=asked) else name
-    return _if_taken(name, query, key, attn_mask)
+    return _if_taken(name, Layout(query, key, value, is_causal, scale), attn_mask)
 
 
 def _without_kernels(
@@ -246,6 +261,8 @@ def _without_kernels(
     kind: tuple[str, torch.dtype, int, int, str],
     backend: str,
     return_lse: bool,
+    is_causal: bool,
+    scale: float,
 ) -> str:
     """The backend of PyTorch's own kernels for a call on a GPU that this package has none for;
     empty for others. A graph that is exported holds elsa's operators.
@@ -254,15 +271,16 @@ def _without_kernels(
         return ""
     if calls.wanted(query=query, key=key, value=value, attn_mask=attn_mask) == ("attn_mask",):
         return ""  # as in `routing.training_name`
-    return _if_taken(routing.whole_name("attention", *kind), query, key, attn_mask)
+    layout = Layout(query, key, value, is_causal, scale)
+    return _if_taken(routing.whole_name("attention", *kind), layout, attn_mask)
 
 
-def _if_taken(name: str, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> str:
-    """The backend's name where it takes such operands without a loss."""
-    if not name:
+def _if_taken(name: str, layout: Layout, attn_mask: Tensor | None) -> str:
+    """The backend's name where it takes such operands without a loss and computes them right."""
+    if not name or routing.peer_fault(name, layout, "whole"):
         return ""
     takes = routing.implementation("attention", name).takes
-    return name if takes is None or takes(query, key, attn_mask) else ""
+    return name if takes is None or takes(layout.query, layout.key, attn_mask) else ""
 
 
 def explain(
@@ -283,8 +301,8 @@ def explain(
 
     Takes the arguments of `attention` (tensors' shapes, strides, dtypes and devices matter, their
     values do not) and refuses as it does: dense tensors that do not fit, dropout_p, precision,
-    backend and sparsity. `scale` is not looked at, and nested tensors are refused. Where the
-    published results show a loss near this call, a reason says so.
+    backend and sparsity. Nested tensors are refused. Where the published results show a loss near
+    this call, a reason says so.
     """
     from elsa_core.measuring.losses import losing_case
 
@@ -303,16 +321,19 @@ def explain(
         ordinal=q.get_device(),
     )  # fmt: skip
     arguments = (q, k, v, mask, is_causal, precision)
+    scale = _default_scale(q) if scale is None else scale
+    layout = Layout(q, k, v, is_causal, scale)
+    _refuse_faulty(backend, layout)
     if dropout_p != 0.0:
-        name = dropping.backend_of(q, k, v, mask, precision, dropout_p, backend, return_lse=False)
+        name = dropping.backend_of(layout, mask, precision, dropout_p, backend, return_lse=False)
         request = request._replace(operator="attention_dropout")
         return routing.route(request, name, schedule=arguments)
     alone = routing.plain_alone(backend)
     if alone:
         return routing.route(request, routing.PLAIN, schedule=arguments, because=f"has no {alone}")
     kind = (calls.place(q), q.dtype, q.shape[-1], v.shape[-1], precision)
-    given = (q, k, v, mask, kind, backend, False)
-    whole = _trains_whole(*given, is_causal, asked=True)
+    given = (q, k, v, mask, kind, backend, False, is_causal, scale)
+    whole = _trains_whole(*given, asked=True)
     faster = "trains slower: the shipped table of measurements"
     if not whole:
         whole = _without_kernels(*given)
@@ -325,6 +346,7 @@ def explain(
         for row, _ in routing.chosen("attention", q.device, *kind[1:], backend).rows:
             serves = routing.implementation("attention", row.backend).serves
             held = row.holds(q.shape, k.shape, of_mask, causal=is_causal)
+            held = held and not routing.peer_fault(row.backend, layout, "whole")
             if held and (serves is None or serves(q, k, v, mask, is_causal)):
                 slower = (
                     f"{row.ratio[0]} to {row.ratio[1]} of its speed in the shipped table; "

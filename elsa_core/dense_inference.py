@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from elsa_core import calls, routing, short_calls
-from elsa_core.routing import Chosen
+from elsa_core.routing import Chosen, Layout
 
 _profiled = torch._C._autograd._profiler_enabled
 
@@ -57,6 +57,9 @@ def _by_row(
     masked = None if mask is None else mask.shape
     for row, serve in choice.rows:
         if row.holds(query.shape, key.shape, masked, causal=rest[0]):
+            layout = Layout(query, key, value, rest[0], rest[1])
+            if routing.peer_fault(row.backend, layout, "whole"):
+                continue
             out: Tensor | None = serve(query, key, value, mask, *rest)
             if out is not None:
                 return out
@@ -89,12 +92,14 @@ def _compiled_by_row(
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # 1.7 s, not eager's
 
-    query, key, _, mask, causal = arguments[:5]
+    query, key, value, mask, causal, scale = arguments[:6]
     if mask is not None and mask.dtype != query.dtype:
         return None
     masked = None if mask is None else mask.shape
     for row in routing.rows_of("attention", *kind, backend):
         if row.holds(query.shape, key.shape, masked, statically_known_true, causal=causal):
+            if routing.peer_fault(row.backend, Layout(query, key, value, causal, scale), "whole"):
+                continue
             out: Tensor | None = routing.BY_ROW["attention", row.backend](*arguments)
             if out is not None:
                 return out

@@ -25,7 +25,8 @@ def dropped(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with dropout of the weights, by the backend that serves such calls."""
-    name = backend_of(query, key, value, attn_mask, precision, dropout_p, backend, return_lse)
+    layout = routing.Layout(query, key, value, is_causal, scale)
+    name = backend_of(layout, attn_mask, precision, dropout_p, backend, return_lse)
     run = routing.RUNS["attention_dropout", name]
     # PyTorch's own kernels draw for themselves, as they do in the original model
     own = routing.implementation("attention_dropout", name).whole
@@ -39,9 +40,7 @@ def dropped(
 
 
 def backend_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    layout: routing.Layout,
     attn_mask: Tensor | None,
     precision: str,
     dropout_p: float,
@@ -59,6 +58,7 @@ def backend_of(
         raise ArgumentError(f"dropout_p={dropout_p} must be in [0, 1]")
     if routing.plain_alone(backend):
         return routing.PLAIN
+    query, key, value = layout[:3]
     width, value_width = index(query.shape[-1]), index(value.shape[-1])
     kind = (calls.place(query), query.dtype, width, value_width, precision)
     if backend == "auto" and not return_lse and dropout_p < 1.0:
@@ -66,6 +66,7 @@ def backend_of(
         whole = routing.training_name("attention_dropout", *kind, gradient or ("query",))
         if whole:
             takes = routing.implementation("attention_dropout", whole).takes
-            if takes is None or takes(query, key, attn_mask):
+            taken = takes is None or takes(query, key, attn_mask)
+            if taken and not routing.peer_fault(whole, layout, "whole"):
                 return whole
     return routing.name_of("attention_dropout", *kind, backend)

@@ -17,6 +17,7 @@ from elsa_core.operands import explain_types, require_inside, require_tensor
 from elsa_core.routing import Route
 
 LAYOUTS = ("qkv", "head")
+_HALF = (torch.float16, torch.bfloat16)
 _Triple = tuple[int, int, int]
 
 
@@ -51,7 +52,7 @@ def window_attention(
         qkv: [B, H, W, 3 * C] for 2-D windows, [B, D, H, W, 3 * C] for 3-D ones, floating, the last
             dim dense; C = num_heads * head_dim.
         bias: added to the scores of every window: [num_heads, T, T], or with `bias_index` a table
-            [L, num_heads]; float32 or qkv's dtype.
+            [L, num_heads]; half precision, float32 or qkv's dtype, as pad_qkv and logit_scale.
         num_heads: heads; must divide C.
         window_size: (height, width) or (depth, height, width), in tokens.
         shift_size: as many numbers, each at least 0 and smaller than the window.
@@ -100,6 +101,9 @@ def window_attention(
         head_dim = _head_dim(qkv, num_heads, layout)
         terms = _Terms(bias, bias_index, pad_qkv, logit_scale)
         _check_terms(qkv, terms, num_heads, math.prod(window))
+        bias, pad_qkv, logit_scale = (_readable(t, qkv.dtype) for t in (bias, pad_qkv, logit_scale))
+        read = (bias, bias_index, pad_qkv, logit_scale)
+        as_given = all(t is u for t, u in zip(terms, read, strict=True))
         if not mask_value <= 0:  # NaN too
             raise ArgumentError(f"mask_value={mask_value} must be negative, 0 or -inf")
         kind = (calls.place(qkv), qkv.dtype, head_dim, head_dim, precision)
@@ -122,7 +126,8 @@ def window_attention(
             out = _recorded(run, name)(*arguments)
         else:
             out = calls.below_autograd(run, *arguments)
-            if qkv.is_cuda and backend == "auto" and run is operators.WINDOW_ATTENTION.overload:
+            ours = run is operators.WINDOW_ATTENTION.overload
+            if qkv.is_cuda and backend == "auto" and ours and as_given:
                 short_calls.WINDOW_ATTENTION.admit(
                     arguments,
                     (qkv, bias, bias_index, pad_qkv, logit_scale, num_heads, window_size,
@@ -306,5 +311,14 @@ def _check(
         raise ArgumentError(f"{name} of shape {list(given.shape)} must be {list(shape)}")
     if given.device != qkv.device:
         raise ArgumentError(f"{name} is on {given.device}, qkv on {qkv.device}")
-    if not any_dtype and given.dtype not in (torch.float32, qkv.dtype):
-        raise ArgumentError(f"{name} must be float32 or qkv's {qkv.dtype}, not {given.dtype}")
+    if not any_dtype and given.dtype not in (*_HALF, torch.float32, qkv.dtype):
+        raise ArgumentError(
+            f"{name} must be half precision, float32 or qkv's {qkv.dtype}, not {given.dtype}"
+        )
+
+
+def _readable(term: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A term as kernels read it: half precision beside another dtype (a model in one half precision
+    under autocast to the other) in float32, in which a sum of both would be."""
+    other = term is not None and term.dtype in _HALF and term.dtype != dtype
+    return term.float() if other and term is not None else term

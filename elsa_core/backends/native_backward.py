@@ -49,7 +49,8 @@ def define() -> None:
 def support(request: Request) -> Support:
     """Whether the kernels take gradients of such calls, as far as lengths do not decide."""
     widened = request.operator == "attention_dropout" or (
-        request.operator == "attention" and request.mask in ("bool", "additive")
+        request.operator == "attention"
+        and (request.mask in ("bool", "additive") or request.layout == "strided")
     )
     if request.dtype != torch.float32 and not widened:
         return Support(False, f"gradients are float32, not {dtype_name(request.dtype)}")
@@ -84,19 +85,21 @@ def attention_backward(
     """As `elsa::attention_backward`, or with a seed `elsa::attention_dropout_backward`; None where
     the kernel does not serve the call.
 
-    Half precision with a mask is widened up to HALF_KEYS_MAX keys, and the forward runs again:
-    PyTorch's kernel reads rowsum(grad_out * out) from the rounded output, which with a mask has up
-    to three times the error.
+    Half precision with a mask, or with a last axis that is not dense, is widened up to
+    HALF_KEYS_MAX keys, and the forward runs again: PyTorch's flash kernel reads
+    rowsum(grad_out * out) from the rounded output, which has several times the error.
     """
     needs = (*needs[:3], needs[3] and attn_mask is not None)
     kind = query.dtype
     if needs[3]:
         return None
     if kind in (torch.float16, torch.bfloat16):
-        if attn_mask is None or key.shape[2] > HALF_KEYS_MAX:
+        dense = all(t.stride(-1) == 1 for t in (query, key, value))
+        if (attn_mask is None and dense) or key.shape[2] > HALF_KEYS_MAX:
             return None
         grad_out, query, key, value = (t.float() for t in (grad_out, query, key, value))
-        attn_mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask.float()
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.float()
         terms = (query, key, value, attn_mask, is_causal, scale, precision)
         out, lse = torch.ops.elsa.attention.default(*terms)
         wide = attention_backward(

@@ -36,6 +36,7 @@ from elsa_core.routing.choose import (
     whole_name,
 )
 from elsa_core.routing.explained import route
+from elsa_core.routing.faults import Layout, peer_fault
 from elsa_core.routing.gradients import recomputes, recorded, shard_backward
 from elsa_core.routing.measured import (
     CENTRED,
@@ -79,6 +80,7 @@ __all__ = [
     "SERVING",
     "SHIPPED",
     "Chosen",
+    "Layout",
     "Route",
     "chosen",
     "eager_least",
@@ -94,6 +96,7 @@ __all__ = [
     "mask_kind",
     "name_of",
     "names",
+    "peer_fault",
     "plain_alone",
     "product_by_pytorch",
     "recomputes",

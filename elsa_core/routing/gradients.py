@@ -19,6 +19,7 @@ from elsa_core.operators import window as window_operator
 from elsa_core.operators.record import implement
 from elsa_core.routing import measured
 from elsa_core.routing.choose import DIRECT, gradient_name, implementation, mask_kind
+from elsa_core.routing.faults import Layout, peer_fault
 from elsa_core.routing.table import PLAIN
 
 
@@ -33,28 +34,40 @@ def attention_dropout_backward(*arguments: Any) -> Any:
 
 
 def _of_attention(record: operators.Operator, arguments: tuple[Any, ...]) -> Any:
-    query, value, attn_mask = arguments[2], arguments[4], arguments[5]
+    query, key, value, attn_mask = arguments[2:6]
     is_causal, precision, needs = arguments[8], arguments[10], arguments[-1]
     wanted = zip(record.terms, needs, strict=True)
+    dense = all(t.stride(-1) == 1 for t in (query, key, value))
     request = Request(
         query.device.type, query.dtype, query.shape[-1], value.shape[-1], precision, record.name,
-        mask_kind(attn_mask, is_causal), "dense", tuple(name for name, needed in wanted if needed),
-        ordinal=query.get_device(),
+        mask_kind(attn_mask, is_causal), "dense" if dense else "strided",
+        tuple(name for name, needed in wanted if needed), ordinal=query.get_device(),
     )  # fmt: skip
-    grads = _by_the_table(request, arguments)
+    grads = _by_the_table(request, arguments, _layout_of(arguments))
     return record.recomputed(*arguments) if grads is None else grads
 
 
-def _by_the_table(request: Request, arguments: tuple[Any, ...]) -> Any:
+def _layout_of(arguments: tuple[Any, ...]) -> Layout:
+    """Of the arguments of `elsa::attention_backward`."""
+    return Layout(*arguments[2:5], *arguments[8:10])
+
+
+def _by_the_table(
+    request: Request, arguments: tuple[Any, ...], layout: Layout | None = None
+) -> Any:
     """The gradients by the first backend of the table that serves the call, or None."""
     row = measured.training(request.operator, request.device_type, request.dtype)
-    return _by_backends(request, row.backward if row else (), arguments)
+    return _by_backends(request, row.backward if row else (), arguments, layout)
 
 
-def _by_backends(request: Request, names: Iterable[str], arguments: tuple[Any, ...]) -> Any:
+def _by_backends(
+    request: Request, names: Iterable[str], arguments: tuple[Any, ...], layout: Layout | None
+) -> Any:
     for name in names:
         offered = implementation(request.operator, name)
         if offered.backward is None or not (offered.gradient and offered.gradient(request).ok):
+            continue
+        if layout is not None and peer_fault(name, layout, "gradients"):
             continue
         with _without_autocast(request.device_type):
             grads = offered.backward(*arguments)
@@ -85,7 +98,7 @@ def shard_backward(*arguments: Any) -> Any:
     )  # fmt: skip
     read = ("triton", "sdpa") if query.dtype == torch.float32 else ("sdpa",)
     names = [name for name in row.backward if name in read]
-    grads = _by_backends(request, names, arguments)
+    grads = _by_backends(request, names, arguments, _layout_of(arguments))
     return eager.backward(*arguments, is_shard=True) if grads is None else grads
 
 
@@ -112,7 +125,7 @@ def varlen_attention_backward(*arguments: Any) -> Any:
         "varlen_attention", gradient=tuple(name for name, needed in wanted if needed),
         ordinal=query.get_device(),
     )  # fmt: skip
-    grads = _by_the_table(request, arguments)
+    grads = _by_the_table(request, arguments, Layout(*arguments[2:5], *arguments[9:11]))
     if grads is not None:
         return grads
     otherwise = padded_backward if query.is_cuda else operators.VARLEN_ATTENTION.recomputed

@@ -42,7 +42,7 @@ def test_small_calls_of_a_graph_train_by_our_kernels(monkeypatch) -> None:
         q = make(*shape).as_subclass(OnCuda).requires_grad_()
         q = q.transpose(1, 2).contiguous().transpose(1, 2) if turned else q
         kind = ("cuda", torch.float32, shape[3], shape[3], "strict")
-        return dense._trains_whole(q, q, q, mask, kind, "auto", False, is_causal, asked=asked)
+        return dense._trains_whole(q, q, q, mask, kind, "auto", False, is_causal, 1.0, asked=asked)
 
     assert whole() == "sdpa"
     now.update(own=True)

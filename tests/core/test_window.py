@@ -264,7 +264,7 @@ def test_compiles_whole_and_exports_with_a_dynamic_batch() -> None:
         ({"precision": "exact"}, "precision"),
         ({"backend": "fast"}, "backend='fast' is unknown"),
         ({"bias": torch.zeros(HEADS, 16, 15)}, "bias of shape"),
-        ({"bias": torch.zeros(HEADS, 16, 16, dtype=torch.float16)}, "bias must be float32"),
+        ({"bias": torch.zeros(HEADS, 16, 16).double()}, "bias must be half precision, float32"),
         ({"bias_index": torch.zeros(16, 16, dtype=torch.int32)}, "bias_index must be int64"),
         ({"bias": None, "bias_index": torch.zeros(16, 16, dtype=torch.int64)}, "needs bias"),
         ({"pad_qkv": torch.zeros(7)}, "pad_qkv of shape"),
@@ -281,6 +281,27 @@ def test_bad_arguments(change: dict[str, Any], words: str) -> None:
     }  # fmt: skip
     with pytest.raises(ArgumentError, match=words):
         elsa.window_attention(**(call | change))
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_terms_in_another_half_precision_are_read_as_they_are(
+    dtype: torch.dtype, backend: str
+) -> None:
+    """A model in float16 under autocast to bfloat16: exact in float32, gradients in their dtype."""
+    qkv, bias, pad = inputs((1, 5, 6), (1, 3, 3), dtype, batch=1)
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    terms = {"bias": bias, "pad_qkv": pad, "logit_scale": torch.tensor([2.0, 3.0, 4.0])}
+    terms = {name: t.to(other).requires_grad_() for name, t in terms.items()}
+    wide = {name: t.detach().float().requires_grad_() for name, t in terms.items()}
+    call = {"num_heads": HEADS, "window_size": (1, 3, 3), "backend": backend}
+    out, same = (elsa.window_attention(qkv, **call, **given) for given in (terms, wide))
+    assert torch.equal(out, same)
+    grads, wanted = (
+        torch.autograd.grad(o.float().sum(), list(given.values()))
+        for o, given in ((out, terms), (same, wide))
+    )
+    assert all(torch.equal(g, w.to(other)) for g, w in zip(grads, wanted, strict=True))
 
 
 @pytest.mark.parametrize("size", [(0, 10, 9), (2, 0, 9)])
