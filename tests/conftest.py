@@ -7,9 +7,12 @@ import gc
 import hashlib
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +114,45 @@ def with_torch() -> Iterator[Warm]:
     """
     with warm("torch", "torch._dynamo") as processes:
         yield processes
+
+
+@pytest.fixture(scope="session")
+def inductor_place() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """A context in which Inductor can compile C++: its commands quote no path, so a temporary
+    folder whose name has a space is replaced. Tests skip where there is no compiler."""
+    reason = "" if shutil.which(os.environ.get("CXX", "g++")) else "there is no C++ compiler"
+    with ExitStack() as stack:
+        folder = tempfile.gettempdir()
+        if " " in folder and not reason:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+
+        @contextmanager
+        def place() -> Iterator[None]:
+            if reason:
+                pytest.skip(reason)
+            if folder == tempfile.gettempdir():
+                yield
+                return
+            from torch._inductor import config
+
+            names = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers")
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                config.patch(dict.fromkeys(names, False)),  # they lie where tempdir was at import
+            ):
+                patch.setattr(tempfile, "tempdir", folder)
+                patch.setenv("TMPDIR", folder)
+                patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+                yield
+
+        yield place
+
+
+@pytest.fixture
+def inductor(inductor_place: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """What tests need in which Inductor compiles C++."""
+    with inductor_place():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,10 @@ def compile_program(program: torch.export.ExportedProgram, path: Path, facts: st
     except OSError:
         raise
     except Exception as error:
-        raise ExportError(f"AOTInductor cannot compile this model: {first_line(error)}") from error
+        why = first_line(error)
+        if " " in tempfile.gettempdir():
+            why += " (its commands do not quote the space in the temporary folder: set TMPDIR)"
+        raise ExportError(f"AOTInductor cannot compile this model: {why}") from error
 
 
 def _dynamic(inputs: tuple[Tensor, ...], dynamic_size: bool, step: int) -> tuple[Any, ...]:

@@ -408,6 +408,7 @@ def test_compiled(named: str, compiler: CompileCounterWithBackend) -> None:
     assert not torch.equal(*outs)
 
 
+@pytest.mark.usefixtures("inductor")
 def test_inductor_draws_anew() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: elsa.attention(x, x, x, dropout_p=0.5), fullgraph=True)

@@ -93,6 +93,7 @@ def test_what_is_refused() -> None:
         elsa.attention(*[narrow.transpose(1, 2)] * 3)
 
 
+@pytest.mark.usefixtures("inductor")
 def test_compiles() -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda q: elsa.attention(q, q, q), fullgraph=True, dynamic=True)

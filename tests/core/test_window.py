@@ -368,6 +368,7 @@ def test_opcheck_of_the_backward_of_a_padded_image(order: Any, with_terms: bool)
         )
 
 
+@pytest.mark.usefixtures("inductor")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 def test_compiled_training_of_a_padded_image(order: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,12 @@ def one_block() -> Loaded:
 
 
 @pytest.fixture(scope="package")
-def compiled(one_block: Loaded, once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def compiled(
+    one_block: Loaded,
+    once: Callable[[str, Callable[[Path], None]], Path],
+    inductor_place: Callable[[], AbstractContextManager[None]],
+) -> Path:
     """Its bundle with model.aoti.pt2 alone."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
 
     def make(folder: Path) -> None:
         with config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):  # half of the time
@@ -62,4 +65,5 @@ def compiled(one_block: Loaded, once: Callable[[str, Callable[[Path], None]], Pa
             export(one_block.model, folder / "out", formats=("pt2",), aoti=True, loaded=one_block)
             assert config.get_config_copy() == before
 
-    return once("compiled", make) / "out"
+    with inductor_place():
+        return once("compiled", make) / "out"

@@ -184,6 +184,7 @@ def test_calls_of_attention_export(kind: str, way: str, opset: int, tmp_path: Pa
         assert not outs[0][:, :, 2].any()
 
 
+@pytest.mark.usefixtures("inductor")
 def test_translations_leave_the_compiler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor refuses an operator that PyTorch decomposes, where CI is set."""
     from torch._decomp import get_decompositions

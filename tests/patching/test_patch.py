@@ -169,6 +169,7 @@ def test_compiles_in_one_graph(kind: str) -> None:
     close(compiled(images(kind, 3)), model(images(kind, 3)))
 
 
+@pytest.mark.usefixtures("inductor")
 @torch.no_grad()
 def test_compiles_with_inductor() -> None:
     torch._dynamo.reset()

@@ -66,6 +66,7 @@ def test_each_verdict_names_its_path(quick: None) -> None:
     assert {case.inputs for case in report.cases} == {3}
 
 
+@pytest.mark.usefixtures("inductor")
 def test_compiled_by_inductor() -> None:
     model = vit()
     model.blocks = model.blocks[:1]
