@@ -259,6 +259,11 @@ def differentiates_otherwise() -> bool:
 differentiates_otherwise._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def transformed() -> bool:
+    """Whether a transform of `torch.func` is at work, vmap included."""
+    return _transforms() is not None
+
+
 def below_autograd(operator: Any, *arguments: Any) -> Any:
     """Call an operator where none of `traced` is active and autograd would not record it."""
     if torch.is_inference_mode_enabled():  # already below it

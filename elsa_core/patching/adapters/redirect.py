@@ -111,7 +111,7 @@ def redirected(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Mo
 
 
 def __getattr__(name: str) -> type[nn.Module]:  # PEP 562
-    fields = _decoded(name)
+    fields = decoded(name)
     if len(fields) != 5 or fields[0] != _PREFIX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _, precision, backend, module, qualname = fields
@@ -127,7 +127,7 @@ def _build(cls: type[nn.Module], precision: str, backend: str) -> type[nn.Module
     replaced = functools.partial(_attention, precision=precision, backend=backend)
     namespace: dict[str, Any] = {
         "__module__": __name__,
-        "__qualname__": _encoded(_PREFIX, precision, backend, cls.__module__, cls.__qualname__),
+        "__qualname__": encoded(_PREFIX, precision, backend, cls.__module__, cls.__qualname__),
         "__doc__": f"{cls.__qualname__} whose scaled_dot_product_attention is elsa's.",
         "elsa_base": cls,
     }
@@ -226,11 +226,11 @@ def _always_on(switch: str, cls: Any, reader: str) -> property:
     return property(read, write, doc="On: the other branch is softmax in eager PyTorch.")
 
 
-def _encoded(*fields: str) -> str:
-    """One identifier for several dotted names; `_decoded` is its inverse."""
+def encoded(*fields: str) -> str:
+    """One identifier for several dotted names; `decoded` is its inverse."""
     return "_s".join(field.translate(_ESCAPES) for field in fields)
 
 
-def _decoded(name: str) -> list[str]:
+def decoded(name: str) -> list[str]:
     marks = {"_": "_", "d": ".", "l": "<", "g": ">", "s": "\0"}
     return re.sub("_(.)", lambda match: marks.get(match[1], match[0]), name).split("\0")

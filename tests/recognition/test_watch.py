@@ -1,0 +1,263 @@
+"""What a watched forward leaves as it is: values that are kept, changed or hooked, and everything
+that it is run within."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from elsa_core.recognition import Watch
+
+from .test_ways import Seen, gradients, judged, model
+
+
+def operands() -> list[Tensor]:
+    torch.manual_seed(3)
+    return [torch.randn(2, 3, 9, 8) for _ in range(3)]
+
+
+class Doubled(torch.autograd.Function):
+    """Reads its argument in C++ and Python alike, asking no torch function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def operand_changed(q, k, v):
+    scores = q @ k.mT
+    q.mul_(2)
+    return scores.softmax(-1) @ v
+
+
+def operand_changed_by_its_view(q, k, v):
+    scores = q @ k.mT
+    k[:, 0, 1:3] = 7.0
+    return scores.softmax(-1) @ v
+
+
+def bias_changed(q, k, v):
+    bias = torch.ones(9, 9)
+    scores = q @ k.mT + bias
+    torch.nn.functional.relu(bias.sub_(2), inplace=True)
+    return scores.softmax(-1) @ v
+
+
+def bias_written_by_out(q, k, v):
+    bias = torch.ones(9)
+    scores = q @ k.mT + bias
+    torch.add(bias, torch.arange(9.0), out=bias)
+    return scores.softmax(-1) @ v
+
+
+def scores_changed_after_use(q, k, v):
+    scores = q @ k.mT
+    weights = scores.softmax(-1)
+    scores.mul_(3)
+    return weights @ v + scores.sum()
+
+
+def scores_changed_through_a_view(q, k, v):
+    scores = q @ k.mT
+    scores.view(6, 9, 9).add_(torch.randn(9, 9).sign())
+    return scores.softmax(-1) @ v
+
+
+def weights_used_twice(q, k, v):
+    weights = (q @ k.mT).softmax(-1)
+    return weights @ v + weights @ v.flip(2)
+
+
+def weights_compared(q, k, v):
+    weights = (q @ k.mT).softmax(-1)
+    return weights @ v if bool(weights.max() > 2) else v * weights.sum(-1, keepdim=True)
+
+
+def a_function_of_autograd(q, k, v):
+    return Doubled.apply(q @ k.mT).softmax(-1) @ v
+
+
+def a_hook_on_scores(q, k, v):
+    scores = q @ k.mT
+    if scores.requires_grad:
+        scores.register_hook(lambda grad: grad * 3)
+    return scores.softmax(-1) @ v
+
+
+def no_gradient_for_weights(q, k, v):
+    with torch.no_grad():
+        weights = (q @ k.mT).softmax(-1)
+    return weights @ v
+
+
+def detached_scores(q, k, v):
+    return (q @ k.mT).detach().softmax(-1) @ v
+
+
+def viewed_result(q, k, v):
+    return ((q @ k.mT).softmax(-1) @ v).view(6, 9, 8)
+
+
+def dtype_of_another(q, k, v):
+    return (q @ k.mT).softmax(-1, dtype=torch.float64) @ v.double()
+
+
+KEPT = [value for value in list(globals().values()) if callable(value) and (
+    getattr(value, "__code__", None) is not None
+    and value.__code__.co_varnames[:3] == ("q", "k", "v")
+)]  # fmt: skip
+NO_BACKWARD = (operand_changed, operand_changed_by_its_view)  # the original's raises
+
+
+@pytest.mark.parametrize("function", KEPT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
+def test_values_are_the_originals(function: Callable[..., Tensor], grad: bool) -> None:
+    def run(watch: bool, dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(5)
+        leaves = [t.to(dtype).requires_grad_(grad) for t in operands()]
+        given = [leaf * 1.0 for leaf in leaves]
+        if watch:
+            watching = Watch("strict", "auto")
+            with watching:
+                out = function(*given)
+            out = watching.close(out)
+        else:
+            out = function(*given)
+        found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True) if grad else ()
+        return [out.detach(), *(g for g in found if g is not None)]
+
+    if grad and function in NO_BACKWARD:
+        return
+    with torch.set_grad_enabled(grad):
+        results = run(True, torch.float32), run(False, torch.float32)
+        exact = run(False, torch.float64)
+    for got, plain, oracle in zip(*results, exact, strict=True):
+        judged(got, plain, oracle.double(), function.__name__)
+
+
+@pytest.mark.parametrize("how", ["kept", "returned", "hooked", "replaced"])
+def test_weights_that_are_seen_are_the_originals(how: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            weights = self.drop((q @ k.mT).softmax(-1))
+            if how == "kept":
+                self.weights = weights
+            out = weights @ v
+            return (out, weights) if how == "returned" else out
+
+    module, seen = Attention().eval(), []
+    if how == "hooked":
+        module.drop.register_forward_hook(lambda m, args, out: (seen.append(out), out * 0.5)[1])
+    if how == "replaced":
+        module.drop = nn.Threshold(0.1, 0.0)  # type: ignore[assignment]
+    q, k, v = operands()
+    plain = module(q, k, v)
+    expected = {"kept": getattr(module, "weights", None), "hooked": seen and seen[0]}.get(how)
+    watch = Watch("strict", "auto")
+    with watch:
+        out = module(q, k, v)
+    out = watch.close(out)
+    if how == "returned":
+        (plain, expected), (out, got) = plain, out
+    else:
+        got = {"kept": getattr(module, "weights", None), "hooked": seen and seen[-1]}.get(how)
+    if expected is not None and how != "replaced":
+        assert type(got) is Tensor and torch.equal(got, expected)
+        assert torch.equal(pickle.loads(pickle.dumps(got)), expected)
+    assert torch.allclose(out, plain, atol=1e-5)
+
+
+def test_an_error_leaves_no_mode_and_the_values_that_were_kept() -> None:
+    kept: list[Tensor] = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept.append(q @ k.mT)
+        return kept[0] @ v[:, :, :2]
+
+    q, k, v = operands()
+    watch = Watch("strict", "auto")
+    with pytest.raises(RuntimeError, match="size"):
+        try:
+            with watch:
+                forward(q, k, v)
+        finally:
+            watch.abandon()
+    assert type(kept[0]) is Tensor and torch.equal(kept[0], q @ k.mT)
+    assert type(q @ k.mT) is Tensor
+
+
+def test_watched_forwards_nest_recompute_and_run_in_threads() -> None:
+    site, twin, x = model("relative_bias")
+    oracle = copy.deepcopy(site).double()
+
+    class Checkpointed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    triples = [
+        gradients(Checkpointed(m), t) for m, t in ((twin, x), (site, x), (oracle, x.double()))
+    ]
+    for got, plain, exact in zip(*triples, strict=True):
+        judged(got, plain, exact, "checkpoint")
+    outer, seen = None, Seen()
+    outer = Watch("strict", "auto", seen)
+    with torch.no_grad(), outer:
+        nested = outer.close(twin(x))
+    assert seen.count == 1
+    judged(nested.detach(), site(x).detach(), oracle(x.double()).detach(), "nested")
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(twin(x).detach())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3 and all(torch.equal(r, twin(x).detach()) for r in results)
+
+
+def test_transforms_and_second_derivatives_are_the_originals() -> None:
+    site, twin, x = model("scaled_after")
+
+    def loss(m: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda t: m(t).square().sum()
+
+    for transform in (torch.func.grad, torch.func.hessian):
+        given = x[:1, :4] if transform is torch.func.hessian else x
+        assert torch.allclose(transform(loss(twin))(given), transform(loss(site))(given), atol=1e-4)
+    batch = torch.stack((x, x * 2))
+    assert torch.allclose(torch.func.vmap(twin)(batch), torch.func.vmap(site)(batch), atol=1e-5)
+    second = []
+    for m in (twin, site):
+        t = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(loss(m)(t), t, create_graph=True)
+        second.append(torch.autograd.grad(grad.square().sum(), t)[0])
+    assert torch.allclose(*second, rtol=1e-3, atol=1e-4)
+
+
+def test_only_what_is_alive_is_kept() -> None:
+    """Scores that were computed are not held until the forward ends."""
+    q, k, v = operands()
+    watch = Watch("strict", "auto")
+    with watch:
+        for _ in range(50):
+            (q @ k.mT).sigmoid() @ v
+        assert len(watch._alive) < 4
