@@ -11,14 +11,13 @@ from elsa_core.errors import ArgumentError, ElsaError, ModelError
 from elsa_core.loading import libraries
 from elsa_core.loading.checkpoint import read_checkpoint
 from elsa_core.loading.configuration import from_config
-from elsa_core.loading.constructor import usual_size
 from elsa_core.loading.fit import with_given
-from elsa_core.loading.libraries import label
+from elsa_core.loading.libraries import default_recipe, label
 from elsa_core.loading.recipe import Recipe, checked_args
 from elsa_core.loading.recognise import fit_named, recognise
 from elsa_core.loading.shards import INDEX_SUFFIX, is_index, read_sharded
 from elsa_core.loading.shown import Shapes
-from elsa_core.loading.spec import CONFIG_NAMES, parse
+from elsa_core.loading.spec import CONFIG_NAMES, ModelSpec, parse
 from elsa_core.loading.weights import Weights, read_safetensors
 from elsa_core.messages import side
 from elsa_core.reading import parse_json, read_json
@@ -189,7 +188,8 @@ def _size_text(recipe: Recipe, given: Mapping[str, Any] | None) -> str:
     """The image size where it is neither the name's nor typed; not every shape tells it."""
     if recipe.two_towers or _SIZES & set(given or {}):
         return ""
-    return "" if recipe.size == usual_size(recipe) else f" at {side(recipe.size)} pixels"
+    usual = default_recipe(ModelSpec(recipe.library, recipe.name, recipe.name, recipe.tag))
+    return "" if recipe.size == usual.size else f" at {side(recipe.size)} pixels"
 
 
 def named_recipe(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,7 +18,6 @@ from torch import nn
 
 from elsa_core.errors import ElsaError, ModelError
 from elsa_core.loading import libraries
-from elsa_core.loading.adapted import SECONDS, adapted
 from elsa_core.loading.alike import groups
 from elsa_core.loading.fit import differences, fitted, is_unused, matches, recipe_of, with_given
 from elsa_core.loading.libraries import build_meta, label, resized
@@ -29,6 +27,8 @@ from elsa_core.loading.shown import Shapes, Shown
 from elsa_core.loading.spec import ModelSpec
 
 _Args = Mapping[str, Any]
+# Of names with the same block, how many are built to find the closest.
+_COMPARED = 8
 # Parts of names that attention has in the libraries that elsa reads, and in most others.
 _ATTENTION = re.compile(r"attn|attention|qkv|q_proj|in_proj|query|to_q|relative_position|rel_pos")
 
@@ -58,7 +58,8 @@ def recognise(
     Raises:
         ModelError: none fits, or several fit that compute differently (they are listed).
     """
-    found = list(_candidates(shapes, image_size, given or {}))
+    search = _search(shapes, image_size, given or {})
+    found = list(search.library.candidates(search)) if search.library.candidates else []
     if not found and _is_convolutional(shapes):
         raise ModelError(
             f"{where} has no attention: its {len(shapes)} tensors are convolutions, norms and"
@@ -66,9 +67,9 @@ def recognise(
         )
     if not found:
         raise ModelError(
-            f"{where}: no known architecture has these tensors{_look(shapes)}; name it with arch"
-            " (--arch) and what differs from it with --model-kwargs, or put its config.json"
-            " beside the file"
+            f"{where}: no known architecture has these tensors{_look(shapes)}{search.closest()};"
+            " name it with arch (--arch) and what differs from it with --model-kwargs, or put its"
+            " config.json beside the file"
         )
     same = groups(found)
     if len(same) > 1:
@@ -94,15 +95,12 @@ def fit_named(
 
     Raises:
         ArgumentError: `given` cannot be.
-        ModelError: another width would fit, with heads that no tensor shows.
     """
     usual = recipe_of(spec, shapes, given)
     variants = libraries.of(usual.library).variants(usual, shapes)
     tries = [_with(usual, setting, given or {}) for setting in variants]
     fits = (fitted(recipe, shapes, image_size) for recipe in tries)
     fit = next((fit for fit in fits if fit is not None), None)
-    if fit is None and not usual.two_towers:
-        fit = adapted(usual, shapes, image_size, given or {})
     return _pruned(fit or usual, shapes, usual.args)
 
 
@@ -143,14 +141,10 @@ def _is_convolutional(shapes: Shapes) -> bool:
     return len(kernels) > 2 and not any(map(_ATTENTION.search, shapes))
 
 
-def _candidates(
-    shapes: Shapes, image_size: tuple[int, int] | None, given: _Args
-) -> Iterable[Recipe]:
+def _search(shapes: Shapes, image_size: tuple[int, int] | None, given: _Args) -> Search:
     first, *others = libraries.LIBRARIES
     library = next((other for other in others if other.marks(shapes)), first)
-    if library.candidates is None:
-        return ()
-    return library.candidates(Search(library, shapes, image_size, given))
+    return Search(library, shapes, image_size, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +156,14 @@ class Search:
         shapes: of the file's tensors, by name.
         image_size: (height, width) in pixels, to settle a grid that is not square.
         given: arguments of the constructor that the user has typed.
+        misfits: how many tensors differ from those of the names that were tried, and those names.
     """
 
     library: Library
     shapes: Shapes
     image_size: tuple[int, int] | None
     given: _Args
+    misfits: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
 
     def recipe(self, name: str, setting: Shown | None = None) -> Recipe:
         """Return the recipe of a name as in the shapes, with what else they show."""
@@ -178,20 +174,6 @@ class Search:
         """Return those that fit, at the image size of the tensors."""
         fits = (fitted(recipe, self.shapes, self.image_size) for recipe in recipes)
         return [recipe for recipe in fits if recipe is not None]
-
-    def adapted(self, recipes: Iterable[Recipe]) -> list[Recipe]:
-        """Return those that fit with the fewest other arguments.
-
-        Widths stay those of a name, which says the heads of a ViT.
-        """
-        until = time.thread_time() + 2 * SECONDS
-        other = (
-            adapted(r, self.shapes, self.image_size, self.given, named=False, until=until)
-            for r in recipes
-        )
-        found = self.pruned(fit for fit in other if fit is not None)
-        fewest = min((len(fit.args) for fit in found), default=0)
-        return [fit for fit in found if len(fit.args) == fewest]
 
     def pruned(self, recipes: Iterable[Recipe]) -> list[Recipe]:
         """Return the recipes without the arguments that their names imply."""
@@ -204,19 +186,37 @@ class Search:
                 model = build_meta(attempt)
             except ElsaError:
                 continue
-            return _block_fits(model, self.shapes)
+            count = _block_misfits(model, self.shapes)
+            if count < len(model.state_dict()):
+                self.misfits.append((count, len(attempt.name), attempt.name))
+            return not count
         return False
 
+    def closest(self) -> str:
+        """The name whose tensors differ least, and in what, in words; "" where none is near."""
+        least = min(self.misfits, default=(0, 0, ""))[0]
+        names = dict.fromkeys(name for count, _, name in sorted(self.misfits) if count == least)
+        found: list[tuple[int, Recipe]] = []
+        for name in list(names)[:_COMPARED]:
+            recipe = self.recipe(name)
+            with suppress(ElsaError):
+                found.append((sum(map(len, differences(build_meta(recipe), self.shapes))), recipe))
+        if not found:
+            return ""
+        recipe = min(found, key=lambda pair: pair[0])[1]
+        return f"; the closest is {label(recipe)} ({explain_misfit(recipe, self.shapes)})"
 
-def _block_fits(model: nn.Module, shapes: Shapes) -> bool:
-    """All tensors of a short model are there with these shapes; its grid may differ."""
+
+def _block_misfits(model: nn.Module, shapes: Shapes) -> int:
+    """How many tensors of a short model are not there with these shapes; its grid may differ."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     blocks = re.compile(r"(.*\b(?:blocks|layers|stages))\.\d+\.")
     outside = {name for name in shapes if not blocks.match(name)}
-    if any(name not in own for name in outside if not _of_grid(name) and not is_unused(name)):
-        return False
-    return all(
-        name in shapes and (shapes[name] == shape or _of_grid(name)) for name, shape in own.items()
+    return sum(
+        name not in own and not _of_grid(name) and not is_unused(name) for name in outside
+    ) + sum(
+        name not in shapes or (shapes[name] != shape and not _of_grid(name))
+        for name, shape in own.items()
     )
 
 

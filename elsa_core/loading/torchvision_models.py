@@ -199,7 +199,7 @@ def _candidates(search: Search) -> list[Recipe]:
         return []
     prefix = _prefix(search.shapes) or ""
     recipes = [search.recipe(name) for name in names if name.startswith(prefix)]
-    return search.fitted(recipes) or search.adapted(recipes)
+    return search.fitted(recipes) or [each for each in recipes if search.blocks_fit([each])]
 
 
 TORCHVISION = Library(

@@ -1,30 +1,26 @@
-"""What an architecture's name says and no tensor of a file shows: heads, some windows, strides.
+"""What an architecture's name says and no tensor of a file shows: heads, some windows.
 
 The heads of a plain ViT lie inside the width of its projections, and a SwinV2 without its buffers
-has the same tensors at any window. Such values are taken from the name, and said: each argument of
-the constructor in whose place another number has the same tensors.
+has the same tensors at any window. Such values are taken from the name, and said.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from elsa_core.errors import ElsaError
 from elsa_core.loading import libraries
-from elsa_core.loading.constructor import unshown, watched
 from elsa_core.loading.fit import differences
 from elsa_core.loading.libraries import build_meta
 from elsa_core.loading.recipe import Recipe
 from elsa_core.loading.shown import Shapes
-from elsa_core.messages import side
 
-# By the constructor's argument: the word for it.
-_WORDS = {"num_heads": "heads", "window_size": "window"}
-_SIZES = frozenset(("img_size", "image_size", "input_size"))
+# Arguments of constructors that say the heads.
+_HEADS = frozenset(("num_heads", "heads", "num_heads_inner", "num_heads_outer"))
 
 
 def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Recipe:
@@ -48,11 +44,6 @@ def with_unsaid(recipe: Recipe, shapes: Shapes, given: Mapping[str, Any]) -> Rec
         }
     else:
         found = _of_modules(recipe, model, shapes, given)
-        missing, unexpected, wrong = differences(model, shapes)
-        if wrong and not (missing or unexpected or given):
-            return dataclasses.replace(recipe, unsaid=found)  # it will be refused
-        known = {*given, *(key for key, word in _WORDS.items() if word in found)}
-        found |= _of_arguments(recipe, shapes, known)
     return dataclasses.replace(recipe, unsaid=found)
 
 
@@ -60,53 +51,45 @@ def _of_modules(
     recipe: Recipe, model: nn.Module, shapes: Shapes, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Heads and windows as the modules hold them, which some constructors derive."""
-    if not libraries.of(recipe.library).takes_heads:
+    if _HEADS & set(given):
+        heads = None
+    elif libraries.of(recipe.library).takes_heads:
+        heads = _heads(model)
+        # What its constructor does not take cannot be compared, and counts as not shown.
+        heads = None if _others_fit(recipe, "num_heads", heads, model, shapes) is False else heads
+    else:
         heads = _heads_of_torch(model.modules())
-        return {"heads": heads} if heads and "num_heads" not in given else {}
-    return {
-        _WORDS[key]: value
-        for key, value in (("num_heads", _heads(model)), ("window_size", _window(model)))
-        if value and key not in given and _others_fit(recipe, key, value, model, shapes)
-    }
-
-
-def _of_arguments(recipe: Recipe, shapes: Shapes, known: Collection[str]) -> dict[str, Any]:
-    """The other arguments; the image size too where it is not the name's and others fit."""
-    args = watched(recipe)[1]
-    found, free = unshown(recipe, args, shapes, [key for key in args if key not in known])
-    size = {"img_size": list(recipe.size)} if free and not _SIZES & set(known) else {}
-    return size | {_WORDS.get(key, key): value for key, value in found.items()}
+    window = None if "window_size" in given else _window(model)
+    if not _others_fit(recipe, "window_size", window, model, shapes):
+        window = None
+    found = {"heads": heads, "window": window}
+    return {word: value for word, value in found.items() if value}
 
 
 def line(recipe: Recipe) -> str:
     """One line about what the recipe's name says alone; "" for nothing."""
     if not recipe.unsaid:
         return ""
-    size = recipe.unsaid.get("img_size")
-    named = {word: value for word, value in recipe.unsaid.items() if word != "img_size"}
-    values = ", ".join(f"{word}={_text(value)}" for word, value in named.items())
-    parts = [f"{values} from {recipe.name} (not in the file)"] if named else []
-    if size:
-        sides = size if isinstance(size, (list, tuple)) else [size, size]
-        parts.append(f"img_size={side(sides)} (others fit the tensors as well)")
-    return f"assumed: {'; '.join(parts)}"
+    values = ", ".join(f"{word}={_text(value)}" for word, value in recipe.unsaid.items())
+    return f"assumed: {values} from {recipe.name} (not in the file)"
 
 
 def _others_fit(
-    recipe: Recipe, key: str, value: int | list[int], model: nn.Module, shapes: Shapes
-) -> bool:
-    """True where the tensors fit as well with another value; False where the library has no such
-    argument.
-    """
+    recipe: Recipe, key: str, value: int | list[int] | None, model: nn.Module, shapes: Shapes
+) -> bool | None:
+    """True where the tensors fit as well with another value; None where the constructor takes no
+    other."""
     usual = differences(model, shapes)
-    for other in _others(value):
+    answer = None
+    for other in _others(value) if value else ():
         trial = dataclasses.replace(recipe, args={**recipe.args, key: other})
         try:
             if differences(build_meta(trial), shapes) == usual:
                 return True
+            answer = False
         except ElsaError:
             continue
-    return False
+    return answer
 
 
 def _others(value: int | list[int]) -> Iterator[int | list[int]]:

@@ -121,6 +121,39 @@ def test_what_is_shown_and_what_is_not() -> None:
     assert shown({"conv1.weight": (64, 3, 7, 7)}) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "closest"),
+    [
+        ("vit_tiny_patch16_224", {"mlp_ratio": 2.0, **CUT}, "vit_tiny_patch16_224"),
+        (SWIN, {**SHALLOW, "mlp_ratio": 2.0}, SWIN),
+        ("torchvision:vit_b_32", {"num_layers": 1, "mlp_dim": 8}, "torchvision:vit_b_32"),
+    ],
+)
+def test_the_closest_architecture_is_named(
+    tmp_path: Path, name: str, args: dict[str, Any], closest: str
+) -> None:
+    """What differs from it is asked for, and loads the file."""
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in args.items()}
+    model = load_model(name, model_kwargs=given).model
+    path = write(model, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"the closest is {closest} \(.*--model-kwargs") as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+    assert agree(load_model(path, arch=name, model_kwargs=given), model)
+
+
+@pytest.mark.parametrize("name", ["levit_128s", "pvt_v2_b0", "hiera_tiny_224"])
+def test_other_arguments_than_the_names_are_asked_for(tmp_path: Path, name: str) -> None:
+    """No search: the tensors of another depth do not fit, and the arguments make them fit."""
+    key = {"levit_128s": "depth", "pvt_v2_b0": "depths", "hiera_tiny_224": "stages"}[name]
+    given = {key: [1] * (3 if name == "levit_128s" else 4), "num_classes": 3}
+    model = made(name, **{k: tuple(v) if k == key else v for k, v in given.items()})
+    path = write(model, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"does not fit {name}: .*--arch, --model-kwargs"):
+        load_model(path, arch=name)
+    assert agree(load_model(path, arch=name, model_kwargs=given), model)
+
+
 # --- arguments that the user gives -------------------------------------------------------------
 
 
